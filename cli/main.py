@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Final
 
@@ -18,9 +19,10 @@ from shardnet import __version__
 from shardnet.cluster.machine.folders import config_path
 from shardnet.errors import ConfigurationError
 
+from .flags.completion import SHELLS, completes_here, install, one_of, script
 from .flags.config import read_config
 from .flags.lazy_group import LazyGroup
-from .output.exit_codes import exit_codes, fail, open_missing_streams, write_out
+from .output.exit_codes import exit_codes, fail, open_missing_streams, say, write_out
 from .output.terminal import restore_at_sigterm
 
 _SUMMARIES: Final = {
@@ -128,6 +130,30 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _check_shell(shell: str) -> None:
+    if shell not in SHELLS:
+        raise typer.BadParameter(f"'{shell}': choose bash, zsh or fish")
+
+
+def _show_completion(shell: str) -> None:
+    if shell:
+        _check_shell(shell)
+        write_out(script(shell), end="")
+        raise typer.Exit
+
+
+def _install_completion(shell: str) -> None:
+    if not shell:
+        return
+    _check_shell(shell)
+    try:
+        file, reads = install(shell, Path.home())
+    except ConfigurationError as error:
+        fail(str(error))
+    say(f"wrote {file}{f', which {reads} reads' if reads else ''}: it counts in new shells")
+    raise typer.Exit
+
+
 @app.callback()
 def configure(
     context: typer.Context,
@@ -135,6 +161,30 @@ def configure(
         bool,
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
+    install_completion: Annotated[
+        str,
+        typer.Option(
+            "--install-completion",
+            metavar="bash|zsh|fish",
+            callback=_install_completion,
+            autocompletion=one_of(*SHELLS),
+            is_eager=True,
+            show_default=False,
+            help="Make TAB complete commands, flags, models and nodes in new shells.",
+        ),
+    ] = "",
+    show_completion: Annotated[
+        str,
+        typer.Option(
+            "--show-completion",
+            metavar="bash|zsh|fish",
+            callback=_show_completion,
+            autocompletion=one_of(*SHELLS),
+            is_eager=True,
+            show_default=False,
+            help="Print the script that does it.",
+        ),
+    ] = "",
 ) -> None:
     """One language model over the machines of a home lab."""
     assert isinstance(context.command, TyperGroup)
@@ -148,6 +198,7 @@ def main() -> None:
     """Run the command line."""
     open_missing_streams()
     restore_at_sigterm()
+    completes_here()
     try:
         with exit_codes():
             app()

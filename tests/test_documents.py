@@ -20,6 +20,7 @@ import pytest
 from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
+from shardnet_cli.flags.help_sections import SECTIONS, SectionedCommand
 from shardnet_cli.main import app
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +41,10 @@ FOLDERS = ("", "shardnet", "shardnet/model", "docs", "tests", "tests/support", "
 FILE = re.compile(r"(?:[\w.-]+/)*[\w-]+(?:\.[\w-]+)*\.(?:py|md|c|h|svg|toml|sh|cfg)")
 ALL = ("plan", "generate", "chat", "bench")
 """What `all` in the flags' second column means."""
-OTHERS_FLAGS = {"--no-deps", "--force-reinstall", "--install", "--help", "--version"}
+OTHERS_FLAGS = {"--no-deps", "--force-reinstall", "--install", "--help", "--version"} | {
+    "--install-completion",
+    "--show-completion",
+}
 
 
 def ids(pages: Sequence[Path]) -> list[str]:
@@ -155,7 +159,7 @@ def parse(arguments: Sequence[str], *, is_whole: bool = True) -> None:
     command: Any = get_command(app)
     name, left = "shardnet", list(arguments)
     while isinstance(command, TyperGroup):
-        if left in ([], ["--help"], ["--version"]):
+        if left in ([], ["--help"], ["--version"]) or left[0].endswith("-completion"):
             return
         assert left[0] in command.commands, f"there is no command {left[0]!r} of {name}"
         name, command = left[0], command.commands[left.pop(0)]
@@ -247,6 +251,33 @@ def test_every_variable_of_a_flag_is_documented() -> None:
     named = set(re.findall(r"`(SHARDNET_\w+)`", USAGE.read_text(encoding="utf-8")))
     assert len(variables) > 20
     assert variables <= named
+
+
+def test_help_has_the_flags_in_the_sections_of_the_page() -> None:
+    text = USAGE.read_text(encoding="utf-8").partition("\n## Flags\n")[2]
+    sections = dict(re.findall(r"^### (.+?)\n(.*?)(?=^##)", text, re.M | re.S))
+    rows = {name: re.findall(r"^\| `(--[\w-]+)", rows, re.M) for name, rows in sections.items()}
+    assert {name: set(rows[name]) for name in SECTIONS} == {
+        name: set(flags) for name, flags in SECTIONS.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "plan", "bench", "node"])
+def test_help_of_a_command_with_many_flags_has_sections_and_examples(
+    name: str,
+) -> None:
+    group: Any = get_command(app)
+    command = group.commands[name]
+    assert isinstance(command, SectionedCommand)
+    context = command.make_context(f"shardnet {name}", [], resilient_parsing=True)
+    context.terminal_width = context.max_content_width = 80
+    shown = command.get_help(context)
+    assert max(map(len, shown.splitlines())) <= 80
+    titles = re.findall(r"^([A-Z].+):$", shown, re.M)
+    assert {"Which model, and how", "Where a model runs", "Options", "Examples"} <= {*titles}
+    assert shown.count("--threads") == shown.count("--help") == 1
+    for line in shown.partition("Examples:\n")[2].splitlines():
+        parse(shlex.split(line.partition(" <")[0].partition(" >")[0])[1:])
 
 
 @pytest.mark.parametrize("page", FOR_USERS, ids=ids(FOR_USERS))

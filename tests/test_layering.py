@@ -63,7 +63,7 @@ ROOMS: dict[str, list[str]] = {
         "node",
     ],
     "api": [""],
-    "cli": ["output", "flags", "finding", "commands", ""],
+    "cli": ["output", "flags", "finding", "conversation", "commands", ""],
 }
 MOST_FILES = 16
 """In a room, beside its __init__.py."""

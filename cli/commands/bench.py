@@ -19,6 +19,7 @@ from shardnet.wire.messages.plans import PlanReply
 
 from ..finding.target import Target, open_target
 from ..flags.cluster_access import Access
+from ..flags.help_sections import examples
 from ..flags.option_groups import takes_groups
 from ..flags.options import Json
 from ..flags.ring_options import OnlineRingOptions, Wanted
@@ -68,6 +69,11 @@ class Quality:
     took_s: float
 
 
+@examples(
+    "shardnet bench --model ~/models/Qwen3-4B",
+    "shardnet bench --local 2 --parallel 1 --parallel 8",
+    "shardnet bench --perplexity chapter.txt --quant int8",
+)
 @takes_groups
 def bench(
     *,

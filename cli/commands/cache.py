@@ -12,9 +12,10 @@ import typer
 from shardnet.cluster.machine.folders import PACKS_FOLDER, cache_dir
 from shardnet.cluster.store.model_cache import CachedModel, ModelCache
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.stage.pack_cache import packed_models
+from shardnet.stage.pack_cache import PackedModel, packed_models
 from shardnet.stage.pack_cache import remove as remove_packed
 
+from ..flags.completion import cached_ids
 from ..flags.options import Json
 from ..output.exit_codes import counted, fail, one_line, say, write_out
 
@@ -34,8 +35,10 @@ def list_models(as_json: Json = False) -> None:
         models = cache.models()
     except ShardnetError as error:
         fail(str(error))
+    packs = packed_models(cache.folder / PACKS_FOLDER)
     if as_json:
-        write_out(json.dumps([_as_json(model) for model in models]))
+        listed = [*map(_as_json, models), *map(_packed_as_json, packs)]
+        write_out(json.dumps(listed))
         return
     for model in models:
         state = "in use" if model.in_use else f"used {_age(time.time() - model.used_s)} ago"
@@ -43,7 +46,6 @@ def list_models(as_json: Json = False) -> None:
             f"{model.model_id[:12]}  {model.size_bytes / MIB:.1f} of {model.whole_bytes / MIB:.1f} "
             f"MiB  {state}  {one_line(model.name)}"
         )
-    packs = packed_models(cache.folder / PACKS_FOLDER)
     for packed in packs:
         age = _age(time.time() - packed.used_s)
         write_out(
@@ -58,7 +60,11 @@ def list_models(as_json: Json = False) -> None:
 def remove(
     model_id: Annotated[
         str,
-        typer.Argument(metavar="MODEL_ID", help="The model's id, or its first digits."),
+        typer.Argument(
+            metavar="MODEL_ID",
+            help="The model's id, or its first digits.",
+            autocompletion=cached_ids,
+        ),
     ] = "",
     everything: Annotated[
         bool, typer.Option("--all", help="Delete all that no node uses.")
@@ -117,6 +123,19 @@ def _as_json(model: CachedModel) -> dict[str, object]:
         "whole_bytes": model.whole_bytes,
         "used": model.used_s,
         "in_use": model.in_use,
+        "quant": None,
+    }
+
+
+def _packed_as_json(packed: PackedModel) -> dict[str, object]:
+    return {
+        "model_id": packed.folder.name,
+        "name": packed.model,
+        "bytes": packed.size_bytes,
+        "whole_bytes": packed.size_bytes,
+        "used": packed.used_s,
+        "in_use": False,
+        "quant": packed.quant,
     }
 
 

@@ -1,37 +1,37 @@
 """`shardnet chat`: a conversation with the model of the ring.
 
-Knows the terminal: lines in, text out, what the keys do. The whole conversation is sent every turn;
-the ring still holds what it has computed of it and computes only what is new.
+Knows what commands and lines do. The rest of a conversation is in cli/conversation/.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
-from shardnet.api.requests import GenerationOptions, Message
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.errors import ShardnetError
+from shardnet.errors import ShardnetError, UsageError
 from shardnet.types import SamplingParams
 
+from ..conversation.chat_commands import HINT, help_lines, read_command
+from ..conversation.conversation import Conversation
+from ..conversation.saved import load, save
+from ..conversation.typed_lines import open_editor, read_piped
 from ..finding.target import open_target
 from ..flags.cluster_access import Access
+from ..flags.help_sections import examples
 from ..flags.option_groups import takes_groups
 from ..flags.ring_options import RingOptions, Wanted
-from ..flags.sampling_options import MaxTokens, SamplingOptions, Temperature
-from ..output.exit_codes import EXIT_FAILURE, StreamedText, counted, exit_codes, say, write_out
-from ..output.progress import LoadBars
+from ..flags.sampling_options import MaxTokens, SamplingOptions
+from ..output.exit_codes import EXIT_FAILURE, exit_codes, say
 
 if TYPE_CHECKING:
-    from shardnet.api.blocking import BlockingClient
     from shardnet.api.client import Client
-
-HELP = "/exit or Ctrl-D leaves, /reset starts a new conversation, Ctrl-C stops an answer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +43,10 @@ class _Ring(RingOptions):
 class _Sampling(SamplingOptions):
     """The flags of `generate`, without those that make no sense in a conversation."""
 
+    DEFAULTS: ClassVar[SamplingParams] = SamplingParams(temperature=0.7)
+
     max_tokens: MaxTokens = 1024
     min_tokens: int = 0
-    temperature: Temperature = 0.7
     logit_bias: list[str] | None = None
     stop_token_id: list[int] | None = None
     ignore_eos: bool = False
@@ -53,14 +54,22 @@ class _Sampling(SamplingOptions):
     keep_special_tokens: bool = False
 
 
+@examples(
+    "shardnet chat --model qwen3",
+    'shardnet chat --model ~/models/Qwen3-4B --system "Be brief."',
+    "shardnet chat --local 2 --temperature 0 < questions.txt",
+)
 @takes_groups
 def chat(*, ring: _Ring, access: Access, sampling: _Sampling) -> None:
     """Chat with the model: each line is a message, the answer streams.
 
-    Needs a model with a chat template. /exit or Ctrl-D leaves, /reset starts a new conversation,
-    Ctrl-C stops an answer. Standard input may be a file or a pipe: each of its lines is a message.
+    Needs a model with a chat template. Enter sends, Alt-Enter begins a new line, pasted text is one
+    message, Ctrl-C stops an answer, Ctrl-D leaves; /help lists the commands, such as /system, /save
+    and /retry. Standard input may be a file or a pipe: each of its lines is a message.
     """
     params, options = sampling.params(), sampling.generation()
+    if sampling.temperature != 0:  # else the most likely token was asked for, as it is
+        options["recommended"] = sampling.left_to_the_model()
     wanted = ring.wanted(access)
     warn_of_base_model(wanted.choice.model)
     with exit_codes():
@@ -86,106 +95,70 @@ async def _client(wanted: Wanted) -> AsyncIterator[Client]:
         yield target.client
 
 
-class Conversation:
-    """The messages so far, and the options with which the next answer is generated."""
-
-    def __init__(
-        self,
-        client: BlockingClient,
-        sampling: SamplingParams,
-        options: GenerationOptions,
-        system: str,
-    ) -> None:
-        self._client = client
-        self._sampling = sampling
-        self._options = options
-        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
-        self._messages = [*self._system]
-        self._ring_is_known = False
-
-    def reset(self) -> None:
-        """Remove all messages but the system message."""
-        self._messages = [*self._system]
-
-    def ask(self, text: str) -> None:
-        """Send a message and print the answer as it streams.
-
-        Ctrl-C stops the answer; the part that came stays in the conversation. Raises ShardnetError
-        when generation fails, and then removes the message.
-        """
-        asked: Message = {"role": "user", "content": text}
-        answer, shown = "", StreamedText()
-        try:
-            with LoadBars() as bars:
-                events = self._client.generate(
-                    [*self._messages, asked],
-                    self._sampling,
-                    on_plan=None if self._ring_is_known else bars.expect,
-                    on_loading=bars.update,
-                    **self._options,
-                )
-                with contextlib.closing(events):
-                    for event in events:
-                        bars.stop()
-                        self._ring_is_known = True
-                        if event.error is not None:
-                            raise event.error
-                        answer += event.text
-                        shown.write(event.text)
-                        if event.result is not None:
-                            timing = event.result.timing
-                            closing = (
-                                f"({counted(event.result.usage.n_generated, 'token')}, first after "
-                                f"{timing.ttft_s:.2f} s, {timing.decode_tok_s:.1f} tokens/s)"
-                            )
-            write_out()
-            say(closing)
-        except ShardnetError:
-            shown.break_off()
-            raise
-        except KeyboardInterrupt:
-            write_out()
-            say("(stopped)")
-        self._messages += [asked, {"role": "assistant", "content": answer}]
-
-
 def _talk(conversation: Conversation) -> None:
-    """Answer each line of standard input, until it ends or /exit."""
+    """Answer what is typed, or each line of standard input, until it ends or /exit."""
     is_terminal = sys.stdin.isatty()
-    if is_terminal:
-        with contextlib.suppress(ImportError):  # it lets people edit their lines
-            import readline  # noqa: F401
-        say(HELP)
-    while (line := _read_line(is_terminal)) is not None:
-        match line.strip():
-            case "":
-                continue
-            case "/exit" | "/quit":
-                return
-            case "/reset":
-                conversation.reset()
-                say("(a new conversation)")
-            case command if command.startswith("/") and len(command.split()) == 1:
-                say(f"{command} is not a command: {HELP}")
-            case text:
-                try:
-                    conversation.ask(text)
-                except ShardnetError as error:
-                    say(f"error: {' '.join(str(error).split())}")
-                    if not is_terminal:
-                        raise typer.Exit(EXIT_FAILURE) from None
-
-
-def _read_line(is_terminal: bool) -> str | None:
-    """Read one line; None at the end of the input."""
-    if not is_terminal:
-        return sys.stdin.readline() or None
-    while True:
+    read = _at_terminal() if is_terminal else read_piped
+    while (line := read()) is not None:
+        text = line.strip()
+        command = read_command(text)
+        if command == ("/exit", ""):
+            return
         try:
-            return input("> ")
-        except EOFError:
-            write_out()
-            return None
-        except KeyboardInterrupt:
-            write_out()
-            say(f"({HELP})")
+            if command is not None:
+                _do(*command, conversation)
+            elif text:
+                conversation.ask(text)
+        except ShardnetError as error:
+            say(f"error: {' '.join(str(error).split())}")
+            if not is_terminal:
+                raise typer.Exit(EXIT_FAILURE) from None
+
+
+def _do(command: str, rest: str, conversation: Conversation) -> None:
+    """Do a command but /exit. Raises ShardnetError when it fails."""
+    match command:
+        case "/help":
+            for line in help_lines():
+                say(line)
+        case "/reset":
+            conversation.reset()
+            say("(a new conversation)")
+        case "/system":
+            if rest:
+                conversation.system = "" if rest == "-" else rest
+            say(f"(system message: {conversation.system or 'none'})")
+        case "/retry":
+            conversation.retry()
+        case "/stats":
+            for line in conversation.stats():
+                say(line)
+        case "/save" | "/load":
+            if not rest:
+                raise UsageError(f"{command} needs the name of a file")
+            path = Path(rest).expanduser()
+            if command == "/save":
+                save(conversation.messages, path)
+            else:
+                conversation.messages = load(path)
+            done = "saved to" if command == "/save" else "loaded from"
+            say(f"({len(conversation.messages)} messages {done} {path})")
+        case _:
+            say(f"{command} is not a command: {HINT}")
+
+
+def _at_terminal() -> Callable[[], str | None]:
+    """Return a function that has a message typed; None at Ctrl-D. Ctrl-C begins it anew."""
+    say(HINT)
+    editor = open_editor()
+
+    def read() -> str | None:
+        while True:
+            try:
+                return editor()
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                say(f"({HINT})")
+
+    return read

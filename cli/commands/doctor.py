@@ -15,6 +15,7 @@ from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.errors import ConfigurationError
 
 from ..flags.cluster_access import Access
+from ..flags.completion import model_names
 from ..flags.option_groups import takes_groups
 from ..flags.options import IgnoreUnknownConfig, Json, NoMdns, Peer, check_addresses, check_model
 from ..output.exit_codes import EXIT_FAILURE, one_line, run_command, write_out
@@ -36,6 +37,7 @@ def doctor(
         str,
         typer.Option(
             "--model",
+            autocompletion=model_names,
             metavar="PATH",
             help="Also check whether the nodes have this checkpoint, and memory and disk for it.",
             show_default=False,

@@ -23,6 +23,7 @@ from shardnet.wire.messages.plans import PlanReply
 
 from ..finding.target import Target, open_target
 from ..flags.cluster_access import Access
+from ..flags.help_sections import examples
 from ..flags.option_groups import takes_groups
 from ..flags.options import Json
 from ..flags.prompts_file import read_prompts
@@ -34,6 +35,12 @@ from ..output.progress import LoadBars
 from .chat import warn_of_base_model
 
 
+@examples(
+    'shardnet generate "It is a truth universally acknowledged"',
+    'shardnet generate --model qwen3 --chat "Why is the sky blue?"',
+    'shardnet generate --local 2 --temperature 0.7 --seed 5 "She had never"',
+    "shardnet generate --prompts-file prompts.txt --json > answers.jsonl",
+)
 @takes_groups
 def generate(
     *,
@@ -46,7 +53,9 @@ def generate(
     token_ids: Annotated[
         str,
         typer.Option(
-            "--token-ids", metavar="1,2,3", help="The prompt as token ids instead of text."
+            "--token-ids",
+            metavar="1,2,3",
+            help="The prompt as token ids; needs no tokenizer, without one ids are printed.",
         ),
     ] = "",
     prompts_file: Annotated[
@@ -71,7 +80,8 @@ def generate(
         typer.Option(
             "--logprobs",
             metavar="K",
-            help="With --json or --jsonl: log-probabilities of each token and the K likeliest.",
+            help="Show the log-probability of each token and the K likeliest: a table on standard "
+            "error, or in --json and --jsonl.",
         ),
     ] = None,
     prompt_logprobs: Annotated[
@@ -79,7 +89,7 @@ def generate(
         typer.Option(
             "--prompt-logprobs",
             metavar="K",
-            help="With --json or --jsonl: the same for the prompt's tokens.",
+            help="The same for the prompt's tokens.",
         ),
     ] = None,
     priority: Annotated[

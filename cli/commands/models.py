@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import aclosing
 
 import msgspec
@@ -25,11 +24,9 @@ from ..flags.options import (
     split_nodes,
 )
 from ..flags.ring_options import Wanted
+from ..output.columns import terminal_width
 from ..output.exit_codes import run_command, say, write_out
-from ..output.model_table import model_table, models_json, remarks
-
-WIDTH = 400
-"""Columns of a table that no terminal shows: a name is on one line."""
+from ..output.model_table import model_lines, models_json, remarks
 
 
 @takes_groups
@@ -68,9 +65,7 @@ async def _run(wanted: Wanted, as_json: bool) -> None:
     if as_json:
         write_out(msgspec.json.encode(models_json(lists)).decode())
         return
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else WIDTH
-    Console(width=width).print(model_table(lists))
+    for line in model_lines(lists, terminal_width()):
+        write_out(line)
     for line in remarks(lists):
         say(line)

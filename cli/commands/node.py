@@ -29,6 +29,8 @@ from shardnet.errors import ConfigurationError
 
 from ..finding.mdns import mdns_interfaces
 from ..flags.cluster_access import Access
+from ..flags.completion import one_of
+from ..flags.help_sections import examples
 from ..flags.option_groups import takes_groups
 from ..flags.options import (
     Json,
@@ -69,6 +71,11 @@ class _Flags:
     until_stdin_closes: bool
 
 
+@examples(
+    "shardnet node",
+    "shardnet node --name attic --memory 8GiB",
+    "shardnet node --peer 192.168.1.12:7433 --no-mdns",
+)
 @takes_groups
 def node(
     *,
@@ -107,6 +114,7 @@ def node(
         str,
         typer.Option(
             "--device",
+            autocompletion=one_of("auto", "cpu", "cuda"),
             metavar="auto|cpu|cuda",
             help="Compute device; auto takes a GPU where there is one.",
             envvar="SHARDNET_DEVICE",

@@ -20,11 +20,10 @@ from ..finding.mdns import find_nearest
 from ..flags.cluster_access import Access
 from ..flags.option_groups import takes_groups
 from ..flags.options import Json, Nodes, NoMdns, Peer, check_addresses, split_nodes
-from ..output.exit_codes import one_line, run_command, say, write_out
+from ..output.columns import columns, terminal_width
+from ..output.exit_codes import run_command, say, write_out
 
-if TYPE_CHECKING:  # rich takes longer to import than most commands to run
-    from rich.table import Table
-
+if TYPE_CHECKING:  # not every command needs the library behind it
     from shardnet.transport.identity import Identity
 
 REFRESH_S = 1.0
@@ -53,22 +52,26 @@ def nodes(
 
 
 async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.live import Live
-
     if not watch:
         infos = await _gather(named, access, mdns)
         if as_json:
             write_out(msgspec.json.encode([_as_json(info) for info in infos]).decode())
         elif infos:
-            Console().print(_table(infos))
+            for line in node_lines(infos, terminal_width()):
+                write_out(line)
         else:
             write_out("no nodes found: start one with `shardnet node`, or name one with --peer")
         return
-    with Live(_table(await _gather(named, access, mdns)), auto_refresh=False) as live:
+    from rich.live import Live
+    from rich.text import Text
+
+    async def shown() -> Text:
+        return Text("\n".join(node_lines(await _gather(named, access, mdns), terminal_width())))
+
+    with Live(await shown(), auto_refresh=False) as live:
         while True:
             await asyncio.sleep(REFRESH_S)
-            live.update(_table(await _gather(named, access, mdns)), refresh=True)
+            live.update(await shown(), refresh=True)
 
 
 async def _gather(named: Sequence[str], access: Access, mdns: bool) -> list[NodeInfo]:
@@ -121,17 +124,15 @@ def _as_json(info: NodeInfo) -> dict[str, Any]:
     }
 
 
-def _table(infos: Sequence[NodeInfo]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("name", "address", "device", "memory free", "stage", "version", box=None)
+def node_lines(infos: Sequence[NodeInfo], width: int | None) -> list[str]:
+    """Describe nodes in columns of at most `width`, None for no limit."""
+    rows = [("name", "address", "device", "memory free", "version", "stage")]
     for info in infos:
-        stage = "-"
+        kind, _, board = info.device.partition(" ")  # a board's name is long
+        loaded = [board.strip("()")] if board else []
         if info.stage is not None:
             start, end = info.stage.layers
-            stage = f"rank {info.stage.rank}, layers {start}-{end} of {info.stage.model}"
+            loaded.append(f"rank {info.stage.rank}, layers {start}-{end} of {info.stage.model}")
         free = f"{info.memory_free_bytes / 2**30:.1f} of {info.memory_bytes / 2**30:.1f} GiB"
-        cells = (info.name, info.address, info.device, free, stage, info.version)
-        table.add_row(*(Text(one_line(cell)) for cell in cells))
-    return table
+        rows.append((info.name, info.address, kind, free, info.version, "; ".join(loaded) or "-"))
+    return columns(rows, width)

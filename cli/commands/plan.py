@@ -19,15 +19,23 @@ from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanRequest
 
 from ..finding.target import connect_here, open_target
 from ..flags.cluster_access import Access
+from ..flags.help_sections import examples
 from ..flags.option_groups import takes_groups
 from ..flags.options import Json
 from ..flags.ring_options import OnlineRingOptions, Wanted
+from ..output.columns import terminal_width, wrapped
 from ..output.exit_codes import run_command, write_out
 from ..output.narrow_wire import WireBar
 from ..output.plan_text import plan_json, plan_text, run_json, run_text
 from ..output.progress import LoadBars
 
 
+@examples(
+    "shardnet plan --model ~/models/Qwen3-4B",
+    "shardnet plan --model qwen3 --quant int8 --context 32768",
+    "shardnet plan --nodes attic.local:7433,desk.local:7433",
+    "shardnet plan --last",
+)
 @takes_groups
 def plan(
     *,
@@ -68,12 +76,19 @@ async def _show(wanted: Wanted, again: bool, as_json: bool) -> None:
                     bar.update(report)
 
             reply = await target.client.plan(target.choice, update, again=again)
-    write_out(msgspec.json.encode(plan_json(reply)).decode() if as_json else plan_text(reply))
+    write_out(
+        msgspec.json.encode(plan_json(reply)).decode() if as_json else _fitted(plan_text(reply))
+    )
 
 
 async def _show_last(wanted: Wanted, as_json: bool) -> None:
     run = await _last_run([*wanted.choice.nodes[:1], *wanted.peers[:1]], wanted.access)
-    write_out(msgspec.json.encode(run_json(run)).decode() if as_json else run_text(run))
+    write_out(msgspec.json.encode(run_json(run)).decode() if as_json else _fitted(run_text(run)))
+
+
+def _fitted(text: str) -> str:
+    """Break lines that are longer than the terminal."""
+    return "\n".join(wrapped(text.splitlines(), terminal_width()))
 
 
 async def _last_run(addresses: list[str], access: Access) -> LastRun:

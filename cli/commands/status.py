@@ -17,11 +17,15 @@ from ..finding.target import named_or_here
 from ..flags.cluster_access import Access
 from ..flags.option_groups import takes_groups
 from ..flags.options import Json, Nodes, split_nodes
+from ..output.columns import terminal_width, wrapped
 from ..output.exit_codes import counted, one_line, run_command, write_out
 
 if TYPE_CHECKING:
     from shardnet.wire.messages.diagnostics import NodeReport, StageState
     from shardnet.wire.messages.membership import NodeInfo, ReportReply
+
+_INDENT = "address  "
+"""What continues a line stands below what was said first."""
 
 ANSWER_S = 3.0
 """Deadline for a node's report."""
@@ -42,8 +46,9 @@ async def _run(addresses: list[str], access: Access, as_json: bool) -> None:
             if as_json:
                 write_out(msgspec.json.encode(_as_json(reply.info, reply.report)).decode())
             else:
-                for line in _as_lines(reply.info, reply.report):
-                    write_out(one_line(line))
+                lines = map(one_line, _as_lines(reply.info, reply.report))
+                for line in wrapped(lines, terminal_width(), indent=len(_INDENT)):
+                    write_out(line)
 
 
 async def _ask(client: Client) -> ReportReply:

@@ -5,10 +5,11 @@ Knows the order of choice in the command-line contract, and prints the choice on
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from shardnet.api.client import Client, connect
-from shardnet.api.connections import check_local, node_in_process
+from shardnet.api.connections import check_local, import_node, node_in_process
 from shardnet.cluster.machine.folders import runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError, UsageError
+from shardnet.threads import DaemonThreads
 from shardnet.wire.messages.plans import ModelChoice
 
 from ..flags.cluster_access import Access
@@ -30,7 +32,11 @@ from .local_processes import local_processes
 from .mdns import find_nearest
 
 if TYPE_CHECKING:
+    from shardnet.cluster.peers.rtt_probe import ProbeAnswer
     from shardnet.transport.identity import Identity
+
+SOON_S = 0.3
+"""Within this time a node that is there is heard, unless a packet was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +79,36 @@ async def _client(stack: contextlib.AsyncExitStack, choice: ModelChoice, wanted:
         return here
     if wanted.peers:
         return await _nearest(stack, wanted.peers, identity)
-    if wanted.mdns and (found := await find_nearest(identity, insecure=access.insecure)):
+    if wanted.mdns and (found := await _search(identity, insecure=access.insecure)):
         say(f"asking the nearest node, {found[0].name} ({found[0].address})")
         return await stack.enter_async_context(connect(found[0].address, identity))
     say("no node runs here, none was named and none was found: running in this process")
     warn_of_cache()
     return await stack.enter_async_context(node_in_process(choice.threads, identity))
+
+
+async def _search(
+    identity: Identity | None, *, insecure: bool, prepare: Callable[[], None] = import_node
+) -> list[ProbeAnswer]:
+    """Search for nodes by mDNS.
+
+    If none is heard within SOON_S, `prepare` is called on a thread meanwhile: the model will most
+    likely run in this process, and importing what that needs takes longer than the search.
+    """
+    heard = asyncio.Event()
+    searching = asyncio.create_task(find_nearest(identity, insecure=insecure, on_heard=heard.set))
+    try:
+        await asyncio.wait(
+            [searching, hearing := asyncio.create_task(heard.wait())],
+            timeout=SOON_S,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        hearing.cancel()
+        if not heard.is_set() and not searching.done():
+            DaemonThreads(1, "shardnet-imports").submit(prepare)
+        return await searching
+    finally:
+        searching.cancel()
 
 
 async def _warn_of_unknown_peers(here: Client, peers: Sequence[str]) -> None:

@@ -6,11 +6,14 @@ Knows how typer makes commands of functions. Must not know any command: subclass
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from copy import copy
 from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .completion import with_words
+from .help_sections import SectionedCommand
 from .wrong_values import CommandGroup
 
 Load = Callable[[str], Callable[..., None] | typer.Typer]
@@ -29,6 +32,15 @@ class LazyGroup(CommandGroup):
         """Import the command of a name: a function, or a typer.Typer of several."""
         raise NotImplementedError
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Complete flags, and commands without importing them."""
+        listed = copy(self)
+        listed.commands = {
+            name: TyperCommand(name, short_help=summary) for name, summary in self.summaries.items()
+        }
+        ctx.command = listed
+        return with_words(super(LazyGroup, listed).shell_complete(ctx, incomplete))
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
@@ -43,8 +55,10 @@ def _make(name: str, summary: str, found: Callable[..., None] | typer.Typer) -> 
     if isinstance(found, typer.Typer):
         parent.add_typer(found)
     else:
-        parent.command(name, short_help=summary)(found)
+        parent.command(name, cls=SectionedCommand, short_help=summary)(found)
     command = typer.main.get_command(parent)
+    if isinstance(command, SectionedCommand):
+        command.examples = getattr(found, "examples", ())
     if isinstance(command, TyperGroup):
         command = command.commands[name]
     assert isinstance(command, TyperCommand | TyperGroup)

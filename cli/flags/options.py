@@ -11,9 +11,11 @@ from typing import Annotated, Final
 import typer
 
 from shardnet.api.requests import name_model
-from shardnet.checkpoint.model_folders import FOLDERS_VARIABLE
+from shardnet.checkpoint.model_names import FOLDERS_VARIABLE
 from shardnet.errors import UsageError
 from shardnet.transport.address import split_address
+
+from .completion import node_addresses
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?", re.IGNORECASE)
 _UNITS: Final = {
@@ -32,6 +34,7 @@ Nodes = Annotated[
     str,
     typer.Option(
         "--nodes",
+        autocompletion=node_addresses,
         metavar="H:P,H:P",
         help="Exactly these nodes, in this order; the first is the head.",
         envvar="SHARDNET_NODES",
@@ -42,6 +45,7 @@ Peer = Annotated[
     list[str] | None,
     typer.Option(
         "--peer",
+        autocompletion=node_addresses,
         metavar="H:P",
         help="A node on the network to ask or to link to; may be given several times.",
         envvar="SHARDNET_PEER",

@@ -18,6 +18,7 @@ from shardnet.types import parse_layers
 from shardnet.wire.messages.plans import ModelChoice
 
 from .cluster_access import Access
+from .completion import model_names, one_of
 from .options import (
     IgnoreUnknownConfig,
     ModelFolder,
@@ -58,10 +59,11 @@ class RingOptions:
         str,
         typer.Option(
             "--model",
+            autocompletion=model_names,
             metavar="PATH|NAME",
-            help="Checkpoint folder, GGUF file, or a name that `shardnet models` lists, or a model "
-            "of the Hugging Face Hub, ORG/NAME[:GGUF]. Nodes that lack it fetch from one that has "
-            "it; the head downloads what nobody has. Default: the bundled model.",
+            help="Checkpoint folder, GGUF file, name or part of one that `shardnet models` lists, "
+            "or a model of the Hugging Face Hub, ORG/NAME[:GGUF]. Nodes without it fetch it from "
+            "one that has it, else from the Hub. Default: the bundled model.",
             envvar="SHARDNET_MODEL",
             show_default=False,
         ),
@@ -87,7 +89,7 @@ class RingOptions:
         typer.Option(
             "--layers",
             metavar="0-8,8-12",
-            help="Layer ranges of the stages, half-open, in ring order.",
+            help="Layers of each stage in ring order; 0-8 are the layers 0 to 7.",
             envvar="SHARDNET_LAYERS",
             show_default=False,
         ),
@@ -107,6 +109,7 @@ class RingOptions:
         str,
         typer.Option(
             "--dtype",
+            autocompletion=one_of("auto", "bfloat16", "float16", "float32"),
             metavar="auto|bfloat16|float16|float32",
             help="Data type that the ring computes in.",
             envvar="SHARDNET_DTYPE",
@@ -116,6 +119,7 @@ class RingOptions:
         str,
         typer.Option(
             "--wire-dtype",
+            autocompletion=one_of("bfloat16", "float16", "int8"),
             metavar="bfloat16|float16|int8",
             help="Quantise activations for slow links; `plan` measures the error. Default: as "
             "computed.",
@@ -127,6 +131,7 @@ class RingOptions:
         str,
         typer.Option(
             "--quant",
+            autocompletion=one_of("none", "int8", "int4"),
             metavar="none|int8|int4",
             help="Quantise weights at load: about half the memory with int8, a quarter with int4, "
             "which costs quality; and faster.",
@@ -137,6 +142,7 @@ class RingOptions:
         str,
         typer.Option(
             "--kv-dtype",
+            autocompletion=one_of("auto", "int8"),
             metavar="auto|int8",
             help="Quantise keys and values: about half the memory of a long context.",
             envvar="SHARDNET_KV_DTYPE",
@@ -146,6 +152,7 @@ class RingOptions:
         str,
         typer.Option(
             "--stream-layers",
+            autocompletion=one_of("auto"),
             metavar="auto|N",
             help="Read layers from disk at every step: N of each stage, or as few as make it fit.",
             envvar="SHARDNET_STREAM_LAYERS",
@@ -168,6 +175,7 @@ class RingOptions:
         str,
         typer.Option(
             "--optimise",
+            autocompletion=one_of("latency", "throughput"),
             metavar="latency|throughput",
             help="Plan for the speed of one sequence (default), or of many at once.",
             envvar="SHARDNET_OPTIMISE",

@@ -6,16 +6,20 @@ Knows each flag once, and what it becomes in a request. Must not know prompts or
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Final, get_args
 
 import typer
 
 from shardnet.api.requests import GenerationOptions, name_model
 from shardnet.errors import SamplingError, UsageError
 from shardnet.types import SamplingParams
+from shardnet.wire.messages.generation import RecommendedName
 
+from .completion import one_of
 from .options import check_choice
+
+RECOMMENDED: Final[tuple[RecommendedName, ...]] = get_args(RecommendedName)
 
 MaxTokens = Annotated[
     int,
@@ -26,14 +30,14 @@ MaxTokens = Annotated[
         help="Generate at most this many tokens; 0 only reads the prompt.",
     ),
 ]
-Temperature = Annotated[
-    float, typer.Option("--temperature", metavar="X", help="0 always takes the most likely token.")
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """The flags, in the order in which --help shows them."""
+    """The flags, in the order in which --help shows them; None where one was not given."""
+
+    DEFAULTS: ClassVar[SamplingParams] = SamplingParams()
+    """What holds for flags that were not given, of those that models recommend."""
 
     system: Annotated[
         str,
@@ -46,37 +50,46 @@ class SamplingOptions:
             "--min-tokens", metavar="N", help="Sample no stop id before this many tokens."
         ),
     ] = 0
-    temperature: Temperature = 0.0
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            metavar="X",
+            help="0 always takes the most likely token. Default: 0; in chat as the model "
+            "recommends, else 0.7.",
+            show_default=False,
+        ),
+    ] = None
     top_k: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--top-k", metavar="K", help="Sample from the K most likely tokens; 0 is off."
         ),
-    ] = 0
+    ] = None
     top_p: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--top-p",
             metavar="P",
             help="Sample from the most likely tokens whose probabilities sum up to P.",
         ),
-    ] = 1.0
+    ] = None
     min_p: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--min-p",
             metavar="P",
             help="Sample from tokens at least P times as likely as the most likely one.",
         ),
-    ] = 0.0
+    ] = None
     repetition_penalty: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--repetition-penalty",
             metavar="X",
             help="Above 1: make tokens of the prompt and the output less likely; 1 is off.",
         ),
-    ] = 1.0
+    ] = None
     presence_penalty: Annotated[
         float,
         typer.Option(
@@ -129,6 +142,7 @@ class SamplingOptions:
         str,
         typer.Option(
             "--bos",
+            autocompletion=one_of("auto", "on", "off"),
             metavar="auto|on|off",
             help="Prepend the BOS token: as the tokenizer says, always, or never.",
         ),
@@ -140,6 +154,7 @@ class SamplingOptions:
         str,
         typer.Option(
             "--speculate",
+            autocompletion=one_of("off", "ngram"),
             metavar="off|ngram|PATH",
             help="Draft tokens and verify several at once: by look-up in the text, or by the "
             "small model at PATH on the head.",
@@ -169,12 +184,10 @@ class SamplingOptions:
 
         Raises typer.BadParameter for a value outside its range.
         """
-        params = SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
+        given: dict[str, Any] = {name: getattr(self, name) for name in RECOMMENDED}
+        params = replace(
+            self.DEFAULTS,
+            **{name: value for name, value in given.items() if value is not None},
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=tuple(_parse_bias(entry) for entry in self.logit_bias or ()),
@@ -187,6 +200,10 @@ class SamplingOptions:
         except SamplingError as error:
             raise typer.BadParameter(str(error)) from error
         return params
+
+    def left_to_the_model(self) -> list[RecommendedName]:
+        """Name the parameters that were not given and that models may recommend."""
+        return [name for name in RECOMMENDED if getattr(self, name) is None]
 
     def generation(self) -> GenerationOptions:
         """Make the options of a request. Raises typer.BadParameter for a wrong value."""

@@ -24,7 +24,26 @@ from shardnet.errors import ShardnetError
 from shardnet.wire.messages.plans import PlanReply
 
 from .exit_codes import StreamedText, counted, say, write_out
+from .logprob_table import logprob_lines
 from .progress import ProgressLine
+
+
+class TextOrIds:
+    """The output of one request: its text, or token ids where the model has no tokenizer."""
+
+    def __init__(self) -> None:
+        self._is_ids: bool | None = None
+        """None until the first token."""
+        self._space = ""
+
+    def take(self, event: GenerationEvent) -> str:
+        """Return what the event adds: text, or the ids of its tokens with spaces between."""
+        if self._is_ids is None and event.tokens:
+            self._is_ids = not any(event.tokens)
+        if not self._is_ids or not event.token_ids:
+            return event.text
+        ids, self._space = self._space + " ".join(map(str, event.token_ids)), " "
+        return ids
 
 
 class OneText:
@@ -33,16 +52,23 @@ class OneText:
     def __init__(self, *, as_json: bool) -> None:
         self.plan: PlanReply | None = None
         self._as_json = as_json
+        self._output = TextOrIds()
         self._shown = StreamedText()
 
     def take(self, event: GenerationEvent) -> None:
-        """Print the event's new text; at the end the timing, on standard error."""
+        """Print the event's new text; at the end log-probabilities and timing, on standard error.
+
+        With JSON, which has the log-probabilities, only the timing.
+        """
         if not self._as_json:
-            self._shown.write(event.text, end="\n" if event.result else "")
-        elif event.result is not None:
+            self._shown.write(self._output.take(event), end="\n" if event.result else "")
+        if event.result is None:
+            return
+        if self._as_json:
             print_json(as_object(event.result, self.plan))
-        if event.result is not None:
-            say(_closing_line(event.result))
+        else:
+            _say_logprobs(event.result)
+        say(_closing_line(event.result))
 
     def close(self) -> bool:
         """Return whether every request succeeded."""
@@ -64,6 +90,7 @@ class _Listed:
     where: str
     is_open: bool = False
     text: str = ""
+    output: TextOrIds = field(default_factory=TextOrIds)
     has_ended: bool = False
     result: GenerationResult | None = None
 
@@ -119,7 +146,7 @@ class ListedTexts:
     def _display(self, event: GenerationEvent) -> None:
         """Store the event's text; print it if all requests before it have ended."""
         prompt = self._prompts[self._place(event)]
-        prompt.text += event.text
+        prompt.text += prompt.output.take(event)
         prompt.result = event.result
         prompt.has_ended = event.state.is_end
         if self._place(event) == self._next:
@@ -176,6 +203,8 @@ class ListedTexts:
             prompt.is_open = True
         self._shown.write(prompt.text, end="\n\n" if prompt.is_open and prompt.has_ended else "")
         prompt.text = ""
+        if prompt.result is not None:
+            _say_logprobs(prompt.result)
 
     def _count(self, event: GenerationEvent) -> None:
         counts = self._counts
@@ -278,6 +307,11 @@ def _as_entry(logprob: TokenLogprob) -> dict[str, Any]:
 def _stages(plan: PlanReply | None) -> list[dict[str, Any]]:
     stages = plan.stages if plan else []
     return [{"rank": s.rank, "node": s.node, "layers": list(s.layers)} for s in stages]
+
+
+def _say_logprobs(result: GenerationResult) -> None:
+    for line in logprob_lines(result):
+        say(line)
 
 
 def _closing_line(result: GenerationResult) -> str:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardnet.wire.messages.membership import ListedModel, ModelsListed
 
-from .exit_codes import one_line
-
-if TYPE_CHECKING:  # rich takes longer to import than most commands to run
-    from rich.table import Table
+from .columns import columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,27 +60,24 @@ def models_json(lists: Sequence[ModelsListed]) -> dict[str, Any]:
     }
 
 
-def model_table(lists: Sequence[ModelsListed]) -> Table:
-    """Make the table of models that can be used."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("name", "where", "size", "family", "form", "context", "fits (estimate)", box=None)
+def model_lines(lists: Sequence[ModelsListed], width: int | None) -> list[str]:
+    """Describe the models that can be used in columns of at most `width`, None for no limit."""
+    rows = [("name", "size", "family", "form", "context", "fits", "where")]
     for name, models in _by_name(models_of(lists)):
         for first in _distinct(models):
             where = ", ".join(_where(one) for one in models if _is_same(one.model, first.model))
             model = first.model
             cells = (
                 name,
-                where,
                 _size(model.size_bytes),
                 model.family,
                 model.form,
                 str(model.context or ""),
                 {True: "yes", False: "no", None: ""}[model.fits],
+                where,
             )
-            table.add_row(*(Text(one_line(cell), overflow="fold") for cell in cells))
-    return table
+            rows.append(cells)
+    return columns(rows, width)
 
 
 def remarks(lists: Sequence[ModelsListed]) -> Iterator[str]:

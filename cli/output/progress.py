@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from shardnet.cluster.machine.folders import PACKS_FOLDER, cache_dir
 from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.plans import NodeProgress, PlanReply
 
@@ -60,6 +62,14 @@ class LoadBars:
         say(f"ring: {ring} ({dtype_words(plan)}{wire}, context {plan.context}): {plan.why}")
         for warning in plan.warnings:
             say(f"warning: {warning}")
+        packs = cache_dir(os.environ) / PACKS_FOLDER
+        if plan.quant and not packs.exists():  # said once: then the folder is there
+            gib = sum(stage.weight_bytes for stage in plan.stages) / 2**30
+            say(
+                f"each node keeps its quantised weights for the next start ({gib:.2f} GiB in all), "
+                f"this machine in {packs}, within half of what the disk has free; `shardnet cache "
+                "ls` lists them, `cache rm` deletes them"
+            )
 
     def update(self, report: NodeProgress) -> None:
         """Move a node's bar: one for each of downloading, fetching and loading."""

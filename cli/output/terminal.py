@@ -11,7 +11,8 @@ import sys
 from types import FrameType
 from typing import Final
 
-SHOW_CURSOR: Final = b"\x1b[?25h"
+RESTORE: Final = b"\x1b[?2004l\x1b[?25h"
+"""Pasted text comes as if typed, and the cursor shows."""
 
 
 def restore_at_sigterm() -> None:
@@ -33,7 +34,7 @@ def restore_at_sigterm() -> None:
         signal.signal(number, signal.SIG_DFL)  # a second signal ends it wherever it stands
         if os.tcgetpgrp(stdin) == os.getpgrp():  # else the shell has it, and changing it stops us
             termios.tcsetattr(stdin, termios.TCSANOW, found)
-            os.write(stderr, SHOW_CURSOR)
+            os.write(stderr, RESTORE)
         signal.raise_signal(number)
 
     signal.signal(signal.SIGTERM, end)

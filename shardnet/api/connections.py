@@ -18,12 +18,10 @@ from shardnet.api.client import Client, open_client
 from shardnet.api.local_nodes import start_nodes
 from shardnet.api.requests import name_model
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.machine.cluster_key import load_key
 from shardnet.cluster.machine.folders import default_key_path, runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.errors import ConfigurationError, UsageError
-from shardnet.runtime.stage.loading import find_folder
 from shardnet.wire.messages.plans import ModelChoice
 
 if TYPE_CHECKING:  # not every client needs the library behind it
@@ -121,6 +119,9 @@ def check_local(n_nodes: int, choice: ModelChoice) -> None:
             f"--layers has {len(choice.layers)} ranges and --local starts {n_nodes} nodes",
             remedy=f"give one range for each, or --local {len(choice.layers)}",
         )
+    from shardnet.checkpoint.checkpoint import Checkpoint  # not every client opens one
+    from shardnet.runtime.stage.loading import find_folder
+
     folder = find_folder(choice.model) if n_nodes > 1 else None
     if folder is None:
         return
@@ -130,6 +131,13 @@ def check_local(n_nodes: int, choice: ModelChoice) -> None:
             f"--local {n_nodes}: {choice.model} has {n_layers} layers and every node needs one",
             remedy=f"give --local {n_layers} or less",
         )
+
+
+def import_node() -> None:
+    """Import what a node in this process needs, torch above all: that takes a second or two."""
+    import shardnet.cluster.machine.profile
+    import shardnet.cluster.node.node
+    import shardnet.cluster.ring.stage_host  # noqa: F401
 
 
 @asynccontextmanager

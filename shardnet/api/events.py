@@ -188,7 +188,8 @@ class GenerationEvent:
     """A change of one request.
 
     `request_id` is unique in its client. While it is QUEUED, `ahead` requests run before it. Tokens
-    come in events that are RUNNING or RESUMED; `text` is what they complete and may be empty.
+    come in events that are RUNNING or RESUMED; `tokens` are their own texts ("" without a
+    tokenizer), `text` is what they complete and may be empty.
     `prompt_logprobs`, `logits`, `hidden` and `routing` continue those of earlier events; the
     prompt's first token has no log-probability. The FINISHED event has the rest of the text and the
     `result`, the FAILED one the `error`.
@@ -200,6 +201,7 @@ class GenerationEvent:
     state: RequestState
     ahead: int = 0
     token_ids: tuple[int, ...] = ()
+    tokens: tuple[str, ...] = ()
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None

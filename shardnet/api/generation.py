@@ -157,6 +157,7 @@ class _Running:
         return changed(
             self._event(),
             token_ids=tuple(piece.token_ids),
+            tokens=tuple(piece.tokens),
             text=piece.text,
             logprobs=logprobs,
             prompt_logprobs=scored,

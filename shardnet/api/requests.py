@@ -19,7 +19,13 @@ from shardnet.checkpoint.model_names import has_prefix, may_be_name
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError, shown
 from shardnet.types import OutputParams, SamplingParams
 from shardnet.wire.messages.control import control_frame, read_control
-from shardnet.wire.messages.generation import ChatMessage, Generate, LastRunRequest, Unload
+from shardnet.wire.messages.generation import (
+    ChatMessage,
+    Generate,
+    LastRunRequest,
+    RecommendedName,
+    Unload,
+)
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
 from shardnet.wire.messages.sequences import Outputs, Sampling
 
@@ -36,7 +42,9 @@ class GenerationOptions(TypedDict, total=False):
     ("off"): draft tokens ahead, by look-up in the text with "ngram" or by the small model at a path
     on the head; `draft_tokens` (0): draft at most so many at once, 0 is as many as pay off.
     `deterministic` (False): no bit depends on what else runs (design decision 4). `outputs` (none):
-    prompt logprobs, logits, hidden states and routing.
+    prompt logprobs, logits, hidden states and routing. `recommended` (none): the names among
+    temperature, top_k, top_p, min_p and repetition_penalty that are as the model's makers
+    recommend, if they do; PlanReply tells the values.
     """
 
     max_tokens: int
@@ -51,6 +59,7 @@ class GenerationOptions(TypedDict, total=False):
     draft_tokens: int
     deterministic: bool
     outputs: OutputParams
+    recommended: Sequence[RecommendedName]
 
 
 class Message(TypedDict):

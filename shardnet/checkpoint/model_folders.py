@@ -15,14 +15,12 @@ from shardnet.checkpoint.checkpoint import names_checkpoint
 from shardnet.checkpoint.formats.consolidated import has_consolidated_files
 from shardnet.checkpoint.formats.huggingface import has_huggingface_tensors
 from shardnet.checkpoint.hub_files import gguf_models, is_plain
-from shardnet.checkpoint.model_names import LM_STUDIO, FoundModel
+from shardnet.checkpoint.model_names import FOLDERS_VARIABLE, LM_STUDIO, FoundModel
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
 from shardnet.errors import CheckpointError
 
 LM_STUDIO_STORE: Final = "LM Studio"
 FOLDER_STORE: Final = "folder"
-FOLDERS_VARIABLE: Final = "SHARDNET_MODEL_FOLDERS"
-"""Folders to look for models in, separated as in PATH."""
 DEPTH: Final = 3
 """How far below such a folder models are looked for: PUBLISHER/REPO/FOLDER."""
 MAX_FOLDERS: Final = 4096

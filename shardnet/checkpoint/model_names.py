@@ -16,6 +16,8 @@ from shardnet.errors import UsageError
 
 OLLAMA, LM_STUDIO = "ollama:", "lmstudio:"
 """Prefixes of names in the stores of these programs."""
+FOLDERS_VARIABLE: Final = "SHARDNET_MODEL_FOLDERS"
+"""Folders to look for models in, separated as in PATH."""
 MAX_NAME: Final = 1000
 """Longest name, in characters, that is looked for."""
 LISTED: Final = 8

@@ -171,9 +171,9 @@ class Tokenizer:
         `bos`: "auto" adds what the tokenizer's post-processor adds; "on" prepends exactly one bos;
         "off" adds nothing. A bos that the text itself contains is kept and never doubled.
         `parse_special`: True parses text like `<|end|>` as the special token, as transformers does;
-        False encodes it as plain text, for user input in a template. `most_tokens` is the context
-        that the text should fit: one that is longer than that many of the longest token is refused
-        before it is encoded.
+        False encodes it as plain text, for user input in a template. `most_tokens` is what
+        the model takes at most: a text longer than that many of the longest token is refused before
+        it is encoded.
 
         Raises UsageError if the text is not valid Unicode, or for "on" without a bos token;
         CapacityError if the text is too long; CheckpointError if the library fails.
@@ -189,9 +189,9 @@ class Tokenizer:
         longest = self._table.longest
         if most_tokens is not None and len(text) > most_tokens * longest:
             raise CapacityError(
-                f"the prompt has {len(text)} characters and the context holds {most_tokens} "
+                f"the prompt has {len(text)} characters and the model takes at most {most_tokens} "
                 f"tokens, of {longest} characters at most",
-                remedy="shorten the prompt or raise --context",
+                remedy="shorten the prompt",
             )
         return self._coder.encode(text, bos, parse_special)
 

@@ -129,10 +129,11 @@ def test_messages_in_the_python_api(node: NodeProcess, talker: Path) -> None:
 
 
 def test_a_conversation_over_a_pipe(machine: Machine, node: NodeProcess, talker: Path) -> None:
+    (talker / "generation_config.json").write_text('{"top_k": 1}')
     said = "abc\n\nx\n/what\n/reset\nm\n/exit\nnever\n"
     command = machine.begin(
         *("chat", "--model", str(talker), "--nodes", node.address, "--max-tokens", "3"),
-        *("--temperature", "0", "--system", "z"),
+        *("--system", "z"),
         stdin=said,
     )
     result = command.wait()
@@ -140,6 +141,8 @@ def test_a_conversation_over_a_pipe(machine: Machine, node: NodeProcess, talker:
     assert result.stdout == "def\nyza\nnop\n"
     assert "/what is not a command" in result.stderr
     assert "(a new conversation)" in result.stderr
+    words = "sampling as the model recommends: temperature 1, top-k 1"
+    assert result.stderr.count(words) == 1
     assert result.stderr.count("ring: ") == 1
     assert result.stderr.count("(3 tokens, first after ") == 3
 

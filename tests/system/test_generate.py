@@ -324,7 +324,8 @@ def test_a_prompt_beyond_the_context_is_refused(trio: Crew, parrots: Parrots) ->
     where = ["--nodes", trio.addresses(0, 2), "--context", "16"]
     error = trio.generate("a" * 16, parrots.alphabet, *where).error
     assert "16" in error
-    assert "--context" in error
+    assert "give --context " in error
+    assert f"the model takes up to {LONG}, and the nodes have room for" in error
     assert trio.generate("a" * 15, parrots.alphabet, *where).stdout == "b\n"
 
 

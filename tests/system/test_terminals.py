@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +16,7 @@ from support.system.parrot import LONG, Parrots
 from support.system.terminals import CTRL_C, at_terminal
 
 CTRL_D = "\x04"
-PROMPT = "\r\n> "
+PASTED = "\x1b[200~two\rlines: m\x1b[201~"
 SHOW_CURSOR = "\x1b[?25h"
 
 START = "import runpy, signal, sys; sys.argv = ['shardnet', 'cache', 'ls']\n"
@@ -28,6 +30,11 @@ class Interrupts:
 sys.meta_path.insert(0, Interrupts())
 """
 LATE = "import atexit; atexit.register(signal.raise_signal, signal.SIGINT)"
+
+
+def prompt(behind: str = "") -> re.Pattern[str]:
+    """The prompt on the screen, drawn and ready for keys: text may be pasted, the cursor shows."""
+    return re.compile(rf"{re.escape(behind)}.*\x1b\[\?2004h.*\x1b\[\?25h", re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +53,27 @@ def chat(talker: Path, addresses: str) -> list[str]:
 
 def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(trio: Crew, talker: Path) -> None:
     with at_terminal(trio.machine, *chat(talker, trio.addresses())) as terminal:
-        terminal.screen.wait_for(PROMPT)
+        terminal.screen.wait_for(prompt())
         terminal.type("abc\n", "defgh")
-        terminal.type(CTRL_C, f"(stopped){PROMPT}")
-        terminal.type("half a li", "li")
-        terminal.interrupt(f"an answer){PROMPT}")
-        terminal.type("m\n", "nopqr")
-        terminal.type(CTRL_C, f"(stopped){PROMPT}")
+        terminal.type(CTRL_C, prompt("(stopped)"))
+        terminal.type("half a li", "i")
+        terminal.type(CTRL_C, prompt("an answer)"))
+        terminal.type(PASTED, "m")
+        terminal.type("\r", "nopqr")
+        terminal.type(CTRL_C, prompt("(stopped)"))
+        terminal.type("/save said.json\r", prompt("(4 messages saved to said.json)"))
         terminal.type(CTRL_D)
         assert terminal.wait() == 0
         assert terminal.has_its_settings()
         assert "Traceback" not in terminal.screen.text
+    said = json.loads((trio.machine.folder / "said.json").read_text())["messages"]
+    assert [one["content"] for one in said if one["role"] == "user"] == ["abc", "two\nlines: m"]
     assert trio.says("z", talker) == "abc"
 
 
 def test_closing_the_window_frees_the_ring(trio: Crew, talker: Path, parrots: Parrots) -> None:
     with at_terminal(trio.machine, *chat(talker, trio.addresses())) as terminal:
-        terminal.screen.wait_for(PROMPT)
+        terminal.screen.wait_for(prompt())
         terminal.type("abc\n", "defgh")
         terminal.close()
         assert terminal.wait() == -signal.SIGHUP
@@ -71,8 +82,8 @@ def test_closing_the_window_frees_the_ring(trio: Crew, talker: Path, parrots: Pa
 
 def test_sigterm_leaves_a_terminal_that_shows_what_is_typed(trio: Crew, talker: Path) -> None:
     with at_terminal(trio.machine, *chat(talker, trio.addresses())) as terminal:
-        terminal.screen.wait_for(PROMPT)
-        terminal.type("ab", "ab")
+        terminal.screen.wait_for(prompt())
+        terminal.type("ab", "b")
         assert not terminal.has_its_settings()  # the line is being edited
         assert terminal.terminate() == -signal.SIGTERM
         assert terminal.has_its_settings()
@@ -88,12 +99,12 @@ def test_an_error_does_not_stand_behind_the_text(
         at_terminal(machine, *chat(talker, node.address)) as chatting,
         at_terminal(machine, *generate) as generating,
     ):
-        chatting.screen.wait_for(PROMPT)
+        chatting.screen.wait_for(prompt())
         generating.screen.wait_for("bcdef")
         chatting.type("abc\n", "defgh")
         seen = len(chatting.screen.text)
         node.kill()
-        said = chatting.screen.wait_for(PROMPT, after=seen)
+        said = chatting.screen.wait_for(prompt(), after=seen)
         assert "\nerror: anna" in said, said
         assert generating.wait() == 1
         generating.screen.wait_for("\nerror: anna")

@@ -119,18 +119,23 @@ class Discovery:
         self.records.clear()
         if before != self.failure:
             self._log(
-                "warning: this node is not found by itself, mDNS does not work here "
-                f"({error}): name other nodes with --peer, or give --no-mdns to hide this warning"
+                f"warning: mDNS does not work here ({error}), so nodes do not find each other: "
+                "name other nodes with --peer, or give --no-mdns to hide this warning"
             )
 
 
 async def browse(
-    interfaces: Sequence[str], *, own_host_id: str, longest_s: float, quiet_s: float
+    interfaces: Sequence[str],
+    *,
+    own_host_id: str,
+    longest_s: float,
+    quiet_s: float,
+    on_heard: Callable[[], None] = lambda: None,
 ) -> list[NodeRecord]:
     """Browse for nodes without announcing one; return their records, sorted by name.
 
-    Ends after `longest_s` seconds, or when some are found and there was no event for `quiet_s`
-    seconds. Returns none if mDNS does not work here.
+    Calls `on_heard` at each record that comes. Ends after `longest_s` seconds, or when some are
+    found and there was no event for `quiet_s` seconds. Returns none if mDNS does not work here.
     """
     found: dict[NodeId, NodeRecord] = {}
     news = asyncio.Event()
@@ -141,6 +146,7 @@ async def browse(
         else:
             found.pop(event.node, None)
         news.set()
+        on_heard()
 
     reader = RecordReader(
         own=NodeId(""), own_host_id=own_host_id, warnings=RecordWarnings(_nowhere)

@@ -30,6 +30,7 @@ from shardnet.cluster.head.requests import (
     needs_tokenizer,
     prompt_ids,
     reserved_bytes,
+    sampling_params,
     text_stream,
 )
 from shardnet.cluster.head.wire_loss import WireLoss
@@ -196,7 +197,7 @@ class Clients:
         )
         request = GenerationRequest(
             prompt=tuple(prompt),
-            sampling=message.sampling.params(),
+            sampling=sampling_params(message, lead),
             max_tokens=message.max_tokens,
             stop_ids=frozenset(message.stop_token_ids)
             | (frozenset() if message.ignore_eos else frozenset(lead.eos_ids)),

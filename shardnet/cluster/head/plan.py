@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
 from shardnet.cluster.placement.figures import (
@@ -25,6 +25,7 @@ from shardnet.types import (
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice, NarrowWire, PlannedStage, PlanReply
+from shardnet.wire.messages.sequences import RecommendedSampling
 
 INT4_COSTS: Final = (
     "--quant int4 costs quality: on two small real models perplexity rose by 26 % and by 43 %, "
@@ -82,6 +83,7 @@ class Plan:
 
     def reply(self, request: int, wire: NarrowWire | None = None) -> PlanReply:
         """Make the message for a client. `wire` says what a narrower wire saves and costs."""
+        recommended: dict[str, Any] = dict(self.facts.recommended)
         return PlanReply(
             request=request,
             model=self.choice.model,
@@ -120,6 +122,7 @@ class Plan:
             quant=self.choice.quant,
             kv_dtype=self.choice.kv_dtype,
             warnings=[explanation(warning) for warning in self.warnings],
+            recommended=RecommendedSampling(**recommended) if recommended else None,
         )
 
 

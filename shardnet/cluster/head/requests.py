@@ -5,10 +5,13 @@ Must not send anything, nor know links.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import msgspec
 
 from shardnet.cluster.head.head import Lead
-from shardnet.errors import UsageError
+from shardnet.errors import CapacityError, UsageError
 from shardnet.runtime.engine.outputs import output_bytes
 from shardnet.runtime.engine.requests import (
     GenerationRequest,
@@ -16,7 +19,7 @@ from shardnet.runtime.engine.requests import (
 from shardnet.runtime.stage.routing import MAX_ROUTING_BYTES
 from shardnet.tokenizers.detokenizer import TextStream
 from shardnet.tokenizers.tokenizer import check_token_ids, no_tokenizer
-from shardnet.types import OutputKind
+from shardnet.types import BLOCK_POSITIONS, OutputKind, SamplingParams
 from shardnet.wire.messages.generation import (
     MAX_ROWS_BYTES,
     Generate,
@@ -33,10 +36,11 @@ def needs_tokenizer(message: Generate) -> str:
 def prompt_ids(message: Generate, lead: Lead) -> list[int]:
     """Return the prompt's token ids, checked against the vocabulary.
 
-    Raises UsageError for an id the model does not have and for an empty prompt, CheckpointError for
-    text where the checkpoint has no tokenizer; otherwise what Tokenizer.encode, chat_prompt and
-    ready raise.
+    Raises UsageError for an id the model does not have, an empty prompt, or text where the
+    checkpoint has no tokenizer, CapacityError for a prompt that fills the context; otherwise what
+    Tokenizer.encode, chat_prompt and ready raise.
     """
+    most_tokens = lead.plan.facts.config.max_positions
     vocab_size = lead.ring.spec.vocab_size
     if message.token_ids is not None:
         token_ids = list(message.token_ids)
@@ -45,21 +49,65 @@ def prompt_ids(message: Generate, lead: Lead) -> list[int]:
     elif message.messages is not None:
         text = lead.tokenizer.chat_prompt([msgspec.to_builtins(said) for said in message.messages])
         token_ids = lead.tokenizer.encode(  # the template writes bos where it belongs
-            text, bos="off", most_tokens=lead.ring.spec.context
+            text, bos="off", most_tokens=most_tokens
         )
     elif not message.prompt:
         raise UsageError("the prompt is empty", remedy="give some text, or ids with --token-ids")
     else:
-        token_ids = lead.tokenizer.encode(
-            message.prompt, bos=message.bos, most_tokens=lead.ring.spec.context
-        )
+        token_ids = lead.tokenizer.encode(message.prompt, bos=message.bos, most_tokens=most_tokens)
     if lead.tokenizer is not None:
         lead.tokenizer.ready()
     check_token_ids(token_ids, vocab_size, lead.tokenizer)
     for token_id, _ in message.sampling.logit_bias:
         if token_id >= vocab_size:
             raise UsageError(f"logit-bias names token {token_id}, ids end at {vocab_size - 1}")
+    if len(token_ids) + min(message.max_tokens, 1) > lead.ring.spec.context:
+        raise too_long(
+            len(token_ids),
+            message.max_tokens,
+            context=lead.ring.spec.context,
+            most_positions=most_tokens,
+            room_positions=lead.ring.engine.counters.room_blocks * BLOCK_POSITIONS,
+        )
     return token_ids
+
+
+def too_long(
+    n_prompt: int, max_tokens: int, *, context: int, most_positions: int, room_positions: int
+) -> CapacityError:
+    """Make the error of a prompt that fills the context: what it has, and what would do.
+
+    `most_positions` is what the model takes, `room_positions` what the ring's nodes have room for.
+    """
+    least = n_prompt + min(max_tokens, 1)
+    if least > most_positions:
+        remedy = f"shorten the prompt: the model takes {most_positions} tokens at most"
+    elif least > room_positions:
+        remedy = (
+            f"shorten the prompt, or give the nodes more --memory or the ring --kv-dtype int8: the "
+            f"model takes up to {most_positions}, and the nodes have room for {room_positions}"
+        )
+    else:
+        wanted = min(n_prompt + max_tokens, most_positions, room_positions)
+        remedy = (
+            f"give --context {wanted}: the model takes up to {most_positions}, and the nodes have "
+            f"room for {room_positions}"
+        )
+    return CapacityError(
+        f"the prompt has {n_prompt} tokens and the context holds {context}", remedy=remedy
+    )
+
+
+def sampling_params(message: Generate, lead: Lead) -> SamplingParams:
+    """Return the request's sampling, with what it leaves to the model's makers as they recommend.
+
+    Raises SamplingError for values outside their range.
+    """
+    made = lead.plan.facts.recommended
+    left: dict[str, Any] = {name: made[name] for name in message.recommended if name in made}
+    params = replace(message.sampling.params(), **left)
+    params.check()
+    return params
 
 
 def text_stream(message: Generate, lead: Lead) -> TextStream:

@@ -99,6 +99,7 @@ def _facts(path: Path, value: dict[str, Any]) -> ModelFacts:
         form=value["form"],
         size_bytes=value["size_bytes"],
         unknown_keys=tuple(value["unknown_keys"]),
+        recommended=value["recommended"],
     )
 
 

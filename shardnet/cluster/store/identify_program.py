@@ -26,6 +26,7 @@ def identified(path: str) -> tuple[object, bytes]:
         "form": facts.form,
         "size_bytes": facts.size_bytes,
         "unknown_keys": facts.unknown_keys,
+        "recommended": dict(facts.recommended),
     }, b""
 
 

@@ -11,8 +11,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from shardnet.checkpoint.hub_cache import HubName, pulled_folder
 from shardnet.checkpoint.model_folders import find_in_lm_studio
 from shardnet.checkpoint.model_names import LM_STUDIO
 from shardnet.checkpoint.ollama_store import OllamaName, find_ollama
+from shardnet.checkpoint.recommended_sampling import read_recommended
 from shardnet.checkpoint.replica_journal import Journal
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
 from shardnet.errors import CapacityError, CheckpointError, UsageError
@@ -102,6 +103,8 @@ class ModelFacts:
     `linear_dtype` that of the LM head's too. `form` names how they are stored, for people, and
     `size_bytes` is the size of the tensor files. `unknown_keys` of its config may change what is
     computed: a ring is made of it only where they are to be ignored.
+    `size_bytes` is the size of the tensor files. `recommended` is the sampling that its makers
+    recommend, by the names of SamplingParams.
     """
 
     model_id: str
@@ -121,6 +124,8 @@ class ModelFacts:
         """Raise UnsupportedModelError, which names all unknown keys of the config, if any."""
         if self.unknown_keys:
             raise unknown_keys_error(str(self.path), self.unknown_keys)
+
+    recommended: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +183,7 @@ def identify(path: Path) -> ModelFacts:
         form=checkpoint.form,
         size_bytes=checkpoint.size_bytes,
         unknown_keys=checkpoint.unknown_keys,
+        recommended=read_recommended(path),
     )
 
 

@@ -38,6 +38,9 @@ MAX_ROWS_BYTES: Final = 3 << 20
 """The most that one RowsPiece carries: one row of 786 432 elements, or several of fewer."""
 
 
+RecommendedName = Literal["temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
+
+
 class ChatMessage(Strict, frozen=True, kw_only=True):
     """One message of a conversation. `role` is system, user, assistant or what else the model's
     chat template knows.
@@ -53,7 +56,8 @@ class Generate(Tagged, frozen=True, kw_only=True):
 
     `speculate` is off, ngram or the path of a draft model on the head; `draft_tokens` 0 drafts as
     many as pay. `deterministic` is design decision 4's. A larger `priority` goes first;
-    `deadline_s` counts from when the ring has the request.
+    `deadline_s` counts from when the ring has the request. Fields of `sampling` that are named in
+    `recommended` are as the model's makers recommend, if they do.
     """
 
     request: RequestId
@@ -78,6 +82,9 @@ class Generate(Tagged, frozen=True, kw_only=True):
     priority: Priority = 0
     deadline_s: Seconds | None = None
     outputs: Outputs = Outputs()
+    recommended: Annotated[list[RecommendedName], Meta(max_length=5)] = msgspec.field(
+        default_factory=list
+    )
 
 
 class StateChanged(Tagged, frozen=True, kw_only=True):

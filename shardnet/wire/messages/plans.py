@@ -38,6 +38,7 @@ from shardnet.wire.framing.schema import (
     Threads,
 )
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
+from shardnet.wire.messages.sequences import RecommendedSampling
 
 
 class ModelChoice(Strict, frozen=True, kw_only=True):
@@ -132,6 +133,8 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
 
     `wire` is there in answer to a PlanRequest that asks for a wire dtype. `warnings` say what is
     dubious about the model as it was chosen.
+    `wire` is there in answer to a PlanRequest that asks for a wire dtype, `recommended` where the
+    model's makers recommend how to sample.
     """
 
     request: RequestId
@@ -157,6 +160,7 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     warnings: Annotated[list[Explanation], Meta(max_length=16)] = msgspec.field(
         default_factory=list
     )
+    recommended: RecommendedSampling | None = None
 
 
 class NodeProgress(Tagged, frozen=True, kw_only=True):

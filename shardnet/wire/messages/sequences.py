@@ -28,6 +28,7 @@ from shardnet.wire.framing.schema import (
     U64,
     NLogprobs,
     Positions,
+    Strict,
     Tagged,
     Travelling,
     decode,
@@ -57,6 +58,16 @@ class Sampling(Travelling[SamplingParams], frozen=True, kw_only=True):
     def params(self) -> SamplingParams:
         """Return the parameters, not checked: the caller decides what `check` failing means."""
         return SamplingParams(**msgspec.structs.asdict(self))
+
+
+class RecommendedSampling(Strict, frozen=True, kw_only=True):
+    """The sampling that a model's makers recommend; null where they say nothing."""
+
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_k: U32 | None = None
+    top_p: Probability | None = None
+    min_p: Probability | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
 
 
 class Outputs(Travelling[OutputParams], frozen=True, kw_only=True):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import sys
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from shardnet.wire.messages.membership import NodeInfo
-from shardnet_cli.commands.nodes import _table
+from shardnet_cli.commands.nodes import node_lines
 from shardnet_cli.main import app
 from shardnet_cli.output.exit_codes import StreamedText, say, write_out
 
@@ -35,10 +33,9 @@ def info(name: str) -> NodeInfo:
 
 
 def test_a_table_shows_a_name_as_it_is_written() -> None:
-    page = io.StringIO()
-    Console(file=page, width=200).print(_table([info(NAME)]))
-    assert SHOWN in page.getvalue()
-    assert "\x1b" not in page.getvalue()
+    shown = "\n".join(node_lines([info(NAME)], 80))
+    assert SHOWN in shown
+    assert "\x1b" not in shown
 
 
 def test_a_line_on_standard_error_stays_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,17 +91,6 @@ class Output:
                 self._grown.wait(left)
             return self._bytes.decode(errors="replace")
 
-    def has_come(self, part: str, *, after: int, within_s: float) -> bool:
-        """Wait until `part` stands behind `after` characters, at most `within_s`, and say so."""
-        end = time.monotonic() + within_s
-        with self._grown:
-            while part not in self._bytes.decode(errors="replace")[after:]:
-                left = end - time.monotonic()
-                if left <= 0 or self._ended:
-                    return False
-                self._grown.wait(left)
-        return True
-
     def close(self) -> str:
         """Wait for the end and return everything."""
         self._reader.join(STOP_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -54,36 +55,16 @@ class Terminal:
         self._reader.start()
         self.screen = Output(os.fdopen(shown, "rb"))
 
-    def type(self, keys: str, then: str = "") -> None:
+    def type(self, keys: str, then: str | re.Pattern[str] = "") -> None:
         """Press keys, and wait until `then` comes to the screen."""
         seen = len(self.screen.text)
         os.write(self._outside, keys.encode())
         if then:
             self.screen.wait_for(then, after=seen)
 
-    def interrupt(self, then: str) -> None:
-        """Press Ctrl-C, and wait until `then` comes to the screen.
-
-        It is pressed again after a while: CPython's readline notices a signal that comes while it
-        draws a key only with the next one.
-        """
-        seen = len(self.screen.text)
-        for _ in range(10):
-            os.write(self._outside, CTRL_C.encode())
-            if self.screen.has_come(then, after=seen, within_s=3.0):
-                return
-        raise AssertionError(f"no {then!r} after Ctrl-C: {self.screen.text}")
-
     def terminate(self) -> int:
-        """Send the command SIGTERM and return its exit code.
-
-        A key follows after a while, as in `interrupt`.
-        """
+        """Send the command SIGTERM and return its exit code."""
         self.process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            return self.process.wait(3.0)
-        with suppress(OSError):  # it has just ended
-            os.write(self._outside, b"x")
         return self.wait()
 
     def has_its_settings(self) -> bool:

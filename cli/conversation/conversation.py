@@ -1,0 +1,188 @@
+"""A conversation: its messages so far, and how the next answer is generated.
+
+Knows requests and what is printed of their answers. The whole conversation is sent every turn; the
+ring still holds what it has computed of it and computes only what is new. Must not know the
+terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardnet.api.events import GenerationResult
+from shardnet.api.requests import GenerationOptions, Message
+from shardnet.errors import ShardnetError, UsageError
+from shardnet.types import SamplingParams
+from shardnet.wire.messages.plans import PlanReply
+from shardnet.wire.messages.sequences import RecommendedSampling
+
+from ..output.exit_codes import StreamedText, counted, say, write_out
+from ..output.progress import LoadBars
+
+if TYPE_CHECKING:
+    from shardnet.api.blocking import BlockingClient
+
+
+@dataclass(slots=True, kw_only=True)
+class _Totals:
+    """Tokens of all answers, and the last answer that came to its end."""
+
+    n_answers: int = 0
+    n_generated: int = 0
+    last: GenerationResult | None = None
+    context: int = 0
+
+
+class Conversation:
+    """The messages so far, and the options with which the next answer is generated."""
+
+    def __init__(
+        self,
+        client: BlockingClient,
+        sampling: SamplingParams,
+        options: GenerationOptions,
+        system: str,
+    ) -> None:
+        self._client = client
+        self._sampling = sampling
+        self._options = options
+        self._messages: list[Message] = []
+        self._n_retries = 0
+        self._ring_is_known = False
+        self._totals = _Totals()
+        self.system = system
+
+    @property
+    def messages(self) -> list[Message]:
+        """All messages, the system message first."""
+        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self._messages]
+
+    @messages.setter
+    def messages(self, messages: Sequence[Message]) -> None:
+        """Take these messages instead; a system message at their beginning becomes the own one."""
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        self.system = messages[0]["content"] if has_system else ""
+        self._messages = [*messages[has_system:]]
+        self._n_retries = 0
+
+    def reset(self) -> None:
+        """Remove all messages but the system message."""
+        self._messages = []
+        self._n_retries = 0
+
+    def retry(self) -> None:
+        """Answer the last message once more, with other draws; as `ask`.
+
+        Raises UsageError where there is none.
+        """
+        asked = [place for place, said in enumerate(self._messages) if said["role"] == "user"]
+        if not asked:
+            raise UsageError("there is no message yet that could be answered once more")
+        if not self._sampling.temperature:
+            say("(temperature 0 always takes the most likely token: the answer is the same)")
+        before, self._messages = self._messages, self._messages[: asked[-1]]
+        self._n_retries += 1
+        try:
+            self._answer(before[asked[-1]]["content"])
+        except ShardnetError:
+            self._messages = before
+            raise
+
+    def ask(self, text: str) -> None:
+        """Send a message and print the answer as it streams.
+
+        Ctrl-C stops the answer; the part that came stays in the conversation. Raises ShardnetError
+        when generation fails, and then removes the message.
+        """
+        self._n_retries = 0
+        self._answer(text)
+
+    def stats(self) -> Iterable[str]:
+        """Describe tokens and speed so far."""
+        totals = self._totals
+        yield (
+            f"{counted(totals.n_answers, 'answer')} of {counted(totals.n_generated, 'token')}; "
+            f"{counted(len(self.messages), 'message')} in the conversation"
+        )
+        if (last := totals.last) is not None:
+            usage = last.usage
+            yield (
+                f"last answer: {_closing_words(last)}; of {counted(usage.n_prompt, 'token')} "
+                f"before it {usage.n_reused} were still in the KV cache; it ended at "
+                f"{usage.n_prompt + usage.n_generated} of a context of {totals.context}"
+            )
+
+    def _answer(self, text: str) -> None:
+        asked: Message = {"role": "user", "content": text}
+        answer, shown, closing = "", StreamedText(), ""
+        sampling = replace(
+            self._sampling, sample_index=self._sampling.sample_index + self._n_retries
+        )
+        self._totals.n_answers += 1
+        try:
+            with LoadBars() as bars:
+
+                def on_plan(plan: PlanReply) -> None:
+                    self._totals.context = plan.context
+                    if not self._ring_is_known:
+                        bars.expect(plan)
+                        self._say_recommended(plan.recommended)
+
+                events = self._client.generate(
+                    [*self.messages, asked],
+                    sampling,
+                    on_plan=on_plan,
+                    on_loading=bars.update,
+                    **self._options,
+                )
+                with contextlib.closing(events):
+                    for event in events:
+                        bars.stop()
+                        self._ring_is_known = True
+                        if event.error is not None:
+                            raise event.error
+                        answer += event.text
+                        self._totals.n_generated += len(event.token_ids)
+                        shown.write(event.text)
+                        if event.result is not None:
+                            self._totals.last = event.result
+                            closing = f"({_closing_words(event.result)})"
+            write_out()
+            say(closing)
+        except ShardnetError:
+            self._totals.n_answers -= 1
+            shown.break_off()
+            raise
+        except KeyboardInterrupt:
+            write_out()
+            say("(stopped)")
+        self._messages += [asked, {"role": "assistant", "content": answer}]
+
+    def _say_recommended(self, recommended: RecommendedSampling | None) -> None:
+        words = recommended_words(recommended, self._options.get("recommended", ()))
+        if words:
+            say(f"sampling as the model recommends: {words}")
+
+
+def recommended_words(recommended: RecommendedSampling | None, left: Sequence[str]) -> str:
+    """Write what of `recommended` counts: the parameters in `left`, which nobody has given."""
+    if recommended is None:
+        return ""
+    values = {name: getattr(recommended, name) for name in left}
+    return ", ".join(
+        f"{name.replace('_', ' ' if name.endswith('penalty') else '-')} {value:g}"
+        for name, value in values.items()
+        if value is not None
+    )
+
+
+def _closing_words(result: GenerationResult) -> str:
+    timing = result.timing
+    return (
+        f"{counted(result.usage.n_generated, 'token')}, first after {timing.ttft_s:.2f} s, "
+        f"{timing.decode_tok_s:.1f} tokens/s"
+    )

@@ -1,0 +1,204 @@
+"""A conversation without a ring: what is sent, what commands do, what is kept in files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from shardnet.api.events import GenerationEvent, RequestState
+from shardnet.errors import CapacityError, UsageError
+from shardnet.types import SamplingParams
+from shardnet.wire.messages.plans import PlanReply
+from shardnet.wire.messages.sequences import RecommendedSampling
+from shardnet_cli.commands.chat import _do
+from shardnet_cli.conversation.chat_commands import COMMANDS, help_lines, read_command
+from shardnet_cli.conversation.conversation import Conversation, recommended_words
+from shardnet_cli.conversation.saved import MAX_BYTES, load, save
+from shardnet_cli.conversation.typed_lines import MOST_ENTRIES, KeptLines, history_path
+
+ADVICE = RecommendedSampling(temperature=0.6, top_p=0.95, repetition_penalty=1.05)
+PLAN = PlanReply(
+    request=0,
+    model="m",
+    model_id="ab" * 32,
+    dtype="float32",
+    wire_dtype="float32",
+    context=512,
+    stages=[],
+    why="",
+    recommended=ADVICE,
+)
+
+
+class Answering:
+    """A client whose answers number themselves; `fails` are the numbers of those that fail."""
+
+    def __init__(self, *fails: int) -> None:
+        self.asked: list[tuple[list[str], int]] = []
+        self._fails = fails
+
+    def generate(
+        self, messages: list[Any], sampling: SamplingParams, *, on_plan: Any, **_: Any
+    ) -> Iterator[GenerationEvent]:
+        self.asked.append(([said["content"] for said in messages], sampling.sample_index))
+        number = len(self.asked)
+        on_plan(PLAN)
+        if number in self._fails:
+            raise CapacityError("full")
+        usage = SimpleNamespace(n_prompt=30, n_generated=1, n_reused=20)
+        timing = SimpleNamespace(ttft_s=0.5, decode_tok_s=9.0)
+        result = cast(Any, SimpleNamespace(usage=usage, timing=timing))
+        yield GenerationEvent(
+            request_id=1,
+            index=0,
+            sample=0,
+            state=RequestState.FINISHED,
+            token_ids=(7,),
+            text=f"answer {number}",
+            result=result,
+        )
+
+
+def conversation(client: Answering, system: str = "", **options: Any) -> Conversation:
+    return Conversation(cast(Any, client), SamplingParams(temperature=0.7), options, system)
+
+
+def test_retry_draws_another_answer_to_the_last_message() -> None:
+    client = Answering(3)
+    talk = conversation(client, "be good")
+    with pytest.raises(UsageError, match="no message yet"):
+        talk.retry()
+    talk.ask("one")
+    talk.retry()
+    assert [said["content"] for said in talk.messages] == ["be good", "one", "answer 2"]
+    with pytest.raises(CapacityError):
+        talk.retry()
+    assert [said["content"] for said in talk.messages] == ["be good", "one", "answer 2"]
+    talk.ask("two")
+    assert client.asked == [
+        (["be good", "one"], 0),
+        (["be good", "one"], 1),
+        (["be good", "one"], 2),
+        (["be good", "one", "answer 2", "two"], 0),
+    ]
+    talk.reset()
+    assert [said["content"] for said in talk.messages] == ["be good"]
+
+
+def test_a_message_that_fails_is_removed() -> None:
+    talk = conversation(Answering(1))
+    with pytest.raises(CapacityError):
+        talk.ask("one")
+    assert talk.messages == []
+
+
+def test_what_the_model_recommends_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    talk = conversation(Answering(), recommended=["temperature", "top_k", "top_p"])
+    talk.ask("one")
+    talk.ask("two")
+    words = "sampling as the model recommends: temperature 0.6, top-p 0.95\n"
+    assert capsys.readouterr().err.count(words) == 1
+    assert recommended_words(ADVICE, ["repetition_penalty"]) == "repetition penalty 1.05"
+    assert recommended_words(ADVICE, []) == recommended_words(None, ["top_p"]) == ""
+
+
+def test_stats_tell_tokens_speed_and_context() -> None:
+    talk = conversation(Answering())
+    assert len(list(talk.stats())) == 1
+    talk.ask("one")
+    assert list(talk.stats()) == [
+        "1 answer of 1 token; 2 messages in the conversation",
+        "last answer: 1 token, first after 0.50 s, 9.0 tokens/s; of 30 tokens before it 20 were "
+        "still in the KV cache; it ended at 31 of a context of 512",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("/system be good", ("/system", "be good")),
+        ("/system be\ngood", ("/system", "be\ngood")),
+        ("/quit", ("/exit", "")),
+        ("/what", ("/what", "")),
+        ("/usr/bin", None),
+        ("/usr is a folder", None),
+        ("a /save", None),
+        ("", None),
+    ],
+)
+def test_a_slash_begins_a_command_or_a_path(text: str, command: tuple[str, str] | None) -> None:
+    assert read_command(text) == command
+
+
+def test_commands_change_and_keep_the_conversation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = conversation(Answering())
+    _do("/system", "be ü", talk)
+    talk.ask('"one"\n')
+    saved = tmp_path / "said.json"
+    for _ in range(2):  # what is a conversation is replaced
+        _do("/save", str(saved), talk)
+    assert [m["role"] for m in json.loads(saved.read_text())["messages"]] == [
+        *("system", "user", "assistant"),
+    ]
+    before = talk.messages
+    _do("/reset", "", talk)
+    _do("/system", "-", talk)
+    assert talk.messages == []
+    _do("/load", str(saved), talk)
+    assert talk.messages == before
+    _do("/nope", "", talk)
+    _do("/help", "", talk)
+    shown = capsys.readouterr().err
+    assert "/nope is not a command" in shown
+    assert all(line in shown for line in help_lines())
+    assert all(len(line) <= 80 for line in help_lines()[:-1])
+    assert len(help_lines()) == len(COMMANDS) + 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"no json", b"[]", b'{"messages": [{"role": "root", "content": ""}]}', b"\xff", b"{}"],
+)
+def test_another_file_is_neither_loaded_nor_replaced(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "other"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match="holds no conversation"):
+        load(file)
+    with pytest.raises(UsageError, match="is not replaced"):
+        save([], file)
+    assert file.read_bytes() == content
+    with pytest.raises(UsageError, match="cannot be read"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="cannot be written"):
+        save([], file / "below")
+
+
+def test_a_large_file_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    with pytest.raises(UsageError, match="more than"):
+        load(tmp_path / "large")
+
+
+def test_what_was_typed_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
+    kept = KeptLines(tmp_path / "own" / "history")
+    assert kept.read() == []
+    for number in range(MOST_ENTRIES + 2):
+        kept.add(f"{number}\nü")
+    assert kept.read()[0] == "2\nü"
+    assert len((tmp_path / "own" / "history").read_text().splitlines()) == MOST_ENTRIES
+    assert (tmp_path / "own" / "history").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_variable_names_the_history_or_turns_it_off(tmp_path: Path) -> None:
+    assert history_path({"SHARDNET_CHAT_HISTORY": ""}) is None
+    assert history_path({"SHARDNET_CHAT_HISTORY": "/x"}) == Path("/x")
+    found = history_path({"SHARDNET_CACHE_DIR": str(tmp_path)})
+    assert found == tmp_path / "chat-history.jsonl"
