@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated
@@ -46,6 +46,8 @@ if TYPE_CHECKING:  # it imports torch
     from shardnet.cluster.node.node import Node
 
 DEFAULT_PORT = 7433
+REGISTER_S = 2.0
+"""Interval of the looks at whether the node's entry in the register of this machine is right."""
 _MAX_NAME = 64
 
 
@@ -241,27 +243,43 @@ async def _run(flags: _Flags) -> None:
     )
     warn_of_cache()
     stopping = _stop_signal(flags.until_stdin_closes)
-    async with listening(settings, host, flags.port) as node:
-        entry = None
+    async with contextlib.AsyncExitStack() as stack:
+        node = await stack.enter_async_context(listening(settings, host, flags.port))
         if not flags.until_stdin_closes:
-            try:
-                entry = local_nodes.add(
-                    node=node.node, name=settings.name, address=node.address, pid=os.getpid()
-                )
-            except OSError as error:
-                say(
-                    f"warning: this node cannot be registered in {runtime_dir(os.environ)} "
-                    f"({error.strerror}): commands of this machine find it with --nodes "
-                    f"{node.address}, or name another folder with SHARDNET_RUNTIME_DIR"
-                )
-        try:
-            _say_ready(flags, node)
-            await stopping.wait()
-        finally:
-            if entry is not None:
-                local_nodes.remove(entry)
+            await stack.enter_async_context(_registered(local_nodes, node, settings.name))
+        _say_ready(flags, node)
+        await stopping.wait()
     if not flags.as_json:
         say("node stopped")
+
+
+@contextlib.asynccontextmanager
+async def _registered(local_nodes: LocalNodes, node: Node, name: str) -> AsyncIterator[None]:
+    """Have commands of this machine find the node, wherever its address moves meanwhile."""
+    try:
+        entry = local_nodes.add(node=node.node, name=name, address=node.address, pid=os.getpid())
+    except OSError as error:
+        say(
+            f"warning: this node cannot be registered in {runtime_dir(os.environ)} "
+            f"({error.strerror}): commands of this machine find it with --nodes "
+            f"{node.address}, or name another folder with SHARDNET_RUNTIME_DIR"
+        )
+        yield
+        return
+
+    async def keep() -> None:
+        nonlocal entry
+        while True:
+            await asyncio.sleep(REGISTER_S)
+            with contextlib.suppress(OSError, ConfigurationError):  # a full disk, for a while
+                entry = local_nodes.keep(entry, node.address)
+
+    keeping = asyncio.create_task(keep())
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        local_nodes.remove(entry)
 
 
 def _host(flags: _Flags, has_key: bool) -> str:

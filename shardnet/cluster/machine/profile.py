@@ -5,6 +5,7 @@ Knows how to query the system. Must not know models or other nodes' profiles.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import sys
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import psutil
 
 from shardnet.cluster.machine.container import container_cores, container_free_bytes
+from shardnet.cluster.machine.local_nodes import this_network
 from shardnet.errors import ConfigurationError
 from shardnet.types import DType, NodeId
 
@@ -27,7 +29,15 @@ def make_node_id() -> NodeId:
 
 
 def make_host_id() -> str:
-    """Return the id that all nodes of this machine share: host name and hardware address."""
+    """Return the id that all nodes of this machine share until it is started again.
+
+    Containers of two machines may have one host name and one hardware address; it tells them apart.
+    """
+    return f"{machine_name()}-{hashlib.sha256(this_network().encode()).hexdigest()[:8]}"
+
+
+def machine_name() -> str:
+    """Return what this machine is called for good: host name and hardware address."""
     return f"{socket.gethostname()}-{uuid.getnode():012x}"
 
 

@@ -58,10 +58,14 @@ class KnownNode:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses of all reports, without duplicates."""
-        return tuple(
-            dict.fromkeys(address for reported in self.reports.values() for address in reported)
-        )
+        """The addresses of all reports, without duplicates.
+
+        Its record does not count beside its own report, which is newer: others keep what was in it.
+        """
+        reports = dict(self.reports)
+        if self.reports.get(self.node):
+            reports.pop(MDNS, None)
+        return tuple(dict.fromkeys(a for reported in reports.values() for a in reported))
 
     @property
     def announced(self) -> tuple[str, ...]:
@@ -119,6 +123,7 @@ class PeerTable:
         known.reports[source] = addresses
         known.unreported_since = None
         known.refusal = ""
+        self._forget_refused_at(known)
         if not before.issuperset(addresses):
             known.is_settled = False
             known.n_failed = 0
@@ -264,6 +269,16 @@ class PeerTable:
             self._known[node] = known
         known.name = name
         return known
+
+    def _forget_refused_at(self, known: KnownNode) -> None:
+        """Forget the nodes with a refusal whose addresses are all of this one now.
+
+        It was started again, with the right key or version; its old record outlives it by minutes.
+        """
+        here = set(known.addresses)
+        for other in list(self._known.values()):
+            if other.refusal and other is not known and here.issuperset(other.addresses):
+                del self._known[other.node]
 
     def _first_try(self, node: NodeId, now: float) -> float:
         return now if self._own < node else now + HESITATE_S
