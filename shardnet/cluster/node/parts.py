@@ -235,6 +235,7 @@ def build_services(
         checkpoints=stage.disk,
         disk=settings.cache,
         bandwidth=stage.links.quick_rate,
+        resolve=lists.resolve,
     )
     messages = NodeMessages(
         own=stage.own,
