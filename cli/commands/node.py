@@ -21,6 +21,7 @@ from shardnet import __version__
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
 from shardnet.cluster.machine.folders import cache_dir, runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
+from shardnet.cluster.placement.words import size
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import ConfigurationError
 
@@ -43,6 +44,7 @@ from ..output.cache_folder import warn_of_cache
 from ..output.exit_codes import run_command, say, write_out
 
 if TYPE_CHECKING:  # it imports torch
+    from shardnet.cluster.machine.profile import MemoryBudget
     from shardnet.cluster.node.node import Node
 
 DEFAULT_PORT = 7433
@@ -242,6 +244,7 @@ async def _run(flags: _Flags) -> None:
         ),
     )
     warn_of_cache()
+    _warn_of_memory(settings.budget)
     stopping = _stop_signal(flags.until_stdin_closes)
     async with contextlib.AsyncExitStack() as stack:
         node = await stack.enter_async_context(listening(settings, host, flags.port))
@@ -280,6 +283,16 @@ async def _registered(local_nodes: LocalNodes, node: Node, name: str) -> AsyncIt
     finally:
         keeping.cancel()
         local_nodes.remove(entry)
+
+
+def _warn_of_memory(budget: MemoryBudget) -> None:
+    """Warn of a --memory that is more than the container of this process may use."""
+    asked_bytes, most_bytes = budget.asked_bytes, budget.total_bytes(used_bytes=0, n_nodes_here=1)
+    if asked_bytes is not None and most_bytes < asked_bytes:
+        say(
+            f"warning: --memory {size(asked_bytes)} is more than this container may use: the node "
+            f"takes {size(most_bytes)}; raise the container's limit for more"
+        )
 
 
 def _host(flags: _Flags, has_key: bool) -> str:

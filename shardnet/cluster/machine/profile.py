@@ -14,7 +14,11 @@ from dataclasses import dataclass
 
 import psutil
 
-from shardnet.cluster.machine.container import container_cores, container_free_bytes
+from shardnet.cluster.machine.container import (
+    container_cores,
+    container_free_bytes,
+    container_limit_bytes,
+)
 from shardnet.cluster.machine.local_nodes import this_network
 from shardnet.errors import ConfigurationError
 from shardnet.types import DType, NodeId
@@ -108,11 +112,14 @@ class MemoryBudget:
     def total_bytes(self, *, used_bytes: int, n_nodes_here: int) -> int:
         """Return the memory limit of the stage: --memory, or a share of the available memory.
 
+        On a CPU --memory counts as far as the container may use it: the system would end the node.
+
         `used_bytes` is the memory of the loaded stage, which counts as available; `n_nodes_here`
         the number of nodes that share this machine.
         """
         if self.asked_bytes is not None:
-            return self.asked_bytes
+            most = container_limit_bytes() if self.device.kind == "cpu" else None
+            return self.asked_bytes if most is None else min(self.asked_bytes, most)
         available = self.available_bytes() + used_bytes
         return int(available * MEMORY_SHARE / max(1, n_nodes_here))
 
