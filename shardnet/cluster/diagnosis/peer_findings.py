@@ -169,7 +169,7 @@ class _Closed:
     viewers: str
     seen: str
     lead: str
-    addresses: str
+    addresses: list[AddressView]
     elsewhere: str
     topic: Topic
     remedy: str
@@ -186,7 +186,8 @@ def _closed(facts: Facts) -> Iterator[Finding]:
         yield problem(
             first.topic,
             f"{first.viewers} → {listed(each.seen for each in alike)}",
-            f"{first.lead}: {', '.join(each.addresses for each in alike)}{first.elsewhere}",
+            f"{first.lead}: {_each([a for each in alike for a in each.addresses])}"
+            f"{first.elsewhere}",
             first.remedy,
         )
 
@@ -212,7 +213,7 @@ def _closed_nodes(facts: Facts) -> Iterator[_Closed]:
             viewers=viewers,
             seen=facts.label(view.node, view.name),
             lead="linked, but not to be reached from this side" if is_linked else lead,
-            addresses=_each(tried),
+            addresses=tried,
             elsewhere=elsewhere,
             topic=TOPICS.get(seen, "port"),
             remedy=remedy,
@@ -244,7 +245,11 @@ def _worst(addresses: list[AddressView]) -> AddressView:
 
 
 def _each(addresses: list[AddressView]) -> str:
-    return ", ".join(f"{address.address} ({_why(address)})" for address in addresses)
+    """Write addresses, and behind those with one reason this reason."""
+    by_reason: dict[str, list[str]] = {}
+    for address in addresses:
+        by_reason.setdefault(_why(address), []).append(address.address)
+    return ", ".join(f"{', '.join(those)} ({why})" for why, those in by_reason.items())
 
 
 # --- both ends ----------------------------------------------------------------------------------

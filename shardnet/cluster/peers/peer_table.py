@@ -277,7 +277,8 @@ class PeerTable:
         """
         here = set(known.addresses)
         for other in list(self._known.values()):
-            if other.refusal and other is not known and here.issuperset(other.addresses):
+            is_over = other.refusal and other is not known and not other.is_linked
+            if is_over and other.addresses and here.issuperset(other.addresses):
                 del self._known[other.node]
 
     def _first_try(self, node: NodeId, now: float) -> float:

@@ -237,7 +237,10 @@ def test_unlike_packet_sizes_are_told_once() -> None:
     assert "1500 bytes on eth0 and 9000 bytes on eth0" in finding.what
 
 
-@pytest.mark.parametrize(("ahead_s", "words"), [(90.0, "ahead of"), (-2.5, "2.5 s behind")])
+@pytest.mark.parametrize(
+    ("ahead_s", "words"),
+    [(90.0, "90.0 s ahead of"), (-2.5, "2.5 s behind"), (1.6e8, "5.1 years ahead of")],
+)
 def test_a_clock_that_is_wrong_is_information(ahead_s: float, words: str) -> None:
     bert = replace(reply("bert", view("anna")), clock_ahead_s=ahead_s)
     finding = the_one(facts(reply("anna", view("bert")), bert), "clock", Severity.INFO)

@@ -164,7 +164,7 @@ def test_a_machine_that_reaches_nobody_has_one_problem() -> None:
         peers=[closed("bert", "dropped"), closed("cleo", "dropped")], unreached=[unreached]
     )
     assert findings(told) == {("problem", "port", "anna → bert, cleo")}
-    assert BERT in the_one(told, "port").what
+    assert f"{BERT}, {address_of('cleo')} (no answer at all" in the_one(told, "port").what
 
 
 def test_two_networks_are_told_as_such() -> None:
