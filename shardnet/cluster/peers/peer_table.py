@@ -35,9 +35,10 @@ SLOW_RETRY_S: Final = 30.0
 class KnownNode:
     """What is known of one other node.
 
-    `reports` has the addresses by source. `address` is the one that has answered a handshake with
-    the node's id, "" before; `rtt_s` the round trip measured there then. `failures` has why each
-    other address is not used, by address. `refusal` says why the node is not linked to at all.
+    `reports` has the addresses by source, the latest report last. `address` is the one that has
+    answered a handshake with the node's id, "" before; `rtt_s` the round trip measured there then.
+    `failures` has why each other address is not used, by address. `refusal` says why the node is
+    not linked to at all.
     `is_settled`: its addresses were tried since they last changed. `unreported_since`: when the
     last source retracted its report. `unreached_since`: since when it has not been reached.
     """
@@ -60,17 +61,23 @@ class KnownNode:
     def addresses(self) -> tuple[str, ...]:
         """The addresses of all reports, without duplicates.
 
-        Its record does not count beside its own report, which is newer: others keep what was in it.
+        Of its record and its own report the later counts: after it has moved, the other has its old
+        addresses for a while.
         """
-        reports = dict(self.reports)
-        if self.reports.get(self.node):
-            reports.pop(MDNS, None)
-        return tuple(dict.fromkeys(a for reported in reports.values() for a in reported))
+        outdated = {self.node, MDNS} - {self._latest}
+        reports = (told for source, told in self.reports.items() if source not in outdated)
+        return tuple(dict.fromkeys(address for told in reports for address in told))
 
     @property
     def announced(self) -> tuple[str, ...]:
         """The addresses that the node reports itself, else those of others."""
-        return self.reports.get(self.node) or self.reports.get(MDNS) or self.addresses
+        return self.reports.get(self._latest) or self.addresses
+
+    @property
+    def _latest(self) -> str:
+        """The source of the later one of its record and its own report, "" without both."""
+        both = [source for source in self.reports if source in (self.node, MDNS)]
+        return next((source for source in reversed(both) if self.reports[source]), "")
 
     @property
     def is_wanted(self) -> bool:
@@ -120,6 +127,7 @@ class PeerTable:
         if known.unreported_since is not None:
             known.reports.clear()
         addresses, before = tuple(addresses), set(known.addresses)
+        known.reports.pop(source, None)
         known.reports[source] = addresses
         known.unreported_since = None
         known.refusal = ""

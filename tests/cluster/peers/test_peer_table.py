@@ -151,14 +151,19 @@ def test_a_refused_node_is_forgotten_when_another_one_has_its_addresses() -> Non
     assert known.get(Z) is None
 
 
-def test_a_record_does_not_count_beside_what_the_node_says_itself() -> None:
-    """After it has moved, others keep its old addresses for minutes."""
+def test_of_a_nodes_record_and_its_own_report_the_later_counts() -> None:
+    """A node that moved is announced at its new address before its old link is lost."""
     known = told(Z, HERE)
-    known.linked(Z, "zoe", 0.0, dialled_at=HERE)
-    known.add_report(Z, "zoe", (THERE,), source=Z, now=1.0)
-    assert entry(known).addresses == (THERE,)
-    known.add_report(Z, "zoe", (), source=Z, now=2.0)
-    assert entry(known).addresses == (HERE,)
+    known.linked(Z, "zoe", 0.0, dialled_at="")
+    known.add_report(Z, "zoe", (HERE,), source=Z, now=1.0)
+    known.answered(Z, HERE, 0.001, {})
+    known.add_report(Z, "zoe", (THERE,), source=MDNS, now=2.0)
+    assert entry(known).addresses == entry(known).announced == (THERE,)
+    assert due(known, 2.0) == [Z]
+    known.add_report(Z, "zoe", (HERE,), source=Z, now=3.0)
+    assert entry(known).addresses == entry(known).announced == (HERE,)
+    known.add_report(Z, "zoe", (), source=Z, now=4.0)
+    assert entry(known).addresses == entry(known).announced == (THERE,)
 
 
 def test_the_dialled_address_is_used_until_a_better_one_has_answered() -> None:
