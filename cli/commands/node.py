@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from ipaddress import ip_address
 from types import FrameType
@@ -24,6 +24,7 @@ from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
 from shardnet.cluster.machine.folders import cache_dir, runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
+from shardnet.cluster.placement.words import size
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import ConfigurationError
 
@@ -48,9 +49,12 @@ from ..output.cache_folder import warn_of_cache
 from ..output.exit_codes import run_command, say, write_out
 
 if TYPE_CHECKING:  # it imports torch
+    from shardnet.cluster.machine.profile import MemoryBudget
     from shardnet.cluster.node.node import Node
 
 DEFAULT_PORT = 7433
+REGISTER_S = 2.0
+"""Interval of the looks at whether the node's entry in the register of this machine is right."""
 _MAX_NAME = 64
 
 
@@ -253,28 +257,55 @@ async def _run(flags: _Flags) -> None:
     warn_of_cache()
     if device.isa == kernels.NONE:
         say(f"warning: no compiled kernels here: {kernels.SLOWER}; {kernels.REMEDY}")
+    _warn_of_memory(settings.budget)
     stopping = _stop_signal(flags.until_stdin_closes)
-    async with listening(settings, host, flags.port) as node:
-        entry = None
+    async with contextlib.AsyncExitStack() as stack:
+        node = await stack.enter_async_context(listening(settings, host, flags.port))
         if not flags.until_stdin_closes:
-            try:
-                entry = local_nodes.add(
-                    node=node.node, name=settings.name, address=node.address, pid=os.getpid()
-                )
-            except OSError as error:
-                say(
-                    f"warning: this node cannot be registered in {runtime_dir(os.environ)} "
-                    f"({error.strerror}): commands of this machine find it with --nodes "
-                    f"{node.address}, or name another folder with SHARDNET_RUNTIME_DIR"
-                )
-        try:
-            _say_ready(flags, node)
-            await stopping.wait()
-        finally:
-            if entry is not None:
-                local_nodes.remove(entry)
+            await stack.enter_async_context(_registered(local_nodes, node, settings.name))
+        _say_ready(flags, node)
+        await stopping.wait()
     if not flags.as_json:
         say("node stopped")
+
+
+@contextlib.asynccontextmanager
+async def _registered(local_nodes: LocalNodes, node: Node, name: str) -> AsyncIterator[None]:
+    """Have commands of this machine find the node, wherever its address moves meanwhile."""
+    try:
+        entry = local_nodes.add(node=node.node, name=name, address=node.address, pid=os.getpid())
+    except OSError as error:
+        say(
+            f"warning: this node cannot be registered in {runtime_dir(os.environ)} "
+            f"({error.strerror}): commands of this machine find it with --nodes "
+            f"{node.address}, or name another folder with SHARDNET_RUNTIME_DIR"
+        )
+        yield
+        return
+
+    async def keep() -> None:
+        nonlocal entry
+        while True:
+            await asyncio.sleep(REGISTER_S)
+            with contextlib.suppress(OSError, ConfigurationError):  # a full disk, for a while
+                entry = local_nodes.keep(entry, node.address)
+
+    keeping = asyncio.create_task(keep())
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        local_nodes.remove(entry)
+
+
+def _warn_of_memory(budget: MemoryBudget) -> None:
+    """Warn of a --memory that is more than the container of this process may use."""
+    asked_bytes, most_bytes = budget.asked_bytes, budget.total_bytes(used_bytes=0, n_nodes_here=1)
+    if asked_bytes is not None and most_bytes < asked_bytes:
+        say(
+            f"warning: --memory {size(asked_bytes)} is more than this container may use: the node "
+            f"takes {size(most_bytes)}; raise the container's limit for more"
+        )
 
 
 def _host(flags: _Flags, has_key: bool) -> str:

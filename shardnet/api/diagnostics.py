@@ -7,6 +7,7 @@ torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardnet import __version__
 from shardnet.api.client import connect, dial
-from shardnet.cluster.diagnosis.facts import Facts, KeyFacts, ModelAsked
+from shardnet.cluster.diagnosis.facts import Answered, Facts, KeyFacts, ModelAsked
 from shardnet.cluster.head.model_shape import model_shape
 from shardnet.cluster.head.ring_dtypes import settle_dtype
 from shardnet.cluster.machine.kernels import are_built
@@ -24,11 +25,13 @@ from shardnet.cluster.machine.local_nodes import LocalNode
 from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S, probe_address
 from shardnet.cluster.peers.rtt_probe import ProbeAnswer
 from shardnet.errors import ShardnetError
+from shardnet.model.config.model_config import ModelConfig
 from shardnet.runtime.stage.loading import ModelFacts, identify_at
+from shardnet.runtime.stage.measuring import read_config
 from shardnet.threads import DaemonThreads
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
 from shardnet.wire.messages.diagnostics import AddressView, RecordSeen
-from shardnet.wire.messages.membership import NodeInfo, ReportReply
+from shardnet.wire.messages.membership import ReportReply
 
 if TYPE_CHECKING:  # not every command needs the libraries behind them
     from shardnet.cluster.discovery.node_record import NodeRecord
@@ -66,10 +69,12 @@ async def gather_facts(sources: FactSources) -> Facts:
 
     Ends within `timeout_s` plus the deadlines for connecting (ANSWER_S) and browsing.
     """
+    # A node without a key hears its own machine alone.
+    is_blind = not (sources.here and sources.key.fingerprint)
     here, named, found, asked_model = await asyncio.gather(
         _probe_addresses([node.address for node in sources.here], sources.identity),
         _probe_addresses(sources.named, sources.identity),
-        _found(sources),
+        _found(sources, is_wanted=is_blind),
         _look_at(sources.model, ignore_unknown=sources.ignore_unknown),
     )
     answers = [answer for _, answer in (*here, *named) if answer is not None]
@@ -78,21 +83,41 @@ async def gather_facts(sources: FactSources) -> Facts:
     replies: list[ReportReply] = []
     failure = ""
     if answers:
-        replies, failure = await _ask(answers[0].address, sources)
-    infos = [reply.info for reply in replies if reply.info is not None]
+        replies, failure = await _ask(answers[0].address, sources, with_peers=True)
+    if found is None:
+        found = await _found(sources, is_wanted=not any(_has_peers(reply) for reply in replies))
+    unknown = _unknown([answer for _, answer in named if answer is not None], answers, replies)
+    for answer in unknown:
+        replies += (await _ask(answer.address, sources, with_peers=False))[0]
     return Facts(
         key=sources.key,
         software=__version__,
         protocol=PROTOCOL_VERSION,
         asked=f"{answers[0].name} ({answers[0].address})" if answers else "",
+        asked_node=answers[0].node if answers else "",
+        is_asked_here=any(answer is not None for _, answer in here),
         failure=failure,
         replies=tuple(replies),
         deaf=tuple(view for view, answer in here if answer is None),
         named=tuple(view for view, _ in named),
+        unknown=tuple(Answered(node=a.node, name=a.name, address=a.address) for a in unknown),
         found=found,
-        model=_model_asked(asked_model, infos),
+        model=_model_asked(asked_model, replies, sources),
         has_kernels=sys.platform == "win32" or are_built(),
     )
+
+
+def _has_peers(reply: ReportReply) -> bool:
+    return reply.report is not None and bool(reply.report.peers)
+
+
+def _unknown(
+    named: Sequence[ProbeAnswer], answers: Sequence[ProbeAnswer], replies: Sequence[ReportReply]
+) -> list[ProbeAnswer]:
+    """Return the named nodes that answered and that the asked one is not linked to."""
+    known = {answers[0].node if answers else "", *(reply.node for reply in replies)}
+    unknown = {answer.node: answer for answer in named if answer.node not in known}
+    return list(unknown.values())
 
 
 async def _probe_addresses(
@@ -104,9 +129,9 @@ async def _probe_addresses(
     )
 
 
-async def _found(sources: FactSources) -> tuple[RecordSeen, ...] | None:
-    """Browse for nodes by mDNS; None without `browse` or if a node runs here."""
-    if sources.here or sources.browse is None:
+async def _found(sources: FactSources, *, is_wanted: bool) -> tuple[RecordSeen, ...] | None:
+    """Browse for nodes by mDNS if that is wanted; None without it."""
+    if not is_wanted or sources.browse is None:
         return None
     return tuple(
         RecordSeen(
@@ -128,14 +153,18 @@ async def _first_found(found: Sequence[RecordSeen], sources: FactSources) -> lis
     return [answer for _, answer in answers if answer is not None]
 
 
-async def _ask(address: str, sources: FactSources) -> tuple[list[ReportReply], str]:
+async def _ask(
+    address: str, sources: FactSources, *, with_peers: bool
+) -> tuple[list[ReportReply], str]:
     """Return the reports of a node and its peers, and the failure that cut them short, or ""."""
     replies: list[ReportReply] = []
     try:
         async with (
             asyncio.timeout(sources.timeout_s),
             connect(address, sources.identity) as client,
-            aclosing(client.report(probe=True, with_peers=True, model=sources.model)) as answers,
+            aclosing(
+                client.report(probe=True, with_peers=with_peers, model=sources.model)
+            ) as answers,
         ):
             async for reply in answers:
                 replies.append(reply)
@@ -172,17 +201,43 @@ async def _look_at(model: str, *, ignore_unknown: bool) -> _LocalModel | None:
         return _LocalModel(model=model, failure=f"its files were not read within {ANSWER_S:g} s")
 
 
-def _model_asked(looked: _LocalModel | None, infos: Sequence[NodeInfo]) -> ModelAsked | None:
-    """Return the model's shape in the dtype that these nodes would choose with --dtype auto."""
+def _model_asked(
+    looked: _LocalModel | None, replies: Sequence[ReportReply], sources: FactSources
+) -> ModelAsked | None:
+    """Return the model's shape in the dtype that these nodes would choose with --dtype auto.
+
+    What is not on this machine is what the first of the nodes means by that name that has it.
+    """
     if looked is None:
         return None
-    if looked.facts is None:
-        return ModelAsked(model=looked.model, failure=looked.failure, remedy=looked.remedy)
-    config = looked.facts.config
+    if looked.facts is not None:
+        model_id, config = looked.facts.model_id, looked.facts.config
+    else:
+        model_id, its_config = _of_node(looked.model, replies, sources)
+        if its_config is None:
+            return ModelAsked(model=looked.model, failure=looked.failure, remedy=looked.remedy)
+        config = its_config
+    infos = [reply.info for reply in replies if reply.info is not None]
     dtype = settle_dtype("auto", config, infos)
     return ModelAsked(
         model=looked.model,
-        model_id=looked.facts.model_id,
+        model_id=model_id,
         shape=model_shape(config, dtype, config.default_context),
         dtype=dtype,
     )
+
+
+def _of_node(
+    model: str, replies: Sequence[ReportReply], sources: FactSources
+) -> tuple[str, ModelConfig | None]:
+    """Return the id and the config of a model as the first node has it that has any."""
+    for reply in replies:
+        if reply.report is not None and reply.report.model_config:
+            with contextlib.suppress(ShardnetError):
+                config = read_config(
+                    reply.report.model_config,
+                    f"{model} on {reply.name}",
+                    ignore_unknown=sources.ignore_unknown,
+                )
+                return reply.report.model_id, config
+    return "", None

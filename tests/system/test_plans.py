@@ -110,7 +110,7 @@ class Lab:
 
     def host_id(self, name: str) -> str:
         """What a node takes its machine to be."""
-        code = "from shardnet.cluster.machine.profile import make_host_id as i; print(i(), end='')"
+        code = "from shardnet.cluster.machine.profile import machine_name as i; print(i(), end='')"
         prefix = self.hosts[name].prefix if self.hosts else ()
         command = [*prefix, sys.executable, "-c", code]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -225,7 +225,10 @@ def test_a_listener_that_closes_leaves_no_connection_that_waits(harness: Harness
 
 
 @pytest.mark.usefixtures("many_files")
-def test_300_members_that_connect_at_one_moment_are_all_served(harness: Harness) -> None:
+@pytest.mark.parametrize(("kind", "options"), [("tls-uvloop", KEYED), ("tcp-uvloop", OPTIONS)])
+def test_300_members_that_connect_at_one_moment_are_all_served(
+    kind: str, options: LinkOptions
+) -> None:
     """None of them says anything before all are there: on one loop they would come one by one."""
 
     async def scenario(harness: Harness) -> None:
@@ -233,7 +236,7 @@ def test_300_members_that_connect_at_one_moment_are_all_served(harness: Harness)
         door = await harness.listen(until_closed, failures.append)
         socks = [socket.create_connection((LOCAL, door.port), timeout=60) for _ in range(300)]
         await until(lambda: len(door._waiting) == 300)
-        links = [TcpLink(hello(), initiator=True, options=KEYED) for _ in socks]
+        links = [TcpLink(hello(), initiator=True, options=options) for _ in socks]
         for link, sock in zip(links, socks, strict=True):
             sock.setblocking(False)
             await link.take_over(sock)
@@ -242,7 +245,7 @@ def test_300_members_that_connect_at_one_moment_are_all_served(harness: Harness)
         await asyncio.gather(*(link.close() for link in links))
         assert failures == []
 
-    harness.run(scenario)
+    HARNESSES[kind].run(scenario)
 
 
 def test_a_node_that_is_too_busy_is_asked_again(

@@ -1,8 +1,7 @@
 """From facts to findings: what is wrong with a cluster, where, and what to do.
 
-Pure: takes what was gathered (api/diagnostics.py), asks and reads nothing. The findings about pairs
-of nodes and about a model are made beside it (diagnosis/peer_findings.py,
-diagnosis/model_findings.py).
+Pure: takes what was gathered (api/diagnostics.py), asks and reads nothing. Findings about keys,
+mDNS, pairs of nodes and a model are made beside it. What has one cause is one finding.
 """
 
 from __future__ import annotations
@@ -10,34 +9,28 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from shardnet.cluster.diagnosis.facts import Facts, Finding, Severity, age, problem
+from shardnet.cluster.diagnosis.facts import HERE, Facts, Finding, Severity, age, problem
+from shardnet.cluster.diagnosis.key_findings import key_findings
 from shardnet.cluster.diagnosis.model_findings import model_findings
-from shardnet.cluster.diagnosis.peer_findings import (
-    TOPICS,
-    key_finding,
-    pair_findings,
-    remedy_for,
-    seconds_apart,
-)
+from shardnet.cluster.diagnosis.multicast_findings import multicast_findings
+from shardnet.cluster.diagnosis.peer_findings import pair_findings, seconds_apart
+from shardnet.cluster.diagnosis.remedies import TOPICS, remedy_for
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.addresses import Verdict, is_loopback
-from shardnet.errors import AuthenticationError, LinkClosedError, VersionMismatchError
-from shardnet.wire.messages.diagnostics import AddressView, NodeReport, RecordSeen, RefusedHost
+from shardnet.wire.messages.diagnostics import AddressView, NodeReport, PeerView
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
-RECENT_S = 120.0
-"""A refused handshake older than this is reported as over."""
 CLOCKS_DIFFER_S = 1.0
 
-HERE = "this machine"
+_RESTART = "stop it and start it again: a node keeps the key that it was started with"
 
 
 def diagnose(facts: Facts) -> list[Finding]:
     """Return all findings, problems first, what is fine last."""
     findings = [
-        *_key(facts),
+        *key_findings(facts),
         *_asking(facts),
-        *_browsing(facts),
+        *multicast_findings(facts),
         *_named(facts),
         *_names(facts),
         *_versions(facts),
@@ -54,31 +47,6 @@ def diagnose(facts: Facts) -> list[Finding]:
 # --- this machine -------------------------------------------------------------------------------
 
 
-def _key(facts: Facts) -> Iterator[Finding]:
-    key = facts.key
-    if key.failure:
-        yield problem("key", HERE, key.failure, key.remedy)
-    elif key.is_set_aside:
-        yield Finding(
-            severity=Severity.INFO,
-            topic="key",
-            where=HERE,
-            what="--insecure: no key is used, links are neither encrypted nor authenticated",
-        )
-    elif not key.fingerprint:
-        yield Finding(
-            severity=Severity.INFO,
-            topic="key",
-            where=HERE,
-            what=f"there is no cluster key at {key.path}, so nodes here listen on loopback only",
-            remedy="run `shardnet key new` on the first machine and `shardnet key join` on others",
-        )
-    else:
-        yield Finding(
-            topic="key", where=HERE, what=f"holds the key of cluster {key.fingerprint} ({key.path})"
-        )
-
-
 def _asking(facts: Facts) -> Iterator[Finding]:
     for view in facts.deaf:
         yield problem(
@@ -86,7 +54,7 @@ def _asking(facts: Facts) -> Iterator[Finding]:
             HERE,
             f"the node at {view.address} does not answer: "
             + view.why.removeprefix(f"{view.address}: "),
-            remedy_for(view),
+            _RESTART if view.seen == "other key" and facts.key.fingerprint else remedy_for(view),
         )
     if not facts.asked and not facts.deaf:
         yield Finding(
@@ -105,48 +73,6 @@ def _asking(facts: Facts) -> Iterator[Finding]:
         )
     elif facts.failure:
         yield problem("node", facts.asked, f"not every report came: {facts.failure}")
-    known = [view for reply in facts.replies if reply.report for view in reply.report.peers]
-    if facts.replies and not known:
-        yield Finding(
-            severity=Severity.INFO,
-            topic="link",
-            where=facts.asked,
-            what="it knows no other node",
-            remedy="start `shardnet node` on another machine, or name one with --peer HOST:PORT",
-        )
-
-
-def _browsing(facts: Facts) -> Iterator[Finding]:
-    """Report the nodes found by mDNS if there was no node to ask."""
-    if facts.found is None:
-        return
-    if not facts.found:
-        yield Finding(
-            severity=Severity.INFO,
-            topic="multicast",
-            where=HERE,
-            what="no node shows itself by mDNS",
-            remedy=(
-                "start `shardnet node` on another machine; if one runs, see that UDP port 5353 and "
-                "multicast pass, or name it with --peer HOST:PORT"
-            ),
-        )
-    for record in facts.found:
-        yield _record(facts, record)
-
-
-def _record(facts: Facts, record: RecordSeen) -> Finding:
-    where = f"{record.name} ({record.address})"
-    if record.protocol != facts.protocol:
-        return problem(
-            "version",
-            where,
-            f"it speaks protocol version {record.protocol} and this machine {facts.protocol}",
-            "install the same version of shardnet on both",
-        )
-    if record.cluster != facts.key.fingerprint:
-        return key_finding(where, HERE, theirs=record.cluster, ours=facts.key.fingerprint)
-    return Finding(topic="multicast", where=where, what="it shows itself by mDNS")
 
 
 def _named(facts: Facts) -> Iterator[Finding]:
@@ -178,11 +104,10 @@ def _node(facts: Facts, reply: ReportReply) -> Iterator[Finding]:
         return
     yield Finding(topic="node", where=where, what=_self_words(reply.info, report))
     yield _addresses(where, reply.info, report)
-    yield from _multicast(where, report)
-    for refused in report.refused:
-        yield from _refused(where, refused)
+    told = {address for view in report.peers if not view.is_linked for address in _told(view)}
     for view in report.unreached:
-        yield _reached(where, view)
+        if view.address not in told:
+            yield _reached(where, view)
     if reply.clock_ahead_s is not None and abs(reply.clock_ahead_s) > CLOCKS_DIFFER_S:
         yield Finding(
             severity=Severity.INFO,
@@ -191,6 +116,12 @@ def _node(facts: Facts, reply: ReportReply) -> Iterator[Finding]:
             what=f"its clock is {seconds_apart(reply.clock_ahead_s)} that of {facts.asked}",
             remedy="nothing here depends on it; set it, so that logs can be compared",
         )
+
+
+def _told(view: PeerView) -> Iterator[str]:
+    """List the addresses of a node that is not linked, and whose finding says why."""
+    if view.told_by:
+        yield from (address.address for address in view.addresses)
 
 
 def _self_words(info: NodeInfo, report: NodeReport) -> str:
@@ -216,54 +147,6 @@ def _addresses(where: str, info: NodeInfo, report: NodeReport) -> Finding:
             why = "it does not listen there" if is_good else address.verdict
             words += f"; not {address.host} ({address.interface}): {why}"
     return Finding(topic="address", where=where, what=words)
-
-
-def _multicast(where: str, report: NodeReport) -> Iterator[Finding]:
-    multicast = report.multicast
-    match multicast.state:
-        case "off":
-            yield Finding(
-                severity=Severity.INFO,
-                topic="multicast",
-                where=where,
-                what="it neither announces itself nor looks for others by mDNS",
-                remedy="start it without --no-mdns if your network passes multicast",
-            )
-        case "failed":
-            yield problem(
-                "multicast",
-                where,
-                f"mDNS does not work there: {multicast.failure or 'it has just begun'}",
-                "check its network, or name other nodes with --peer and give --no-mdns",
-            )
-        case "on":
-            yield Finding(
-                topic="multicast",
-                where=where,
-                what=f"announces itself and looks for others on {', '.join(multicast.hosts)}",
-            )
-
-
-def _refused(where: str, refused: RefusedHost) -> Iterator[Finding]:
-    """Report refused handshakes. A connection that was only opened and closed does not count.
-
-    A refused handshake with a remedy is that of a node: nothing can be done about others.
-    """
-    if refused.code == LinkClosedError.code:
-        return
-    times = "once" if refused.n_times == 1 else f"{refused.n_times} times, at last"
-    what = f"it refused {refused.host} {times} {age(refused.age_s)} ago: {refused.why}"
-    remedy = refused.remedy or ""
-    is_a_node = refused.code == VersionMismatchError.code or (
-        refused.code == AuthenticationError.code and remedy != ""
-    )
-    yield Finding(
-        severity=Severity.PROBLEM if is_a_node and refused.age_s < RECENT_S else Severity.INFO,
-        topic="version" if refused.code == VersionMismatchError.code else "key",
-        where=where,
-        what=what,
-        remedy=remedy or "find the program that connects from there, if it is none of yours",
-    )
 
 
 # --- all nodes together -------------------------------------------------------------------------

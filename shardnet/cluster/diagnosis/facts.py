@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -30,6 +31,12 @@ Topic = Literal[
     "model",
     "kernels",
 ]
+
+HERE = "this machine"
+_UNITS = ((1, "s", 120), (60, "min", 120), (3600, "h", 48), (86400, "days", 730))
+"""Units of time spans: seconds in one, its name, and how many of it are given at most."""
+LISTED = 8
+"""How many names a finding lists."""
 
 
 class Severity(enum.Enum):
@@ -96,25 +103,39 @@ class ModelAsked:
     remedy: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A node that has answered this process at an address given on the command line."""
+
+    node: str
+    name: str
+    address: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """The input of a diagnosis. `software` and `protocol` are the versions of this process.
 
-    `asked` names the node whose report and whose peers' reports are the `replies`, "" without one;
-    `failure` says why that failed. `deaf` are nodes of this machine that do not answer. `named` has
-    the results for the addresses given on the command line, `found` the mDNS records seen by this
-    process; None if it did not browse. `has_kernels`: the compiled kernels of this installation
-    were built, or this system has no use for them.
+    `asked` names the node `asked_node` whose report and whose peers' reports are the `replies`, ""
+    without one; `failure` says why that failed. `is_asked_here`: it is one of this machine. `deaf`
+    are nodes of this machine that do not answer. `named` has the results for the addresses given on
+    the command line, and `unknown` the nodes there that the asked one is not linked to; their
+    reports are among the replies. `found` are the mDNS records seen by this process; None if it did
+    not browse. `has_kernels`: the compiled kernels of this installation were built, or this system
+    has no use for them.
     """
 
     key: KeyFacts
     software: str
     protocol: int
     asked: str = ""
+    asked_node: str = ""
+    is_asked_here: bool = True
     failure: str = ""
     replies: tuple[ReportReply, ...] = ()
     deaf: tuple[AddressView, ...] = ()
     named: tuple[AddressView, ...] = ()
+    unknown: tuple[Answered, ...] = ()
     found: tuple[RecordSeen, ...] | None = None
     model: ModelAsked | None = None
     has_kernels: bool = True
@@ -123,6 +144,21 @@ class Facts:
     def infos(self) -> list[NodeInfo]:
         """The status of the nodes that answered."""
         return [reply.info for reply in self.replies if reply.info is not None]
+
+    @property
+    def asked_reply(self) -> ReportReply | None:
+        """The reply of the asked node itself, None without one."""
+        return next((reply for reply in self.replies if reply.node == self.asked_node), None)
+
+    @property
+    def others_found(self) -> list[RecordSeen]:
+        """The mDNS records seen of nodes that no other fact is about."""
+        deaf = {view.address for view in self.deaf}
+        return [
+            record
+            for record in self.found or ()
+            if record.node not in self.live and record.address not in deaf
+        ]
 
     @cached_property
     def live(self) -> dict[str, str]:
@@ -151,10 +187,16 @@ class Facts:
         return name if same + (node not in self.live) < 2 else f"{name} ({node[:6]})"
 
 
+def listed(names: Iterable[str]) -> str:
+    """Join names for people, the first LISTED of them."""
+    names = list(names)
+    n_more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {n_more} more" if n_more > 0 else "")
+
+
 def age(seconds: float) -> str:
     """Format a time span for people."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h" if seconds < 172800 else f"{seconds / 86400:.0f} days"
+    for unit_s, name, most in _UNITS:
+        if seconds < most * unit_s:
+            return f"{seconds / unit_s:.0f} {name}"
+    return f"{seconds / (365.25 * 86400):.1f} years"

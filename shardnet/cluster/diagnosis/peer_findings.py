@@ -6,10 +6,21 @@ Pure. Each pair is seen twice, from either end, as far as both could be asked.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from ipaddress import ip_address, ip_network
+from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from types import MappingProxyType
 
-from shardnet.cluster.diagnosis.facts import Facts, Finding, Severity, Topic, age, problem
+from shardnet.cluster.diagnosis.facts import (
+    Facts,
+    Finding,
+    Severity,
+    Topic,
+    age,
+    listed,
+    problem,
+)
+from shardnet.cluster.diagnosis.key_findings import has_other_key
+from shardnet.cluster.diagnosis.remedies import TOPICS, remedy_for
 from shardnet.cluster.peers.peer_table import MDNS
 from shardnet.transport.address import host_of
 from shardnet.wire.messages.diagnostics import (
@@ -21,36 +32,12 @@ from shardnet.wire.messages.diagnostics import (
 )
 from shardnet.wire.messages.membership import ReportReply
 
-SETTLED_S = 6.0
-"""Seconds after the start of two nodes by which each should have seen the other's record."""
-UNHEARD_S = 70.0
-"""Seconds in which every node announces itself by multicast twice."""
+Network = IPv4Network | IPv6Network
+
+TENTHS_S = 100.0
+"""Differences of clocks below this are given in tenths of a second."""
 SLOW_S = 0.020
 """A round trip above this is no wired network, and costs a ring dearly."""
-
-REMEDIES: Mapping[Seen, str] = MappingProxyType(
-    {
-        "answers": "",
-        "refused": (
-            "start `shardnet node` there, and see that it listens on that address (--host) and port"
-        ),
-        "dropped": "open its TCP port in the firewall of that machine and of the network between",
-        "hangs": "read that node's output, or restart it: it may be frozen",
-        "unreachable": "check address, cable and routes between the two machines",
-        "other key": (
-            "run `shardnet key show` on one of the two machines and `shardnet key join` with that "
-            "key on the other, then start its node again"
-        ),
-        "other version": "install the same version of shardnet on both",
-        "other node": "",
-        "failed": "see whether a node of shardnet listens there",
-        "not tried": "",
-    }
-)
-"""The remedy for each way in which an address does not answer."""
-
-TOPICS: Mapping[Seen, Topic] = MappingProxyType({"other key": "key", "other version": "version"})
-"""The topic of an address that does not answer, if it is not the port."""
 
 _WORDS: Mapping[Seen, str] = MappingProxyType(
     {
@@ -78,70 +65,35 @@ _WORST: tuple[Seen, ...] = (
 """Results of probes, the one that best explains why a node is not reached first."""
 
 
-def remedy_for(view: AddressView) -> str:
-    """Return the remedy for an address that does not answer, "" if none is known.
-
-    For a wrong key it comes with the error, which knows the side that lacks it.
-    """
-    if view.seen == "other key" and view.remedy:
-        return view.remedy
-    return REMEDIES[view.seen] or view.remedy or ""
-
-
 def pair_findings(facts: Facts) -> Iterator[Finding]:
     """Report how each node that was asked sees each other one."""
     for reply in facts.replies:
         if reply.report is not None:
             for view in reply.report.peers:
-                yield from _view(facts, reply, reply.report, view)
+                where = f"{facts.label(reply.node)} → {facts.label(view.node, view.name)}"
+                yield from _view(where, reply.report, view)
+    yield from _closed(facts)
     yield from _mtus(facts)
-
-
-def key_finding(where: str, viewer: str, *, theirs: str, ours: str) -> Finding:
-    """Report which node has a wrong key.
-
-    `where` names the nodes, `viewer` the one that was asked; `theirs` and `ours` are the
-    fingerprints of the keys of the other node and of the viewer, "" without one.
-    """
-    if not theirs:
-        what, remedy = "it has no cluster key", "run `shardnet key join` there and restart its node"
-    elif not ours:
-        what = f"it holds the key of cluster {theirs}, and {viewer} has none"
-        remedy = f"run `shardnet key join` on {viewer} and start its node again"
-    else:
-        what = f"it holds the key of cluster {theirs}, and {viewer} that of {ours}"
-        remedy = f"if it belongs here: {REMEDIES['other key']}"
-    return problem("key", where, what, remedy)
 
 
 def seconds_apart(ahead_s: float) -> str:
     """Format the difference of two clocks."""
-    return f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'}"
+    seconds = abs(ahead_s)
+    span = f"{seconds:.1f} s" if seconds < TENTHS_S else age(seconds)
+    return f"{span} {'ahead of' if ahead_s > 0 else 'behind'}"
 
 
-def _view(
-    facts: Facts, reply: ReportReply, report: NodeReport, view: PeerView
-) -> Iterator[Finding]:
-    viewer = facts.label(reply.node)
-    where = f"{viewer} → {facts.label(view.node, view.name)}"
+def _view(where: str, report: NodeReport, view: PeerView) -> Iterator[Finding]:
     if view.refusal:
-        yield _refusal(where, viewer, report, view)
+        if view.told_by and has_other_key(report, view) is None:
+            records = [record for record in report.multicast.records if record.node == view.node]
+            other_version = any(record.protocol != report.protocol for record in records)
+            yield problem("version" if other_version else "link", where, view.refusal)
     elif view.is_linked:
         yield _link(where, view)
-        yield from _ports(where, view)
         yield from _addresses(where, view)
-        yield from _multicast(facts, where, report, view)
-    else:
+    elif not _is_closed(view):
         yield _no_link(where, view)
-
-
-def _refusal(where: str, viewer: str, report: NodeReport, view: PeerView) -> Finding:
-    records = [record for record in report.multicast.records if record.node == view.node]
-    for record in records:
-        if record.protocol == report.protocol and record.cluster != report.cluster:
-            return key_finding(where, viewer, theirs=record.cluster, ours=report.cluster)
-    other_version = any(record.protocol != report.protocol for record in records)
-    return problem("version" if other_version else "link", where, view.refusal)
 
 
 def _link(where: str, view: PeerView) -> Finding:
@@ -163,19 +115,6 @@ def _link(where: str, view: PeerView) -> Finding:
     return Finding(topic="link", where=where, what=words)
 
 
-def _ports(where: str, view: PeerView) -> Iterator[Finding]:
-    """Report a linked node that answers at no address from this side; a ring dials both ways."""
-    tried = [address for address in view.addresses if address.seen != "not tried"]
-    if tried and not any(address.seen == "answers" for address in tried):
-        worst = _worst(tried)
-        yield problem(
-            "port",
-            where,
-            f"linked, but not to be reached from this side: {_each(tried)}",
-            remedy_for(worst),
-        )
-
-
 def _addresses(where: str, view: PeerView) -> Iterator[Finding]:
     """Report why the other addresses are not used."""
     others = [address for address in view.addresses if address.address != view.address]
@@ -183,9 +122,9 @@ def _addresses(where: str, view: PeerView) -> Iterator[Finding]:
         return
     reasons = "; ".join(f"not {address.address}: {_why(address)}" for address in others)
     yield Finding(
-        severity=Severity.OK
-        if all(address.seen == "answers" for address in others)
-        else Severity.INFO,
+        severity=Severity.INFO
+        if any(address.seen in ("other node", "hangs") for address in others)
+        else Severity.OK,
         topic="address",
         where=where,
         what=f"uses {view.address}; {reasons}",
@@ -202,31 +141,103 @@ def _why(address: AddressView) -> str:
 
 
 def _no_link(where: str, view: PeerView) -> Finding:
+    tried = _tried(view)
     if not view.told_by:
-        return Finding(
-            severity=Severity.INFO, topic="link", where=where, what="it was here and has left"
+        what = "it was here and has left"
+    elif any(address.seen == "answers" for address in tried):
+        what = "it answers and is not linked yet; run this again in some seconds"
+    else:
+        what = "only its last report is left" + (f": {_each(tried)}" if tried else "")
+    return Finding(severity=Severity.INFO, topic="link", where=where, what=what)
+
+
+# --- nodes that are not reached
+
+
+def _is_closed(view: PeerView) -> bool:
+    """Whether a node should answer, and does at no address. A ring dials both ways."""
+    seen = {address.seen for address in view.addresses} - {"not tried"}
+    if view.is_linked:
+        return bool(seen) and "answers" not in seen
+    return bool(view.told_by) and bool(seen - {"other node"}) and "answers" not in seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Closed:
+    """A node that others do not reach, and why, the same for all of them."""
+
+    viewers: str
+    seen: str
+    lead: str
+    addresses: list[AddressView]
+    elsewhere: str
+    topic: Topic
+    remedy: str
+
+
+def _closed(facts: Facts) -> Iterator[Finding]:
+    """Report nodes that others do not reach, once for all with one reason."""
+    by_cause: dict[tuple[str, ...], list[_Closed]] = {}
+    for closed in _closed_nodes(facts):
+        cause = (closed.viewers, closed.lead, closed.elsewhere, closed.topic, closed.remedy)
+        by_cause.setdefault(cause, []).append(closed)
+    for alike in by_cause.values():
+        first = alike[0]
+        yield problem(
+            first.topic,
+            f"{first.viewers} → {listed(each.seen for each in alike)}",
+            f"{first.lead}: {_each([a for each in alike for a in each.addresses])}"
+            f"{first.elsewhere}",
+            first.remedy,
         )
-    seen = {address.seen for address in view.addresses}
-    if "answers" in seen:
-        return Finding(
-            severity=Severity.INFO,
-            topic="link",
-            where=where,
-            what="it answers and is not linked yet; run this again in some seconds",
+
+
+def _closed_nodes(facts: Facts) -> Iterator[_Closed]:
+    sights: dict[tuple[str, Seen, bool], list[tuple[ReportReply, PeerView]]] = {}
+    for reply in facts.replies:
+        for view in reply.report.peers if reply.report is not None else ():
+            if not view.refusal and _is_closed(view):
+                reason = (view.node, _worst(_tried(view)).seen, view.is_linked)
+                sights.setdefault(reason, []).append((reply, view))
+    for (_, seen, is_linked), seen_by in sights.items():
+        reply, view = seen_by[0]
+        viewers = listed(facts.label(viewer.node) for viewer, _ in seen_by)
+        tried, ours = _tried(view), _networks(reply)
+        elsewhere, remedy = "", remedy_for(_worst(tried))
+        if seen in ("unreachable", "dropped") and _is_elsewhere(tried, ours):
+            elsewhere = f"; that is another network than {listed(map(str, ours))} of {viewers}"
+            if seen == "unreachable":
+                remedy = "connect all machines to one network, or set routes between the two"
+        lead = "no link, though mDNS shows it" if MDNS in view.told_by else "no link"
+        yield _Closed(
+            viewers=viewers,
+            seen=facts.label(view.node, view.name),
+            lead="linked, but not to be reached from this side" if is_linked else lead,
+            addresses=tried,
+            elsewhere=elsewhere,
+            topic=TOPICS.get(seen, "port"),
+            remedy=remedy,
         )
-    tried = [address for address in view.addresses if address.seen != "not tried"]
-    if not tried or seen <= {"other node", "not tried"}:
-        others = f": {_each(tried)}" if tried else ""
-        return Finding(
-            severity=Severity.INFO,
-            topic="link",
-            where=where,
-            what=f"only its last report is left{others}",
-        )
-    worst = _worst(tried)
-    topic = TOPICS.get(worst.seen, "port")
-    link = "no link, though mDNS shows it" if MDNS in view.told_by else "no link"
-    return problem(topic, where, f"{link}: {_each(tried)}", remedy_for(worst))
+
+
+def _networks(reply: ReportReply) -> list[Network]:
+    """Return the networks in which a node is advertised."""
+    told = reply.report.interfaces if reply.report is not None else ()
+    networks = [_network(address) for address in told if address.is_told]
+    return list(dict.fromkeys(network for network in networks if network is not None))
+
+
+def _is_elsewhere(addresses: list[AddressView], ours: list[Network]) -> bool:
+    """Whether none of some addresses is in one of our networks; host names may be anywhere."""
+    try:
+        hosts = [ip_address(host_of(a.address).partition("%")[0]) for a in addresses]
+    except ValueError:
+        return False
+    return bool(ours) and not any(host in network for host in hosts for network in ours)
+
+
+def _tried(view: PeerView) -> list[AddressView]:
+    return [address for address in view.addresses if address.seen != "not tried"]
 
 
 def _worst(addresses: list[AddressView]) -> AddressView:
@@ -234,49 +245,11 @@ def _worst(addresses: list[AddressView]) -> AddressView:
 
 
 def _each(addresses: list[AddressView]) -> str:
-    return ", ".join(f"{address.address} ({_why(address)})" for address in addresses)
-
-
-def _multicast(facts: Facts, where: str, report: NodeReport, view: PeerView) -> Iterator[Finding]:
-    """Report whether a linked node was seen by multicast, and on which interfaces."""
-    if report.multicast.state != "on":
-        return
-    heard = {h.interface: h.age_s for h in report.multicast.heard if h.node == view.node}
-    if heard:
-        words = ", ".join(f"{name} {age(age_s)} ago" for name, age_s in sorted(heard.items()))
-        yield Finding(topic="multicast", where=where, what=f"heard by multicast on {words}")
-        return
-    other = next((r.report for r in facts.replies if r.node == view.node and r.report), None)
-    together_s = min(report.uptime_s, other.uptime_s if other is not None else report.uptime_s)
-    listened_s = min(together_s, report.multicast.listening_s)
-    has_record = any(record.node == view.node for record in report.multicast.records)
-    if other is not None and other.multicast.state == "off":
-        yield Finding(
-            severity=Severity.INFO,
-            topic="multicast",
-            where=where,
-            what="linked without mDNS, which is switched off there",
-        )
-    elif has_record and (not report.multicast.listening or listened_s < UNHEARD_S):
-        yield Finding(topic="multicast", where=where, what="found by mDNS")
-    else:
-        names = ", ".join(report.multicast.listening or report.multicast.hosts)
-        what = f"linked, but never heard by multicast on {names}"
-        if together_s < SETTLED_S:
-            yield Finding(
-                severity=Severity.INFO,
-                topic="multicast",
-                where=where,
-                what=f"{what}; both have been up for {age(together_s)} only, try again later",
-            )
-        else:
-            yield problem(
-                "multicast",
-                where,
-                what,
-                "let UDP port 5353 and multicast pass (client isolation of a WLAN, IGMP snooping "
-                "of a switch, a firewall), or name nodes with --peer and give --no-mdns",
-            )
+    """Write addresses, and behind those with one reason this reason."""
+    by_reason: dict[str, list[str]] = {}
+    for address in addresses:
+        by_reason.setdefault(_why(address), []).append(address.address)
+    return ", ".join(f"{', '.join(those)} ({why})" for why, those in by_reason.items())
 
 
 # --- both ends ----------------------------------------------------------------------------------
@@ -323,8 +296,15 @@ def _ends(
 
 def _is_in_network(host: str, of: InterfaceAddress) -> bool:
     """Return whether a host is in the network of an address; host names are in none."""
+    network = _network(of)
     try:
-        network = ip_network(f"{of.host.partition('%')[0]}/{of.prefix}", strict=False)
-        return ip_address(host.partition("%")[0]) in network
+        return network is not None and ip_address(host.partition("%")[0]) in network
     except ValueError:
         return False
+
+
+def _network(of: InterfaceAddress) -> Network | None:
+    try:
+        return ip_network(f"{of.host.partition('%')[0]}/{of.prefix}", strict=False)
+    except ValueError:
+        return None

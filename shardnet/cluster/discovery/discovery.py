@@ -58,6 +58,11 @@ class Discovery:
         self.records: dict[NodeId, NodeRecord] = {}
         """The current records of other nodes."""
         self.listener = MdnsListener(SERVICE_TYPE)
+        self._is_due = asyncio.Event()
+
+    def announce(self) -> None:
+        """Announce the node's record now, since it has changed."""
+        self._is_due.set()
 
     async def run(self, own: Callable[[], NodeRecord], on_event: OnEvent) -> None:
         """Announce the record of `own` and report others to `on_event`, until cancelled.
@@ -85,7 +90,7 @@ class Discovery:
                     await self._keep(zeroconf, interfaces, own, note, warnings)
             except* (OSError, ZeroconfError) as group:
                 self._fail(_first(group))
-                await asyncio.sleep(self._reannounce_s)
+                await self._until_due()
 
     async def _keep(
         self,
@@ -105,11 +110,18 @@ class Discovery:
             )
             while True:
                 await announcing  # it is sent several times
-                await asyncio.sleep(self._reannounce_s)
+                await self._until_due()
                 record = own()
                 if self._interfaces(record) != interfaces:
                     return
                 announcing = await zeroconf.async_update_service(to_service(record))
+
+    async def _until_due(self) -> None:
+        """Wait until a record is to be announced."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._reannounce_s):
+                await self._is_due.wait()
+        self._is_due.clear()
 
     def _interfaces(self, record: NodeRecord) -> tuple[str, ...]:
         return self._fixed_interfaces or multicast_hosts(record.hosts, rank(read_interfaces()))

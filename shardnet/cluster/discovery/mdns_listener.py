@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from zeroconf import DNSIncoming  # type: ignore[attr-defined]  # public, but not in __all__
 
@@ -49,6 +49,9 @@ class MdnsListener:
     def __init__(self, service_type: str) -> None:
         self._suffix = f".{service_type}"
         self._heard: dict[tuple[NodeId, str], float] = {}
+        self._own: frozenset[str] = frozenset()
+        self.others: set[str] = set()
+        """Names of the interfaces on which another machine was heard, whatever it runs."""
         self.interfaces: tuple[str, ...] = ()
         """Names of the interfaces it listens on now."""
         self.since = time.monotonic()
@@ -67,6 +70,8 @@ class MdnsListener:
         `local` maps hosts to interfaces. Skips interfaces that cannot be joined.
         """
         by_host = {address.host: address for address in local}
+        self._own = frozenset(_bare(address.host) for address in local)
+        self.others.clear()
         transports: dict[str, asyncio.DatagramTransport] = {}
 
         async def open_one(address: LocalAddress) -> None:
@@ -88,8 +93,13 @@ class MdnsListener:
             for transport in transports.values():
                 transport.close()
 
-    def take(self, datagram: bytes, interface: str) -> None:
-        """Record every node named in an mDNS answer; ignore any other datagram."""
+    def take(self, datagram: bytes, interface: str, sender: str = "") -> None:
+        """Record every node named in an mDNS answer, and that another machine than this was heard.
+
+        `sender` is the IP address that the datagram is from.
+        """
+        if sender and _bare(sender) not in self._own:
+            self.others.add(interface)
         message = DNSIncoming(datagram)
         if not message.valid or not message.is_response():
             return
@@ -108,8 +118,13 @@ class _Receiver(asyncio.DatagramProtocol):
         self._listener = listener
         self._interface = interface
 
-    def datagram_received(self, data: bytes, addr: object) -> None:
-        self._listener.take(data, self._interface)
+    def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
+        self._listener.take(data, self._interface, addr[0])
+
+
+def _bare(host: str) -> str:
+    """Return an address without its IPv6 scope."""
+    return host.partition("%")[0]
 
 
 def _join(address: LocalAddress) -> socket.socket:

@@ -28,6 +28,13 @@ def container_free_bytes(root: Path = ROOT, membership: Path = MEMBERSHIP) -> in
     return min((max(0, n_bytes) for n_bytes in free if n_bytes is not None), default=None)
 
 
+def container_limit_bytes(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | None:
+    """Return the bytes that this process's groups may use in all, None without a limit."""
+    limits = [_limit_v2(folder) for folder in _folders(root, membership, "")]
+    limits += [_limit_v1(folder) for folder in _folders(root / "memory", membership, "memory")]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def container_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float | None:
     """Return the cores whose time this process's groups leave it, None without a limit."""
     cores = [_cores_v2(folder) for folder in _folders(root, membership, "")]
@@ -55,18 +62,28 @@ def _folders(mounted: Path, membership: Path, controller: str) -> Iterator[Path]
 
 
 def _free_v2(folder: Path) -> int | None:
-    limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+    limit, used = _limit_v2(folder), _number(folder / "memory.current")
     if limit is None or used is None:
         return None
     return limit - used + _of(folder / "memory.stat", "inactive_file")
 
 
 def _free_v1(folder: Path) -> int | None:
-    limit = _number(folder / "memory.limit_in_bytes")
-    used = _number(folder / "memory.usage_in_bytes")
-    if limit is None or limit >= _UNLIMITED or used is None:
+    limit, used = _limit_v1(folder), _number(folder / "memory.usage_in_bytes")
+    if limit is None or used is None:
         return None
     return limit - used + _of(folder / "memory.stat", "total_inactive_file")
+
+
+def _limit_v2(folder: Path) -> int | None:
+    """Return the limit of a group: beyond `high` it is slowed down until it hardly runs."""
+    limits = (_number(folder / "memory.max"), _number(folder / "memory.high"))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _limit_v1(folder: Path) -> int | None:
+    limit = _number(folder / "memory.limit_in_bytes")
+    return limit if limit is not None and limit < _UNLIMITED else None
 
 
 def _cores_v2(folder: Path) -> float | None:

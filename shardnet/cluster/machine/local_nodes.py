@@ -1,8 +1,9 @@
 """The register of this machine's nodes: a folder with one small file per running node.
 
 Knows the folder, that no other user may write there, and which entries belong to a live process.
-Commands find the node to ask here, and nodes how many of them share the cores. Must not connect to
-the nodes.
+Commands find the node to ask here, and nodes how many of them share the cores. Containers and
+machines may share the folder, and then each sees its own nodes alone. Must not connect to the
+nodes.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import stat
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import psutil
 
@@ -20,16 +24,49 @@ from shardnet.cluster.machine.folders import RUNTIME_DIR_VARIABLE
 from shardnet.errors import ConfigurationError
 from shardnet.files import NotOwnError, make_own_folder, read_own, write_whole
 
+TOUCH_S: Final = 60.0
+"""How old a node lets its entry become."""
+STALE_S: Final = 600.0
+"""An entry of another place that is older belongs to no node that runs."""
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_PROCESSES: Final = "/proc/self/ns/pid"
+_NETWORK: Final = "/proc/self/ns/net"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalNode:
-    """A node process on this machine. `started` is its process's start time, seconds since 1970."""
+    """A node process on this machine. `started` is its process's start time, seconds since 1970.
+
+    `place` is where `pid` and a loopback `address` mean this process; see `this_place`.
+    """
 
     node: str
     name: str
     address: str
     pid: int
     started: float
+    place: str
+
+
+def this_place() -> str:
+    """Return what is equal for processes that see each other's ids and loopback addresses.
+
+    That is the boot of the machine and, on Linux, the namespaces of the container.
+    """
+    return _inside(_PROCESSES, _NETWORK)
+
+
+def this_network() -> str:
+    """Return what is equal for processes that see each other's loopback addresses."""
+    return _inside(_NETWORK)
+
+
+def _inside(*namespaces: str) -> str:
+    try:
+        return " ".join([_BOOT_ID.read_text().strip(), *map(os.readlink, namespaces)])
+    except OSError:  # no Linux
+        return socket.gethostname()
 
 
 class LocalNodes:
@@ -49,26 +86,53 @@ class LocalNodes:
         written, and psutil.NoSuchProcess if there is no such process; then nothing is left there.
         """
         started = psutil.Process(pid).create_time()
-        entry = LocalNode(node=node, name=name, address=address, pid=pid, started=started)
+        entry = LocalNode(
+            node=node, name=name, address=address, pid=pid, started=started, place=this_place()
+        )
+        self._write(entry)
+        return entry
+
+    def keep(self, entry: LocalNode, address: str) -> LocalNode:
+        """Keep the entry of a node that runs: with its `address` now, and touched once in TOUCH_S.
+
+        Writes it again where somebody has deleted it. Raises OSError as `add`.
+        """
+        path = self._path(entry)
+        try:
+            if time.time() - path.stat().st_mtime > TOUCH_S:
+                os.utime(path)
+            is_there = True
+        except FileNotFoundError:
+            is_there = False
+        if not is_there or entry.address != address:
+            entry = replace(entry, address=address)
+            self._write(entry)
+        return entry
+
+    def _write(self, entry: LocalNode) -> None:
         with contextlib.suppress(NotOwnError):  # said with a remedy below
             make_own_folder(self._folder)
         self._check_ours()
         write_whole(self._path(entry), json.dumps(asdict(entry)).encode())
-        return entry
 
     def remove(self, entry: LocalNode) -> None:
         """Remove an entry, if it is there."""
         self._path(entry).unlink(missing_ok=True)
 
     def list(self) -> list[LocalNode]:
-        """List the nodes whose processes live, oldest first; delete the files of dead ones."""
+        """List the nodes of this place whose processes live, oldest first.
+
+        Deletes the files of dead ones, and those of other places that nobody keeps any more.
+        """
         self._check_ours()
-        found = []
+        found, place = [], this_place()
         for path in sorted(self._folder.glob("*.json")):
             entry = _read(path)
-            if entry is not None and _lives(entry):
+            if entry is not None and entry.place != place:
+                lives = _is_kept(path)
+            elif lives := entry is not None and _lives(entry):
                 found.append(entry)
-            else:
+            if not lives:
                 with contextlib.suppress(OSError):
                     path.unlink()
         return sorted(found, key=lambda entry: (entry.started, entry.pid))
@@ -108,6 +172,13 @@ def _read(path: Path) -> LocalNode | None:
         return LocalNode(**json.loads(read_own(path)))
     except (OSError, ValueError, TypeError):  # half-written, another version's, or gone
         return None
+
+
+def _is_kept(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime < STALE_S
+    except OSError:
+        return True
 
 
 def _lives(entry: LocalNode) -> bool:

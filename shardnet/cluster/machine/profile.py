@@ -5,6 +5,7 @@ Knows how to query the system. Must not know models or other nodes' profiles.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import sys
@@ -15,7 +16,12 @@ from dataclasses import dataclass
 import psutil
 
 from shardnet.cluster.machine import kernels
-from shardnet.cluster.machine.container import container_cores, container_free_bytes
+from shardnet.cluster.machine.container import (
+    container_cores,
+    container_free_bytes,
+    container_limit_bytes,
+)
+from shardnet.cluster.machine.local_nodes import this_network
 from shardnet.errors import ConfigurationError
 from shardnet.types import DType, NodeId
 
@@ -29,7 +35,15 @@ def make_node_id() -> NodeId:
 
 
 def make_host_id() -> str:
-    """Return the id that all nodes of this machine share: host name and hardware address."""
+    """Return the id that all nodes of this machine share until it is started again.
+
+    Containers of two machines may have one host name and one hardware address; it tells them apart.
+    """
+    return f"{machine_name()}-{hashlib.sha256(this_network().encode()).hexdigest()[:8]}"
+
+
+def machine_name() -> str:
+    """Return what this machine is called for good: host name and hardware address."""
     return f"{socket.gethostname()}-{uuid.getnode():012x}"
 
 
@@ -129,11 +143,14 @@ class MemoryBudget:
     def total_bytes(self, *, used_bytes: int, n_nodes_here: int) -> int:
         """Return the memory limit of the stage: --memory, or a share of the available memory.
 
+        On a CPU --memory counts as far as the container may use it: the system would end the node.
+
         `used_bytes` is the memory of the loaded stage, which counts as available; `n_nodes_here`
         the number of nodes that share this machine.
         """
         if self.asked_bytes is not None:
-            return self.asked_bytes
+            most = container_limit_bytes() if self.device.kind == "cpu" else None
+            return self.asked_bytes if most is None else min(self.asked_bytes, most)
         available = self.available_bytes() + used_bytes
         return int(available * MEMORY_SHARE / max(1, n_nodes_here))
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from shardnet import __version__
-from shardnet.cluster.machine.profile import available_cores, make_host_id
+from shardnet.cluster.machine.profile import available_cores, machine_name
 from shardnet.cluster.measuring.figure_cache import Figure, FigureCache, FigureKey
 from shardnet.cluster.ring.order_checks import check_threads
 from shardnet.cluster.ring.stage_host import StageHost
@@ -108,7 +108,7 @@ class NodeBenchmark:
             threads=threads,
             cores=available_cores(),
             version=__version__,
-            host=make_host_id(),
+            host=machine_name(),
         )
         return config, dtype, quantization, key
 

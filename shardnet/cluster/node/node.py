@@ -7,9 +7,11 @@ Everything a node does is done elsewhere.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -26,6 +28,9 @@ from shardnet.transport.memory import memory_pair
 from shardnet.types import NodeId
 from shardnet.wire.messages.handshake import PeerRole, Purpose
 from shardnet.wire.messages.membership import NodeInfo
+
+ADDRESSES_S: Final = 2.0
+"""Interval of the looks at this machine's addresses."""
 
 
 class Node:
@@ -44,8 +49,10 @@ class Node:
         events.connect(self)
 
     def addresses_changed(self) -> None:
-        """Advertise the node's addresses to its peers again."""
+        """Advertise the node's addresses again: to its peers, and by mDNS."""
         self._links.peers.addresses_changed()
+        if self._settings.discovery is not None:
+            self._settings.discovery.announce()
 
     def heartbeat_progress(self) -> tuple[int, int]:
         """Return (epoch, last completed step) for heartbeats."""
@@ -113,6 +120,17 @@ class Node:
             lambda: peers.run(self._settings.peers), "keeping peers", self._settings.log
         )
 
+    async def watch_addresses(self) -> None:
+        """Notice changes of this machine's addresses, as DHCP makes them, until cancelled."""
+
+        async def watch() -> None:
+            while True:
+                await asyncio.sleep(ADDRESSES_S)
+                with contextlib.suppress(OSError):  # too many files are open, for a while
+                    self._links.advertisement.refresh()
+
+        await kept_running(watch, "watching addresses", self._settings.log)
+
     async def discover(self) -> None:
         """Advertise this node and discover others, until cancelled."""
         discovery, links = self._settings.discovery, self._links
@@ -164,9 +182,13 @@ async def listening(settings: NodeSettings, host: str, port: int) -> AsyncIterat
     async with running(settings) as node:
         listener = await node.listen(host, port)
         async with asyncio.TaskGroup() as tasks:
-            discovering = tasks.create_task(node.discover())
+            keeping = [
+                tasks.create_task(node.discover()),
+                tasks.create_task(node.watch_addresses()),
+            ]
             try:
                 yield node
             finally:
-                discovering.cancel()
+                for task in keeping:
+                    task.cancel()
                 await listener.close()

@@ -105,6 +105,7 @@ def build_links(settings: NodeSettings, events: NodeEvents, tasks: asyncio.TaskG
     advertisement = Advertisement(
         node=settings.node, name=settings.name, on_changed=events.addresses_changed
     )
+    refusals = RejectedHandshakes()
     peers = Peers(
         node=settings.node,
         name=settings.name,
@@ -115,10 +116,9 @@ def build_links(settings: NodeSettings, events: NodeEvents, tasks: asyncio.TaskG
         own_hosts=lambda: advertisement.local,
         own_addresses=lambda: advertisement.addresses,
         log=settings.log,
+        on_member=refusals.forget,
     )
-    return LinkParts(
-        dialer=dialer, advertisement=advertisement, peers=peers, refusals=RejectedHandshakes()
-    )
+    return LinkParts(dialer=dialer, advertisement=advertisement, peers=peers, refusals=refusals)
 
 
 def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
@@ -235,6 +235,7 @@ def build_services(
         checkpoints=stage.disk,
         disk=settings.cache,
         bandwidth=stage.links.quick_rate,
+        resolve=lists.resolve,
     )
     messages = NodeMessages(
         own=stage.own,

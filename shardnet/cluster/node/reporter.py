@@ -7,12 +7,16 @@ and to processes of this machine only. Must not judge: that is the diagnosis's p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
+
+from msgspec.structs import replace
 
 from shardnet import __version__
 from shardnet.cluster.discovery.discovery import Discovery
@@ -26,7 +30,7 @@ from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
 from shardnet.cluster.peers.rtt_probe import DialAsClient
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import AuthenticationError, ShardnetError, first_error
-from shardnet.runtime.stage.loading import identify_at
+from shardnet.runtime.stage.loading import config_text, identify_at
 from shardnet.transport.address import host_of, split_address
 from shardnet.types import NodeId
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
@@ -56,13 +60,22 @@ IDENTIFY_S: Final = 3.0
 """How long identifying a checkpoint may take."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """The model that was asked about, as NodeReport has it."""
+
+    model_id: str = ""
+    failure: str = ""
+    config: str = ""
+
+
 class NodeReporter:
     """Answers ReportRequest for one node.
 
     `dial_as_client` opens a link to an address, for as long as a probe may take. `cluster` is the
     fingerprint of the key, None without one. `checkpoints` reads checkpoints,
     `disk` a folder on the disk where weights are kept. `bandwidth` gives the bytes per second to a
-    linked node, None where they are not known.
+    linked node, None where they are not known. `resolve` finds the name that a part of one means.
     """
 
     def __init__(
@@ -80,6 +93,7 @@ class NodeReporter:
         checkpoints: DiskJobs,
         disk: Path,
         bandwidth: Callable[[NodeId], Awaitable[float | None]],
+        resolve: Callable[[str], Awaitable[str]],
     ) -> None:
         self._own_info = own_info
         self._stage_state = stage_state
@@ -93,6 +107,7 @@ class NodeReporter:
         self._checkpoints = checkpoints
         self._disk = disk
         self._bandwidth = bandwidth
+        self._resolve = resolve
         self._probe_slots = asyncio.Semaphore(PROBES_AT_ONCE)
         self._started = time.monotonic()
 
@@ -107,6 +122,10 @@ class NodeReporter:
         """
         received_at = time.time()
         self._check_member(control)
+        if message.model and message.with_peers:
+            with contextlib.suppress(ShardnetError, TimeoutError):  # each node says what it lacks
+                async with asyncio.timeout(IDENTIFY_S):
+                    message = replace(message, model=await self._resolve(message.model))
         try:
             async with asyncio.TaskGroup() as tasks:
                 if message.with_peers:
@@ -168,7 +187,7 @@ class NodeReporter:
 
     async def _own(self, message: ReportRequest, received_at: float) -> ReportReply:
         info = self._own_info()
-        views, (model_id, model_failure) = await asyncio.gather(
+        views, model = await asyncio.gather(
             self._views(message.probe), self._look_for(message.model)
         )
         now = time.monotonic()
@@ -187,27 +206,28 @@ class NodeReporter:
             disk_free_bytes=free_bytes(self._disk),
             n_requests=self._n_requests(),
             stage=self._stage_state(),
-            model_id=model_id,
-            model_failure=model_failure,
+            model_id=model.model_id,
+            model_failure=model.failure,
+            model_config=model.config,
             sent_at=time.time(),
         )
         return ReportReply(
             request=message.request, node=info.node, name=info.name, info=info, report=report
         )
 
-    async def _look_for(self, model: str) -> tuple[str, str]:
-        """Return the id of the model at a path here, or why there is none; "" for no path."""
+    async def _look_for(self, model: str) -> _Model:
+        """Identify the model at a path here, or say why there is none."""
         if not model:
-            return "", ""
+            return _Model()
         try:
             async with asyncio.timeout(IDENTIFY_S):
                 look = partial(identify_at, model, ignore_unknown=True)
                 facts = await self._checkpoints.run(model, look)
-                return facts.model_id, ""
+                return _Model(model_id=facts.model_id, config=config_text(facts))
         except ShardnetError as error:
-            return "", explanation(error)
+            return _Model(failure=explanation(error))
         except TimeoutError:
-            return "", f"its files were not read within {IDENTIFY_S:g} s"
+            return _Model(failure=f"its files were not read within {IDENTIFY_S:g} s")
 
     async def _views(self, with_probes: bool) -> list[PeerView]:
         reports = sorted(self._peers.report(), key=lambda r: not r.is_linked)[:MAX_VIEWS]
@@ -261,7 +281,6 @@ class NodeReporter:
         heard = [
             MulticastHeard(node=h.node, interface=h.interface, age_s=max(0.0, now - h.at))
             for h in discovery.listener.heard()
-            if h.node != self._own_info().node
         ]
         return MulticastState(
             state="on" if discovery.hosts else "failed",
@@ -270,6 +289,7 @@ class NodeReporter:
             listening=list(discovery.listener.interfaces)[:MAX_VIEWS],
             listening_s=now - discovery.listener.since,
             heard=heard[: 4 * MAX_VIEWS],
+            others=sorted(discovery.listener.others)[:MAX_VIEWS],
             records=[
                 RecordSeen(
                     node=record.node,

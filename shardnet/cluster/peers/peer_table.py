@@ -35,9 +35,10 @@ SLOW_RETRY_S: Final = 30.0
 class KnownNode:
     """What is known of one other node.
 
-    `reports` has the addresses by source. `address` is the one that has answered a handshake with
-    the node's id, "" before; `rtt_s` the round trip measured there then. `failures` has why each
-    other address is not used, by address. `refusal` says why the node is not linked to at all.
+    `reports` has the addresses by source, the latest report last. `address` is the one that has
+    answered a handshake with the node's id, "" before; `rtt_s` the round trip measured there then.
+    `failures` has why each other address is not used, by address. `refusal` says why the node is
+    not linked to at all.
     `is_settled`: its addresses were tried since they last changed. `unreported_since`: when the
     last source retracted its report. `unreached_since`: since when it has not been reached.
     """
@@ -58,15 +59,25 @@ class KnownNode:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses of all reports, without duplicates."""
-        return tuple(
-            dict.fromkeys(address for reported in self.reports.values() for address in reported)
-        )
+        """The addresses of all reports, without duplicates.
+
+        Of its record and its own report the later counts: after it has moved, the other has its old
+        addresses for a while.
+        """
+        outdated = {self.node, MDNS} - {self._latest}
+        reports = (told for source, told in self.reports.items() if source not in outdated)
+        return tuple(dict.fromkeys(address for told in reports for address in told))
 
     @property
     def announced(self) -> tuple[str, ...]:
         """The addresses that the node reports itself, else those of others."""
-        return self.reports.get(self.node) or self.reports.get(MDNS) or self.addresses
+        return self.reports.get(self._latest) or self.addresses
+
+    @property
+    def _latest(self) -> str:
+        """The source of the later one of its record and its own report, "" without both."""
+        both = [source for source in self.reports if source in (self.node, MDNS)]
+        return next((source for source in reversed(both) if self.reports[source]), "")
 
     @property
     def is_wanted(self) -> bool:
@@ -116,9 +127,11 @@ class PeerTable:
         if known.unreported_since is not None:
             known.reports.clear()
         addresses, before = tuple(addresses), set(known.addresses)
+        known.reports.pop(source, None)
         known.reports[source] = addresses
         known.unreported_since = None
         known.refusal = ""
+        self._forget_refused_at(known)
         if not before.issuperset(addresses):
             known.is_settled = False
             known.n_failed = 0
@@ -264,6 +277,17 @@ class PeerTable:
             self._known[node] = known
         known.name = name
         return known
+
+    def _forget_refused_at(self, known: KnownNode) -> None:
+        """Forget the nodes with a refusal whose addresses are all of this one now.
+
+        It was started again, with the right key or version; its old record outlives it by minutes.
+        """
+        here = set(known.addresses)
+        for other in list(self._known.values()):
+            is_over = other.refusal and other is not known and not other.is_linked
+            if is_over and other.addresses and here.issuperset(other.addresses):
+                del self._known[other.node]
 
     def _first_try(self, node: NodeId, now: float) -> float:
         return now if self._own < node else now + HESITATE_S

@@ -96,7 +96,8 @@ class Peers:
 
     `dial` opens a control link as a node, `dial_as_client` one as a client, for probes. `handler`
     handles the messages of all links. `own_hosts` returns this machine's addresses now,
-    `own_addresses` those to advertise. `log` takes lines for people.
+    `own_addresses` those to advertise. `log` takes lines for people, `on_member` the hosts of nodes
+    that are linked or report themselves.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Peers:
         own_hosts: Callable[[], Sequence[LocalAddress]],
         own_addresses: Callable[[], Sequence[str]],
         log: Callable[[str], None],
+        on_member: Callable[[str], None] = lambda host: None,
         times: PeerTimes | None = None,
     ) -> None:
         self._node = node
@@ -121,6 +123,7 @@ class Peers:
         self._own_hosts = own_hosts
         self._own_addresses = own_addresses
         self._log = log
+        self._on_member = on_member
         self._times = times or PeerTimes()
         self._table = PeerTable(node)
         self.links = PeerLinks(
@@ -280,6 +283,7 @@ class Peers:
             self._table.add_report(NodeId(peer.node), peer.name, addresses, source=sender, now=now)
         reported = [NodeId(peer.node) for peer in message.peers]
         self._table.retract_others(reported, source=sender, now=now)
+        self._is_member(control.link)
         self._changed.set()
         self._news.set()
 
@@ -380,9 +384,17 @@ class Peers:
         self._table.linked(
             NodeId(link.peer.node), link.peer.name, time.monotonic(), dialled_at=dialled_at
         )
+        self._is_member(link)
         self._news.set()
         self._changed.set()
         return control
+
+    def _is_member(self, link: Link) -> None:
+        """Report all hosts of a linked node: it may have been refused at another one before."""
+        known = self._table.get(NodeId(link.peer.node))
+        addresses = known.addresses if known is not None else ()
+        for host in {host_of(address) for address in (link.peer_address, *addresses)}:
+            self._on_member(host)
 
     def _gone(self, node: NodeId) -> None:
         """Record that no link to a node is left."""

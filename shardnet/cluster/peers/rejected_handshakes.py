@@ -11,9 +11,11 @@ from typing import Final
 
 from msgspec import UNSET, UnsetType
 
-from shardnet.errors import ShardnetError
+from shardnet.errors import AuthenticationError, ShardnetError, VersionMismatchError
 from shardnet.wire.messages.diagnostics import MAX_REASON, MAX_VIEWS, RefusedHost
 from shardnet.wire.messages.handshake import explained
+
+_OF_NODES: Final = (AuthenticationError.code, VersionMismatchError.code)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,7 +35,7 @@ class RejectedHandshakes:
 
     def note(self, host: str, error: ShardnetError, now: float) -> None:
         """Record a failed handshake of `host`. `now` is in seconds of any one clock."""
-        key = (host.removeprefix("::ffff:"), error.code)
+        key = (_plain(host), error.code)
         rejected = self._by_host.setdefault(
             key, _Rejected(why="", remedy=UNSET, n_times=0, last=now)
         )
@@ -43,6 +45,11 @@ class RejectedHandshakes:
         self._by_host.move_to_end(key)
         if len(self._by_host) > self._most:
             self._by_host.popitem(last=False)
+
+    def forget(self, host: str) -> None:
+        """Forget what was wrong with a host's key or version: a node there has linked since."""
+        for code in _OF_NODES:
+            self._by_host.pop((_plain(host), code), None)
 
     def report(self, now: float) -> list[RefusedHost]:
         """Return the rejected hosts, the latest first."""
@@ -57,3 +64,8 @@ class RejectedHandshakes:
             )
             for (host, code), rejected in reversed(self._by_host.items())
         ]
+
+
+def _plain(host: str) -> str:
+    """Return the IPv4 host of an address that came by IPv6, others as they are."""
+    return host.removeprefix("::ffff:")

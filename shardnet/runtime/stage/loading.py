@@ -102,9 +102,8 @@ class ModelFacts:
     other linear weights of layers in the files, None where they have to be converted;
     `linear_dtype` that of the LM head's too. `form` names how they are stored, for people, and
     `size_bytes` is the size of the tensor files. `unknown_keys` of its config may change what is
-    computed: a ring is made of it only where they are to be ignored.
-    `size_bytes` is the size of the tensor files. `recommended` is the sampling that its makers
-    recommend, by the names of SamplingParams.
+    computed: a ring is made of it only where they are to be ignored. `recommended` is the sampling
+    that its makers recommend, by the names of SamplingParams.
     """
 
     model_id: str
@@ -119,13 +118,12 @@ class ModelFacts:
     form: str = ""
     size_bytes: int = 0
     unknown_keys: tuple[str, ...] = ()
+    recommended: Mapping[str, float] = field(default_factory=dict)
 
     def check_known(self) -> None:
         """Raise UnsupportedModelError, which names all unknown keys of the config, if any."""
         if self.unknown_keys:
             raise unknown_keys_error(str(self.path), self.unknown_keys)
-
-    recommended: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

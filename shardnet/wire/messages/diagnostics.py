@@ -26,6 +26,7 @@ from shardnet.wire.framing.schema import (
     Rank,
     Seconds,
     Strict,
+    Text,
 )
 
 MAX_VIEWS = 64
@@ -90,7 +91,9 @@ class RecordSeen(Strict, frozen=True, kw_only=True):
 class MulticastState(Strict, frozen=True, kw_only=True):
     """How far a node's mDNS works. `hosts` are the addresses of the interfaces it speaks on.
 
-    `listening` names the interfaces on which it notes who is heard, since `listening_s`.
+    `listening` names the interfaces on which it notes who is heard, since `listening_s`. `heard`
+    has the node itself where it hears its own announcements; `others` names the interfaces on which
+    any other machine was heard, whatever it runs.
     """
 
     state: Literal["off", "on", "failed"]
@@ -106,6 +109,7 @@ class MulticastState(Strict, frozen=True, kw_only=True):
     records: Annotated[list[RecordSeen], Meta(max_length=MAX_VIEWS)] = msgspec.field(
         default_factory=list
     )
+    others: Annotated[list[Name], Meta(max_length=MAX_VIEWS)] = msgspec.field(default_factory=list)
 
 
 class AddressView(Strict, frozen=True, kw_only=True):
@@ -177,8 +181,8 @@ class NodeReport(Strict, frozen=True, kw_only=True):
 
     `received_at` and `sent_at` are its clock, in seconds since 1970, when the request came and when
     this left. `unreached` are the addresses that it was told with --peer and has no link to.
-    `model_id` and `model_failure` answer for the model that was asked about. `disk_free_bytes` is
-    that of the disk where weights are kept.
+    `model_id`, `model_config` (its config.json) and `model_failure` answer for the model that was
+    asked about. `disk_free_bytes` is that of the disk where weights are kept.
     """
 
     cluster: Name
@@ -196,3 +200,4 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     stage: StageState | None = None
     model_id: DigestOrNone = ""
     model_failure: Explanation = ""
+    model_config: Text = ""

@@ -131,10 +131,9 @@ class NarrowWire(Strict, frozen=True, kw_only=True):
 class PlanReply(Tagged, frozen=True, kw_only=True):
     """A plan. It answers PlanRequest, and precedes the tokens of Generate.
 
-    `wire` is there in answer to a PlanRequest that asks for a wire dtype. `warnings` say what is
-    dubious about the model as it was chosen.
     `wire` is there in answer to a PlanRequest that asks for a wire dtype, `recommended` where the
-    model's makers recommend how to sample.
+    model's makers recommend how to sample. `warnings` say what is dubious about the model as it was
+    chosen.
     """
 
     request: RequestId

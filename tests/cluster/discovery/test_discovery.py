@@ -74,6 +74,19 @@ def test_a_later_record_takes_the_place_of_the_first() -> None:
     asyncio.run(main())
 
 
+def test_a_changed_record_is_announced_when_it_is_due_and_not_only_in_turn() -> None:
+    async def main() -> None:
+        anna = Watcher(new_record("anna"))
+        bert = Watcher(new_record("bert"), reannounce_s=1e9)
+        async with running(anna, bert):
+            await anna.sees(bert.record)
+            bert.record = replace(bert.record, port=7444)
+            bert._discovery.announce()
+            await anna.sees(bert.record)
+
+    asyncio.run(main())
+
+
 def test_records_that_are_no_good_are_named_once_and_harm_nobody() -> None:
     async def main() -> None:
         anna, bert = Watcher(new_record("anna")), Watcher(new_record("bert"))

@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from shardnet.cluster.machine import profile
-from shardnet.cluster.machine.container import container_cores, container_free_bytes
+from shardnet.cluster.machine.container import (
+    container_cores,
+    container_free_bytes,
+    container_limit_bytes,
+)
 from shardnet.cluster.machine.profile import Device, MemoryBudget, available_cores
 
 GIB = 1 << 30
@@ -23,6 +27,10 @@ def laid(root: Path, files: dict[str, object]) -> Path:
 
 def free(root: Path) -> int | None:
     return container_free_bytes(root / "fs", root / "membership")
+
+
+def limit(root: Path) -> int | None:
+    return container_limit_bytes(root / "fs", root / "membership")
 
 
 def cores(root: Path) -> float | None:
@@ -46,7 +54,11 @@ def test_version_2_in_a_container(tmp_path: Path) -> None:
         },
     )
     assert free(root) == GIB + GIB // 2
+    assert limit(root) == 4 * GIB
     assert cores(root) == 1.5
+    laid(root, {"fs/memory.high": 3 * GIB})  # beyond it a group is slowed down
+    assert free(root) == GIB // 2
+    assert limit(root) == 3 * GIB
 
 
 def test_version_2_the_tightest_of_a_group_and_those_above(tmp_path: Path) -> None:
@@ -66,9 +78,12 @@ def test_version_2_the_tightest_of_a_group_and_those_above(tmp_path: Path) -> No
     assert cores(root) == 2
 
 
-@pytest.mark.parametrize("group", ["/docker/1234", "/"])
-def test_version_1(tmp_path: Path, group: str) -> None:
-    below = group.strip("/")
+@pytest.mark.parametrize(
+    ("group", "below"),
+    [("/docker/1234", "docker/1234"), ("/", ""), ("/docker/1234", ""), ("/a/b", "a")],
+)
+def test_version_1(tmp_path: Path, group: str, below: str) -> None:
+    """A container sees its group as the root, whatever it is called; limits above it hold too."""
     root = laid(
         tmp_path,
         {
@@ -78,6 +93,7 @@ def test_version_1(tmp_path: Path, group: str) -> None:
         },
     )
     assert free(root) is None
+    assert limit(root) is None
     laid(
         root,
         {
@@ -88,6 +104,7 @@ def test_version_1(tmp_path: Path, group: str) -> None:
         },
     )
     assert free(root) == 0
+    assert limit(root) == GIB
     assert cores(root) == 0.5
 
 
@@ -99,6 +116,7 @@ def test_what_cannot_be_read_is_no_limit(tmp_path: Path, content: str) -> None:
     )
     assert cores(root) is None
     assert free(root) is None
+    assert limit(root) in (None, 0)  # whoever may use nothing is not here
 
 
 def test_a_node_plans_with_what_its_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,3 +129,7 @@ def test_a_node_plans_with_what_its_container_leaves(monkeypatch: pytest.MonkeyP
         assert machine > 4096 or bytes_left == 4096
         assert n_cores >= 1
     assert (machine, n_cores) == (4096, 1)
+    asked = MemoryBudget(device=budget.device, asked_bytes=GIB)
+    for most, taken in ((None, GIB), (2 * GIB, GIB), (GIB // 2, GIB // 2)):
+        monkeypatch.setattr(profile, "container_limit_bytes", lambda most=most: most)
+        assert asked.total_bytes(used_bytes=0, n_nodes_here=2) == taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 from support.full_disk import full_disk
 
+from shardnet.cluster.machine import local_nodes
 from shardnet.cluster.machine.folders import runtime_dir
-from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
+from shardnet.cluster.machine.local_nodes import STALE_S, TOUCH_S, LocalNodes, share_of_cores
+from shardnet.cluster.machine.profile import make_host_id
 from shardnet.errors import ConfigurationError
 
 
@@ -24,6 +27,62 @@ def test_a_living_process_is_listed_until_it_is_removed(tmp_path: Path) -> None:
     nodes.remove(entry)
     nodes.remove(entry)
     assert nodes.list() == []
+
+
+def test_an_entry_follows_the_address_and_comes_back_when_it_was_deleted(tmp_path: Path) -> None:
+    nodes = LocalNodes(tmp_path)
+    entry = nodes.add(node="a", name="A", address="10.0.0.1:7433", pid=os.getpid())
+    moved = nodes.keep(entry, "10.0.0.9:7433")
+    assert nodes.list() == [moved]
+    assert moved.address == "10.0.0.9:7433"
+    (tmp_path / "a.json").unlink()
+    assert nodes.keep(moved, moved.address) == moved
+    assert nodes.list() == [moved]
+    before = (tmp_path / "a.json").stat().st_mtime - 2 * TOUCH_S
+    os.utime(tmp_path / "a.json", (before, before))
+    nodes.keep(moved, moved.address)
+    assert (tmp_path / "a.json").stat().st_mtime > before + TOUCH_S
+
+
+def test_containers_that_share_a_folder_see_their_own_nodes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids and loopback addresses of another one mean nothing here. Its entries are not deleted
+    while its node keeps them."""
+    nodes = LocalNodes(tmp_path)
+    ours = nodes.add(node="a", name="A", address="127.0.0.1:1", pid=os.getpid())
+    monkeypatch.setattr(local_nodes, "this_place", lambda: "another container")
+    assert nodes.list() == []
+    theirs = nodes.add(node="b", name="B", address="127.0.0.1:1", pid=os.getpid())
+    assert nodes.list() == [theirs]
+    monkeypatch.undo()
+    assert nodes.list() == [ours]
+    path = tmp_path / "b.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": 2**31 - 1}))
+    assert nodes.list() == [ours]
+    assert path.exists()
+    long_ago = path.stat().st_mtime - STALE_S - 1
+    os.utime(path, (long_ago, long_ago))
+    assert nodes.list() == [ours]
+    assert not path.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no namespaces")
+@pytest.mark.parametrize("kind", ["pid", "net"])
+def test_a_place_is_a_container_and_not_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    before, network, host = (
+        local_nodes.this_place(),
+        local_nodes.this_network(),
+        make_host_id(),
+    )
+    (tmp_path / "link").symlink_to(f"{kind}:[7]")
+    name = {"pid": "_PROCESSES", "net": "_NETWORK"}[kind]
+    monkeypatch.setattr(local_nodes, name, str(tmp_path / "link"))
+    assert local_nodes.this_place() != before
+    assert (local_nodes.this_network() == network) is (kind == "pid")
+    assert (make_host_id() == host) is (kind == "pid")
 
 
 def test_on_a_full_disk_nothing_is_left_of_a_node(tmp_path: Path) -> None:

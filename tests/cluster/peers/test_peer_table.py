@@ -141,6 +141,31 @@ def test_a_refused_node_is_kept_with_the_reason_and_not_tried() -> None:
     assert due(known, 20.0) == [Z]
 
 
+def test_a_refused_node_is_forgotten_when_another_one_has_its_addresses() -> None:
+    """It came back with the right key, and a new id. Its old record is withdrawn by nobody."""
+    known = book()
+    known.refuse(Z, "zoe", (HERE, THERE), "another key", source=MDNS, now=0.0)
+    known.add_report(A, "zoe", (HERE,), source=MDNS, now=1.0)
+    assert entry(known).refusal == "another key"
+    known.add_report(A, "zoe", (THERE, HERE), source=MDNS, now=2.0)
+    assert known.get(Z) is None
+
+
+def test_of_a_nodes_record_and_its_own_report_the_later_counts() -> None:
+    """A node that moved is announced at its new address before its old link is lost."""
+    known = told(Z, HERE)
+    known.linked(Z, "zoe", 0.0, dialled_at="")
+    known.add_report(Z, "zoe", (HERE,), source=Z, now=1.0)
+    known.answered(Z, HERE, 0.001, {})
+    known.add_report(Z, "zoe", (THERE,), source=MDNS, now=2.0)
+    assert entry(known).addresses == entry(known).announced == (THERE,)
+    assert due(known, 2.0) == [Z]
+    known.add_report(Z, "zoe", (HERE,), source=Z, now=3.0)
+    assert entry(known).addresses == entry(known).announced == (HERE,)
+    known.add_report(Z, "zoe", (), source=Z, now=4.0)
+    assert entry(known).addresses == entry(known).announced == (THERE,)
+
+
 def test_the_dialled_address_is_used_until_a_better_one_has_answered() -> None:
     known = book()
     known.linked(Z, "zoe", 0.0, dialled_at="nas.lan:1")

@@ -43,6 +43,7 @@ class Member:
         self.node = NodeId(name)
         self.addresses = [f"10.0.0.{ord(name[0])}:7433"]
         self.links: list[str] = []
+        self.members: list[str] = []
         self.n_heard = 0
         self.tasks = tasks
         self._running: asyncio.Task[None] | None = None
@@ -57,6 +58,7 @@ class Member:
             own_hosts=lambda: HERE,
             own_addresses=lambda: self.addresses,
             log=self._log,
+            on_member=self.members.append,
             times=TIMES,
         )
         for address in self.addresses:
@@ -413,7 +415,8 @@ def test_new_addresses_of_a_node_reach_its_peers() -> None:
             del b.town.owners[b.address]
             b.addresses = [moved]
             b.peers.addresses_changed()
-            await a.until(lambda: moved in a.report("b").addresses)
+            await a.until(lambda: a.report("b").addresses == (moved,))
+            assert {"10.0.0.98", "10.0.0.77"} <= set(a.members), "what it was refused at is over"
             await a.until(lambda: a.report("b").address == moved)
 
     asyncio.run(main())

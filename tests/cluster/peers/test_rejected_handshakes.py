@@ -29,6 +29,19 @@ def test_an_ipv4_host_that_came_by_ipv6_is_one_host() -> None:
     assert (only.host, only.n_times) == ("10.0.0.9", 2)
 
 
+def test_a_wrong_key_is_forgotten_when_a_node_of_the_host_has_linked() -> None:
+    """What strangers did from there is not."""
+    refusals = RejectedHandshakes()
+    refusals.note("::ffff:10.0.0.9", ERRORS[0], 1.0)
+    refusals.note("10.0.0.9", ERRORS[1], 2.0)
+    refusals.note("10.0.0.8", ERRORS[0], 3.0)
+    refusals.forget("10.0.0.9")
+    left = [(refused.host, refused.code) for refused in refusals.report(4.0)]
+    assert left == [("10.0.0.8", ERRORS[0].code), ("10.0.0.9", ERRORS[1].code)]
+    refusals.note("10.0.0.9", ERRORS[0], 5.0)
+    assert refusals.report(6.0)[0].n_times == 1
+
+
 def test_a_long_reason_is_cut() -> None:
     refusals = RejectedHandshakes()
     refusals.note("10.0.0.9", ShardnetError("é" * 10_000), 1.0)

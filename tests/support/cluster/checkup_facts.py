@@ -6,7 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shardnet.cluster.diagnosis.facts import Facts, KeyFacts
+from shardnet.cluster.diagnosis.diagnosis import diagnose
+from shardnet.cluster.diagnosis.facts import Facts, Finding, KeyFacts, Severity
 from shardnet.wire.messages.diagnostics import (
     AddressView,
     InterfaceAddress,
@@ -21,6 +22,7 @@ from shardnet.wire.messages.membership import NodeInfo, ReportReply
 CLUSTER = "a0b425463aa964af"
 GIB = 2**30
 HOSTS = {"anna": "10.0.0.1", "bert": "10.0.0.2", "cleo": "10.0.0.3"}
+NO_KEY = KeyFacts(path="/home/key")
 OK_KEY = KeyFacts(path="/home/key", fingerprint=CLUSTER)
 
 
@@ -138,6 +140,7 @@ def facts(*replies: ReportReply, **changes: Any) -> Facts:
         "software": "0.1.0",
         "protocol": 1,
         "asked": "anna (10.0.0.1:7433)",
+        "asked_node": "anna-id",
         "replies": replies or (reply("anna", view("bert")), reply("bert", view("anna"))),
     }
     return Facts(**values | changes)
@@ -147,3 +150,18 @@ def with_info(one: ReportReply, **changes: Any) -> ReportReply:
     """The same reply with other words of the node about itself."""
     assert one.info is not None
     return replace(one, info=replace(one.info, **changes))
+
+
+def findings(of: Facts) -> set[tuple[str, str, str]]:
+    """What there is to say beyond what is fine: severity, topic, where."""
+    return {
+        (finding.severity.value, finding.topic, finding.where)
+        for finding in diagnose(of)
+        if finding.severity is not Severity.OK
+    }
+
+
+def the_one(of: Facts, topic: str, severity: Severity = Severity.PROBLEM) -> Finding:
+    """The only finding of this severity and topic."""
+    [finding] = [f for f in diagnose(of) if f.topic == topic and f.severity is severity]
+    return finding
