@@ -14,6 +14,7 @@ from shardnet.api.client import connect
 from shardnet.cluster.machine.folders import runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.errors import ShardnetError
+from shardnet.types import LayerRange
 from shardnet.wire.messages.membership import NodeInfo
 
 from ..finding.mdns import find_nearest
@@ -129,8 +130,8 @@ def _table(infos: Sequence[NodeInfo]) -> Table:
     for info in infos:
         stage = "-"
         if info.stage is not None:
-            start, end = info.stage.layers
-            stage = f"rank {info.stage.rank}, layers {start}-{end} of {info.stage.model}"
+            layers = LayerRange(*info.stage.layers).words
+            stage = f"rank {info.stage.rank}, {layers} of {info.stage.model}"
         free = f"{info.memory_free_bytes / 2**30:.1f} of {info.memory_bytes / 2**30:.1f} GiB"
         cells = (info.name, info.address, info.device, free, stage, info.version)
         table.add_row(*(Text(one_line(cell)) for cell in cells))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from shardnet.types import LayerRange
 from shardnet.wire.messages.generation import LastRun, MeanStageTime
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
 from shardnet.wire.messages.plans import PlannedStage, PlanReply
@@ -93,6 +94,11 @@ def dtype_words(plan: PlanReply) -> str:
     return f"{plan.dtype} with {' and '.join(quantised)}" if quantised else plan.dtype
 
 
+def layer_words(plan: PlanReply, stage: PlannedStage) -> str:
+    """Name a stage's layers, the last one included: `layers 0-7 of 22`."""
+    return f"{LayerRange(*stage.layers).words} of {plan.stages[-1].layers[1]}"
+
+
 def run_json(run: LastRun) -> dict[str, Any]:
     """Return the object that `plan --last --json` prints."""
     plan, timing = run.plan, run.timing
@@ -131,7 +137,7 @@ def run_text(run: LastRun) -> str:
     """Describe a run: predicted beside measured times."""
     plan, rows = run.plan, []
     for stage, share in _pairs(run):
-        what = f"  rank {stage.rank}: {stage.name}, layers {stage.layers[0]}-{stage.layers[1]}"
+        what = f"  rank {stage.rank}: {stage.name}, {layer_words(plan, stage)}"
         waited = f" (and {_ms(share.queue_ms)} waiting)" if share.queue_ms >= 0.1 else ""
         rows.append((what, _predicted_ms(stage.compute_ms), _ms(share.compute_ms) + waited))
         if len(plan.stages) > 1:
@@ -171,7 +177,7 @@ def _node_json(node: NodeMeasured) -> dict[str, Any]:
 def _stage_line(plan: PlanReply, stage: PlannedStage) -> str:
     where = f" ({stage.address})" if stage.address else ""  # inside this process there is none
     line = (
-        f"  rank {stage.rank}: {stage.name}{where}, layers {stage.layers[0]}-{stage.layers[1]}, "
+        f"  rank {stage.rank}: {stage.name}{where}, {layer_words(plan, stage)}, "
         f"weights {stage.weight_bytes / 2**20:.1f} MiB, KV cache {stage.kv_bytes / 2**20:.1f} MiB"
     )
     if stage.streamed_layers:

@@ -13,7 +13,7 @@ from shardnet.wire.messages.plans import NodeProgress, PlanReply
 
 from .bars import make_bars
 from .exit_codes import one_line, say, say_over
-from .plan_text import dtype_words
+from .plan_text import dtype_words, layer_words
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
     from rich.progress import TaskID
@@ -26,9 +26,7 @@ class LoadBars:
     """Prints the chosen ring, and shows its nodes' progress of measuring, fetching and loading."""
 
     def __init__(self) -> None:
-        from rich.progress import TransferSpeedColumn
-
-        self._progress = make_bars(TransferSpeedColumn())
+        self._progress = make_bars(has_rate=True)
         self._names: dict[int, str] = {}
         self._bars: dict[tuple[int, Phase], TaskID] = {}
         self._waiting: set[int] = set()
@@ -54,7 +52,7 @@ class LoadBars:
         """Print the plan's stages, dtypes and reason."""
         self._end_planning()
         for stage in plan.stages:
-            self._names[stage.rank] = f"{stage.name} layers {stage.layers[0]}-{stage.layers[1]}"
+            self._names[stage.rank] = f"{stage.name} {layer_words(plan, stage)}"
         ring = ", ".join(self._names.values())
         wire = "" if plan.wire_dtype == plan.dtype else f", wire {plan.wire_dtype}"
         say(f"ring: {ring} ({dtype_words(plan)}{wire}, context {plan.context}): {plan.why}")

@@ -212,8 +212,8 @@ def _check_layers(
         needed = shape.memory_bytes(part)
         if needed > candidate.memory_bytes:
             raise PlanError(
-                f"node {candidate.name} lacks {size(needed - candidate.memory_bytes)} for layers "
-                f"{part} (needs {size(needed)})",
+                f"node {candidate.name} lacks {size(needed - candidate.memory_bytes)} for "
+                f"{part.words} (needs {size(needed)})",
                 remedy="give it fewer layers or a smaller --context",
             )
 

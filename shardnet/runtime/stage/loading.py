@@ -398,7 +398,7 @@ def kv_room_blocks(
     needed = blocks_for(context) * block_bytes
     if fixed + needed > memory_bytes:
         raise CapacityError(
-            f"layers {layers} need {fixed + needed} bytes for a context of {context}, and this "
+            f"{layers.words} need {fixed + needed} bytes for a context of {context}, and this "
             f"node may use {memory_bytes}",
             remedy="lower --context, raise --memory or give it fewer layers",
         )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
+from shardnet.errors import UsageError
+from shardnet.types import parse_layers
 from shardnet.wire.messages.generation import LastRun, MeanStageTime, Timing
 from shardnet.wire.messages.measurements import NodeMeasured, StageSeconds, WayMeasured
 from shardnet.wire.messages.plans import LeftOut, PlannedStage, PlanReply
 from shardnet_cli.output.plan_text import (
     HOPS_NOTE,
     dtype_words,
+    layer_words,
     plan_json,
     plan_text,
     run_json,
@@ -121,7 +125,9 @@ def test_a_run_stands_beside_its_prediction() -> None:
             "0:",
             "anna,",
             "layers",
-            "0-4",
+            "0-3",
+            "of",
+            "8",
             "31",
             "ms",
             "33",
@@ -132,7 +138,7 @@ def test_a_run_stands_beside_its_prediction() -> None:
             "waiting)",
         ],
         ["hop", "to", "bert", "0.21", "ms", "0.4", "ms"],
-        ["rank", "1:", "bert,", "layers", "4-8", "24", "ms", "26", "ms"],
+        ["rank", "1:", "bert,", "layers", "4-7", "of", "8", "24", "ms", "26", "ms"],
         ["hop", "to", "anna", "0.2", "ms", "0.4", "ms"],
         ["tokens/s", "18", "16"],
         HOPS_NOTE.split(),
@@ -172,3 +178,15 @@ def test_what_is_rounded_is_said() -> None:
     assert dtype_words(both) == "bfloat16 with int8 weights and int8 KV"
     told = [plan_json(plan)["kv_dtype"] for plan in (PLAN, both)]
     assert told == ["auto", "int8"]
+
+
+def test_layers_are_named_with_the_last_one_included() -> None:
+    assert [layer_words(PLAN, stage) for stage in PLAN.stages] == [
+        "layers 0-3 of 8",
+        "layers 4-7 of 8",
+    ]
+    single = msgspec.structs.replace(PLAN.stages[1], layers=(7, 8))
+    assert layer_words(PLAN, single) == "layer 7 of 8"
+    assert plan_json(PLAN)["stages"][1]["layers"] == [4, 8]
+    with pytest.raises(UsageError, match="0-8,8-12 are layers 0 to 7 and 8 to 11"):
+        parse_layers("0-7,8-21")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from shardnet.wire.messages.plans import NodeProgress
+from shardnet_cli.output.bars import make_bars
 from shardnet_cli.output.progress import LoadBars
 
 
@@ -23,3 +27,17 @@ def test_a_node_that_is_waited_for_is_told_once_and_counts_are_not(
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err == "a node: waiting for another head that uses the node\n"
+
+
+def test_a_bar_shows_what_is_known_and_no_question_marks() -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
+    bars = make_bars(has_rate=True, console=terminal)
+    for done, total in ((0, None), (3 * 2**20, None), (2**20, 2**21)):
+        bars.add_task("work", total=total, completed=done)
+    with terminal.capture() as shown:
+        terminal.print(bars.get_renderable())
+    text = shown.get()
+    assert "?" not in text
+    assert "-:--" not in text
+    assert "3.0 MiB" in text
+    assert "1.0/2.0 MiB" in text
