@@ -62,6 +62,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
                     "to": link.receiver,
                     "round_trip_ms": _in_ms(link.round_trip_s),
                     "bytes_per_s": link.bytes_per_s,
+                    "is_steady": link.is_steady,
                 }
                 for link in plan.links
             ],
@@ -74,6 +75,9 @@ def plan_text(plan: PlanReply) -> str:
     lines = [f"{plan.model} in {dtype_words(plan)}, context {plan.context}: {plan.why}"]
     if plan.predicted_tok_s is not None:
         of_what = " of many sequences" if plan.optimise == "throughput" else ""
+        used = {stage.node for stage in plan.stages}
+        is_steady = all(node.is_steady for node in plan.nodes if node.node in used)
+        of_what += "" if is_steady else ", measured while busy: likely more"
         lines.append(f"  predicted: {short_number(plan.predicted_tok_s)} tokens/s{of_what}")
     lines += [_stage_line(plan, stage) for stage in plan.stages]
     lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
@@ -165,6 +169,7 @@ def _node_json(node: NodeMeasured) -> dict[str, Any]:
         "layer_256_ms": seconds and _in_ms(seconds.layer_256_s),
         "embed_ms": seconds and _in_ms(seconds.embed_s),
         "head_ms": seconds and _in_ms(seconds.head_s),
+        "step_ms": seconds and _in_ms(seconds.step_s),
         "kernel": node.kernel or None,
         "threads": node.threads or None,
         "measured_at_s": node.measured_at_s,
@@ -201,13 +206,15 @@ def _node_line(node: NodeMeasured) -> str:
         f"{_ms(seconds.layer_256_s * 1e3)} for 256; embedding {_ms(seconds.embed_s * 1e3)}, "
         f"LM head {_ms(seconds.head_s * 1e3)}; {memory}{disk} "
         f"({node.kernel}, threads: {node.threads}, {_date(node.measured_at_s)}"
-        f"{'' if node.is_steady else ', on a busy machine'})"
+        f"{'' if node.is_steady else ', measured while busy'})"
     )
 
 
 def _link_line(link: WayMeasured, names: dict[str, str]) -> str:
     ends = " - ".join(names.get(end, end) for end in (link.sender, link.receiver))
-    return f"{ends}: round trip {_ms(link.round_trip_s * 1e3)}, {_rate_of(link.bytes_per_s)}"
+    return f"{ends}: round trip {_ms(link.round_trip_s * 1e3)}, {_rate_of(link.bytes_per_s)}" + (
+        "" if link.is_steady else " (measured while busy)"
+    )
 
 
 def _pairs(run: LastRun) -> list[tuple[PlannedStage, MeanStageTime]]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
+from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, WRONG_BY, Measured, StageRun
 from shardnet.cluster.placement.figures import (
     Objective,
     Placement,
@@ -20,9 +21,13 @@ from shardnet.types import (
     NodeId,
     WireDType,
 )
+from shardnet.wire.messages.generation import Timing
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice, NarrowWire, PlannedStage, PlanReply
+
+FAR_OFF: Final = 1.2
+"""A prediction of tokens per second that is off by more is learned from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +64,39 @@ class Plan:
     def borders(self) -> tuple[int, ...]:
         """First layers of all stages but the first: activations cross a wire before them."""
         return tuple(stage.layers.start for stage in self.placement.stages[1:])
+
+    def disproved_by(self, alone_s: Sequence[float], timing: Timing) -> list[StageRun]:
+        """List the stages of which a generation says otherwise than the plan.
+
+        `alone_s` are the seconds that each stage took for one token. The head is listed too where
+        the tokens per second were predicted FAR_OFF times too high or low: for its fixed step.
+        """
+        stages = self.placement.stages
+        if len(alone_s) != len(stages) or any(stage.n_streamed for stage in stages):
+            return []
+        predicted_s = [stage.compute_s for stage in stages]
+        tok_s, told_tok_s = timing.decode_tok_s, self.placement.predicted_tok_s
+        is_off = (
+            self.objective is Objective.LATENCY
+            and told_tok_s is not None
+            and tok_s > 0
+            and _differ(tok_s, told_tok_s, FAR_OFF)
+        )
+        beside_ms = sum(stage.compute_ms + stage.wire_ms for stage in timing.per_stage)
+        step_s = max(0.0, 1 / tok_s - beside_ms / 1e3) if is_off else None
+        return [
+            StageRun(
+                node=stage.node,
+                layers=stage.layers,
+                compute_s=took_s,
+                step_s=step_s if rank == 0 else None,
+            )
+            for rank, (stage, took_s, told_s) in enumerate(
+                zip(stages, alone_s, predicted_s, strict=True)
+            )
+            if told_s is not None
+            and (_differ(took_s, told_s, WRONG_BY) or (rank == 0 and step_s is not None))
+        ]
 
     def reply(self, request: int, wire: NarrowWire | None = None) -> PlanReply:
         """Make the message for a client. `wire` says what a narrower wire saves and costs."""
@@ -100,6 +138,10 @@ class Plan:
             quant=self.choice.quant,
             kv_dtype=self.choice.kv_dtype,
         )
+
+
+def _differ(a: float, b: float, times: float) -> bool:
+    return not a / times <= b <= a * times
 
 
 def _ms(seconds: float | None) -> float | None:

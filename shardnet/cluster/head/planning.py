@@ -10,7 +10,7 @@ Knows the order of the steps and whom they ask. Must not load anything or start 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from shardnet.cluster.download.pulling import pull_beside
 from shardnet.cluster.head.placing import make_plan
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.ring_dtypes import settle_dtype
-from shardnet.cluster.measuring.measurement import Measured, OnMeasured
+from shardnet.cluster.measuring.measurement import Measured, OnMeasured, StageRun
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.sharing.sharing import Sharing
@@ -145,6 +145,10 @@ class Planner:
         else:
             measured = await self._measuring.known(nodes[0], choice, model.facts, model.dtype)
         return PlanFigures(model=model, measured=measured)
+
+    async def learn(self, plan: Plan, runs: Sequence[StageRun]) -> None:
+        """Tell the nodes of a plan what a generation has disproved, for the plans that follow."""
+        await self._measuring.observed(plan.nodes, plan.choice, plan.facts, plan.dtype, runs)
 
     async def look_up(self, model: str) -> ModelFacts:
         """Read the facts of `model`, a path or name, here or else from a peer.

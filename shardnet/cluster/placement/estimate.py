@@ -66,6 +66,7 @@ def paces_of(shape: ModelShape, candidates: Sequence[CandidateNode]) -> list[Pac
             layer_256_s=max(speed.layer_256_s for speed in known),
             embed_s=max(speed.embed_s for speed in known),
             head_s=max(speed.head_s for speed in known),
+            step_s=max(speed.step_s for speed in known),
         )
         if known
         else speed_by_bytes(shape, ASSUMED_MEMORY_BYTES_PER_S)
@@ -130,7 +131,7 @@ def _problem(
         n_layers=shape.n_layers,
         room=rooms_of(shape, [candidate.memory_bytes for candidate in candidates]),
         layer_s=[speed.layer_s for speed in speeds],
-        embed_s=[speed.embed_s for speed in speeds],
+        embed_s=[speed.embed_s + speed.step_s for speed in speeds],
         head_s=[speed.head_s for speed in speeds],
         hop_s=hop_s,
         home_s=home_s,

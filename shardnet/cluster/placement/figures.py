@@ -174,7 +174,9 @@ class StageSpeed:
     """Times that a node has measured for one model shape, in seconds.
 
     `layer_s` is one layer at 1 row and decides plans; `layer_256_s`, one layer at 256 rows, says
-    what a prefill chunk costs. `embed_s` and `head_s` are what the head and the tail do besides.
+    what a prefill chunk costs. `embed_s` and `head_s` are what the head and the tail do besides,
+    `step_s` what a token costs the head beside all computing. Without `is_steady` the node was busy
+    when it measured.
     Raises UsageError for an impossible time, since other nodes report these.
     """
 
@@ -182,23 +184,27 @@ class StageSpeed:
     layer_256_s: float
     embed_s: float
     head_s: float
+    step_s: float = 0.0
+    is_steady: bool = True
 
     def __post_init__(self) -> None:
         _check(self.layer_s > 0, "a layer's time for 1 row", self.layer_s)
         _check(self.layer_256_s > 0, "a layer's time for 256 rows", self.layer_256_s)
         _check(self.embed_s >= 0, "the embedding's time", self.embed_s)
         _check(self.head_s >= 0, "the LM head's time", self.head_s)
+        _check(self.step_s >= 0, "a step's fixed time", self.step_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """Figures of the link from one node to another.
+    """Figures of the link from one node to another. Without `is_steady` a node was busy then.
 
     Raises UsageError for impossible figures.
     """
 
     round_trip_s: float
     bytes_per_s: float
+    is_steady: bool = True
 
     def __post_init__(self) -> None:
         _check(self.round_trip_s >= 0, "a round trip", self.round_trip_s)

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from shardnet.cluster.placement.estimate import unmeasured_hops, unmeasured_nodes
+from shardnet.cluster.placement.estimate import (
+    hops_of,
+    measured_link,
+    unmeasured_hops,
+    unmeasured_nodes,
+)
 from shardnet.cluster.placement.figures import NO_LINKS, CandidateNode, Links, ModelShape, Objective
 from shardnet.cluster.placement.room import (
     Fits,
@@ -72,7 +77,7 @@ def named_words(candidates: Sequence[CandidateNode], problem: Problem, ring: Rin
 
 
 def assumption_words(ring: Sequence[CandidateNode], links: Links) -> str:
-    """List what of a ring was not measured, as a suffix; empty if all was measured."""
+    """List what of a ring was not measured, or while busy, as a suffix; empty if nothing."""
     words = ""
     if nodes := unmeasured_nodes(ring):
         names = ", ".join(candidate.name for candidate in nodes[:LISTED])
@@ -80,6 +85,13 @@ def assumption_words(ring: Sequence[CandidateNode], links: Links) -> str:
     if hops := unmeasured_hops(ring, links):
         names = ", ".join(f"{a.name} to {b.name}" for a, b in hops[:LISTED])
         words += f" (wire not measured: {names})"
+    busy = [node.name for node in ring if node.speed is not None and not node.speed.is_steady]
+    for hop in hops_of(ring):
+        link = measured_link(links, *hop)
+        if link is not None and not link.is_steady:
+            busy.append(f"{hop[0].name} to {hop[1].name}")
+    if busy:
+        words += f" (measured while busy, so a guess: {', '.join(busy[:LISTED])})"
     return words
 
 
@@ -99,9 +111,11 @@ def exclusion_words(
         middle = shape.n_layers // 2
         needed = shape.memory_bytes(LayerRange(middle, middle + 1))
         return f"its {size(memory_bytes)} hold no layer: one needs {size(needed)} here"
+    speed = candidates[node].speed
+    busy = " (it was measured while busy)" if speed is not None and not speed.is_steady else ""
     if _rate(with_it) == _rate(ring):
-        return f"no faster with it: {_rate(ring)} either way"
-    return f"with it {_rate(with_it)}, without {_number(ring)}"
+        return f"no faster with it: {_rate(ring)} either way{busy}"
+    return f"with it {_rate(with_it)}, without {_number(ring)}{busy}"
 
 
 def shortfall_words(shape: ModelShape, candidates: Sequence[CandidateNode]) -> str:

@@ -26,6 +26,7 @@ from shardnet.stage.estimate.memory_estimate import (
     stage_weight_bytes,
 )
 from shardnet.types import DType, KvDType, LayerRange, NodeId, WireDType
+from shardnet.wire.messages.generation import MeanStageTime, Timing
 from shardnet.wire.messages.measurements import NodeMeasured
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice
@@ -395,3 +396,31 @@ def test_layers_are_streamed_only_where_they_must_be() -> None:
         make_plan(choice, facts("float32"), [little])
     asked = make_plan(structs.replace(choice, stream_layers=4), told, [node("anna")])
     assert [stage.n_streamed for stage in asked.placement.stages] == [4]
+
+
+def test_a_generation_disproves_what_was_predicted_far_off() -> None:
+    speeds = {
+        NodeId(f"id-{name}"): StageSpeed(layer_s=0.001, layer_256_s=1, embed_s=0, head_s=0)
+        for name in "ab"
+    }
+    link = LinkSpeed(round_trip_s=0.001, bytes_per_s=1e9)
+    measured = Measured(speeds=speeds, links={(NodeId("id-a"), NodeId("id-b")): link})
+    choice, nodes = ModelChoice(model="/m", nodes=["a:1", "b:1"]), [node("a"), node("b")]
+    plan = make_plan(choice, facts(), nodes, measured)
+    assert plan.placement.predicted_tok_s == pytest.approx(1 / 0.007, rel=0.01)
+
+    def timing(tok_s: float) -> Timing:
+        stages = tuple(
+            MeanStageTime(rank=rank, compute_ms=3, queue_ms=0.1, wire_ms=0.5) for rank in range(2)
+        )
+        return Timing(load_s=0, ttft_s=0, decode_tok_s=tok_s, total_s=1, per_stage=stages)
+
+    assert plan.disproved_by((0.003, 0.0044), timing(140)) == []
+    assert plan.disproved_by((), timing(10)) == [], "others used the ring too"
+    [slow] = plan.disproved_by((0.003, 0.006), timing(140))
+    assert (slow.node, slow.layers, slow.compute_s) == ("id-b", LayerRange(3, 6), 0.006)
+    assert slow.step_s is None
+    [head] = plan.disproved_by((0.003, 0.003), timing(100))
+    assert (head.node, head.step_s) == ("id-a", pytest.approx(0.003))
+    many = make_plan(structs.replace(choice, optimise="throughput"), facts(), nodes, measured)
+    assert many.disproved_by((0.003, 0.003), timing(100)) == []
