@@ -47,6 +47,9 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
                 "streamed_layers": stage.streamed_layers,
                 "compute_ms": stage.compute_ms,
                 "hop_ms": stage.hop_ms,
+                "fetch_bytes": stage.fetch_bytes,
+                "fetch_from": stage.fetch_from,
+                "fetch_s": stage.fetch_s,
             }
             for stage in plan.stages
         ],
@@ -192,6 +195,10 @@ def _stage_line(plan: PlanReply, stage: PlannedStage) -> str:
     if stage.hop_ms is not None:
         line += f", hop to {plan.stages[(stage.rank + 1) % len(plan.stages)].name} "
         line += _ms(stage.hop_ms)
+    if stage.fetch_bytes:
+        sources = " or ".join(stage.fetch_from) or "other nodes"
+        line += f", fetches {stage.fetch_bytes / 2**20:.1f} MiB from {sources} first"
+        line += f" (about {short_number(stage.fetch_s)} s)" if stage.fetch_s else ""
     return line
 
 

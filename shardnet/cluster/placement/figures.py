@@ -230,6 +230,8 @@ class CandidateNode:
     """A node that could run a stage, with the memory it may use for one in bytes.
 
     `speed` is None where nothing was measured, and so is the speed of the disk with the checkpoint.
+    `lacking` are the stored bytes of each layer that it would have to fetch, () for none, and
+    `fetch_bytes_per_s` how fast they would come, None where that was not measured.
     """
 
     node: NodeId
@@ -237,6 +239,18 @@ class CandidateNode:
     memory_bytes: int
     speed: StageSpeed | None = None
     disk_bytes_per_s: float | None = None
+    lacking: tuple[int, ...] = ()
+    fetch_bytes_per_s: float | None = None
+
+    def fetch_bytes(self, layers: LayerRange) -> int:
+        """Bytes to fetch before these layers can be loaded here."""
+        return sum(self.lacking[layers.start : layers.end])
+
+    def fetch_s(self, layers: LayerRange) -> float | None:
+        """Seconds of that, None where the way to a node that has them was not measured."""
+        if not (n_bytes := self.fetch_bytes(layers)):
+            return 0.0
+        return n_bytes / self.fetch_bytes_per_s if self.fetch_bytes_per_s else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +259,8 @@ class StagePlan:
 
     `compute_s` is the predicted time of one row in this stage and `hop_s` of its hop to the next
     stage, from the tail to the head; None if not measured, `hop_s` also in a ring of one.
-    `n_streamed` of its layers are streamed from disk.
+    `n_streamed` of its layers are streamed from disk. `fetch_bytes` are fetched from other nodes
+    first, in about `fetch_s`.
     """
 
     node: NodeId
@@ -255,6 +270,8 @@ class StagePlan:
     compute_s: float | None = None
     hop_s: float | None = None
     n_streamed: int = 0
+    fetch_bytes: int = 0
+    fetch_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

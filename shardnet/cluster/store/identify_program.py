@@ -25,6 +25,7 @@ def identified(path: str) -> tuple[object, bytes]:
         "packed": facts.packed and asdict(facts.packed),
         "form": facts.form,
         "size_bytes": facts.size_bytes,
+        "layers": asdict(facts.layers),
     }, b""
 
 

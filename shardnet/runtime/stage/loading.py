@@ -23,6 +23,7 @@ from shardnet.checkpoint.hub_cache import HubName, pulled_folder
 from shardnet.checkpoint.model_folders import find_in_lm_studio
 from shardnet.checkpoint.model_names import LM_STUDIO
 from shardnet.checkpoint.ollama_store import OllamaName, find_ollama
+from shardnet.checkpoint.replica import NO_LAYERS, StoredLayers, stored_layers
 from shardnet.checkpoint.replica_journal import Journal
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
 from shardnet.errors import CapacityError, CheckpointError, UsageError
@@ -97,7 +98,8 @@ class ModelFacts:
     replica. `packed` are the weights that stay as they are stored. `stored_dtype` is that of all
     other linear weights of layers in the files, None where they have to be converted;
     `linear_dtype` that of the LM head's too. `form` names how they are stored, for people, and
-    `size_bytes` is the size of the tensor files.
+    `size_bytes` is the size of the tensor files. `layers` are the stored sizes of layers, and which
+    of them are here.
     """
 
     model_id: str
@@ -111,6 +113,7 @@ class ModelFacts:
     packed: PackedSizes | None = None
     form: str = ""
     size_bytes: int = 0
+    layers: StoredLayers = NO_LAYERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +167,7 @@ def identify(path: Path) -> ModelFacts:
         packed=packed_sizes(checkpoint),
         form=checkpoint.form,
         size_bytes=checkpoint.size_bytes,
+        layers=stored_layers(checkpoint),
     )
 
 

@@ -190,3 +190,29 @@ def test_layers_are_named_with_the_last_one_included() -> None:
     assert plan_json(PLAN)["stages"][1]["layers"] == [4, 8]
     with pytest.raises(UsageError, match="0-8,8-12 are layers 0 to 7 and 8 to 11"):
         parse_layers("0-7,8-21")
+
+
+def test_what_is_fetched_first_is_said() -> None:
+    fetching = msgspec.structs.replace(
+        PLAN.stages[1], fetch_bytes=3 * 2**20, fetch_from=["anna", "cleo"], fetch_s=12.4
+    )
+    plan = msgspec.structs.replace(PLAN, stages=[PLAN.stages[0], fetching])
+    assert (
+        plan_text(plan)
+        .splitlines()[3]
+        .endswith(", fetches 3.0 MiB from anna or cleo first (about 12 s)")
+    )
+    assert plan_json(plan)["stages"][1]["fetch_from"] == ["anna", "cleo"]
+    assert [s["fetch_bytes"] for s in plan_json(plan)["stages"]] == [0, 3 * 2**20]
+    unknown = msgspec.structs.replace(fetching, fetch_from=[], fetch_s=None)
+    plan = msgspec.structs.replace(PLAN, stages=[PLAN.stages[0], unknown])
+    assert plan_text(plan).splitlines()[3].endswith(", fetches 3.0 MiB from other nodes first")
+
+
+def test_what_was_measured_while_busy_is_marked() -> None:
+    busy = [msgspec.structs.replace(PLAN.nodes[0], is_steady=False), PLAN.nodes[1]]
+    links = [msgspec.structs.replace(PLAN.links[0], is_steady=False)]
+    lines = plan_text(msgspec.structs.replace(PLAN, nodes=busy, links=links)).splitlines()
+    assert lines[1] == "  predicted: 18 tokens/s, measured while busy: likely more"
+    assert lines[6].endswith(", measured while busy)")
+    assert lines[8].endswith(" (measured while busy)")

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from shardnet.checkpoint.replica import StoredLayers
 from shardnet.cluster.head.model_shape import QuantizationChoice, model_shape
 from shardnet.cluster.head.placing import fits, make_plan
 from shardnet.cluster.head.ring_dtypes import settle_dtype, settle_wire_dtype
 from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
+from shardnet.cluster.sharing.replica_sources import ReplicaSource
 from shardnet.errors import CapacityError, CheckpointError, PlanError, UsageError
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import parse_config
@@ -424,3 +426,35 @@ def test_a_generation_disproves_what_was_predicted_far_off() -> None:
     assert (head.node, head.step_s) == ("id-a", pytest.approx(0.003))
     many = make_plan(structs.replace(choice, optimise="throughput"), facts(), nodes, measured)
     assert many.disproved_by((0.003, 0.003), timing(100)) == []
+
+
+def test_what_a_plan_fetches_is_told_with_its_sources() -> None:
+    whole = facts()
+    model = replace(whole, layers=StoredLayers(size_bytes=(10**6,) * 6, held=()))
+    nodes = [node("a"), node("b"), node("c")]
+    holdings = {
+        NodeId(f"id-{name}"): ReplicaSource(
+            node=NodeId(f"id-{name}"),
+            name=name,
+            address=f"{name}:1",
+            model_id=model_id,
+            is_complete=bool(model_id),
+        )
+        for name, model_id in (("a", whole.model_id), ("b", ""))
+    }
+    speeds = {
+        NodeId(f"id-{name}"): StageSpeed(layer_s=0.001, layer_256_s=1, embed_s=0, head_s=0)
+        for name in "abc"
+    }
+    link = LinkSpeed(round_trip_s=0.001, bytes_per_s=1e6)
+    measured = Measured(speeds=speeds, links={(NodeId("id-a"), NodeId("id-b")): link})
+    choice = ModelChoice(model="/m", nodes=["a:1", "b:1", "c:1"])
+    stages = make_plan(choice, model, nodes, measured, holdings=holdings).reply(1).stages
+    assert [(s.fetch_bytes, s.fetch_from) for s in stages] == [
+        (0, []),
+        (2 * 10**6, ["a"]),
+        (0, []),
+    ], "who does not say is taken to have all"
+    assert stages[1].fetch_s == pytest.approx(2)
+    unmeasured = make_plan(choice, model, nodes, holdings=holdings).reply(1).stages
+    assert unmeasured[1].fetch_s is None
