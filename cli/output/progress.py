@@ -13,6 +13,7 @@ from shardnet.wire.messages.plans import NodeProgress, PlanReply
 
 from .bars import make_bars
 from .exit_codes import one_line, say, say_over
+from .narrow_wire import short_number
 from .plan_text import dtype_words, layer_words
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
@@ -28,6 +29,7 @@ class LoadBars:
     def __init__(self) -> None:
         self._progress = make_bars(has_rate=True)
         self._names: dict[int, str] = {}
+        self._fetch_words: dict[int, str] = {}
         self._bars: dict[tuple[int, Phase], TaskID] = {}
         self._waiting: set[int] = set()
         self._measured = ""
@@ -53,6 +55,8 @@ class LoadBars:
         self._end_planning()
         for stage in plan.stages:
             self._names[stage.rank] = f"{stage.name} {layer_words(plan, stage)}"
+            if stage.fetch_s:
+                self._fetch_words[stage.rank] = f", about {short_number(stage.fetch_s)} s"
         ring = ", ".join(self._names.values())
         wire = "" if plan.wire_dtype == plan.dtype else f", wire {plan.wire_dtype}"
         say(f"ring: {ring} ({dtype_words(plan)}{wire}, context {plan.context}): {plan.why}")
@@ -77,7 +81,9 @@ class LoadBars:
             if report.phase == "downloading":
                 say(f"{name}: downloading {report.total_bytes / 2**20:.1f} MiB from the Hub")
             if report.phase == "fetching":
-                say(f"{name}: fetching {report.total_bytes / 2**20:.1f} MiB from other nodes")
+                about = self._fetch_words.get(report.rank, "")
+                mib = report.total_bytes / 2**20
+                say(f"{name}: fetching {mib:.1f} MiB from other nodes{about}")
         self._progress.update(
             self._bars[bar], completed=report.done_bytes, total=report.total_bytes
         )

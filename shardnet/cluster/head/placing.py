@@ -107,7 +107,7 @@ def make_plan(
         objective=objective,
         chunk_s=_chunk_s(placement, shape, measured, disks),
         silent=tuple(silent),
-        holders=tuple(source.name for source in _holders(facts, holdings)),
+        holders=tuple(source.node for source in _holders(facts, holdings)),
     )
 
 

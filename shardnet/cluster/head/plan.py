@@ -37,8 +37,8 @@ class Plan:
     `wire_saved_s`: seconds per token that the wire dtype saves on all links together, against
     sending in the ring's dtype; None where a link was not measured. `chunk_s`: predicted seconds of
     a whole prompt chunk in all stages together, without the links; None where a stage was not
-    measured. `silent` nodes did not report their state in time. `holders` are the names of nodes
-    that have the model, among those that were asked.
+    measured. `silent` nodes did not report their state in time. `holders` are the nodes
+    that have the model, among the candidates.
     """
 
     choice: ModelChoice
@@ -54,7 +54,7 @@ class Plan:
     objective: Objective = Objective.LATENCY
     chunk_s: float | None = None
     silent: tuple[LeftOut, ...] = ()
-    holders: tuple[str, ...] = ()
+    holders: tuple[NodeId, ...] = ()
 
     @property
     def why(self) -> str:
@@ -100,9 +100,9 @@ class Plan:
             and (_differ(took_s, told_s, WRONG_BY) or (rank == 0 and step_s is not None))
         ]
 
-    def _sources(self, name: str) -> list[str]:
-        """Name the nodes that one may fetch from, at most LISTED."""
-        return [holder for holder in self.holders if holder != name][:LISTED]
+    def _sources(self, node: NodeId) -> list[str]:
+        """Name the nodes that `node` may fetch from, at most LISTED."""
+        return [self.left_out_names[other] for other in self.holders if other != node][:LISTED]
 
     def reply(self, request: int, wire: NarrowWire | None = None) -> PlanReply:
         """Make the message for a client. `wire` says what a narrower wire saves and costs."""
@@ -127,7 +127,7 @@ class Plan:
                     streamed_layers=stage.n_streamed,
                     fetch_bytes=stage.fetch_bytes,
                     fetch_s=stage.fetch_s,
-                    fetch_from=self._sources(node.name) if stage.fetch_bytes else [],
+                    fetch_from=self._sources(stage.node) if stage.fetch_bytes else [],
                 )
                 for rank, (node, stage) in enumerate(
                     zip(self.nodes, self.placement.stages, strict=True)
