@@ -178,6 +178,13 @@ class LayerRange:
     def __str__(self) -> str:
         return f"{self.start}-{self.end}"
 
+    @property
+    def words(self) -> str:
+        """Name the layers for people: the last one included, `layers 0-7` for 0-8."""
+        if len(self) == 1:
+            return f"layer {self.start}"
+        return f"layers {self.start}-{self.end - 1}"
+
 
 def parse_layer_range(text: str) -> LayerRange:
     """Read `0-8`, half-open. Raises UsageError when it is not two numbers, or empty."""
@@ -196,7 +203,10 @@ def parse_layers(text: str) -> tuple[LayerRange, ...]:
     expected = 0
     for layers in ranges:
         if layers.start != expected:
-            raise UsageError(f"range {layers} should start at {expected}; ranges must join, from 0")
+            raise UsageError(
+                f"range {layers} should start at {expected}; ranges must join, from 0",
+                remedy="the end is not part of a range: 0-8,8-12 are layers 0 to 7 and 8 to 11",
+            )
         expected = layers.end
     return tuple(ranges)
 

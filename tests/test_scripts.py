@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -53,3 +54,37 @@ def test_what_scripts_bench_starts_is_there() -> None:
     )
     assert len(started) > 3
     assert set(started) <= set(PROGRAMS)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a bash script")
+@pytest.mark.parametrize(
+    ("alone", "words"), [(450.4, "costs more than sharing"), (80, "A ring pays, ")]
+)
+def test_the_demo_says_what_it_shows_and_what_a_ring_is_for(
+    alone: float, words: str, tmp_path: Path
+) -> None:
+    """Around stand-ins for the set-up and the command, which is run in other tests."""
+    (tmp_path / "setup").write_text(
+        'say() { echo "==> $*" >&2; }\n'
+        f"set_up() {{ VENV={tmp_path}; PYTHON={sys.executable}; }}\n"
+    )
+    command = tmp_path / "bin" / "shardnet"
+    command.parent.mkdir()
+    command.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        f'*--last*) echo "{{\\"decode_tok_s\\": $(cat {tmp_path}/rate)}}";;\n'
+        f'*"--local 1"*) echo {alone} >{tmp_path}/rate;;\n'
+        f'*) echo 100 >{tmp_path}/rate; echo "the text";;\n'
+        "esac\n"
+    )
+    command.chmod(0o755)
+    (tmp_path / "demo").write_bytes((SCRIPTS / "demo").read_bytes())
+    shown = subprocess.run(
+        ["bash", str(tmp_path / "demo"), "My prompt"], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == "the text\n"
+    assert "The prompt: My prompt" in shown.stderr
+    assert "a ring of two nodes: 100 tokens per second" in shown.stderr
+    assert f"one node alone: {round(alone)} tokens per second" in shown.stderr
+    assert words in shown.stderr

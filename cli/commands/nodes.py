@@ -14,6 +14,7 @@ from shardnet.api.client import connect
 from shardnet.cluster.machine.folders import runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.errors import ShardnetError
+from shardnet.types import LayerRange
 from shardnet.wire.messages.membership import NodeInfo
 
 from ..finding.mdns import find_nearest
@@ -131,8 +132,8 @@ def node_lines(infos: Sequence[NodeInfo], width: int | None) -> list[str]:
         kind, _, board = info.device.partition(" ")  # a board's name is long
         loaded = [board.strip("()")] if board else []
         if info.stage is not None:
-            start, end = info.stage.layers
-            loaded.append(f"rank {info.stage.rank}, layers {start}-{end} of {info.stage.model}")
+            layers = LayerRange(*info.stage.layers).words
+            loaded.append(f"rank {info.stage.rank}, {layers} of {info.stage.model}")
         free = f"{info.memory_free_bytes / 2**30:.1f} of {info.memory_bytes / 2**30:.1f} GiB"
         rows.append((info.name, info.address, kind, free, info.version, "; ".join(loaded) or "-"))
     return columns(rows, width)

@@ -150,7 +150,7 @@ def _pull_layers(name: HubName, layers: LayerRange, *, as_json: bool) -> None:
         )
         return
     say(
-        f"layers {layers} of {pulled.name} (commit {pulled.commit[:12]}): "
+        f"{layers.words} of {pulled.name} (commit {pulled.commit[:12]}): "
         f"{_news(pulled.n_new_bytes)}; `shardnet cache ls` shows them, a node of this machine "
         f"uses them with --model {pulled.name}"
     )

@@ -11,7 +11,7 @@ import msgspec
 
 from shardnet.api.client import Client
 from shardnet.errors import PeerSilentError
-from shardnet.types import BLOCK_POSITIONS
+from shardnet.types import BLOCK_POSITIONS, LayerRange
 
 from ..finding.target import named_or_here
 from ..flags.cluster_access import Access
@@ -117,8 +117,7 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
     stage = report.stage
     if stage is None:
         return [*lines, "stage    none: nothing is loaded"]
-    start, end = stage.layers
-    lines.append(f"stage    layers {start}-{end} of {stage.model}")
+    lines.append(f"stage    {LayerRange(*stage.layers).words} of {stage.model}")
     if stage.n_stages:
         lines.append(
             f"ring     rank {stage.rank} of {stage.n_stages}, "

@@ -16,9 +16,7 @@ class DownloadBars:
     """One bar of all bytes on a terminal, with the current file; elsewhere a line per file."""
 
     def __init__(self) -> None:
-        from rich.progress import TimeRemainingColumn, TransferSpeedColumn
-
-        self._progress = make_bars(TransferSpeedColumn(), TimeRemainingColumn())
+        self._progress = make_bars(has_rate=True)
         self._bar: TaskID | None = None
         self._file = ""
 

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from shardnet.cluster.machine import kernels
+from shardnet.types import LayerRange
 from shardnet.wire.messages.generation import LastRun, MeanStageTime
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
 from shardnet.wire.messages.plans import PlannedStage, PlanReply
@@ -47,6 +48,9 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
                 "streamed_layers": stage.streamed_layers,
                 "compute_ms": stage.compute_ms,
                 "hop_ms": stage.hop_ms,
+                "fetch_bytes": stage.fetch_bytes,
+                "fetch_from": stage.fetch_from,
+                "fetch_s": stage.fetch_s,
             }
             for stage in plan.stages
         ],
@@ -63,6 +67,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
                     "to": link.receiver,
                     "round_trip_ms": _in_ms(link.round_trip_s),
                     "bytes_per_s": link.bytes_per_s,
+                    "is_steady": link.is_steady,
                 }
                 for link in plan.links
             ],
@@ -75,6 +80,9 @@ def plan_text(plan: PlanReply) -> str:
     lines = [f"{plan.model} in {dtype_words(plan)}, context {plan.context}: {plan.why}"]
     if plan.predicted_tok_s is not None:
         of_what = " of many sequences" if plan.optimise == "throughput" else ""
+        used = {stage.node for stage in plan.stages}
+        is_steady = all(node.is_steady for node in plan.nodes if node.node in used)
+        of_what += "" if is_steady else ", measured while busy: likely more"
         lines.append(f"  predicted: {short_number(plan.predicted_tok_s)} tokens/s{of_what}")
     lines += [f"  warning: {warning}" for warning in plan.warnings]
     lines += [_stage_line(plan, stage) for stage in plan.stages]
@@ -103,6 +111,11 @@ def dtype_words(plan: PlanReply) -> str:
     if plan.kv_dtype != "auto":
         quantised.append(f"{plan.kv_dtype} KV")
     return f"{plan.dtype} with {' and '.join(quantised)}" if quantised else plan.dtype
+
+
+def layer_words(plan: PlanReply, stage: PlannedStage) -> str:
+    """Name a stage's layers, the last one included: `layers 0-7 of 22`."""
+    return f"{LayerRange(*stage.layers).words} of {plan.stages[-1].layers[1]}"
 
 
 def run_json(run: LastRun) -> dict[str, Any]:
@@ -143,7 +156,7 @@ def run_text(run: LastRun) -> str:
     """Describe a run: predicted beside measured times."""
     plan, rows = run.plan, []
     for stage, share in _pairs(run):
-        what = f"  rank {stage.rank}: {stage.name}, layers {stage.layers[0]}-{stage.layers[1]}"
+        what = f"  rank {stage.rank}: {stage.name}, {layer_words(plan, stage)}"
         waited = f" (and {_ms(share.queue_ms)} waiting)" if share.queue_ms >= 0.1 else ""
         rows.append((what, _predicted_ms(stage.compute_ms), _ms(share.compute_ms) + waited))
         if len(plan.stages) > 1:
@@ -171,6 +184,7 @@ def _node_json(node: NodeMeasured) -> dict[str, Any]:
         "layer_256_ms": seconds and _in_ms(seconds.layer_256_s),
         "embed_ms": seconds and _in_ms(seconds.embed_s),
         "head_ms": seconds and _in_ms(seconds.head_s),
+        "step_ms": seconds and _in_ms(seconds.step_s),
         "kernel": node.kernel or None,
         "isa": node.isa or None,
         "threads": node.threads or None,
@@ -184,7 +198,7 @@ def _node_json(node: NodeMeasured) -> dict[str, Any]:
 def _stage_line(plan: PlanReply, stage: PlannedStage) -> str:
     where = f" ({stage.address})" if stage.address else ""  # inside this process there is none
     line = (
-        f"  rank {stage.rank}: {stage.name}{where}, layers {stage.layers[0]}-{stage.layers[1]}, "
+        f"  rank {stage.rank}: {stage.name}{where}, {layer_words(plan, stage)}, "
         f"weights {stage.weight_bytes / 2**20:.1f} MiB, KV cache {stage.kv_bytes / 2**20:.1f} MiB"
     )
     if stage.streamed_layers:
@@ -194,6 +208,10 @@ def _stage_line(plan: PlanReply, stage: PlannedStage) -> str:
     if stage.hop_ms is not None:
         line += f", hop to {plan.stages[(stage.rank + 1) % len(plan.stages)].name} "
         line += _ms(stage.hop_ms)
+    if stage.fetch_bytes:
+        sources = " or ".join(stage.fetch_from) or "other nodes"
+        line += f", fetches {stage.fetch_bytes / 2**20:.1f} MiB from {sources} first"
+        line += f" (about {short_number(stage.fetch_s)} s)" if stage.fetch_s else ""
     return line
 
 
@@ -208,13 +226,15 @@ def _node_line(node: NodeMeasured) -> str:
         f"{_ms(seconds.layer_256_s * 1e3)} for 256; embedding {_ms(seconds.embed_s * 1e3)}, "
         f"LM head {_ms(seconds.head_s * 1e3)}; {memory}{disk} "
         f"({node.kernel}, threads: {node.threads}, {_date(node.measured_at_s)}"
-        f"{'' if node.is_steady else ', on a busy machine'})"
+        f"{'' if node.is_steady else ', measured while busy'})"
     )
 
 
 def _link_line(link: WayMeasured, names: dict[str, str]) -> str:
     ends = " - ".join(names.get(end, end) for end in (link.sender, link.receiver))
-    return f"{ends}: round trip {_ms(link.round_trip_s * 1e3)}, {_rate_of(link.bytes_per_s)}"
+    return f"{ends}: round trip {_ms(link.round_trip_s * 1e3)}, {_rate_of(link.bytes_per_s)}" + (
+        "" if link.is_steady else " (measured while busy)"
+    )
 
 
 def _pairs(run: LastRun) -> list[tuple[PlannedStage, MeanStageTime]]:

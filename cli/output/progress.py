@@ -15,7 +15,8 @@ from shardnet.wire.messages.plans import NodeProgress, PlanReply
 
 from .bars import make_bars
 from .exit_codes import one_line, say, say_over
-from .plan_text import dtype_words
+from .narrow_wire import short_number
+from .plan_text import dtype_words, layer_words
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
     from rich.progress import TaskID
@@ -28,10 +29,9 @@ class LoadBars:
     """Prints the chosen ring, and shows its nodes' progress of measuring, fetching and loading."""
 
     def __init__(self) -> None:
-        from rich.progress import TransferSpeedColumn
-
-        self._progress = make_bars(TransferSpeedColumn())
+        self._progress = make_bars(has_rate=True)
         self._names: dict[int, str] = {}
+        self._fetch_words: dict[int, str] = {}
         self._bars: dict[tuple[int, Phase], TaskID] = {}
         self._waiting: set[int] = set()
         self._measured = ""
@@ -56,7 +56,9 @@ class LoadBars:
         """Print the plan's stages, dtypes, reason and warnings."""
         self._end_planning()
         for stage in plan.stages:
-            self._names[stage.rank] = f"{stage.name} layers {stage.layers[0]}-{stage.layers[1]}"
+            self._names[stage.rank] = f"{stage.name} {layer_words(plan, stage)}"
+            if stage.fetch_s:
+                self._fetch_words[stage.rank] = f", about {short_number(stage.fetch_s)} s"
         ring = ", ".join(self._names.values())
         wire = "" if plan.wire_dtype == plan.dtype else f", wire {plan.wire_dtype}"
         say(f"ring: {ring} ({dtype_words(plan)}{wire}, context {plan.context}): {plan.why}")
@@ -91,7 +93,9 @@ class LoadBars:
             if report.phase == "downloading":
                 say(f"{name}: downloading {report.total_bytes / 2**20:.1f} MiB from the Hub")
             if report.phase == "fetching":
-                say(f"{name}: fetching {report.total_bytes / 2**20:.1f} MiB from other nodes")
+                about = self._fetch_words.get(report.rank, "")
+                mib = report.total_bytes / 2**20
+                say(f"{name}: fetching {mib:.1f} MiB from other nodes{about}")
         self._progress.update(
             self._bars[bar], completed=report.done_bytes, total=report.total_bytes
         )

@@ -86,6 +86,35 @@ def range_tensors(checkpoint: Checkpoint, layers: LayerRange) -> list[str]:
     return [name for name in checkpoint.stored if name in sources]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredLayers:
+    """Bytes of each layer as stored, and the ranges of layers of which every tensor is here.
+
+    The embedding counts to the first layer, norm and LM head to the last.
+    """
+
+    size_bytes: tuple[int, ...]
+    held: tuple[LayerRange, ...]
+
+
+NO_LAYERS: Final = StoredLayers(size_bytes=(), held=())
+
+
+def stored_layers(checkpoint: Checkpoint) -> StoredLayers:
+    """Return the stored size of each layer, and which layers are here."""
+    sizes, held = [], list[LayerRange]()
+    for layer in range(checkpoint.config.n_layers):
+        here = LayerRange(layer, layer + 1)
+        wanted = stage_tensors(checkpoint.config, here).all
+        made = (checkpoint.tensors[name] for name in wanted if name in checkpoint.tensors)
+        sources = {source.name: source.size_bytes for tensor in made for source in tensor.sources}
+        sizes.append(sum(sources.values()))
+        if not checkpoint.missing(sources):
+            begins = held.pop().start if held and held[-1].end == layer else layer
+            held.append(LayerRange(begins, layer + 1))
+    return StoredLayers(size_bytes=tuple(sizes), held=tuple(held))
+
+
 class TensorFiles:
     """The tensor files of a checkpoint folder, open for reading, or for writing too."""
 

@@ -71,7 +71,7 @@ def load_stage(
     if streamed:
         _check_streamed(checkpoint, choice, device, packs)
     dtype = torch_dtype(choice.dtype)
-    too_much = f"{device} has no memory for layers {layers} in {choice.dtype.value}"
+    too_much = f"{device} has no memory for {layers.words} in {choice.dtype.value}"
     with (
         _log_reads(checkpoint),
         capacity_error_for(too_much, remedy="give the node fewer layers"),

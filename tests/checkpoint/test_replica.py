@@ -26,6 +26,7 @@ from shardnet.checkpoint.replica import (
     part_of,
     parts_of,
     range_tensors,
+    stored_layers,
 )
 from shardnet.checkpoint.replica_journal import JOURNAL_FILE, Journal
 from shardnet.checkpoint.tensors.stored_tensor import FileHead
@@ -101,6 +102,24 @@ def test_a_replica_is_the_same_model_and_reads_what_it_holds(
         else:
             with pytest.raises(CheckpointError, match=f"{tensor} has not been fetched"):
                 part.read(tensor)
+
+
+def test_layers_are_told_with_their_sizes_and_those_that_are_here(
+    single: Path, tmp_path: Path
+) -> None:
+    whole = Checkpoint.open(single)
+    n_layers = whole.config.n_layers
+    told = stored_layers(whole)
+    assert told.held == (LayerRange(0, n_layers),)
+    assert sum(told.size_bytes) == sum(info.size_bytes for info in whole.stored.values())
+    assert told.size_bytes[0] > told.size_bytes[1], "the embedding"
+    folder = skeleton_of(single, tmp_path / "replica")
+    assert stored_layers(Checkpoint.open(folder)).held == ()
+    for layers in (LayerRange(0, 2), LayerRange(3, n_layers)):
+        fill(folder, single, range_tensors(whole, layers))
+    part = stored_layers(Checkpoint.open(folder))
+    assert part.held == (LayerRange(0, 2), LayerRange(3, n_layers))
+    assert part.size_bytes == told.size_bytes
 
 
 def test_files_are_sparse(tmp_path: Path) -> None:

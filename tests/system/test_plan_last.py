@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 from support.system.nodes import Machine, open_machine
 from support.system.parrot import Parrots
+
+from shardnet.cluster.measuring.figure_cache import FOLDER
 
 
 def generate(machine: Machine, parrots: Parrots, *arguments: str) -> None:
@@ -53,15 +56,23 @@ def test_a_run_without_a_node_is_kept_on_the_machine(
     assert text.splitlines()[1].split() == ["predicted", "measured"]
 
 
-def test_a_single_node_knows_its_figures_once_it_has_planned(
+def test_a_single_node_knows_its_figures_and_a_generation_corrects_them(
     machine: Machine, parrots: Parrots
 ) -> None:
-    plan = machine.call("plan", "--model", str(parrots.alphabet), "--json").json
-    [node] = plan["measured"]["nodes"]
-    generate(machine, parrots)
-    [stage] = last(machine)["stages"]
+    """Figures as of a machine so busy that they are 300 times too slow."""
+    model = ("--model", str(parrots.alphabet))
+    [node] = machine.call("plan", *model, "--json").json["measured"]["nodes"]
+    [file] = (machine.folder / "cache" / FOLDER).iterdir()
+    written = json.loads(file.read_text())
+    for name in ("layer_s", "layer_256_s", "embed_s", "head_s"):
+        written["figure"]["stage"][name] *= 300
+    file.write_text(json.dumps(written))
+    machine.call("generate", "a", *model, "--context", "256", "--max-tokens", "20")
+    run = last(machine)
     whole_ms = 4 * node["layer_ms"] + node["embed_ms"] + node["head_ms"]
-    assert stage["predicted_compute_ms"] == pytest.approx(whole_ms)
+    assert run["stages"][0]["predicted_compute_ms"] == pytest.approx(300 * whole_ms)
+    corrected = machine.call("plan", *model, "--json").json["predicted_tok_s"]
+    assert corrected > 5 * run["predicted_tok_s"]
 
 
 def test_a_node_tells_of_its_last_run_and_sends_on_to_the_head(

@@ -301,7 +301,7 @@ def test_a_cut_range_is_resumed(machine: Machine, hub: Hub, parrots: Parrots) ->
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--layers", "2-9"], 1, "has 4 layers, no 2-9"),
+        (["--layers", "2-9"], 1, "has 4 layers, not all of layers 2-8"),
         (["--layers", "0-1,1-2"], 2, "is not START-END"),
         (["--layers", "x"], 2, "--layers"),
     ],

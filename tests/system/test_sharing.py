@@ -110,12 +110,16 @@ def test_one_copy_is_enough(kind: str, parrots: Parrots, tmp_path: Path) -> None
 
 
 def test_after_a_restart_no_weights_move(machines: list[Machine], parrots: Parrots) -> None:
-    """Though the path still means nothing on the node that had to fetch."""
+    """Though the path still means nothing on the node that had to fetch. The plan says it first."""
     copy(parrots.alphabet, machines[0])
     anna = start(machines[0], "anna")
     for n_fetched in (1, 0):
         bert = start(machines[1], "bert", "--peer", anna.address)
         bert.stderr.wait_for("node anna (")
+        ring = ("--nodes", f"{bert.address},{anna.address}", "--model", MODEL)
+        stages = machines[1].call("plan", "--json", *ring).json["stages"]
+        assert [stage["fetch_from"] for stage in stages] == [["anna"] * n_fetched, []]
+        assert [stage["fetch_bytes"] > 0 for stage in stages] == [bool(n_fetched), False]
         assert machines[1].call(*ask(bert, anna)).stdout == "bcd\n"
         assert [node.log.count("fetched") for node in (anna, bert)] == [0, n_fetched]
         bert.stop()

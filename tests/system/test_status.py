@@ -32,7 +32,7 @@ def test_a_node_tells_its_stage_its_ring_and_its_head(trio: Crew, parrots: Parro
 
     head = trio.machine.status("--nodes", trio.nodes[2].address)
     assert "rank 0 of 2, head cleo" in head
-    assert f"layers 0-1 of {parrots.alphabet}" in head
+    assert f"layer 0 of {parrots.alphabet}" in head
     assert "0 requests, 0 sequences open" in head
 
 

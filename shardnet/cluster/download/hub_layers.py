@@ -92,7 +92,8 @@ def pull_layers(
             n_layers = replica.checkpoint.config.n_layers
             if layers.end > n_layers:
                 raise CheckpointError(
-                    f"{name} has {n_layers} layers, no {layers}", remedy="check --layers"
+                    f"{name} has {n_layers} layers, not all of {layers.words}",
+                    remedy="check --layers: the end is not part of the range",
                 )
             n_bytes = _fill(replica, layers, source, report, cache, model_id)
         cache.remember(str(name), model_id)

@@ -92,6 +92,8 @@ class Clients:
         self._has_logged = False
         """Whether the log says already that the last run cannot be kept on disk."""
         self._last_run: LastRun | None = None
+        self._corrected = ""
+        """The ring by which figures were corrected last: its plan stays, so once is enough."""
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the messages of clients."""
@@ -253,3 +255,7 @@ class Clients:
             if not self._has_logged:
                 self._log(f"the last run is not kept in {self._cache}: {error}")
             self._has_logged = True
+        runs = lead.plan.disproved_by(event.alone_s, run.timing)
+        if runs and lead.ring.name != self._corrected:
+            self._corrected = lead.ring.name
+            await self._planner.learn(lead.plan, runs)

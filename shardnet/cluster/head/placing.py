@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import MappingProxyType
 
 from shardnet.cluster.head.model_shape import UNQUANTIZED, QuantizationChoice, model_shape
 from shardnet.cluster.head.plan import Plan, silent_words
@@ -23,6 +24,7 @@ from shardnet.cluster.placement.figures import (
 from shardnet.cluster.placement.placement import place, place_exactly, place_streaming
 from shardnet.cluster.placement.room import fits_somehow
 from shardnet.cluster.placement.words import LISTED
+from shardnet.cluster.sharing.replica_sources import ReplicaSource
 from shardnet.errors import PlanError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
@@ -41,6 +43,10 @@ from shardnet.types import (
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice
 
+Holdings = Mapping[NodeId, ReplicaSource]
+"""What nodes have of a model."""
+NO_HOLDINGS: Holdings = MappingProxyType({})
+
 
 def make_plan(
     choice: ModelChoice,
@@ -48,11 +54,13 @@ def make_plan(
     nodes: Sequence[NodeInfo],
     measured: Measured = NOTHING_MEASURED,
     silent: Sequence[LeftOut] = (),
+    holdings: Holdings = NO_HOLDINGS,
 ) -> Plan:
     """Plan `choice` over `nodes`: exactly these if the choice names nodes, else the best of them.
 
     The first node is the one that was asked. What was not measured is assumed as
-    placement/estimate.py says. The `silent` nodes would be candidates if they had answered: the
+    placement/estimate.py says. `holdings` say what nodes have of the model; one that is not there
+    is taken to have all. The `silent` nodes would be candidates if they had answered: the
     plan, or the error, names them.
 
     Raises PlanError if the model does not fit, UsageError for a context that the model does not
@@ -72,7 +80,10 @@ def make_plan(
     if quantization.weights is None and not is_streamable(facts.stored_dtype, facts.packed, stored):
         shape = replace(shape, streaming=None)
     disks = {told.node: told.disk_bytes_per_s for told in measured.reports}
-    candidates = _candidates(facts, dtype, quantization.weights, nodes, measured, disks)
+    candidates = [
+        _fetching(candidate, facts, holdings, measured.links)
+        for candidate in _candidates(facts, dtype, quantization.weights, nodes, measured, disks)
+    ]
     try:
         placement = _placed(choice, facts, shape, stored, candidates, measured.links, objective)
     except PlanError as error:
@@ -96,6 +107,7 @@ def make_plan(
         objective=objective,
         chunk_s=_chunk_s(placement, shape, measured, disks),
         silent=tuple(silent),
+        holders=tuple(source.node for source in _holders(facts, holdings)),
     )
 
 
@@ -134,6 +146,26 @@ def _candidates(
         )
         for node in nodes
     ]
+
+
+def _fetching(
+    candidate: CandidateNode, facts: ModelFacts, holdings: Holdings, links: Links
+) -> CandidateNode:
+    """Add what a node lacks of the model, and the best measured rate from a node that has it."""
+    own = holdings.get(candidate.node)
+    lacking = () if own is None else own.lacking_bytes(facts.model_id, facts.layers.size_bytes)
+    if not any(lacking):
+        return candidate
+    ways = [(source.node, candidate.node) for source in _holders(facts, holdings)]
+    measured = [links.get(way) or links.get(way[::-1]) for way in ways]
+    rates = [link.bytes_per_s for link in measured if link is not None]
+    return replace(candidate, lacking=lacking, fetch_bytes_per_s=max(rates, default=None))
+
+
+def _holders(facts: ModelFacts, holdings: Holdings) -> list[ReplicaSource]:
+    """Return the nodes with the whole model, else those with parts of it."""
+    having = [source for source in holdings.values() if source.model_id == facts.model_id]
+    return [source for source in having if source.is_complete] or having
 
 
 def _placed(

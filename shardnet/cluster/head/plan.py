@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
+from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, WRONG_BY, Measured, StageRun
 from shardnet.cluster.placement.figures import (
     Objective,
     Placement,
@@ -22,6 +22,7 @@ from shardnet.types import (
     NodeId,
     WireDType,
 )
+from shardnet.wire.messages.generation import Timing
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice, NarrowWire, PlannedStage, PlanReply
@@ -33,6 +34,9 @@ INT4_COSTS: Final = (
 )
 """The figures are those of docs/benchmarks.md."""
 
+FAR_OFF: Final = 1.2
+"""A prediction of tokens per second that is off by more is learned from."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -41,7 +45,8 @@ class Plan:
     `wire_saved_s`: seconds per token that the wire dtype saves on all links together, against
     sending in the ring's dtype; None where a link was not measured. `chunk_s`: predicted seconds of
     a whole prompt chunk in all stages together, without the links; None where a stage was not
-    measured. `silent` nodes did not report their state in time.
+    measured. `silent` nodes did not report their state in time. `holders` are the nodes
+    that have the model, among the candidates.
     """
 
     choice: ModelChoice
@@ -57,6 +62,7 @@ class Plan:
     objective: Objective = Objective.LATENCY
     chunk_s: float | None = None
     silent: tuple[LeftOut, ...] = ()
+    holders: tuple[NodeId, ...] = ()
 
     @property
     def why(self) -> str:
@@ -81,6 +87,43 @@ class Plan:
         """First layers of all stages but the first: activations cross a wire before them."""
         return tuple(stage.layers.start for stage in self.placement.stages[1:])
 
+    def disproved_by(self, alone_s: Sequence[float], timing: Timing) -> list[StageRun]:
+        """List the stages of which a generation says otherwise than the plan.
+
+        `alone_s` are the seconds that each stage took for one token. The head is listed too where
+        the tokens per second were predicted FAR_OFF times too high or low: for its fixed step.
+        """
+        stages = self.placement.stages
+        if len(alone_s) != len(stages) or any(stage.n_streamed for stage in stages):
+            return []
+        predicted_s = [stage.compute_s for stage in stages]
+        tok_s, told_tok_s = timing.decode_tok_s, self.placement.predicted_tok_s
+        is_off = (
+            self.objective is Objective.LATENCY
+            and told_tok_s is not None
+            and tok_s > 0
+            and _differ(tok_s, told_tok_s, FAR_OFF)
+        )
+        beside_ms = sum(stage.compute_ms + stage.wire_ms for stage in timing.per_stage)
+        step_s = max(0.0, 1 / tok_s - beside_ms / 1e3) if is_off else None
+        return [
+            StageRun(
+                node=stage.node,
+                layers=stage.layers,
+                compute_s=took_s,
+                step_s=step_s if rank == 0 else None,
+            )
+            for rank, (stage, took_s, told_s) in enumerate(
+                zip(stages, alone_s, predicted_s, strict=True)
+            )
+            if told_s is not None
+            and (_differ(took_s, told_s, WRONG_BY) or (rank == 0 and step_s is not None))
+        ]
+
+    def _sources(self, node: NodeId) -> list[str]:
+        """Name the nodes that `node` may fetch from, at most LISTED."""
+        return [self.left_out_names[other] for other in self.holders if other != node][:LISTED]
+
     def reply(self, request: int, wire: NarrowWire | None = None) -> PlanReply:
         """Make the message for a client. `wire` says what a narrower wire saves and costs."""
         recommended: dict[str, Any] = dict(self.facts.recommended)
@@ -103,6 +146,9 @@ class Plan:
                     compute_ms=_ms(stage.compute_s),
                     hop_ms=_ms(stage.hop_s),
                     streamed_layers=stage.n_streamed,
+                    fetch_bytes=stage.fetch_bytes,
+                    fetch_s=stage.fetch_s,
+                    fetch_from=self._sources(stage.node) if stage.fetch_bytes else [],
                 )
                 for rank, (node, stage) in enumerate(
                     zip(self.nodes, self.placement.stages, strict=True)
@@ -132,6 +178,10 @@ def ignored_words(unknown: Sequence[str]) -> str:
         f"--ignore-unknown-config: what the model computes may be wrong, since its config has "
         f"{', '.join(unknown)}, which shardnet does not know"
     )
+
+
+def _differ(a: float, b: float, times: float) -> bool:
+    return not a / times <= b <= a * times
 
 
 def _ms(seconds: float | None) -> float | None:

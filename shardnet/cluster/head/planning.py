@@ -10,16 +10,16 @@ Knows the order of the steps and whom they ask. Must not load anything or start 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.cluster.download.pulling import pull_beside
-from shardnet.cluster.head.placing import make_plan
+from shardnet.cluster.head.placing import Holdings, make_plan
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.ring_dtypes import settle_dtype
-from shardnet.cluster.measuring.measurement import Measured, OnMeasured
+from shardnet.cluster.measuring.measurement import Measured, OnMeasured, StageRun
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.sharing.sharing import Sharing
@@ -62,10 +62,11 @@ class IdentifiedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFigures:
-    """What the candidates and their links have measured of the model."""
+    """What the candidates and their links have measured of the model, and what they have of it."""
 
     model: IdentifiedModel
     measured: Measured
+    holdings: Holdings
 
 
 class Planner:
@@ -141,13 +142,18 @@ class Planner:
         With `again` nodes measure what they remember too. `on_measured` takes the progress.
         """
         choice, nodes = model.candidates.choice, model.candidates.nodes
+        holdings = await self._sharing.holdings(model.facts, choice.model, nodes)
         if len(nodes) > 1 or measure_one:
             measured = await self._measuring.measured(
                 nodes, choice, model.facts, model.dtype, again=again, on_measured=on_measured
             )
         else:
             measured = await self._measuring.known(nodes[0], choice, model.facts, model.dtype)
-        return PlanFigures(model=model, measured=measured)
+        return PlanFigures(model=model, measured=measured, holdings=holdings)
+
+    async def learn(self, plan: Plan, runs: Sequence[StageRun]) -> None:
+        """Tell the nodes of a plan what a generation has disproved, for the plans that follow."""
+        await self._measuring.observed(plan.nodes, plan.choice, plan.facts, plan.dtype, runs)
 
     async def look_up(self, model: str) -> ModelFacts:
         """Read the facts of `model`, a path or name, here or else from a peer.
@@ -193,5 +199,10 @@ def place(figures: PlanFigures) -> Plan:
     """Choose the ring. Raises PlanError if the model does not fit, and as `make_plan`."""
     model, candidates = figures.model, figures.model.candidates
     return make_plan(
-        candidates.choice, model.facts, candidates.nodes, figures.measured, candidates.silent
+        candidates.choice,
+        model.facts,
+        candidates.nodes,
+        figures.measured,
+        candidates.silent,
+        figures.holdings,
     )

@@ -132,13 +132,13 @@ class FigureCache:
     def get(self, key: FigureKey) -> Figure | None:
         """Return the figure of `key`, None without one.
 
-        A damaged file counts as none, and so does a figure from a busy device after
-        UNSTEADY_GOOD_FOR_S.
+        The file counts before what is in memory: another node of this machine may have measured
+        since, or a generation there may have corrected the figure. A damaged file counts as none,
+        and so does a figure from a busy device after UNSTEADY_GOOD_FOR_S.
         """
-        if key not in self._known:
-            found = _read(self._folder / key.file_name, key)
-            if found is not None:
-                self._known[key] = found
+        found = _read(self._folder / key.file_name, key)
+        if found is not None:
+            self._known[key] = found
         known = self._known.get(key)
         if known is not None and not known.stage.is_steady:
             age_s = self._now_s() - known.measured_at_s

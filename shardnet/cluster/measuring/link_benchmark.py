@@ -19,12 +19,15 @@ from shardnet.cluster.peers.rtt_probe import N_PINGS, ping
 from shardnet.cluster.placement.figures import LinkSpeed
 from shardnet.errors import ShardnetError
 from shardnet.runtime.stage.measuring import rounded
+from shardnet.runtime.stage.processor_use import ProcessorUse
 from shardnet.types import NodeId
 from shardnet.wire.framing.schema import MAX_PING_BYTES
 from shardnet.wire.messages.measurements import LinkMeasured, LinksMeasured, MeasureLinks
 
 GOOD_FOR_S: Final = 300.0
 """A figure of a link is measured again when it is older."""
+UNSTEADY_GOOD_FOR_S: Final = 30.0
+"""The same, of a figure that was taken while other programs kept this machine busy."""
 
 N_ROUND_TRIPS: Final = 9
 PAUSE_S: Final = 0.003
@@ -84,7 +87,10 @@ class LinkBenchmark:
             if speed is not None:
                 rows.append(
                     LinkMeasured(
-                        node=node, round_trip_s=speed.round_trip_s, bytes_per_s=speed.bytes_per_s
+                        node=node,
+                        round_trip_s=speed.round_trip_s,
+                        bytes_per_s=speed.bytes_per_s,
+                        is_steady=speed.is_steady,
                     )
                 )
         return LinksMeasured(request=message.request, links=rows)
@@ -118,7 +124,8 @@ class LinkBenchmark:
             return None
         payload_bytes = max(FIRST_PAYLOAD_BYTES, min(payload_bytes, MAX_PING_BYTES))
         if known is not None and not again:
-            is_fresh = self._now_s() - known.at_s < GOOD_FOR_S
+            good_for_s = GOOD_FOR_S if known.speed.is_steady else UNSTEADY_GOOD_FOR_S
+            is_fresh = self._now_s() - known.at_s < good_for_s
             if is_fresh and known.payload_bytes >= payload_bytes:
                 return known.speed
         try:
@@ -138,6 +145,7 @@ async def measure_link(
     The round trip is that of steps without rows: both ends wait for their compute thread,
     so that half of it is what a hop takes. The bandwidth is that of payloads up to `payload_bytes`,
     which is at least `FIRST_PAYLOAD_BYTES`, or of smaller ones where those take too long.
+    It is not steady where other programs kept this machine busy.
 
     Raises LinkError when the link ends, BusyError when either end computes for somebody.
     """
@@ -146,13 +154,15 @@ async def measure_link(
         await ping(control, as_step=True)
         await wait_for_compute()
 
+    before = ProcessorUse.now()
     trip_s = statistics.median(await _repeat(round_trip))
     plain_s = statistics.median(await _repeat(lambda: ping(control)))
     noise = os.urandom(payload_bytes)
     rate = await best_rate(
         lambda size: ping(control, noise[:size]), plain_s, payload_bytes, time.perf_counter
     )
-    return LinkSpeed(round_trip_s=rounded(trip_s), bytes_per_s=rounded(rate))
+    is_steady = not before.disturbed(ProcessorUse.now())
+    return LinkSpeed(round_trip_s=rounded(trip_s), bytes_per_s=rounded(rate), is_steady=is_steady)
 
 
 async def _repeat(once: Callable[[], Awaitable[object]]) -> Sequence[float]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from shardnet.cluster.placement.figures import Links, LinkSpeed, StageSpeed
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.stage.estimate.memory_estimate import KEEPS_HALVES
-from shardnet.types import NodeId
+from shardnet.types import LayerRange, NodeId
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.measurements import (
     LinksMeasured,
@@ -55,12 +55,29 @@ class Measured:
                 receiver=receiver,
                 round_trip_s=speed.round_trip_s,
                 bytes_per_s=speed.bytes_per_s,
+                is_steady=speed.is_steady,
             )
             for (sender, receiver), speed in self.links.items()
         ]
 
 
 NOTHING_MEASURED = Measured()
+
+WRONG_BY: Final = 1.5
+"""A figure is corrected when a generation shows a stage so many times faster or slower."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRun:
+    """What a generation showed of a stage: its seconds for one token.
+
+    `step_s`, of the head alone: what a token took beside computing and wire.
+    """
+
+    node: NodeId
+    layers: LayerRange
+    compute_s: float
+    step_s: float | None = None
 
 
 class Instruments(Protocol):
@@ -115,6 +132,8 @@ async def gather(
                 layer_256_s=entry.seconds.layer_256_s,
                 embed_s=entry.seconds.embed_s,
                 head_s=entry.seconds.head_s,
+                step_s=entry.seconds.step_s,
+                is_steady=entry.is_steady,
             )
         except UsageError as error:
             reports[place] = _without(nodes[place], error)
@@ -204,8 +223,11 @@ async def _all_links(
             answer = await instruments.measure_links(by_id[pair[0]], ask)
             for row in answer.links:
                 if row.node == pair[1]:
-                    speed = LinkSpeed(round_trip_s=row.round_trip_s, bytes_per_s=row.bytes_per_s)
-                    links[pair] = speed
+                    links[pair] = LinkSpeed(
+                        round_trip_s=row.round_trip_s,
+                        bytes_per_s=row.bytes_per_s,
+                        is_steady=row.is_steady,
+                    )
         except ShardnetError:  # assumed to be slow, which the plan says
             pass
         count.one_more()

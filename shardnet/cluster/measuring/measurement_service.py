@@ -6,29 +6,38 @@ is measured, nor how a plan uses it.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
 
 from msgspec.structs import replace
 
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
-from shardnet.cluster.measuring.measurement import Measured, OnMeasured, gather
+from shardnet.cluster.measuring.measurement import Measured, OnMeasured, StageRun, gather
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.errors import ShardnetError
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.stage.loading import ModelFacts, config_text
 from shardnet.types import PREFILL_CHUNK_ROWS, DType, NodeId
 from shardnet.wire.framing.schema import Quant
+from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.measurements import (
     MAX_PAYLOAD_BYTES,
     LinksMeasured,
     MeasureLinks,
     MeasureStage,
     StageMeasured,
+    StageObserved,
 )
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.stages import LoadProgress
+
+TELL_S: Final = 2.0
+"""How long nodes have to take what was observed of them."""
 
 
 class MeasurementService:
@@ -88,10 +97,52 @@ class MeasurementService:
         control = await self._control_to(node)
         return await control.ask(replace(message, request=control.next_request()), LinksMeasured)
 
+    async def observed(
+        self,
+        nodes: Sequence[NodeInfo],
+        choice: ModelChoice,
+        facts: ModelFacts,
+        dtype: DType,
+        runs: Sequence[StageRun],
+    ) -> None:
+        """Tell nodes how long their stages took in a generation, each in one of `runs`.
+
+        Waits TELL_S at most; a node that does not take it is left alone.
+        """
+        ask = await self._ask(choice, facts, dtype, again=False)
+        by_id = {node.node: node for node in nodes}
+
+        async def tell(run: StageRun) -> None:
+            message = StageObserved(
+                request=0,
+                config=ask.config,
+                dtype=ask.dtype,
+                threads=ask.threads,
+                layers=(run.layers.start, run.layers.end),
+                compute_s=run.compute_s,
+                step_s=run.step_s,
+                quant=ask.quant,
+                kv_dtype=ask.kv_dtype,
+            )
+            with contextlib.suppress(ShardnetError, TimeoutError):
+                async with asyncio.timeout(TELL_S):
+                    if run.node == self._node:
+                        self._own.observe(message, "this node")
+                    else:
+                        control = await self._control_to(by_id[run.node])
+                        await control.ask(replace(message, request=control.next_request()), Done)
+
+        await asyncio.gather(*(tell(run) for run in runs))
+
     def register(self, handlers: MessageHandlers) -> None:
         """Register the messages by which other heads have this node measure."""
         handlers.register(MeasureStage, self._answer_stage)
         handlers.register(MeasureLinks, self._answer_links)
+        handlers.register(StageObserved, self._take_observed)
+
+    async def _take_observed(self, control: ControlLink, message: StageObserved) -> None:
+        self._own.observe(message, control.peer_name)
+        control.send(Done(request=message.request))
 
     async def _answer_links(self, control: ControlLink, message: MeasureLinks) -> None:
         control.send(await self._links.measure(message))

@@ -6,12 +6,17 @@ measure.
 
 from __future__ import annotations
 
+import asyncio
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
 
 from shardnet import __version__
 from shardnet.cluster.machine.profile import available_cores, machine_name
 from shardnet.cluster.measuring.figure_cache import Figure, FigureCache, FigureKey
+from shardnet.cluster.measuring.measurement import WRONG_BY
 from shardnet.cluster.ring.order_checks import check_threads
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
@@ -19,15 +24,31 @@ from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, DiskSilentError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
-from shardnet.runtime.stage.loading import find_folder
+from shardnet.runtime.stage.loading import check_layers, find_folder
 from shardnet.runtime.stage.measuring import (
     StageFigures,
     measure_disk,
     measure_stage,
     read_config,
+    rounded,
 )
-from shardnet.types import DType, KvDType
-from shardnet.wire.messages.measurements import MeasureStage, StageMeasured, StageSeconds
+from shardnet.runtime.stage.processor_use import ProcessorUse
+from shardnet.types import DType, KvDType, LayerRange
+from shardnet.wire.messages.measurements import (
+    MeasureStage,
+    StageMeasured,
+    StageObserved,
+    StageSeconds,
+)
+
+LOOK_S: Final = 0.05
+"""How long the processors are watched before a figure of a busy machine is measured again."""
+
+TURNS_PER_TOKEN: Final = 3
+"""Turns of the loop and the compute thread that a token takes: to the thread, back, to the client.
+Assumed until a generation on this node has shown what a token takes beside computing."""
+N_TURNS: Final = 5
+TURN_PAUSE_S: Final = 0.003
 
 
 class NodeBenchmark:
@@ -54,9 +75,10 @@ class NodeBenchmark:
         """
         config, dtype, quantization, key = self._subject(message, asker)
         kv_dtype = KvDType(message.kv_dtype)
-        figure = None if message.again else self._cache.get(key)
+        known = self._cache.get(key)
         disk = await self._disk(message)
-        if figure is None:
+        figure = known
+        if message.again or known is None or await self._is_better_now(known):
             memory_bytes = self._orders.free_bytes()
             device = self._orders.device.kind
 
@@ -73,9 +95,52 @@ class NodeBenchmark:
                 )
 
             stage = await self._host.measure(measure, on_progress)
-            figure = Figure(stage=stage, measured_at_s=time.time())
+            step_s = known.stage.step_s if known is not None else await self._turns_s()
+            figure = Figure(stage=replace(stage, step_s=step_s), measured_at_s=time.time())
             self._cache.put(key, figure)
+        assert figure is not None
         return _answer(message, figure, key.threads, self._orders.memory_bytes(), disk)
+
+    async def _is_better_now(self, known: Figure) -> bool:
+        """Say whether a figure of a busy machine can be replaced: nobody computes any more."""
+        if known.stage.is_steady or self._host.is_busy:
+            return False
+        before = ProcessorUse.now()
+        await asyncio.sleep(LOOK_S)
+        return before.quiet(ProcessorUse.now())
+
+    async def _turns_s(self) -> float:
+        """Measure what a token costs beside computing, as long as no generation has told."""
+        times: list[float] = []
+        for _ in range(N_TURNS):
+            await asyncio.sleep(TURN_PAUSE_S)
+            began = time.perf_counter()
+            await self._host.wait_for_compute()
+            times.append(time.perf_counter() - began)
+        return rounded(TURNS_PER_TOKEN * statistics.median(times))
+
+    def observe(self, message: StageObserved, asker: str) -> None:
+        """Correct the figure that a generation has shown to be wrong.
+
+        A stage that was WRONG_BY times faster than its figure says is proof: the figure is scaled,
+        and counts as before. One that was slower may have been disturbed: what is scaled up counts
+        for minutes, as every figure of a busy machine. Without a figure nothing is done. Raises
+        CheckpointError and UsageError as `measure`.
+        """
+        config, *_, key = self._subject(message, asker)
+        layers = LayerRange(*message.layers)
+        check_layers(config, layers)
+        figure = self._cache.get(key)
+        if figure is None or not message.compute_s:
+            return
+        stage = figure.stage
+        ratio = message.compute_s / stage.compute_s(layers, config.n_layers)
+        if not 1 / WRONG_BY <= ratio <= WRONG_BY:
+            stage = replace(stage.scaled(ratio), is_steady=stage.is_steady and ratio < 1)
+        if message.step_s is not None:
+            stage = replace(stage, step_s=rounded(message.step_s))
+        if stage != figure.stage:
+            self._cache.put(key, Figure(stage=stage, measured_at_s=time.time()))
 
     def known(self, message: MeasureStage) -> StageMeasured:
         """Return the known figure of a model, without the disk. Raises UsageError without one."""
@@ -86,7 +151,7 @@ class NodeBenchmark:
         return _answer(message, figure, key.threads, self._orders.memory_bytes(), None)
 
     def _subject(
-        self, message: MeasureStage, asker: str
+        self, message: MeasureStage | StageObserved, asker: str
     ) -> tuple[ModelConfig, DType, Quantization | None, FigureKey]:
         check_threads(message.threads, self._orders.most_threads)
         dtype = DType.named(message.dtype)
@@ -152,6 +217,7 @@ def _answer(
             layer_256_s=stage.layer_256_s,
             embed_s=stage.embed_s,
             head_s=stage.head_s,
+            step_s=stage.step_s,
         ),
         kernel=stage.kernel,
         threads=threads,

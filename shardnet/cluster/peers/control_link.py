@@ -34,7 +34,7 @@ from shardnet.wire.messages.control import (
 )
 from shardnet.wire.messages.generation import Cancel, Generate, LastRunRequest, Unload
 from shardnet.wire.messages.handshake import error_frame, explained
-from shardnet.wire.messages.measurements import MeasureLinks, MeasureStage
+from shardnet.wire.messages.measurements import MeasureLinks, MeasureStage, StageObserved
 from shardnet.wire.messages.membership import (
     IdentifyModel,
     ListModels,
@@ -68,6 +68,7 @@ ControlRequest = (
     | ListModels
     | MeasureStage
     | MeasureLinks
+    | StageObserved
     | LoadStage
     | ConnectRing
     | UnloadStage

@@ -7,7 +7,7 @@ chosen.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardnet.cluster.placement.figures import (
     CandidateNode,
@@ -28,6 +28,9 @@ from shardnet.wire.payloads.data import TOKEN_BYTES
 ASSUMED_LINK = LinkSpeed(round_trip_s=1e-3, bytes_per_s=12.5e6)
 """What a link is taken to be when none at all was measured: Ethernet of 100 Mbit/s."""
 
+FETCH_STEPS = {Objective.LATENCY: 2000, Objective.THROUGHPUT: 20000}
+"""A model that is fetched must pay for that within so many steps: about ten long answers; ten times
+as many where a ring is made to serve many for long."""
 
 ASSUMED_DISK_BYTES_PER_S = 500e6
 """What a disk is taken to give when none at all was measured."""
@@ -66,6 +69,7 @@ def paces_of(shape: ModelShape, candidates: Sequence[CandidateNode]) -> list[Pac
             layer_256_s=max(speed.layer_256_s for speed in known),
             embed_s=max(speed.embed_s for speed in known),
             head_s=max(speed.head_s for speed in known),
+            step_s=max(speed.step_s for speed in known),
         )
         if known
         else speed_by_bytes(shape, ASSUMED_MEMORY_BYTES_PER_S)
@@ -109,6 +113,29 @@ def measured_problem(
     )
 
 
+def fetching_problem(
+    problem: Problem, candidates: Sequence[CandidateNode], links: Links
+) -> Problem:
+    """Add to each layer its share of what its node would have to fetch first (docs/adr/0039).
+
+    Each of FETCH_STEPS steps bears as much of the fetch: a ring is only worth it that saves more.
+    What a node lacks is spread over all layers, since which of them it would get is open. Returns
+    the same problem where nothing lacks.
+    """
+    if not any(candidate.lacking for candidate in candidates):
+        return problem
+    slowest = _slowest(links).bytes_per_s
+    shares_s = [
+        sum(candidate.lacking)
+        / (candidate.fetch_bytes_per_s or slowest)
+        / problem.n_layers
+        / FETCH_STEPS[problem.objective]
+        for candidate in candidates
+    ]
+    layer_s = [own_s + fetch_s for own_s, fetch_s in zip(problem.layer_s, shares_s, strict=True)]
+    return replace(problem, layer_s=layer_s)
+
+
 def bytes_problem(shape: ModelShape, candidates: Sequence[CandidateNode]) -> Problem:
     """State the search where no figures count: all nodes read one byte a second, hops are free."""
     free = [[0.0] * len(candidates) for _ in candidates]
@@ -130,7 +157,7 @@ def _problem(
         n_layers=shape.n_layers,
         room=rooms_of(shape, [candidate.memory_bytes for candidate in candidates]),
         layer_s=[speed.layer_s for speed in speeds],
-        embed_s=[speed.embed_s for speed in speeds],
+        embed_s=[speed.embed_s + speed.step_s for speed in speeds],
         head_s=[speed.head_s for speed in speeds],
         hop_s=hop_s,
         home_s=home_s,
@@ -185,6 +212,8 @@ def _stage_plan(shape: ModelShape, stage: PlacedStage, link: LinkSpeed | None) -
         compute_s=stage.compute_s,
         hop_s=link.hop_s(sent_bytes) if link else None,
         n_streamed=stage.n_streamed,
+        fetch_bytes=stage.candidate.fetch_bytes(layers),
+        fetch_s=stage.candidate.fetch_s(layers),
     )
 
 
@@ -215,12 +244,7 @@ def ways_s(
     candidates: Sequence[CandidateNode], links: Links, objective: Objective, size_bytes: int
 ) -> list[list[float]]:
     """Seconds that the objective counts for so many bytes, from each candidate to each other."""
-    slowest = LinkSpeed(
-        round_trip_s=max((link.round_trip_s for link in links.values()), default=0)
-        or ASSUMED_LINK.round_trip_s,
-        bytes_per_s=min((link.bytes_per_s for link in links.values()), default=0)
-        or ASSUMED_LINK.bytes_per_s,
-    )
+    slowest = _slowest(links)
 
     def way_s(sender: CandidateNode, receiver: CandidateNode) -> float:
         if sender is receiver:
@@ -230,3 +254,13 @@ def ways_s(
         return link.hop_s(size_bytes) if is_latency else link.send_s(size_bytes)
 
     return [[way_s(sender, receiver) for receiver in candidates] for sender in candidates]
+
+
+def _slowest(links: Links) -> LinkSpeed:
+    """Return the worst figures of all links: what a link without figures is assumed to be."""
+    return LinkSpeed(
+        round_trip_s=max((link.round_trip_s for link in links.values()), default=0)
+        or ASSUMED_LINK.round_trip_s,
+        bytes_per_s=min((link.bytes_per_s for link in links.values()), default=0)
+        or ASSUMED_LINK.bytes_per_s,
+    )

@@ -174,7 +174,9 @@ class StageSpeed:
     """Times that a node has measured for one model shape, in seconds.
 
     `layer_s` is one layer at 1 row and decides plans; `layer_256_s`, one layer at 256 rows, says
-    what a prefill chunk costs. `embed_s` and `head_s` are what the head and the tail do besides.
+    what a prefill chunk costs. `embed_s` and `head_s` are what the head and the tail do besides,
+    `step_s` what a token costs the head beside all computing. Without `is_steady` the node was busy
+    when it measured.
     Raises UsageError for an impossible time, since other nodes report these.
     """
 
@@ -182,23 +184,27 @@ class StageSpeed:
     layer_256_s: float
     embed_s: float
     head_s: float
+    step_s: float = 0.0
+    is_steady: bool = True
 
     def __post_init__(self) -> None:
         _check(self.layer_s > 0, "a layer's time for 1 row", self.layer_s)
         _check(self.layer_256_s > 0, "a layer's time for 256 rows", self.layer_256_s)
         _check(self.embed_s >= 0, "the embedding's time", self.embed_s)
         _check(self.head_s >= 0, "the LM head's time", self.head_s)
+        _check(self.step_s >= 0, "a step's fixed time", self.step_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """Figures of the link from one node to another.
+    """Figures of the link from one node to another. Without `is_steady` a node was busy then.
 
     Raises UsageError for impossible figures.
     """
 
     round_trip_s: float
     bytes_per_s: float
+    is_steady: bool = True
 
     def __post_init__(self) -> None:
         _check(self.round_trip_s >= 0, "a round trip", self.round_trip_s)
@@ -224,6 +230,8 @@ class CandidateNode:
     """A node that could run a stage, with the memory it may use for one in bytes.
 
     `speed` is None where nothing was measured, and so is the speed of the disk with the checkpoint.
+    `lacking` are the stored bytes of each layer that it would have to fetch, () for none, and
+    `fetch_bytes_per_s` how fast they would come, None where that was not measured.
     """
 
     node: NodeId
@@ -231,6 +239,18 @@ class CandidateNode:
     memory_bytes: int
     speed: StageSpeed | None = None
     disk_bytes_per_s: float | None = None
+    lacking: tuple[int, ...] = ()
+    fetch_bytes_per_s: float | None = None
+
+    def fetch_bytes(self, layers: LayerRange) -> int:
+        """Bytes to fetch before these layers can be loaded here."""
+        return sum(self.lacking[layers.start : layers.end])
+
+    def fetch_s(self, layers: LayerRange) -> float | None:
+        """Seconds of that, None where the way to a node that has them was not measured."""
+        if not (n_bytes := self.fetch_bytes(layers)):
+            return 0.0
+        return n_bytes / self.fetch_bytes_per_s if self.fetch_bytes_per_s else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +259,8 @@ class StagePlan:
 
     `compute_s` is the predicted time of one row in this stage and `hop_s` of its hop to the next
     stage, from the tail to the head; None if not measured, `hop_s` also in a ring of one.
-    `n_streamed` of its layers are streamed from disk.
+    `n_streamed` of its layers are streamed from disk. `fetch_bytes` are fetched from other nodes
+    first, in about `fetch_s`.
     """
 
     node: NodeId
@@ -249,6 +270,8 @@ class StagePlan:
     compute_s: float | None = None
     hop_s: float | None = None
     n_streamed: int = 0
+    fetch_bytes: int = 0
+    fetch_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

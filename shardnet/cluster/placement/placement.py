@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from shardnet.cluster.placement.estimate import (
     PlacedStage,
     bytes_problem,
+    fetching_problem,
     measured_problem,
     paces_of,
     placement_of,
@@ -38,6 +39,7 @@ from shardnet.cluster.placement.words import (
     assumption_words,
     choice_words,
     exclusion_words,
+    fetch_words,
     named_words,
     ring_shortfall_words,
     shortfall_words,
@@ -56,23 +58,28 @@ def place(
 ) -> Placement:
     """Choose nodes, their order and the layers of each, so that `objective` is best met.
 
-    The first candidate is the node that was asked: among equals it is the head. Without any
-    measured speed the shortest ring that fits is taken, its layers divided by bytes.
+    The first candidate is the node that was asked: among equals it is the head. A ring that has to
+    fetch weights first must pay for that within FETCH_STEPS steps. Without any measured speed the
+    shortest ring that fits is taken, its layers divided by bytes.
 
     Raises PlanError when the model does not fit, with what lacks where and the ways out.
     """
     if all(candidate.speed is None for candidate in candidates):
         return _place_by_bytes(shape, candidates)
     problem = measured_problem(shape, candidates, links, objective)
-    ring = find_ring(problem)
-    if ring is None:
+    with_fetch = fetching_problem(problem, candidates, links)
+    found = find_ring(with_fetch)
+    if found is None:
         raise PlanError(shortfall_words(shape, candidates))
+    ring = given_split(problem, found.nodes, found.counts)
     left_out = tuple(
         Exclusion(node=c.node, why=exclusion_words(shape, candidates, problem, ring, index))
         for index, c in enumerate(candidates)
         if index not in ring.nodes
     )
     why = choice_words(candidates, problem, ring)
+    if with_fetch is not problem:
+        why += fetch_words(candidates, problem, ring, find_ring(problem))
     return _resident(shape, candidates, ring, links, left_out=left_out, why=why)
 
 
@@ -212,8 +219,8 @@ def _check_layers(
         needed = shape.memory_bytes(part)
         if needed > candidate.memory_bytes:
             raise PlanError(
-                f"node {candidate.name} lacks {size(needed - candidate.memory_bytes)} for layers "
-                f"{part} (needs {size(needed)})",
+                f"node {candidate.name} lacks {size(needed - candidate.memory_bytes)} for "
+                f"{part.words} (needs {size(needed)})",
                 remedy="give it fewer layers or a smaller --context",
             )
 

@@ -10,12 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
 from shardnet.cluster.placement.figures import Objective
 from shardnet.cluster.placement.room import Room, StageRole
+from shardnet.types import LayerRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +126,12 @@ def even_split(problem: Problem, nodes: Sequence[int]) -> RingSplit | None:
 def given_split(problem: Problem, nodes: Sequence[int], counts: Sequence[int]) -> RingSplit:
     """Return the split with `counts` layers on each node, and its cost."""
     return _ring(problem, nodes, stages_of(problem, nodes), counts)
+
+
+def ranges_of(counts: Sequence[int]) -> list[LayerRange]:
+    """Return the layers of each stage, from the number of each."""
+    ends = [*accumulate(counts)]
+    return [LayerRange(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 def layers_within(stage: Stage, limit_s: float) -> int:

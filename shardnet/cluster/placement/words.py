@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from shardnet.cluster.placement.estimate import unmeasured_hops, unmeasured_nodes
+from shardnet.cluster.placement.estimate import (
+    hops_of,
+    measured_link,
+    unmeasured_hops,
+    unmeasured_nodes,
+)
 from shardnet.cluster.placement.figures import NO_LINKS, CandidateNode, Links, ModelShape, Objective
 from shardnet.cluster.placement.room import (
     Fits,
@@ -25,8 +30,8 @@ from shardnet.cluster.placement.room import (
     room_of,
     rooms_of,
 )
-from shardnet.cluster.placement.search import best_of, best_pair, best_single, rings_with
-from shardnet.cluster.placement.split import Problem, RingSplit, stages_of
+from shardnet.cluster.placement.search import SAME, best_of, best_pair, best_single, rings_with
+from shardnet.cluster.placement.split import Problem, RingSplit, ranges_of, stages_of
 from shardnet.cluster.placement.streams import (
     StreamedRing,
     StreamedStage,
@@ -71,8 +76,47 @@ def named_words(candidates: Sequence[CandidateNode], problem: Problem, ring: Rin
     return words
 
 
+def fetch_words(
+    candidates: Sequence[CandidateNode],
+    problem: Problem,
+    ring: RingSplit,
+    fastest: RingSplit | None,
+) -> str:
+    """Say, as a suffix, which faster ring was passed over since it would fetch too much first."""
+    if fastest is None or fastest.cost_s >= ring.cost_s * (1 - SAME):
+        return ""
+    stages = _stages(fastest)
+    n_bytes = _fetch_bytes(candidates, stages)
+    if n_bytes <= _fetch_bytes(candidates, _stages(ring)):
+        return ""
+    times_s = [candidates[node].fetch_s(layers) for node, layers in stages]
+    known_s = [time_s for time_s in times_s if time_s is not None]
+    about = f" in about {_duration(sum(known_s))}" if len(known_s) == len(times_s) else ""
+    return (
+        f"; faster, {_rate(fastest)}, would be {_names(candidates, fastest)}, but {size(n_bytes)} "
+        f"would have to be fetched first{about}: name these nodes if that is worth it"
+    )
+
+
+def _stages(ring: RingSplit) -> list[tuple[int, LayerRange]]:
+    return list(zip(ring.nodes, ranges_of(ring.counts), strict=True))
+
+
+def _fetch_bytes(
+    candidates: Sequence[CandidateNode], stages: Sequence[tuple[int, LayerRange]]
+) -> int:
+    return sum(candidates[node].fetch_bytes(layers) for node, layers in stages)
+
+
+def _duration(seconds: float) -> str:
+    """Write a time that somebody waits: `40 s`, `3 min`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min"
+
+
 def assumption_words(ring: Sequence[CandidateNode], links: Links) -> str:
-    """List what of a ring was not measured, as a suffix; empty if all was measured."""
+    """List what of a ring was not measured, or while busy, as a suffix; empty if nothing."""
     words = ""
     if nodes := unmeasured_nodes(ring):
         names = ", ".join(candidate.name for candidate in nodes[:LISTED])
@@ -80,6 +124,13 @@ def assumption_words(ring: Sequence[CandidateNode], links: Links) -> str:
     if hops := unmeasured_hops(ring, links):
         names = ", ".join(f"{a.name} to {b.name}" for a, b in hops[:LISTED])
         words += f" (wire not measured: {names})"
+    busy = [node.name for node in ring if node.speed is not None and not node.speed.is_steady]
+    for hop in hops_of(ring):
+        link = measured_link(links, *hop)
+        if link is not None and not link.is_steady:
+            busy.append(f"{hop[0].name} to {hop[1].name}")
+    if busy:
+        words += f" (measured while busy, so a guess: {', '.join(busy[:LISTED])})"
     return words
 
 
@@ -99,9 +150,14 @@ def exclusion_words(
         middle = shape.n_layers // 2
         needed = shape.memory_bytes(LayerRange(middle, middle + 1))
         return f"its {size(memory_bytes)} hold no layer: one needs {size(needed)} here"
+    speed = candidates[node].speed
+    lacks = sum(candidates[node].lacking)
+    if lacks and with_it.cost_s < ring.cost_s * (1 - SAME):
+        return f"with it {_rate(with_it)}, without {_number(ring)}, but it lacks the model"
+    busy = " (it was measured while busy)" if speed is not None and not speed.is_steady else ""
     if _rate(with_it) == _rate(ring):
-        return f"no faster with it: {_rate(ring)} either way"
-    return f"with it {_rate(with_it)}, without {_number(ring)}"
+        return f"no faster with it: {_rate(ring)} either way{busy}"
+    return f"with it {_rate(with_it)}, without {_number(ring)}{busy}"
 
 
 def shortfall_words(shape: ModelShape, candidates: Sequence[CandidateNode]) -> str:

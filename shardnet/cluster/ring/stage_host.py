@@ -204,6 +204,11 @@ class StageHost:
         self.check_idle()
         await self._compute.run(lambda: None)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether sequences are open here."""
+        return self.membership is not None and self.membership.is_busy
+
     def check_idle(self) -> None:
         """Raise BusyError while sequences are open here."""
         if self.membership is not None and self.membership.is_busy:

@@ -197,7 +197,7 @@ class StageOrders:
             )
             unless_it_is_loaded.pop_all()
         self._log(
-            f"{'kept' if reused else 'loaded'} layers {loaded.order.layers} of {message.model} "
+            f"{'kept' if reused else 'loaded'} {loaded.order.layers.words} of {message.model} "
             f"({loaded.weight_bytes / 2**20:.1f} MiB, {loaded.kernel}, {threads} threads)"
         )
         return _ready(message, loaded, reused)

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardnet.errors import PlanError
-from shardnet.types import NodeId
+from shardnet.types import LayerRange, NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSource:
     """The model that a node has at a path or under an id: `model_id` "" for none.
 
-    `is_complete`: a whole checkpoint folder, not a replica with some parts.
+    `is_complete`: a whole checkpoint folder, not a replica with some parts, which has all of
+    `layers`.
     """
 
     node: NodeId
@@ -24,6 +25,16 @@ class ReplicaSource:
     address: str
     model_id: str
     is_complete: bool
+    layers: tuple[LayerRange, ...] = ()
+
+    def lacking_bytes(self, model_id: str, layer_bytes: Sequence[int]) -> tuple[int, ...]:
+        """Return how much of each layer the node lacks; () for nothing."""
+        if self.model_id == model_id and self.is_complete:
+            return ()
+        held = set[int]()
+        if self.model_id == model_id:
+            held.update(*self.layers)
+        return tuple(0 if layer in held else size for layer, size in enumerate(layer_bytes))
 
 
 def check_same_model(sources: Sequence[ReplicaSource]) -> None:

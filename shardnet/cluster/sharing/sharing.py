@@ -46,6 +46,7 @@ from shardnet.runtime.stage.loading import (
 from shardnet.transport.link import Link
 from shardnet.transport.loop import finish
 from shardnet.types import LayerRange, NodeId
+from shardnet.wire.framing.schema import MAX_STAGES
 from shardnet.wire.messages.handshake import Hello, PeerRole
 from shardnet.wire.messages.membership import IdentifyModel, ModelIdentity, NodeInfo
 from shardnet.wire.messages.stages import LoadStage
@@ -107,6 +108,7 @@ class Sharing:
             request=message.request,
             model_id=facts.model_id if facts is not None else "",
             complete=facts is not None and facts.is_complete,
+            layers=_held(facts) if facts is not None and not facts.is_complete else [],
         )
 
     def check_hello(self, hello: Hello) -> None:
@@ -213,6 +215,24 @@ class Sharing:
         answers = await self._ask_peers(rest, model, facts.model_id)
         return found + [answer for answer in answers.values() if isinstance(answer, ReplicaSource)]
 
+    async def holdings(
+        self, facts: ModelFacts, model: str, nodes: Sequence[NodeInfo]
+    ) -> dict[NodeId, ReplicaSource]:
+        """Find what nodes have of a model; those that do not answer in PEER_ANSWER_S are left out.
+
+        `model` and `facts` as for `sources`.
+        """
+
+        async def ask(node: NodeInfo) -> ReplicaSource | None:
+            try:
+                async with asyncio.timeout(PEER_ANSWER_S):
+                    return await self._ask_node(facts, model, node)
+            except (ShardnetError, TimeoutError):
+                return None
+
+        found = await asyncio.gather(*(ask(node) for node in nodes))
+        return {source.node: source for source in found if source is not None}
+
     async def control(self, node: NodeInfo) -> ControlLink:
         """Return the control link to another node, dialled if need be."""
         control = self._peers.links.link_of(NodeId(node.node))
@@ -294,6 +314,7 @@ class Sharing:
                 address=node.address,
                 model_id=facts.model_id,
                 is_complete=facts.is_complete,
+                layers=facts.layers.held,
             )
         return await self._ask(await self.control(node), model, facts.model_id, node.address)
 
@@ -326,6 +347,7 @@ class Sharing:
             address=address,
             model_id=answer.model_id,
             is_complete=answer.complete,
+            layers=tuple(LayerRange(*layers) for layers in answer.layers),
         )
 
     # --- fetching
@@ -432,6 +454,10 @@ class Sharing:
             if not self._n_at_work:
                 self._idle.set()
                 self._idle = asyncio.Event()
+
+
+def _held(facts: ModelFacts) -> list[tuple[int, int]]:
+    return [(layers.start, layers.end) for layers in facts.layers.held][:MAX_STAGES]
 
 
 def _not_found(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardnet.checkpoint.formats.gguf_header import gguf_files
+from shardnet.checkpoint.replica import StoredLayers
 from shardnet.checkpoint.tensors.checkpoint_files import find_file, folder_entries, open_file
 from shardnet.checkpoint.tensors.manifest import is_blob
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN
@@ -21,7 +22,7 @@ from shardnet.model.families.registry import parse_config
 from shardnet.runtime.stage.loading import ModelFacts, identify
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.threads import DaemonThreads
-from shardnet.types import DType
+from shardnet.types import DType, LayerRange
 
 LARGE_BYTES: Final = 1 << 20
 """Headers of more bytes than this are read in another process."""
@@ -100,6 +101,10 @@ def _facts(path: Path, value: dict[str, Any]) -> ModelFacts:
         size_bytes=value["size_bytes"],
         unknown_keys=tuple(value["unknown_keys"]),
         recommended=value["recommended"],
+        layers=StoredLayers(
+            size_bytes=tuple(value["layers"]["size_bytes"]),
+            held=tuple(LayerRange(**held) for held in value["layers"]["held"]),
+        ),
     )
 
 

@@ -27,6 +27,7 @@ def identified(path: str) -> tuple[object, bytes]:
         "size_bytes": facts.size_bytes,
         "unknown_keys": facts.unknown_keys,
         "recommended": dict(facts.recommended),
+        "layers": asdict(facts.layers),
     }, b""
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
+from typing import Final
 
 from shardnet.errors import ShardnetError
 from shardnet.runtime.engine.outputs import OutputCollector, OutputEvent
@@ -23,6 +25,12 @@ from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
 from shardnet.runtime.scheduling.sequences import FinishReason
 from shardnet.types import LiveState, RowGroup, TokenLogprobs
 from shardnet.wire.messages.generation import MeanStageTime, Timing
+
+FEWEST_ALONE: Final = 16
+"""Steps from which on the time of a stage is told as usual."""
+MOST_ALONE: Final = 256
+ALONE_POSITIONS: Final = 1024
+"""Steps at later positions attend to more than those that predictions are made for."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +67,28 @@ class _StageSums:
 
 
 @dataclass(slots=True, kw_only=True)
+class _AloneSteps:
+    """What stages computed in the first MOST_ALONE decode steps, as long as all had one row."""
+
+    compute_us: dict[int, list[int]] = field(default_factory=dict)
+    is_alone: bool = True
+
+    def add(self, position: int, answered: StepAnswered) -> None:
+        self.is_alone &= answered.batch.n_rows == 1
+        for timing in answered.answer.timings if position < ALONE_POSITIONS else ():
+            steps = self.compute_us.setdefault(timing.rank, [])
+            if len(steps) < MOST_ALONE:
+                steps.append(timing.compute_us)
+
+    def medians_s(self) -> tuple[float, ...]:
+        """Return the usual seconds of each stage, by rank; () for too few steps."""
+        n_steps = min((len(steps) for steps in self.compute_us.values()), default=0)
+        if not self.is_alone or n_steps < FEWEST_ALONE:
+            return ()
+        return tuple(median(self.compute_us[rank]) / 1e6 for rank in sorted(self.compute_us))
+
+
+@dataclass(slots=True, kw_only=True)
 class LiveRequest:
     """One request. Times are the head's clock's, in nanoseconds."""
 
@@ -70,6 +100,7 @@ class LiveRequest:
     n_tokens: int = 0
     outputs: OutputCollector | None = None
     _sums: _StageSums = field(default_factory=_StageSums)
+    _alone: _AloneSteps = field(default_factory=_AloneSteps)
     _reported_ahead: int | None = None
     _first_ns: int = 0
     _last_ns: int = 0
@@ -101,6 +132,7 @@ class LiveRequest:
         """
         if group.position >= len(self.request.prompt):
             self._sums.add(answered)
+            self._alone.add(group.position, answered)
         if self.outputs is None:
             return
         answer = answered.answer
@@ -130,7 +162,10 @@ class LiveRequest:
             self._give(self.outputs.finish())
         self.events.put_nowait(
             GenerationFinished(
-                reason=reason, text=self.request.text.finish(), timing=self._timing(now_ns)
+                reason=reason,
+                text=self.request.text.finish(),
+                timing=self._timing(now_ns),
+                alone_s=self._alone.medians_s(),
             )
         )
 

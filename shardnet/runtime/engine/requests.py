@@ -101,12 +101,14 @@ class TokenGenerated:
 class GenerationFinished:
     """The end of a request. `text` is what the detokenizer held back until now.
 
-    `timing.load_s` is 0: the engine knows nothing of loading.
+    `timing.load_s` is 0: the engine knows nothing of loading. `alone_s` are the seconds that each
+    stage computed for one token, () unless the request had the ring to itself all the time.
     """
 
     reason: FinishReason
     text: str
     timing: Timing
+    alone_s: tuple[float, ...] = ()
 
 
 RequestEvent = RequestMoved | TokenGenerated | OutputEvent | GenerationFinished

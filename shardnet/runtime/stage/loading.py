@@ -24,6 +24,7 @@ from shardnet.checkpoint.model_folders import find_in_lm_studio
 from shardnet.checkpoint.model_names import LM_STUDIO
 from shardnet.checkpoint.ollama_store import OllamaName, find_ollama
 from shardnet.checkpoint.recommended_sampling import read_recommended
+from shardnet.checkpoint.replica import NO_LAYERS, StoredLayers, stored_layers
 from shardnet.checkpoint.replica_journal import Journal
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
 from shardnet.errors import CapacityError, CheckpointError, UsageError
@@ -103,7 +104,8 @@ class ModelFacts:
     `linear_dtype` that of the LM head's too. `form` names how they are stored, for people, and
     `size_bytes` is the size of the tensor files. `unknown_keys` of its config may change what is
     computed: a ring is made of it only where they are to be ignored. `recommended` is the sampling
-    that its makers recommend, by the names of SamplingParams.
+    that its makers recommend, by the names of SamplingParams. `layers` are the stored sizes of
+    layers, and which of them are here.
     """
 
     model_id: str
@@ -118,6 +120,7 @@ class ModelFacts:
     form: str = ""
     size_bytes: int = 0
     unknown_keys: tuple[str, ...] = ()
+    layers: StoredLayers = NO_LAYERS
     recommended: Mapping[str, float] = field(default_factory=dict)
 
     def check_known(self) -> None:
@@ -182,6 +185,7 @@ def identify(path: Path) -> ModelFacts:
         size_bytes=checkpoint.size_bytes,
         unknown_keys=checkpoint.unknown_keys,
         recommended=read_recommended(path),
+        layers=stored_layers(checkpoint),
     )
 
 
@@ -420,7 +424,7 @@ def kv_room_blocks(
     needed = blocks_for(context) * block_bytes
     if fixed + needed > memory_bytes:
         raise CapacityError(
-            f"layers {layers} need {fixed + needed} bytes for a context of {context}, and this "
+            f"{layers.words} need {fixed + needed} bytes for a context of {context}, and this "
             f"node may use {memory_bytes}",
             remedy="lower --context, raise --memory or give it fewer layers",
         )

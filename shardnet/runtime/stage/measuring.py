@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,8 @@ from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import parse_config
-from shardnet.types import PREFILL_CHUNK_ROWS, DType, KvDType
+from shardnet.runtime.stage.processor_use import ProcessorUse
+from shardnet.types import PREFILL_CHUNK_ROWS, DType, KvDType, LayerRange
 
 if TYPE_CHECKING:
     from shardnet.stage.synthetic_model import StepTimes, SyntheticModel
@@ -52,8 +53,8 @@ class StageFigures:
 
     `layer_s` is one layer at 1 row, `layer_256_s` at 256 rows. `embed_s` is the embedding of a row,
     `head_s` norm, LM head and greedy sampling; the fixed cost of a step is part of both. `kernel`
-    names the linear kernel. Without `is_steady` the steps differed so much that something else
-    must have kept the device busy.
+    names the linear kernel. Without `is_steady` something else kept the machine or the device
+    busy meanwhile. `step_s` is what a token costs the head of a ring beside all computing.
     """
 
     layer_s: float
@@ -62,6 +63,22 @@ class StageFigures:
     head_s: float
     kernel: str
     is_steady: bool = True
+    step_s: float = 0.0
+
+    def compute_s(self, layers: LayerRange, n_layers: int) -> float:
+        """Predict the seconds of a stage with these of `n_layers` layers for one row."""
+        is_first, is_last = layers.start == 0, layers.end == n_layers
+        return len(layers) * self.layer_s + is_first * self.embed_s + is_last * self.head_s
+
+    def scaled(self, factor: float) -> StageFigures:
+        """Return the figures with all that is computed taking `factor` times as long."""
+        return replace(
+            self,
+            layer_s=rounded(self.layer_s * factor),
+            layer_256_s=rounded(self.layer_256_s * factor),
+            embed_s=rounded(self.embed_s * factor),
+            head_s=rounded(self.head_s * factor),
+        )
 
 
 def read_config(text: str, where: str, *, ignore_unknown: bool = False) -> ModelConfig:
@@ -96,9 +113,10 @@ def measure_stage(
     called between the parts; an error that it raises ends the measurement.
 
     Each figure is the median of the means of time windows, which ignores single disturbances and
-    includes steady ones. For a huge LM head a slice of the vocabulary is measured and scaled up,
-    for a slow machine fewer rows of the chunk. Raises CapacityError when memory does not hold one
-    layer.
+    includes a limited share of the processor. Where other programs took processors meanwhile, it is
+    the fastest window, and the figures are not steady. For a huge LM head a slice of the vocabulary
+    is measured and scaled up, for a slow machine fewer rows of the chunk. Raises CapacityError when
+    memory does not hold one layer.
     """
     import torch
 
@@ -124,9 +142,11 @@ def measure_stage(
         with capacity_error_for(f"{device} has no memory left to measure in"):
             model = SyntheticModel(sample, choice, torch.device(device), tick, kv_dtype)
             model.step(1)  # the first one only warms up
+            before = ProcessorUse.now()
             single = windows(lambda: model.step(1), at_least=3, tick=tick)
             chunk_s = _chunk_s(model, tick)
-    return _figures(config, sample, choice.name, single, chunk_s)
+            is_disturbed = before.disturbed(ProcessorUse.now())
+    return _figures(config, sample, choice.name, single, chunk_s, is_disturbed=is_disturbed)
 
 
 def _figures(
@@ -135,17 +155,20 @@ def _figures(
     kernel: str,
     single: Sequence[StepTimes],
     chunk_s: float,
+    *,
+    is_disturbed: bool,
 ) -> StageFigures:
     """Scale the times of a smaller `sample` model to the model of `config`."""
-    plan_s = statistics.median(times.plan_s for times in single)
-    head_s = statistics.median(times.head_s for times in single)
+    typical = min if is_disturbed else statistics.median
+    plan_s = typical([times.plan_s for times in single])
+    head_s = typical([times.head_s for times in single])
     return StageFigures(
-        layer_s=rounded(statistics.median(t.layers_s for t in single) / sample.n_layers),
+        layer_s=rounded(typical([times.layers_s for times in single]) / sample.n_layers),
         layer_256_s=rounded(chunk_s / sample.n_layers),
-        embed_s=rounded(plan_s + statistics.median(times.embed_s for times in single)),
+        embed_s=rounded(plan_s + typical([times.embed_s for times in single])),
         head_s=rounded(plan_s + head_s * config.vocab_size / sample.vocab_size),
         kernel=kernel,
-        is_steady=_is_steady([t.layers_s for t in single]),
+        is_steady=not is_disturbed and _is_steady([times.layers_s for times in single]),
     )
 
 

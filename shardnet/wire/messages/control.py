@@ -38,6 +38,7 @@ from shardnet.wire.messages.measurements import (
     MeasureLinks,
     MeasureStage,
     StageMeasured,
+    StageObserved,
 )
 from shardnet.wire.messages.membership import (
     IdentifyModel,
@@ -97,6 +98,7 @@ ControlMessage = (
     | ModelsListed
     | MeasureStage
     | StageMeasured
+    | StageObserved
     | MeasureLinks
     | LinksMeasured
     | LoadStage

@@ -17,6 +17,7 @@ from shardnet.wire.framing.schema import (
     Explanation,
     Figure,
     KvDTypeName,
+    Layers,
     Moment,
     Name,
     PathText,
@@ -53,12 +54,16 @@ class MeasureStage(Tagged, frozen=True, kw_only=True):
 
 
 class StageSeconds(Strict, frozen=True, kw_only=True):
-    """What a node needs for one model: a layer at 1 and at 256 rows, embedding, LM head."""
+    """What a node needs for one model: a layer at 1 and at 256 rows, embedding, LM head.
+
+    `step_s` is what a token costs it as head beside all computing.
+    """
 
     layer_s: Seconds
     layer_256_s: Seconds
     embed_s: Seconds
     head_s: Seconds
+    step_s: Seconds = 0.0
 
 
 class StageMeasured(Tagged, frozen=True, kw_only=True):
@@ -78,6 +83,25 @@ class StageMeasured(Tagged, frozen=True, kw_only=True):
     disk_bytes_per_s: Figure | None = None
 
 
+class StageObserved(Tagged, frozen=True, kw_only=True):
+    """Tell a node how long its stage took for one token in a generation, `compute_s`.
+
+    It corrects its figure where that says something else by far. `layers` are the stage's, the
+    other fields as in MeasureStage. `step_s` is for the head: what a token took beside computing
+    and wire. Answered by Done.
+    """
+
+    request: RequestId
+    config: Text
+    dtype: Name
+    threads: Threads
+    layers: Layers
+    compute_s: Seconds
+    step_s: Seconds | None = None
+    quant: Quant = ""
+    kv_dtype: KvDTypeName = "auto"
+
+
 class MeasureLinks(Tagged, frozen=True, kw_only=True):
     """Ask a node how fast its links to others are. Some minutes old figures do.
 
@@ -91,11 +115,15 @@ class MeasureLinks(Tagged, frozen=True, kw_only=True):
 
 
 class LinkMeasured(Strict, frozen=True, kw_only=True):
-    """The way to `node` and back: a round trip of a step without rows, and the bandwidth."""
+    """The way to `node` and back: a round trip of a step without rows, and the bandwidth.
+
+    `is_steady` is false if other programs kept the machine busy.
+    """
 
     node: Name
     round_trip_s: Seconds
     bytes_per_s: Figure
+    is_steady: bool = True
 
 
 class LinksMeasured(Tagged, frozen=True, kw_only=True):
@@ -131,3 +159,4 @@ class WayMeasured(Strict, frozen=True, kw_only=True):
     receiver: Name
     round_trip_s: Seconds
     bytes_per_s: Figure
+    is_steady: bool = True

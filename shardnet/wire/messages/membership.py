@@ -12,6 +12,7 @@ from msgspec import Meta, field
 
 from shardnet.wire.framing.schema import (
     MAX_PEER_ADDRESSES,
+    MAX_STAGES,
     U32,
     Address,
     Count,
@@ -213,10 +214,12 @@ class ModelIdentity(Tagged, frozen=True, kw_only=True):
     """Answers IdentifyModel. `model_id` is hexadecimal SHA-256, "" for nothing there.
 
     `complete`: it is a checkpoint folder with every tensor, not parts that came from other nodes.
-    `sample` is not used any more: the id has it.
+    `layers` are ranges of which it has every tensor, where it is not. `sample` is not used any
+    more: the id has it.
     """
 
     request: RequestId
     model_id: DigestOrNone
     complete: bool
     sample: DigestOrNone = ""
+    layers: Annotated[list[Layers], Meta(max_length=MAX_STAGES)] = field(default_factory=list)

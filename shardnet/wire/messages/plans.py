@@ -78,7 +78,8 @@ class PlanRequest(Tagged, frozen=True, kw_only=True):
 class PlannedStage(Strict, frozen=True, kw_only=True):
     """One stage of a plan: its memory, compute and way to the next stage as predicted.
 
-    `streamed_layers` of its layers are streamed from disk.
+    `streamed_layers` of its layers are streamed from disk. `fetch_bytes` have to be fetched first,
+    from other nodes, `fetch_from` among them; `fetch_s` is null where that was not measured.
     """
 
     rank: Rank
@@ -91,6 +92,11 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     compute_ms: Figure | None = None
     hop_ms: Figure | None = None
     streamed_layers: LayerNumber = 0
+    fetch_bytes: Count = 0
+    fetch_s: Figure | None = None
+    fetch_from: Annotated[list[Name], Meta(max_length=MAX_STAGES)] = msgspec.field(
+        default_factory=list
+    )
 
 
 class LeftOut(Strict, frozen=True, kw_only=True):

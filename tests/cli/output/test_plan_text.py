@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
+from shardnet.errors import UsageError
+from shardnet.types import parse_layers
 from shardnet.wire.messages.generation import LastRun, MeanStageTime, Timing
 from shardnet.wire.messages.measurements import NodeMeasured, StageSeconds, WayMeasured
 from shardnet.wire.messages.plans import LeftOut, PlannedStage, PlanReply
 from shardnet_cli.output.plan_text import (
     HOPS_NOTE,
     dtype_words,
+    layer_words,
     plan_json,
     plan_text,
     run_json,
@@ -142,7 +146,9 @@ def test_a_run_stands_beside_its_prediction() -> None:
             "0:",
             "anna,",
             "layers",
-            "0-4",
+            "0-3",
+            "of",
+            "8",
             "31",
             "ms",
             "33",
@@ -153,7 +159,7 @@ def test_a_run_stands_beside_its_prediction() -> None:
             "waiting)",
         ],
         ["hop", "to", "bert", "0.21", "ms", "0.4", "ms"],
-        ["rank", "1:", "bert,", "layers", "4-8", "24", "ms", "26", "ms"],
+        ["rank", "1:", "bert,", "layers", "4-7", "of", "8", "24", "ms", "26", "ms"],
         ["hop", "to", "anna", "0.2", "ms", "0.4", "ms"],
         ["tokens/s", "18", "16"],
         HOPS_NOTE.split(),
@@ -193,3 +199,41 @@ def test_what_is_rounded_is_said() -> None:
     assert dtype_words(both) == "bfloat16 with int8 weights and int8 KV"
     told = [plan_json(plan)["kv_dtype"] for plan in (PLAN, both)]
     assert told == ["auto", "int8"]
+
+
+def test_layers_are_named_with_the_last_one_included() -> None:
+    assert [layer_words(PLAN, stage) for stage in PLAN.stages] == [
+        "layers 0-3 of 8",
+        "layers 4-7 of 8",
+    ]
+    single = msgspec.structs.replace(PLAN.stages[1], layers=(7, 8))
+    assert layer_words(PLAN, single) == "layer 7 of 8"
+    assert plan_json(PLAN)["stages"][1]["layers"] == [4, 8]
+    with pytest.raises(UsageError, match="0-8,8-12 are layers 0 to 7 and 8 to 11"):
+        parse_layers("0-7,8-21")
+
+
+def test_what_is_fetched_first_is_said() -> None:
+    fetching = msgspec.structs.replace(
+        PLAN.stages[1], fetch_bytes=3 * 2**20, fetch_from=["anna", "cleo"], fetch_s=12.4
+    )
+    plan = msgspec.structs.replace(PLAN, stages=[PLAN.stages[0], fetching])
+    assert (
+        plan_text(plan)
+        .splitlines()[3]
+        .endswith(", fetches 3.0 MiB from anna or cleo first (about 12 s)")
+    )
+    assert plan_json(plan)["stages"][1]["fetch_from"] == ["anna", "cleo"]
+    assert [s["fetch_bytes"] for s in plan_json(plan)["stages"]] == [0, 3 * 2**20]
+    unknown = msgspec.structs.replace(fetching, fetch_from=[], fetch_s=None)
+    plan = msgspec.structs.replace(PLAN, stages=[PLAN.stages[0], unknown])
+    assert plan_text(plan).splitlines()[3].endswith(", fetches 3.0 MiB from other nodes first")
+
+
+def test_what_was_measured_while_busy_is_marked() -> None:
+    busy = [msgspec.structs.replace(PLAN.nodes[0], is_steady=False), PLAN.nodes[1]]
+    links = [msgspec.structs.replace(PLAN.links[0], is_steady=False)]
+    lines = plan_text(msgspec.structs.replace(PLAN, nodes=busy, links=links)).splitlines()
+    assert lines[1] == "  predicted: 18 tokens/s, measured while busy: likely more"
+    assert lines[6].endswith(", measured while busy)")
+    assert lines[8].endswith(" (measured while busy)")

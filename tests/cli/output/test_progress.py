@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from shardnet.wire.messages.plans import NodeProgress, PlannedStage, PlanReply
 from shardnet_cli.main import app
+from shardnet_cli.output.bars import make_bars
 from shardnet_cli.output.progress import LoadBars
 
 
@@ -57,3 +60,56 @@ def test_where_quantised_weights_are_kept_is_said_once_and_listed(
     (packs / "0123" / "about.json").write_text('{"model": "m", "quant": "int8"}')
     [listed] = json.loads(CliRunner().invoke(app, ["cache", "ls", "--json"]).stdout)
     assert (listed["model_id"], listed["name"], listed["quant"]) == ("0123", "m", "int8")
+
+
+def test_a_bar_shows_what_is_known_and_no_question_marks() -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
+    bars = make_bars(has_rate=True, console=terminal)
+    for done, total in ((0, None), (3 * 2**20, None), (2**20, 2**21)):
+        bars.add_task("work", total=total, completed=done)
+    with terminal.capture() as shown:
+        terminal.print(bars.get_renderable())
+    text = shown.get()
+    assert "?" not in text
+    assert "-:--" not in text
+    assert "3.0 MiB" in text
+    assert "1.0/2.0 MiB" in text
+
+
+def test_a_fetch_is_said_once_with_its_size_and_about_how_long(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stage = PlannedStage(
+        rank=0,
+        node="n",
+        name="anna",
+        address="a:1",
+        layers=(0, 8),
+        weight_bytes=1,
+        kv_bytes=1,
+        fetch_bytes=3 * 2**20,
+        fetch_s=12.3,
+        fetch_from=["bert"],
+    )
+    plan = PlanReply(
+        request=1,
+        model="/m",
+        model_id="ab" * 32,
+        dtype="bfloat16",
+        wire_dtype="bfloat16",
+        context=512,
+        stages=[stage],
+        why="because",
+    )
+    with LoadBars() as bars:
+        bars.expect(plan)
+        for done in (0, 2**20):
+            bars.update(
+                NodeProgress(
+                    request=1, rank=0, done_bytes=done, total_bytes=3 * 2**20, phase="fetching"
+                )
+            )
+    assert capsys.readouterr().err.splitlines() == [
+        "ring: anna layers 0-7 of 8 (bfloat16, context 512): because",
+        "anna layers 0-7 of 8: fetching 3.0 MiB from other nodes, about 12 s",
+    ]

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
+from shardnet.checkpoint.replica import StoredLayers
 from shardnet.cluster.head.model_shape import QuantizationChoice, model_shape
 from shardnet.cluster.head.placing import fits, make_plan
 from shardnet.cluster.head.planning import PlanCandidates, Planner
@@ -18,6 +19,7 @@ from shardnet.cluster.head.ring_builder import ring_spec
 from shardnet.cluster.head.ring_dtypes import settle_dtype, settle_wire_dtype
 from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
+from shardnet.cluster.sharing.replica_sources import ReplicaSource
 from shardnet.errors import (
     CapacityError,
     CheckpointError,
@@ -37,6 +39,7 @@ from shardnet.stage.estimate.memory_estimate import (
 )
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import DType, KvDType, LayerRange, NodeId, WireDType
+from shardnet.wire.messages.generation import MeanStageTime, Timing
 from shardnet.wire.messages.measurements import NodeMeasured
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice
@@ -463,3 +466,63 @@ def test_unknown_keys_of_the_config_end_the_plan_or_are_warned_of() -> None:
     plan = make_plan(choice, asyncio.run(identified(choice)), [node("a")])
     assert "logit_scale = 0.1, spread = 7" in plan.warnings[0]
     assert ring_spec(plan).ignore_unknown_config
+
+
+def test_a_generation_disproves_what_was_predicted_far_off() -> None:
+    speeds = {
+        NodeId(f"id-{name}"): StageSpeed(layer_s=0.001, layer_256_s=1, embed_s=0, head_s=0)
+        for name in "ab"
+    }
+    link = LinkSpeed(round_trip_s=0.001, bytes_per_s=1e9)
+    measured = Measured(speeds=speeds, links={(NodeId("id-a"), NodeId("id-b")): link})
+    choice, nodes = ModelChoice(model="/m", nodes=["a:1", "b:1"]), [node("a"), node("b")]
+    plan = make_plan(choice, facts(), nodes, measured)
+    assert plan.placement.predicted_tok_s == pytest.approx(1 / 0.007, rel=0.01)
+
+    def timing(tok_s: float) -> Timing:
+        stages = tuple(
+            MeanStageTime(rank=rank, compute_ms=3, queue_ms=0.1, wire_ms=0.5) for rank in range(2)
+        )
+        return Timing(load_s=0, ttft_s=0, decode_tok_s=tok_s, total_s=1, per_stage=stages)
+
+    assert plan.disproved_by((0.003, 0.0044), timing(140)) == []
+    assert plan.disproved_by((), timing(10)) == [], "others used the ring too"
+    [slow] = plan.disproved_by((0.003, 0.006), timing(140))
+    assert (slow.node, slow.layers, slow.compute_s) == ("id-b", LayerRange(3, 6), 0.006)
+    assert slow.step_s is None
+    [head] = plan.disproved_by((0.003, 0.003), timing(100))
+    assert (head.node, head.step_s) == ("id-a", pytest.approx(0.003))
+    many = make_plan(structs.replace(choice, optimise="throughput"), facts(), nodes, measured)
+    assert many.disproved_by((0.003, 0.003), timing(100)) == []
+
+
+def test_what_a_plan_fetches_is_told_with_its_sources() -> None:
+    whole = facts()
+    model = replace(whole, layers=StoredLayers(size_bytes=(10**6,) * 6, held=()))
+    nodes = [node("a"), node("b"), node("c")]
+    holdings = {
+        NodeId(f"id-{name}"): ReplicaSource(
+            node=NodeId(f"id-{name}"),
+            name=name,
+            address=f"{name}:1",
+            model_id=model_id,
+            is_complete=bool(model_id),
+        )
+        for name, model_id in (("a", whole.model_id), ("b", ""))
+    }
+    speeds = {
+        NodeId(f"id-{name}"): StageSpeed(layer_s=0.001, layer_256_s=1, embed_s=0, head_s=0)
+        for name in "abc"
+    }
+    link = LinkSpeed(round_trip_s=0.001, bytes_per_s=1e6)
+    measured = Measured(speeds=speeds, links={(NodeId("id-a"), NodeId("id-b")): link})
+    choice = ModelChoice(model="/m", nodes=["a:1", "b:1", "c:1"])
+    stages = make_plan(choice, model, nodes, measured, holdings=holdings).reply(1).stages
+    assert [(s.fetch_bytes, s.fetch_from) for s in stages] == [
+        (0, []),
+        (2 * 10**6, ["a"]),
+        (0, []),
+    ], "who does not say is taken to have all"
+    assert stages[1].fetch_s == pytest.approx(2)
+    unmeasured = make_plan(choice, model, nodes, holdings=holdings).reply(1).stages
+    assert unmeasured[1].fetch_s is None

@@ -65,6 +65,14 @@ def test_a_figure_outlives_the_process(tmp_path: Path) -> None:
     assert said == []
 
 
+def test_what_another_node_of_the_machine_has_corrected_counts(tmp_path: Path) -> None:
+    here, there = FigureCache(tmp_path, print), FigureCache(tmp_path, print)
+    here.put(key(), FIGURE)
+    corrected = dataclasses.replace(FIGURE, stage=FIGURE.stage.scaled(0.01))
+    there.put(key(), corrected)
+    assert here.get(key()) == corrected
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -16,11 +16,13 @@ from shardnet.cluster.measuring.link_benchmark import (
     GOOD_FOR_S,
     PAYLOADS_S,
     QUICK_RATE_BYTES,
+    UNSTEADY_GOOD_FOR_S,
     LinkBenchmark,
     best_rate,
 )
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import BusyError, ShardnetError
+from shardnet.runtime.stage.processor_use import ProcessorUse
 from shardnet.transport.memory import memory_pair
 from shardnet.types import NodeId
 from shardnet.wire.framing.schema import MAX_PING_BYTES
@@ -94,6 +96,7 @@ async def linked() -> AsyncIterator[Ends]:
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a busy machine take its time for payloads of the real size."""
+    monkeypatch.setattr(ProcessorUse, "disturbed", lambda before, later: False)
     for name in ("PAYLOADS_S", "GIVE_UP_S", "QUICK_RATE_S"):
         monkeypatch.setattr(link_benchmark, name, 100.0)
 
@@ -116,6 +119,25 @@ def test_a_link_is_measured_once_and_then_known_until_it_is_stale() -> None:
             n_pings = len(ends.pings)
             await ends.measure(FAR, again=True)
             assert len(ends.pings) > n_pings
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("patience")
+def test_a_figure_of_a_busy_machine_is_known_for_half_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        async with linked() as ends:
+            monkeypatch.setattr(ProcessorUse, "disturbed", lambda before, later: True)
+            [first] = await ends.measure(FAR)
+            assert not first.is_steady
+            ends.now_s += UNSTEADY_GOOD_FOR_S - 1
+            assert await ends.measure(FAR) == [first]
+            monkeypatch.setattr(ProcessorUse, "disturbed", lambda before, later: False)
+            ends.now_s += 2
+            [second] = await ends.measure(FAR)
+            assert second.is_steady
 
     asyncio.run(main())
 

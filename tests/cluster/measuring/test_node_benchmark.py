@@ -29,9 +29,11 @@ from shardnet.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from shardnet.runtime.stage import measuring as measuring_stages
+from shardnet.runtime.stage.processor_use import ProcessorUse
 from shardnet.transport.link import Link
 from shardnet.types import DType
-from shardnet.wire.messages.measurements import MeasureStage, StageMeasured
+from shardnet.wire.messages.measurements import MeasureStage, StageMeasured, StageObserved
 
 CONFIG = {
     "model_type": "llama",
@@ -155,5 +157,64 @@ def test_the_disk_is_told_where_there_is_a_checkpoint(tmp_path: Path) -> None:
         assert answer.disk_bytes_per_s > 0
         elsewhere = await measure(figures, ask(model=str(tmp_path / "none")))
         assert elsewhere.disk_bytes_per_s is None
+
+    measuring(tmp_path, main)
+
+
+def observed(compute_s: float, **changes: Any) -> StageObserved:
+    fields = {"config": json.dumps(CONFIG), "dtype": "float32", "threads": 1, "layers": (0, 1)}
+    return StageObserved(request=5, compute_s=compute_s, **(fields | changes))
+
+
+def test_a_figure_of_a_busy_machine_is_measured_again_as_soon_as_it_is_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_busy = True
+    monkeypatch.setattr(measuring_stages, "WINDOW_S", 0.005)
+    monkeypatch.setattr(measuring_stages, "_is_steady", lambda times: True)
+    monkeypatch.setattr(ProcessorUse, "disturbed", lambda before, later: is_busy)
+    monkeypatch.setattr(ProcessorUse, "quiet", lambda before, later: not is_busy)
+
+    async def main(figures: NodeBenchmark, host: StageHost) -> None:
+        nonlocal is_busy
+        first = await measure(figures, ask())
+        assert not first.is_steady
+        assert (await measure(figures, ask())).measured_at_s == first.measured_at_s
+        is_busy = False
+        second = await measure(figures, ask())
+        assert second.is_steady
+        assert second.seconds.step_s == first.seconds.step_s > 0
+        assert (await measure(figures, ask())).measured_at_s == second.measured_at_s
+
+    measuring(tmp_path, main)
+
+
+def test_a_generation_corrects_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the direction of slow for minutes alone: the machine may have been busy."""
+    monkeypatch.setattr(measuring_stages, "WINDOW_S", 0.005)
+    monkeypatch.setattr(ProcessorUse, "disturbed", lambda before, later: False)
+    monkeypatch.setattr(measuring_stages, "_is_steady", lambda times: True)
+
+    async def main(figures: NodeBenchmark, host: StageHost) -> None:
+        figures.observe(observed(1.0), "anna")  # of what was never measured nothing is learned
+        before = (await measure(figures, ask())).seconds
+        stage_s = before.embed_s + before.layer_s
+        figures.observe(observed(stage_s * 1.4), "anna")
+        assert figures.known(ask()).seconds == before
+        figures.observe(observed(stage_s / 100, step_s=0.00123), "anna")
+        told = figures.known(ask())
+        assert told.is_steady
+        assert told.seconds.step_s == 0.0012
+        for name in ("layer_s", "layer_256_s", "embed_s", "head_s"):
+            assert getattr(told.seconds, name) == pytest.approx(
+                getattr(before, name) / 100, rel=0.1
+            )
+        figures.observe(observed(stage_s), "anna")
+        assert figures.known(ask()).seconds.layer_s == pytest.approx(before.layer_s, rel=0.1)
+        assert not figures.known(ask()).is_steady
+        with pytest.raises(UsageError, match="the model has 2"):
+            figures.observe(observed(1.0, layers=(0, 3)), "anna")
 
     measuring(tmp_path, main)

@@ -232,7 +232,7 @@ def test_named_layers_are_kept_whatever_was_measured() -> None:
         ([(1, 4), (4, 8)], "gap: range 1-4 should start at 0"),
         ([(0, 4), (5, 8)], "gap: range 5-8 should start at 4"),
         ([(0, 4), (3, 8)], "overlaps: range 3-8 should start at 4"),
-        ([(0, 1), (1, 8)], "node n1 lacks 32 MiB for layers 1-8"),
+        ([(0, 1), (1, 8)], "node n1 lacks 32 MiB for layers 1-7"),
     ],
 )
 def test_layers_that_do_not_match_are_refused(layers: list[tuple[int, int]], message: str) -> None:

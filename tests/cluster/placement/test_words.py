@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from support.rings.clusters import MIB, candidate, equal_links, shape, speed
@@ -146,3 +147,24 @@ def test_sizes_are_rounded_up() -> None:
     assert size(10 * MIB + 1) == "11 MiB"
     assert size(2**30) == "1.00 GiB"
     assert size(2**30 + 1) == "1.01 GiB"
+
+
+def test_what_was_measured_while_busy_is_named() -> None:
+    busy = replace(speed(6), is_steady=False)
+    a, b = candidate("A", 60, busy), candidate("B", 60, speed(6))
+    links = {way: replace(link, is_steady=False) for way, link in lan(a, b).items()}
+    words = " (measured while busy, so a guess: A, A to B, B to A)"
+    assert place(shape(), [a, b], links).why.endswith(words)
+    slow, fast = candidate("A", 500, busy), candidate("B", 500, speed(5))
+    placement = place(shape(), [slow, fast], lan(slow, fast))
+    assert "busy" not in placement.why
+    assert [out.why for out in placement.left_out] == [
+        "with it 21 tok/s, without 25 (it was measured while busy)"
+    ]
+
+
+def test_what_a_token_costs_its_head_counts_in_every_ring() -> None:
+    a, b = candidate("A", 60, replace(speed(6), step_s=0.01)), candidate("B", 60, speed(6))
+    assert place_exactly(shape(), [a, b], links=lan(a, b)).predicted_tok_s == pytest.approx(
+        1 / (1 / (place_exactly(shape(), [b, a], links=lan(a, b)).predicted_tok_s or 0) + 0.01)
+    )

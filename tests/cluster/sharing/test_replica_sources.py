@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardnet.cluster.sharing.replica_sources import (
@@ -11,7 +13,7 @@ from shardnet.cluster.sharing.replica_sources import (
     choose_sources,
 )
 from shardnet.errors import PlanError
-from shardnet.types import NodeId
+from shardnet.types import LayerRange, NodeId
 
 ONE, OTHER = "a" * 64, "b" * 64
 
@@ -58,3 +60,12 @@ def test_sources_are_those_with_the_model_whole_ones_first() -> None:
     ]
     assert choose_sources(ONE, holders, limit=9) == ["whole:1", "second:1", "parts:1"]
     assert choose_sources(ONE, holders, limit=1) == ["whole:1"]
+
+
+def test_what_a_node_lacks_is_counted_by_layer() -> None:
+    sizes = (40, 10, 10, 30)
+    assert holder("whole").lacking_bytes(ONE, sizes) == ()
+    assert NOTHING.lacking_bytes(ONE, sizes) == sizes
+    assert holder("other", OTHER).lacking_bytes(ONE, sizes) == sizes
+    part = replace(holder("part", complete=False), layers=(LayerRange(0, 1), LayerRange(2, 3)))
+    assert part.lacking_bytes(ONE, sizes) == (0, 10, 0, 30)

@@ -29,6 +29,7 @@ from shardnet.runtime.stage.measuring import (
     rounded,
     windows,
 )
+from shardnet.runtime.stage.processor_use import ProcessorUse
 from shardnet.stage import synthetic_model
 from shardnet.stage.estimate.memory_estimate import WeightForm, layer_weight_bytes
 from shardnet.stage.synthetic_model import (
@@ -264,3 +265,18 @@ def test_the_disk_is_measured_where_there_are_tensors(tmp_path: Path) -> None:
     rate = measure_disk(tmp_path)
     assert rate is not None
     assert rate == rounded(rate) > 0
+
+
+@pytest.mark.parametrize("is_disturbed", [False, True])
+def test_beside_other_programs_the_best_window_counts_and_the_figures_are_not_steady(
+    is_disturbed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, fast = (StepTimes(plan_s=0, embed_s=s, layers_s=s, head_s=s) for s in (0.012, 0.01))
+    monkeypatch.setattr(measuring, "windows", lambda step, **_: [slow, slow, fast])
+    monkeypatch.setattr(ProcessorUse, "disturbed", lambda before, later: is_disturbed)
+    monkeypatch.setattr(measuring, "_chunk_s", lambda model, tick: 1.0)
+    figures = measure_stage(
+        config(), DType.FLOAT32, device="cpu", threads=1, memory_bytes=GIB, tick=no_tick
+    )
+    assert figures.is_steady is not is_disturbed
+    assert figures.embed_s == (0.01 if is_disturbed else 0.012)

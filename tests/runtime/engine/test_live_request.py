@@ -1,0 +1,68 @@
+"""What a request tells of the stages it ran on."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from shardnet.runtime.engine.live_request import ALONE_POSITIONS, FEWEST_ALONE, LiveRequest
+from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, TextAssembler
+from shardnet.runtime.ring.pipeline import StepAnswer, StepAnswered
+from shardnet.runtime.scheduling.sequences import FinishReason
+from shardnet.types import Epoch, MicroBatch, RowGroup, SamplingParams, SequenceId, SlotId, StepId
+from shardnet.wire.messages.extras import StageTiming
+
+PROMPT = (1, 2, 3)
+
+
+class NoText:
+    def push(self, token_id: int) -> tuple[str, bool]:
+        return "", False
+
+    def finish(self) -> str:
+        return ""
+
+
+def step(position: int, compute_us: tuple[int, int], n_rows: int = 1) -> StepAnswered:
+    group = RowGroup(
+        sequence_id=SequenceId(1), slot=SlotId(0), position=position, n_rows=1, n_sampled=1
+    )
+    timings = [StageTiming(rank=r, compute_us=us, queue_us=9) for r, us in enumerate(compute_us)]
+    return StepAnswered(
+        batch=MicroBatch(
+            epoch=Epoch(1), step=StepId(1), groups=(group,) * n_rows, token_ids=(0,) * n_rows
+        ),
+        answer=StepAnswer(
+            epoch=Epoch(1), step=StepId(1), token_ids=(), logprobs=(), timings=tuple(timings)
+        ),
+        round_trip_us=9999,
+    )
+
+
+def alone_s(steps: list[StepAnswered]) -> tuple[float, ...]:
+    """Return what a request of these steps tells at its end."""
+    request = GenerationRequest(
+        prompt=PROMPT,
+        sampling=SamplingParams(),
+        max_tokens=9,
+        stop_ids=frozenset(),
+        text=cast(TextAssembler, NoText()),
+    )
+    live = LiveRequest(request=request, drafter=None, submitted_ns=0)
+    for answered in steps:
+        live.take_step(answered.batch.groups[0], answered)
+    live.finish(FinishReason.LENGTH, 1)
+    event = live.events.get_nowait()
+    assert isinstance(event, GenerationFinished)
+    return event.alone_s
+
+
+def test_the_usual_time_of_a_stage_is_told_by_a_request_that_was_alone() -> None:
+    prompt = step(0, (90_000, 90_000), n_rows=3)
+    steps = [step(len(PROMPT) + i, (2000, 3000)) for i in range(FEWEST_ALONE)]
+    first = step(len(PROMPT), (500_000, 3000))
+    late = step(ALONE_POSITIONS, (9000, 9000))
+    assert alone_s([prompt, first, *steps, *[late] * 40]) == pytest.approx((0.002, 0.003))
+    assert alone_s([prompt, *steps[1:]]) == (), "too few"
+    assert alone_s([prompt, *steps, step(50, (2000, 3000), n_rows=2)]) == (), "not alone"

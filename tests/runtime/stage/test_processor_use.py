@@ -1,0 +1,51 @@
+"""Whether other programs took processors from this one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardnet.runtime.stage.processor_use import ProcessorUse
+
+BEFORE = ProcessorUse.now()
+
+
+def after(*, idle: float, own: float, waited: float = 0.0, n_cores: int = 4) -> ProcessorUse:
+    """Return the counters two seconds later, with so many cores idle, ours, and waited for."""
+    return replace(
+        BEFORE,
+        at_s=BEFORE.at_s + 2,
+        n_cores=n_cores,
+        idle_s=BEFORE.idle_s + 2 * idle,
+        own_s=BEFORE.own_s + 2 * own,
+        waited_s=BEFORE.waited_s + 2 * waited,
+    )
+
+
+@pytest.mark.parametrize(
+    ("later", "is_disturbed", "is_quiet"),
+    [
+        (after(idle=0, own=4), False, True),
+        (after(idle=2.9, own=1), False, True),
+        (after(idle=2, own=1), False, False),
+        (after(idle=0, own=3), True, False),
+        (after(idle=0, own=2), True, False),
+        (after(idle=3, own=0.8, waited=0.2), True, True),
+        (BEFORE, False, True),
+    ],
+    ids=["all ours", "one ours", "others beside", "a hog", "half", "waited", "no time"],
+)
+def test_others_disturb_where_they_leave_nothing(
+    later: ProcessorUse, is_disturbed: bool, is_quiet: bool
+) -> None:
+    before = replace(BEFORE, n_cores=4)
+    assert (before.disturbed(later), before.quiet(later)) == (is_disturbed, is_quiet)
+
+
+def test_the_systems_counters_grow() -> None:
+    later = ProcessorUse.now()
+    assert later.at_s > BEFORE.at_s
+    assert later.own_s > BEFORE.own_s
+    assert later.idle_s >= BEFORE.idle_s
+    assert later.n_cores >= 1
