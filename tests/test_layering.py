@@ -62,7 +62,7 @@ ROOMS: dict[str, list[str]] = {
         "diagnosis",
         "node",
     ],
-    "api": [""],
+    "api": ["chat_formats", ""],
     "cli": ["output", "flags", "finding", "commands", ""],
 }
 MOST_FILES = 16
@@ -85,6 +85,7 @@ def is_pure(path: str) -> bool:
             "shardnet/model/config/",
             "shardnet/cluster/placement/",
             "shardnet/cluster/diagnosis/",
+            "shardnet/api/chat_formats/",
             "shardnet/cluster/peers/rejected_handshakes.py",
         )
     )
