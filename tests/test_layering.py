@@ -62,7 +62,7 @@ ROOMS: dict[str, list[str]] = {
         "diagnosis",
         "node",
     ],
-    "api": ["chat_formats", ""],
+    "api": ["chat_formats", "", "chat", "server", "openai", "serve"],
     "cli": ["output", "flags", "finding", "commands", ""],
 }
 MOST_FILES = 16

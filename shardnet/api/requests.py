@@ -22,6 +22,7 @@ from shardnet.wire.messages.control import control_frame, read_control
 from shardnet.wire.messages.generation import ChatMessage, Generate, LastRunRequest, Unload
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
 from shardnet.wire.messages.sequences import Outputs, Sampling
+from shardnet.wire.messages.tokens import Detokenize, Tokenize
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -143,7 +144,9 @@ def name_model(model: str) -> str:
     return str(path.absolute())
 
 
-def check_request(message: PlanRequest | LastRunRequest | Generate | Unload) -> None:
+def check_request(
+    message: PlanRequest | LastRunRequest | Generate | Unload | Tokenize | Detokenize,
+) -> None:
     """Raise UsageError, which names the field, for values that do not fit into the message."""
     try:
         read_control(control_frame(message))

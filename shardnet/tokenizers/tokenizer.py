@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from shardnet.checkpoint.tensors.checkpoint_files import find_file
 from shardnet.checkpoint.tensors.manifest import ID_FILES
-from shardnet.errors import CapacityError, CheckpointError, UsageError
+from shardnet.errors import CheckpointError, ContextExceededError, UsageError
 from shardnet.tokenizers.bos_eos import read_eos_ids as read_eos_ids
 from shardnet.tokenizers.chat.chat_template import ChatTemplate, TemplateMessage
 from shardnet.tokenizers.chat.template_process import TemplateProcess
@@ -179,7 +179,7 @@ class Tokenizer:
         before it is encoded.
 
         Raises UsageError if the text is not valid Unicode, or for "on" without a bos token;
-        CapacityError if the text is too long; CheckpointError if the library fails.
+        ContextExceededError if the text is too long; CheckpointError if the library fails.
         """
         try:
             text.encode()
@@ -191,10 +191,11 @@ class Tokenizer:
             ) from error
         longest = self._table.longest
         if most_tokens is not None and len(text) > most_tokens * longest:
-            raise CapacityError(
+            raise ContextExceededError.of(
                 f"the prompt has {len(text)} characters and the context holds {most_tokens} "
                 f"tokens, of {longest} characters at most",
-                remedy="shorten the prompt or raise --context",
+                -(-len(text) // longest),
+                most_tokens,
             )
         return self._coder.encode(text, bos, parse_special)
 

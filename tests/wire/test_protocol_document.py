@@ -39,6 +39,7 @@ from shardnet.wire.messages import (
     plans,
     sequences,
     stages,
+    tokens,
 )
 from shardnet.wire.messages.handshake import Purpose
 from shardnet.wire.payloads.data import read_data
@@ -57,6 +58,7 @@ CONTROL_MESSAGES = (
     stages,
     plans,
     generation,
+    tokens,
 )
 STRUCTS = {
     name: kind

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.head import Head, Lead
 from shardnet.cluster.head.last_run import write_last_run
 from shardnet.cluster.head.model_lists import ModelLists
+from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.planning import Elsewhere, Planner
 from shardnet.cluster.head.replies import (
     finished,
@@ -26,7 +27,7 @@ from shardnet.cluster.head.replies import (
     timing_reply,
     token_piece,
 )
-from shardnet.cluster.head.requests import prompt_ids, reserved_bytes, text_stream
+from shardnet.cluster.head.requests import detokenized, prompt_ids, reserved_bytes, text_stream
 from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
@@ -49,6 +50,7 @@ from shardnet.wire.messages.generation import (
     Unload,
 )
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
+from shardnet.wire.messages.tokens import Detokenize, Tokenize, Tokenized
 
 
 class Clients:
@@ -92,6 +94,8 @@ class Clients:
         handlers.register(PlanRequest, self.plan)
         handlers.register(LastRunRequest, self.last_run)
         handlers.register(Generate, self.generate)
+        handlers.register(Tokenize, self.tokenize)
+        handlers.register(Detokenize, self.detokenize)
         handlers.register(Unload, self.unload)
 
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
@@ -159,26 +163,64 @@ class Clients:
     async def generate(self, control: ControlLink, message: Generate) -> None:
         """Run one request and stream its tokens and rows, or reply Redirect."""
         message.sampling.params().check()
-        choice = await self._settled(message.choice)
+
+        def on_plan(plan: Plan) -> None:
+            control.send(plan.reply(message.request))
+
+        async with self._leading(control, message.request, message.choice, on_plan) as lead:
+            if lead is not None:
+                await self._stream(control, message, lead)
+
+    async def tokenize(self, control: ControlLink, message: Tokenize) -> None:
+        """Reply with the token ids of a prompt, or Redirect."""
+        generate = message.generate
+        async with self._leading(control, message.request, generate.choice) as lead:
+            if lead is not None:
+                token_ids, context = await self._prompt(generate, lead), lead.ring.spec.context
+                control.send(
+                    Tokenized(request=message.request, token_ids=token_ids, context=context)
+                )
+
+    async def detokenize(self, control: ControlLink, message: Detokenize) -> None:
+        """Reply with the text of token ids, or Redirect."""
+        async with self._leading(control, message.request, message.choice) as lead:
+            if lead is not None:
+                control.send(await self._reader.run(lambda: detokenized(message, lead)))
+
+    @contextlib.asynccontextmanager
+    async def _leading(
+        self,
+        control: ControlLink,
+        request: int,
+        choice: ModelChoice,
+        on_plan: Callable[[Plan], None] = lambda _: None,
+    ) -> AsyncIterator[Lead | None]:
+        """Yield a ring for `choice`, built if needed; None if the reply is Redirect."""
+        choice = await self._settled(choice)
         async with contextlib.AsyncExitStack() as stack:
             with self._hinting(choice):
                 lead = await stack.enter_async_context(
                     self._head.lead(
                         choice,
-                        on_plan=lambda plan: control.send(plan.reply(message.request)),
-                        on_progress=partial(report_progress, control, message.request),
+                        on_plan=on_plan,
+                        on_progress=partial(report_progress, control, request),
                     )
                 )
             if isinstance(lead, Elsewhere):
-                control.send(Redirect(request=message.request, address=lead.address))
+                control.send(Redirect(request=request, address=lead.address))
+                yield None
             else:
-                await self._stream(control, message, lead)
+                yield lead
 
-    async def _stream(self, control: ControlLink, message: Generate, lead: Lead) -> None:
+    async def _prompt(self, message: Generate, lead: Lead) -> list[int]:
+        """Return the token ids of a prompt."""
         # A chat template is an untrusted program: it must not delay other prompts.
         chats = self._disk.at(f"the chat template of {lead.plan.facts.path}")
         run = self._reader.run if message.messages is None else chats.run
-        prompt = await run(lambda: prompt_ids(message, lead))
+        return await run(lambda: prompt_ids(message, lead))
+
+    async def _stream(self, control: ControlLink, message: Generate, lead: Lead) -> None:
+        prompt = await self._prompt(message, lead)
         spec = lead.ring.spec
         speculation = await self._drafts.speculation(
             message.speculate,

@@ -21,6 +21,7 @@ from shardnet.wire.messages.generation import (
     MAX_ROWS_BYTES,
     Generate,
 )
+from shardnet.wire.messages.tokens import Detokenize, Detokenized
 
 
 def prompt_ids(message: Generate, lead: Lead) -> list[int]:
@@ -54,6 +55,21 @@ def prompt_ids(message: Generate, lead: Lead) -> list[int]:
         if token_id >= vocab_size:
             raise UsageError(f"logit-bias names token {token_id}, ids end at {vocab_size - 1}")
     return token_ids
+
+
+def detokenized(message: Detokenize, lead: Lead) -> Detokenized:
+    """Return the text of token ids, and of each of them.
+
+    Raises UsageError for an id the model does not have, or if the checkpoint has no tokenizer.
+    """
+    tokenizer, token_ids = lead.tokenizer, message.token_ids
+    if tokenizer is None:
+        raise UsageError(f"{lead.plan.facts.path} has no tokenizer")
+    if token_ids:
+        check_token_ids(token_ids, lead.ring.spec.vocab_size, tokenizer)
+    text = tokenizer.decode(token_ids, keep_special_tokens=message.keep_special_tokens)
+    tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
+    return Detokenized(request=message.request, text=text, tokens=tokens)
 
 
 def text_stream(message: Generate, lead: Lead) -> TextStream:

@@ -35,8 +35,10 @@ from shardnet.wire.messages.membership import (
 )
 from shardnet.wire.messages.plans import NodeProgress, PlanReply
 from shardnet.wire.messages.stages import LoadProgress, StageReady
+from shardnet.wire.messages.tokens import Detokenized, Tokenized
 
 ANSWERS = {
+    Detokenized,
     Done,
     Failed,
     Finished,
@@ -55,6 +57,7 @@ ANSWERS = {
     StateChanged,
     StatusReply,
     TextPiece,
+    Tokenized,
 }
 """What answers a request: peers/control_link.py gives it to whoever asked."""
 ON_THE_LINK = {Cancel}
