@@ -240,7 +240,7 @@ async def _run(flags: _Flags) -> None:
         ),
     )
     warn_of_cache()
-    stopping = _stop_signal(flags.until_stdin_closes)
+    stopping = stop_signal(flags.until_stdin_closes)
     async with listening(settings, host, flags.port) as node:
         entry = None
         if not flags.until_stdin_closes:
@@ -277,7 +277,7 @@ def _host(flags: _Flags, has_key: bool) -> str:
             f"warning: --insecure: links are neither encrypted nor authenticated, and whoever "
             f"reaches {host} can use this node and read what it computes"
         )
-    elif not _is_loopback(host):
+    elif not is_loopback(host):
         raise ConfigurationError(
             f"--host {host} is not loopback, and this machine holds no cluster key",
             remedy="run `shardnet key new` or `shardnet key join`, or add --insecure if everyone "
@@ -286,7 +286,8 @@ def _host(flags: _Flags, has_key: bool) -> str:
     return host
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Say whether only this machine reaches `host`."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -315,7 +316,7 @@ def _say_ready(flags: _Flags, node: Node) -> None:
         write_out(f"{line} ({share})")
 
 
-def _stop_signal(until_stdin_closes: bool) -> asyncio.Event:
+def stop_signal(until_stdin_closes: bool) -> asyncio.Event:
     """Return an event that is set by a termination signal or, if wanted, by the end of stdin.
 
     SIGHUP, which comes when the terminal is closed, is such a signal except under nohup.

@@ -1,0 +1,130 @@
+"""`shardnet serve`: the model of the ring over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from shardnet import __version__
+from shardnet.api.serve.server import Listening, serving
+from shardnet.api.server.settings import Settings
+from shardnet.cluster.machine.addresses import LOOPBACK_HOST
+from shardnet.errors import ConfigurationError, ShardnetError
+from shardnet.transport.address import split_address
+
+from ..finding.target import Target, open_target
+from ..flags.cluster_access import Access
+from ..flags.http_options import HttpOptions
+from ..flags.option_groups import takes_groups
+from ..flags.options import Json
+from ..flags.ring_options import RingOptions, Wanted
+from ..output.exit_codes import run_command, say, write_out
+from .node import is_loopback, stop_signal
+
+DEFAULT_PORT = 8000
+
+
+@takes_groups
+def serve(
+    *,
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host",
+            metavar="H",
+            help="Address to listen on; another than loopback needs --api-key.",
+        ),
+    ] = LOOPBACK_HOST,
+    port: Annotated[
+        int,
+        typer.Option(
+            "--port", metavar="N", min=0, max=65535, help="Port to listen on; 0 takes a free one."
+        ),
+    ] = DEFAULT_PORT,
+    http: HttpOptions,
+    ring: RingOptions,
+    access: Access,
+    as_json: Json = False,
+) -> None:
+    """Serve the model over HTTP, as OpenAI's API; Ctrl-C ends it.
+
+    Asks the nodes of --nodes or --local, else the node of this machine, else the nearest one found
+    on the network; without any, the model runs in this process. Prints one line when it is ready.
+    """
+    job = _Job(
+        listening=listening(host, port, http.settings(), http),
+        wanted=ring.wanted(access),
+        as_json=as_json,
+    )
+    run_command(_run(job))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    listening: Listening
+    wanted: Wanted
+    as_json: bool
+
+
+def listening(host: str, port: int, settings: Settings, http: HttpOptions) -> Listening:
+    """Say where to listen. Raises ConfigurationError for an open address without a key."""
+    if not settings.keys and not is_loopback(host):
+        raise ConfigurationError(
+            f"{host} is not loopback, and without a key everyone who reaches it may use the model",
+            remedy="give --api-key KEY, or listen on 127.0.0.1",
+        )
+    return Listening(
+        host=host,
+        port=port,
+        certificate=http.tls_cert,
+        private_key=http.tls_key,
+        settings=settings,
+    )
+
+
+async def _run(job: _Job) -> None:
+    stopping = stop_signal(until_stdin_closes=False)
+    async with open_target(job.wanted) as target:
+        target.client.choice = target.choice
+        async with serving(target.client, job.listening) as url:
+            _say_ready(job, target, url)
+            loading = asyncio.create_task(_load(target))
+            await stopping.wait()
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+    if not job.as_json:
+        say("server stopped")
+
+
+async def _load(target: Target) -> None:
+    """Have the ring built before the first request comes."""
+    try:
+        await target.client.tokenize("Hello")
+    except ShardnetError as error:
+        say(f"warning: {target.choice.model} cannot be served now: {error}")
+    else:
+        say(f"{target.choice.model} is loaded")
+
+
+def _say_ready(job: _Job, target: Target, url: str) -> None:
+    host, port = split_address(url.partition("://")[2].partition("/")[0])
+    if job.as_json:
+        ready = {
+            "event": "ready",
+            "url": url,
+            "host": host,
+            "port": port,
+            "pid": os.getpid(),
+            "model": target.choice.model,
+            "version": __version__,
+        }
+        write_out(json.dumps(ready))
+        return
+    n_keys = len(job.listening.settings.keys)
+    keys = {0: "no API key", 1: "1 API key"}.get(n_keys, f"{n_keys} API keys")
+    write_out(f"serving {target.choice.model} at {url}/v1 ({keys})")
