@@ -10,14 +10,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardnet import __version__
+from shardnet.api.server.settings import Listening
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
 from shardnet.cluster.machine.folders import cache_dir, runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
@@ -26,6 +27,7 @@ from shardnet.errors import ConfigurationError
 
 from ..finding.mdns import mdns_interfaces
 from ..flags.cluster_access import Access
+from ..flags.http_options import HttpOptions
 from ..flags.option_groups import takes_groups
 from ..flags.options import (
     Json,
@@ -35,6 +37,7 @@ from ..flags.options import (
     Peer,
     check_addresses,
     check_choice,
+    is_loopback,
     keep_model_folders,
     keep_offline,
     parse_size,
@@ -44,9 +47,11 @@ from ..output.exit_codes import run_command, say, write_out
 
 if TYPE_CHECKING:  # it imports torch
     from shardnet.cluster.node.node import Node
+    from shardnet.transport.identity import Identity
 
 DEFAULT_PORT = 7433
 _MAX_NAME = 64
+MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +67,7 @@ class _Flags:
     peers: tuple[str, ...]
     no_mdns: bool
     access: Access
+    http: Listening | None
     as_json: bool
     until_stdin_closes: bool
 
@@ -156,6 +162,17 @@ def node(
     offline: Offline = False,
     model_folder: ModelFolder = None,
     access: Access,
+    http: Annotated[
+        str,
+        typer.Option(
+            "--http",
+            metavar="H:P",
+            help="Serve HTTP at this address too, as `shardnet serve` does.",
+            envvar="SHARDNET_HTTP",
+            show_default=False,
+        ),
+    ] = "",
+    http_options: HttpOptions,
     as_json: Json = False,
     until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
 ) -> None:
@@ -179,10 +196,19 @@ def node(
         peers=tuple(check_addresses(peer)),
         no_mdns=no_mdns,
         access=access,
+        http=http_options.listening(*split_http(http)) if http else None,
         as_json=as_json,
         until_stdin_closes=until_stdin_closes,
     )
     run_command(_run(flags))
+
+
+def split_http(address: str) -> tuple[str, int]:
+    """Read the H:P of --http, port 0 included. Raises typer.BadParameter."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > MAX_PORT:
+        raise typer.BadParameter(f"'{address}' is not HOST:PORT", param_hint="--http")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _check_name(name: str) -> None:
@@ -255,8 +281,9 @@ async def _run(flags: _Flags) -> None:
                     f"{node.address}, or name another folder with SHARDNET_RUNTIME_DIR"
                 )
         try:
-            _say_ready(flags, node)
-            await stopping.wait()
+            async with _http(flags, node, identity) as url:
+                _say_ready(flags, node, url)
+                await stopping.wait()
         finally:
             if entry is not None:
                 local_nodes.remove(entry)
@@ -286,15 +313,24 @@ def _host(flags: _Flags, has_key: bool) -> str:
     return host
 
 
-def is_loopback(host: str) -> bool:
-    """Say whether only this machine reaches `host`."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+@asynccontextmanager
+async def _http(flags: _Flags, node: Node, identity: Identity | None) -> AsyncIterator[str]:
+    """Serve HTTP if that is wanted, by a client of this very node; yield the URL, "" without."""
+    if flags.http is None:
+        yield ""
+        return
+    from shardnet.api.client import open_client
+    from shardnet.api.serve.server import serving
+
+    name = node.info().name
+    async with (
+        open_client(await node.client(), identity, node_name=name, redial=node.client) as client,
+        serving(client, flags.http, current=lambda: node.head.choice) as url,
+    ):
+        yield url
 
 
-def _say_ready(flags: _Flags, node: Node) -> None:
+def _say_ready(flags: _Flags, node: Node, url: str) -> None:
     info = node.info()
     host, _, port = info.address.rpartition(":")
     if flags.as_json:
@@ -308,12 +344,14 @@ def _say_ready(flags: _Flags, node: Node) -> None:
             "version": __version__,
             "cluster": node.cluster,
         }
+        if url:
+            ready["http"] = url
         write_out(json.dumps(ready))
     else:
         where = f"cluster {node.cluster}" if node.cluster else "no cluster key"
         share = "as given" if flags.threads else "this machine's cores shared among its nodes"
         line = f"node {info.name} ready on {info.address} ({where}), threads: {info.threads}"
-        write_out(f"{line} ({share})")
+        write_out(f"{line} ({share}){', HTTP at ' + url if url else ''}")
 
 
 def stop_signal(until_stdin_closes: bool) -> asyncio.Event:

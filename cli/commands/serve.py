@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from shardnet import __version__
-from shardnet.api.serve.server import Listening, serving
-from shardnet.api.server.settings import Settings
+from shardnet.api.serve.server import serving
+from shardnet.api.server.settings import Listening
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
-from shardnet.errors import ConfigurationError, ShardnetError
+from shardnet.errors import ShardnetError
 from shardnet.transport.address import split_address
 
 from ..finding.target import Target, open_target
@@ -24,7 +24,7 @@ from ..flags.option_groups import takes_groups
 from ..flags.options import Json
 from ..flags.ring_options import RingOptions, Wanted
 from ..output.exit_codes import run_command, say, write_out
-from .node import is_loopback, stop_signal
+from .node import stop_signal
 
 DEFAULT_PORT = 8000
 
@@ -57,7 +57,7 @@ def serve(
     on the network; without any, the model runs in this process. Prints one line when it is ready.
     """
     job = _Job(
-        listening=listening(host, port, http.settings(), http),
+        listening=http.listening(host, port),
         wanted=ring.wanted(access),
         as_json=as_json,
     )
@@ -69,22 +69,6 @@ class _Job:
     listening: Listening
     wanted: Wanted
     as_json: bool
-
-
-def listening(host: str, port: int, settings: Settings, http: HttpOptions) -> Listening:
-    """Say where to listen. Raises ConfigurationError for an open address without a key."""
-    if not settings.keys and not is_loopback(host):
-        raise ConfigurationError(
-            f"{host} is not loopback, and without a key everyone who reaches it may use the model",
-            remedy="give --api-key KEY, or listen on 127.0.0.1",
-        )
-    return Listening(
-        host=host,
-        port=port,
-        certificate=http.tls_cert,
-        private_key=http.tls_key,
-        settings=settings,
-    )
 
 
 async def _run(job: _Job) -> None:

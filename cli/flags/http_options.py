@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from shardnet.api.server.keys import Keyring, parse_key
-from shardnet.api.server.settings import Settings
+from shardnet.api.server.settings import Listening, Settings
 from shardnet.errors import ConfigurationError
 
 from ..output.exit_codes import say
+from .options import is_loopback
 
 MAX_KEY_FILE_BYTES = 1 << 20
 
@@ -81,8 +82,28 @@ class HttpOptions:
         ),
     ] = ""
 
-    def settings(self) -> Settings:
-        """Make the server's settings. Raises ConfigurationError, typer.BadParameter."""
+    def listening(self, host: str, port: int) -> Listening:
+        """Say where to listen, and how.
+
+        Raises ConfigurationError for an address beyond loopback without a key, or a key that is
+        none, typer.BadParameter for a flag.
+        """
+        settings = self._settings()
+        if not settings.keys and not is_loopback(host):
+            raise ConfigurationError(
+                f"{host} is not loopback, and without a key everyone who reaches it may use the "
+                "model",
+                remedy="give --api-key KEY, or listen on 127.0.0.1",
+            )
+        return Listening(
+            host=host,
+            port=port,
+            certificate=self.tls_cert,
+            private_key=self.tls_key,
+            settings=settings,
+        )
+
+    def _settings(self) -> Settings:
         if bool(self.tls_cert) != bool(self.tls_key):
             raise typer.BadParameter("give both or neither", param_hint="--tls-cert, --tls-key")
         root = self.root_path.rstrip("/")

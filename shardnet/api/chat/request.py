@@ -12,6 +12,7 @@ from typing import Literal
 
 from shardnet.api.requests import GenerationOptions
 from shardnet.types import SamplingParams
+from shardnet.wire.messages.plans import ModelChoice
 
 ToolChoice = Literal["auto", "none", "required"]
 
@@ -62,14 +63,14 @@ class OutputFormat:
 class ChatRequest:
     """A conversation, and how it is continued.
 
-    `model` is the name of shardnet, not the dialect's. With `tool_choice` required the model must
-    call a tool, with `forced_tool` that one; without `parallel_tool_calls` one at most.
+    `model` is what the nodes are sent, not the dialect's name. With `tool_choice` required the
+    model must call a tool, with `forced_tool` that one; without `parallel_tool_calls` one at most.
     `template_options` are passed to the chat template. `output_format` None is any text. The
     sampling's `n_logprobs` asks for logprobs.
     """
 
     turns: tuple[ChatTurn, ...]
-    model: str
+    model: ModelChoice
     sampling: SamplingParams
     options: GenerationOptions
     n: int = 1

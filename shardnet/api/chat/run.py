@@ -21,6 +21,7 @@ from shardnet.api.chat_formats.deltas import (
 from shardnet.api.events import GenerationEvent, GenerationResult, TokenLogprob
 from shardnet.api.requests import GenerationOptions, Message, Prompts
 from shardnet.types import SamplingParams
+from shardnet.wire.messages.plans import ModelChoice
 
 
 class Generator(Protocol):
@@ -32,7 +33,7 @@ class Generator(Protocol):
         sampling: SamplingParams,
         *,
         n: int = 1,
-        model: str | None = None,
+        model: str | ModelChoice | None = None,
         **options: Unpack[GenerationOptions],
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Generate as `shardnet.api.Client.generate` does."""

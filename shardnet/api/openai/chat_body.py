@@ -22,6 +22,7 @@ from shardnet.api.openai.sampling import Count, SamplingBody, options_of, sampli
 from shardnet.api.server.errors import refused
 from shardnet.errors import shown
 from shardnet.types import MAX_LOGPROBS
+from shardnet.wire.messages.plans import ModelChoice
 
 MAX_MESSAGES = 1 << 14
 MAX_TOOLS = 1024
@@ -122,8 +123,8 @@ class ChatBody(SamplingBody, kw_only=True):
     function_call: Any = None
 
 
-def chat_request(body: ChatBody, model: str) -> ChatRequest:
-    """Return the request that a body means; `model` is shardnet's name of its model.
+def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
+    """Return the request that a body means; `model` is what the nodes are sent.
 
     Raises HttpError 400, which names the field, for what cannot be done.
     """

@@ -29,6 +29,7 @@ from shardnet.api.server.endpoint import Json, Reply, Stream, comment, event
 from shardnet.api.server.errors import refused
 from shardnet.api.server.service import Exchange
 from shardnet.types import MAX_LOGPROBS, OutputParams, SamplingParams
+from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.tokens import MAX_DETOKENIZED
 
 MAX_PROMPTS = 4096
@@ -80,7 +81,7 @@ class _Job:
     n: int
     echo: bool
     has_logprobs: bool
-    model: str
+    model: ModelChoice
     name: str
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))

@@ -10,9 +10,8 @@ import contextlib
 import errno
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -26,33 +25,13 @@ from shardnet.api.server import health
 from shardnet.api.server.app import make_app
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.service import Service
-from shardnet.api.server.settings import Settings
+from shardnet.api.server.settings import Listening
 from shardnet.errors import ConfigurationError
 from shardnet.transport.address import format_address
+from shardnet.wire.messages.plans import ModelChoice
 
 STOP_S: Final = 5
 """Whole seconds that running requests have to end when a server stops."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listening:
-    """Where a server listens; `certificate` and `private_key` are files for TLS, "" for none.
-
-    With `only_one` no other model than the client's is served.
-    """
-
-    host: str
-    port: int
-    certificate: str = ""
-    private_key: str = ""
-    only_one: bool = False
-    settings: Settings = field(default_factory=Settings)
-
-
-def make_service(client: Client, listening: Listening) -> Service:
-    """Make what the endpoints share."""
-    models = ModelNames(client, only_one=listening.only_one)
-    return Service(client=client, settings=listening.settings, models=models)
 
 
 def application(service: Service) -> ASGIApp:
@@ -61,13 +40,20 @@ def application(service: Service) -> ASGIApp:
 
 
 @asynccontextmanager
-async def serving(client: Client, listening: Listening) -> AsyncIterator[str]:
+async def serving(
+    client: Client,
+    listening: Listening,
+    *,
+    current: Callable[[], ModelChoice | None] = lambda: None,
+) -> AsyncIterator[str]:
     """Serve HTTP until the context ends; yield the URL.
 
-    Requests that still run are told, and have STOP_S seconds. Raises ConfigurationError where the
+    Requests that name no model get what `current` returns, else the client's choice. Those that
+    still run at the end are told, and have STOP_S seconds. Raises ConfigurationError where the
     address or the files for TLS cannot be used.
     """
-    service = make_service(client, listening)
+    models = ModelNames(client, current=current)
+    service = Service(client=client, settings=listening.settings, models=models)
     bound = _bind(listening.host, listening.port)
     try:
         server = _Server(_config(application(service), listening))

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final
 
+from msgspec.structs import replace
+
 from shardnet.api.client import Client
 from shardnet.api.server.errors import Fault, HttpError
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.model_names import match, nearest_name
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.wire.messages.membership import ListedModel
+from shardnet.wire.messages.plans import ModelChoice
 
 FRESH_S: Final = 30.0
 """A list counts for so long."""
@@ -34,30 +36,33 @@ class ServedModel:
     """A model that may be asked for: its `name`, and the `choice` that the nodes are sent."""
 
     name: str
-    choice: str
-    store: str = ""
+    choice: ModelChoice
 
 
 class ModelNames:
     """Finds models by name, and lists them."""
 
     def __init__(
-        self, client: Client, *, clock: Callable[[], float] = time.monotonic, only_one: bool = False
+        self,
+        client: Client,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        current: Callable[[], ModelChoice | None] = lambda: None,
     ) -> None:
-        """Take the client; its choice is the default model. With `only_one` there is no other."""
+        """Take the client. The default model is what `current` returns, else its choice."""
         self._client = client
         self._clock = clock
-        self._only_one = only_one
-        self._listed: dict[str, ListedModel] = {}
+        self._current = current
+        self._listed: list[str] = []
         self._listed_at_s = -FRESH_S
         self._listing = asyncio.Lock()
 
     @property
     def default(self) -> ServedModel:
         """The model of requests that name none."""
-        choice = self._client.choice.model
-        is_path = choice.startswith(("/", "\\")) or PurePath(choice).is_absolute()
-        return ServedModel(name=PurePath(choice).name if is_path else choice, choice=choice)
+        choice = self._current() or self._client.choice
+        path = PurePath(choice.model)
+        return ServedModel(name=path.name if path.is_absolute() else choice.model, choice=choice)
 
     async def find(self, name: str | None) -> ServedModel:
         """Return the model that `name` means, the default for none.
@@ -65,7 +70,7 @@ class ModelNames:
         Raises HttpError 404, with names that would do, if there is none, 400 if it may be several.
         """
         default = self.default
-        if not name or name in (default.name, default.choice):
+        if not name or name in (default.name, default.choice.model):
             return default
         served = {model.name: model for model in await self.list()}
         try:
@@ -81,34 +86,30 @@ class ModelNames:
         raise HttpError(_unknown(f"there is no model '{name[:200]}'; there is {known}{more}"))
 
     async def list(self) -> list[ServedModel]:
-        """List the default model and, if it is not the only one, all that the nodes have."""
+        """List the default model, and all others that the nodes have."""
         default = self.default
-        if self._only_one:
-            return [default]
         async with self._listing:
             if self._clock() - self._listed_at_s >= FRESH_S:
                 await self._refresh()
         others = [
-            ServedModel(name=model.name, choice=model.name, store=model.store)
-            for model in self._listed.values()
-            if model.name not in (default.name, default.choice)
+            ServedModel(name=name, choice=replace(self._client.choice, model=name))
+            for name in dict.fromkeys([*self._listed, DEFAULT_MODEL_NAME])
+            if name not in (default.name, default.choice.model)
         ]
-        if DEFAULT_MODEL_NAME not in (default.choice, *self._listed):
-            others.append(ServedModel(name=DEFAULT_MODEL_NAME, choice=DEFAULT_MODEL_NAME))
         return [default, *others]
 
     async def _refresh(self) -> None:
         """Ask the nodes. What they do not say in time is what they said before."""
-        found: dict[str, ListedModel] = {}
+        found: list[str] = []
         try:
             pieces = self._client.models(names_only=True)
             async with asyncio.timeout(LIST_S), aclosing(pieces):
                 async for piece in pieces:
-                    found |= {model.name: model for model in piece.models if not model.failure}
+                    found += [model.name for model in piece.models if not model.failure]
                     if len(found) >= MAX_LISTED:
                         break
         except (ShardnetError, TimeoutError):
-            found = self._listed | found
+            found = list(dict.fromkeys([*self._listed, *found]))
         self._listed, self._listed_at_s = found, self._clock()
 
 

@@ -20,7 +20,7 @@ from shardnet.api.server.metrics import Metrics
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.settings import Settings
 from shardnet.types import SamplingParams
-from shardnet.wire.messages.plans import NodeProgress
+from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Exchange:
         sampling: SamplingParams,
         *,
         n: int = 1,
-        model: str | None = None,
+        model: str | ModelChoice | None = None,
         **options: Unpack[GenerationOptions],
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Generate as `shardnet.api.Client.generate` does."""

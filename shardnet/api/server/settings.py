@@ -40,3 +40,14 @@ class Settings:
     headers_s: float = HEADERS_S
     heartbeat_s: float = HEARTBEAT_S
     log: Callable[[str], None] = _silent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """Where a server listens; `certificate` and `private_key` are files for TLS, "" for none."""
+
+    host: str
+    port: int
+    certificate: str = ""
+    private_key: str = ""
+    settings: Settings = field(default_factory=Settings)

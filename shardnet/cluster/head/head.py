@@ -76,6 +76,14 @@ class Head:
         return self._lead.plan.choice.model if self._lead and not self._lead.ring.broken else None
 
     @property
+    def choice(self) -> ModelChoice | None:
+        """What the ring that this node is in was opened for, None without one."""
+        if self._lead is not None and self._lead.ring.broken is None:
+            return self._lead.plan.choice
+        elsewhere = self._other_head()
+        return None if elsewhere is None else ModelChoice(model=elsewhere.model)
+
+    @property
     def n_requests(self) -> int:
         """Requests that wait or run on the ring."""
         return self._lead.ring.engine.n_active if self.model is not None and self._lead else 0
