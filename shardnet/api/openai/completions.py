@@ -252,7 +252,9 @@ async def _echo_of(
     client = exchange.service.client
     if not job.has_logprobs and isinstance(prompt, str):
         return _Echo(prompt, [])
-    if token_ids is None:
+    if not isinstance(prompt, str):
+        token_ids = prompt
+    elif token_ids is None:
         told = await client.tokenize(prompt, model=job.model, bos=job.options.get("bos", "auto"))
         token_ids = told.token_ids
     if not scored:  # only the first token's text is not known from its logprob

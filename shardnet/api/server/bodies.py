@@ -43,20 +43,14 @@ async def read_body(receive: Receive, headers: dict[bytes, bytes], most_bytes: i
 def decode_body(raw: bytes, kind: type[Body]) -> Body:
     """Decode JSON to a struct. Raises HttpError 400, which names the first wrong field."""
     try:
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as error:
-        why = _refused_field(raw, kind) or str(error)
-        found = _FIELD.match(why)
-        raise refused(why, found[1] if found else None) from error
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except msgspec.ValidationError as error:
+            why = find_refused(msgspec.json.decode(raw), kind) or str(error)
+            found = _FIELD.match(why)
+            raise refused(why, found[1] if found else None) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise refused(f"the body is not JSON: {error}", code="invalid_json") from error
-
-
-def _refused_field(raw: bytes, kind: type[Body]) -> str:
-    try:
-        return find_refused(msgspec.json.decode(raw), kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
 
 
 def _too_large(most_bytes: int) -> HttpError:
