@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from shardnet import __version__
 from shardnet.api.serve.server import serving
-from shardnet.api.server.settings import Listening
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
 from shardnet.errors import ShardnetError
 from shardnet.transport.address import split_address
@@ -23,7 +21,7 @@ from ..flags.http_options import HttpOptions
 from ..flags.option_groups import takes_groups
 from ..flags.options import Json
 from ..flags.ring_options import RingOptions, Wanted
-from ..output.exit_codes import run_command, say, write_out
+from ..output.exit_codes import counted, run_command, say, write_out
 from .node import stop_signal
 
 DEFAULT_PORT = 8000
@@ -56,32 +54,26 @@ def serve(
     Asks the nodes of --nodes or --local, else the node of this machine, else the nearest one found
     on the network; without any, the model runs in this process. Prints one line when it is ready.
     """
-    job = _Job(
-        listening=http.listening(host, port),
-        wanted=ring.wanted(access),
-        as_json=as_json,
-    )
-    run_command(_run(job))
+    run_command(_run(host, port, http, ring.wanted(access), as_json=as_json))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    listening: Listening
-    wanted: Wanted
-    as_json: bool
-
-
-async def _run(job: _Job) -> None:
+async def _run(host: str, port: int, http: HttpOptions, wanted: Wanted, *, as_json: bool) -> None:
+    listening = http.listening(host, port)
     stopping = stop_signal(until_stdin_closes=False)
-    async with open_target(job.wanted) as target:
+    async with open_target(wanted) as target:
         target.client.choice = target.choice
-        async with serving(target.client, job.listening) as url:
-            _say_ready(job, target, url)
+        async with serving(target.client, listening) as url:
+            if as_json:
+                _write_ready(target, url)
+            else:
+                n_keys = len(listening.settings.keys)
+                keys = counted(n_keys, "API key") if n_keys else "no API key"
+                write_out(f"serving {target.choice.model} at {url}/v1 ({keys})")
             loading = asyncio.create_task(_load(target))
             await stopping.wait()
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
-    if not job.as_json:
+    if not as_json:
         say("server stopped")
 
 
@@ -95,20 +87,15 @@ async def _load(target: Target) -> None:
         say(f"{target.choice.model} is loaded")
 
 
-def _say_ready(job: _Job, target: Target, url: str) -> None:
+def _write_ready(target: Target, url: str) -> None:
     host, port = split_address(url.partition("://")[2].partition("/")[0])
-    if job.as_json:
-        ready = {
-            "event": "ready",
-            "url": url,
-            "host": host,
-            "port": port,
-            "pid": os.getpid(),
-            "model": target.choice.model,
-            "version": __version__,
-        }
-        write_out(json.dumps(ready))
-        return
-    n_keys = len(job.listening.settings.keys)
-    keys = {0: "no API key", 1: "1 API key"}.get(n_keys, f"{n_keys} API keys")
-    write_out(f"serving {target.choice.model} at {url}/v1 ({keys})")
+    ready = {
+        "event": "ready",
+        "url": url,
+        "host": host,
+        "port": port,
+        "pid": os.getpid(),
+        "model": target.choice.model,
+        "version": __version__,
+    }
+    write_out(json.dumps(ready))
