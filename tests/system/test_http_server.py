@@ -8,7 +8,7 @@ import random
 import signal
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import openai
@@ -25,7 +25,7 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.wire.messages.membership import RingLoad
 from shardnet.wire.messages.plans import ModelChoice
 
-CONTEXT = 16384
+CONTEXT = 32768
 DEADLINE_S = 120.0
 KEYS = Settings(keys=Keyring([parse_key("ann:one", 1)]))
 
@@ -56,16 +56,20 @@ async def until_idle(client: Client) -> RingLoad:
     return load
 
 
-async def begin(
-    url: str, path: str, body: Any
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a request over a connection of its own."""
+@asynccontextmanager
+async def asking(url: str, body: Any) -> AsyncIterator[asyncio.StreamReader]:
+    """Ask for a completion over a connection of its own, which ends with the context."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {len(raw)}"
-    writer.write(head.encode() + b"\r\n\r\n" + raw)
-    return reader, writer
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+    try:
+        yield reader
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 def test_the_openai_client_chats_and_streams(trio: Crew) -> None:
@@ -173,16 +177,19 @@ def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_slot(
     trio: Crew, parrots: Parrots, is_stream: bool
 ) -> None:
     async def main() -> None:
-        async with served(trio, str(parrots.big), context=CONTEXT) as (url, client):
+        log: list[str] = []
+        settings = Settings(log=log.append)
+        async with served(trio, str(parrots.alphabet), settings, CONTEXT) as (url, client):
             body = {"prompt": "a" * (CONTEXT - 100), "stream": is_stream}
-            reader, writer = await begin(url, "/v1/completions", body)
-            if is_stream:  # long before the first token
-                assert b" 200 " in await reader.readline()
-            while not (await client.status()).load or not (await load_of(client)).running:
-                pass
-            writer.close()
+            async with asking(url, body) as answer:
+                if is_stream:  # long before the first token
+                    assert b" 200 " in await answer.readline()
+                while not (load := (await client.status()).load) or not load.running:
+                    pass
             load = await until_idle(client)
             assert load.used_blocks == load.warm_blocks
+        assert "499" in log[-1]
+        assert "0+0 tokens" in log[-1]
 
     asyncio.run(main())
 
@@ -195,19 +202,17 @@ def test_of_many_at_once_none_is_lost_and_none_stays(trio: Crew, parrots: Parrot
     async def one(url: str, number: int) -> bool:
         start = number % 26
         body = {"prompt": letters[start], "max_tokens": 8, "temperature": 0, "stream": True}
-        reader, writer = await begin(url, "/v1/completions", body)
-        leaves = number % 2 == 0
-        if leaves:
-            for _ in range(chance.randrange(0, 20)):
-                await reader.readline()
-        else:
-            raw = (await reader.read()).decode()
+        async with asking(url, body) as answer:
+            if number % 2 == 0:
+                for _ in range(chance.randrange(0, 20)):
+                    await answer.readline()
+                return True
+            raw = (await answer.read()).decode()
             lines = [line.removeprefix("data: ") for line in raw.splitlines() if "data: {" in line]
             text = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
             assert text == (letters * 2)[start + 1 : start + 9]
             assert "data: [DONE]" in raw
-        writer.close()
-        return leaves
+            return False
 
     async def main() -> None:
         async with served(trio, str(parrots.alphabet)) as (url, client):
