@@ -20,7 +20,15 @@ from shardnet.types import LiveState
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
 from shardnet.wire.messages.generation import Finished, Generate, StateChanged, TextPiece, Timing
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
-from shardnet.wire.messages.membership import ListedModel, ListModels, ModelsListed
+from shardnet.wire.messages.membership import (
+    ListedModel,
+    ListModels,
+    ModelsListed,
+    NodeInfo,
+    RingLoad,
+    Status,
+    StatusReply,
+)
 from shardnet.wire.messages.plans import ModelChoice, PlanReply, PlanRequest
 from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
 
@@ -110,6 +118,24 @@ class ScriptedNode:
         )
 
 
+_INFO = NodeInfo(
+    node="n",
+    name="scripted",
+    address="",
+    version="0",
+    device="cpu",
+    memory_bytes=0,
+    memory_free_bytes=0,
+    cores=1,
+    threads=1,
+    dtypes=[],
+    host_id="h",
+)
+_LOAD = RingLoad(
+    running=3, waiting=2, paused=0, warm_slots=1, warm_blocks=1, used_blocks=4, room_blocks=9
+)
+
+
 def _text(message: Generate) -> str:
     if message.token_ids is not None:
         return "".join(map(chr, message.token_ids))
@@ -121,6 +147,8 @@ def _short_answers(message: Incoming) -> list[ControlMessage]:
     match message:
         case PlanRequest(request=number, choice=choice):
             return [_plan(number, choice)]
+        case Status(request=number):
+            return [StatusReply(request=number, node=_INFO, peers=[], load=_LOAD)]
         case ListModels(request=number):
             models = [ListedModel(name=name, store="here") for name in MODELS]
             return [
