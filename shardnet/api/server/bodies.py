@@ -19,6 +19,11 @@ Body = TypeVar("Body")
 _FIELD: Final = re.compile(r"(?:a (?:key|value) of )?([\w.\[\]]+)(?=:| is | has )")
 
 
+MAX_LISTS: Final = 1 << 20
+MAX_VALUES: Final = 2 << 20
+"""Most lists and objects, and most values, of one body: each takes 50 bytes of memory or more."""
+
+
 class Disconnected(Exception):
     """The client went away before its body had come."""
 
@@ -27,7 +32,7 @@ async def read_body(receive: Receive, headers: dict[bytes, bytes], most_bytes: i
     """Read a body. Raises HttpError 413 for one that is too large, Disconnected."""
     announced = headers.get(b"content-length", b"0")
     if announced.isdigit() and int(announced[:20]) > most_bytes:
-        raise _too_large(most_bytes)
+        raise _too_large(f"{most_bytes} bytes")
     body = bytearray()
     while True:
         message = await receive()
@@ -35,13 +40,19 @@ async def read_body(receive: Receive, headers: dict[bytes, bytes], most_bytes: i
             raise Disconnected
         body += message.get("body", b"")
         if len(body) > most_bytes:
-            raise _too_large(most_bytes)
+            raise _too_large(f"{most_bytes} bytes")
         if not message.get("more_body", False):
             return bytes(body)
 
 
 def decode_body(raw: bytes, kind: type[Body]) -> Body:
-    """Decode JSON to a struct. Raises HttpError 400, which names the first wrong field."""
+    """Decode JSON to a struct.
+
+    Raises HttpError 400, which names the first wrong field, 413 for a body of too many values.
+    """
+    n_lists = raw.count(b"[") + raw.count(b"{")
+    if n_lists > MAX_LISTS or raw.count(b",") > MAX_VALUES:  # those in texts are counted too
+        raise _too_large(f"{MAX_LISTS} lists or {MAX_VALUES} values")
     try:
         try:
             return msgspec.json.decode(raw, type=kind)
@@ -53,6 +64,6 @@ def decode_body(raw: bytes, kind: type[Body]) -> Body:
         raise refused(f"the body is not JSON: {error}", code="invalid_json") from error
 
 
-def _too_large(most_bytes: int) -> HttpError:
-    message = f"the body is larger than {most_bytes} bytes"
+def _too_large(most: str) -> HttpError:
+    message = f"the body has more than {most}"
     return HttpError(Fault(status=413, kind="invalid_request_error", message=message))

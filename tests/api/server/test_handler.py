@@ -12,7 +12,9 @@ from support.servers.http_app import served
 
 from shardnet.api.openai.faults import OPENAI
 from shardnet.api.server.app import make_app
+from shardnet.api.server.bodies import MAX_VALUES, decode_body
 from shardnet.api.server.endpoint import Endpoint, Reply, Stream, comment, event
+from shardnet.api.server.errors import HttpError
 from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.service import Exchange
 from shardnet.api.server.settings import Settings
@@ -142,6 +144,13 @@ def test_a_body_has_a_limit_whether_announced_or_not() -> None:
             assert (await ask(server.app, COMPLETIONS, {"prompt": "a"})).status == 200
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("value", [b"[]", b"1"])
+def test_a_body_of_too_many_values_is_refused_before_it_is_read(value: bytes) -> None:
+    raw = b'{"prompt":[' + b",".join([value] * (MAX_VALUES + 2)) + b"]}"
+    with pytest.raises(HttpError, match="the body has more than"):
+        decode_body(raw, dict)
 
 
 def test_other_paths_and_methods_are_refused_in_the_same_form() -> None:
