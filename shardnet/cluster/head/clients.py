@@ -26,7 +26,13 @@ from shardnet.cluster.head.replies import (
     timing_reply,
     token_piece,
 )
-from shardnet.cluster.head.requests import prompt_ids, reserved_bytes, text_stream
+from shardnet.cluster.head.requests import (
+    described,
+    prompt_ids,
+    prompt_tail,
+    reserved_bytes,
+    text_stream,
+)
 from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
@@ -40,6 +46,7 @@ from shardnet.runtime.engine.requests import (
     TokenGenerated,
 )
 from shardnet.runtime.stage.executor import Executor
+from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.generation import (
     Generate,
@@ -93,6 +100,7 @@ class Clients:
         handlers.register(LastRunRequest, self.last_run)
         handlers.register(Generate, self.generate)
         handlers.register(Unload, self.unload)
+        handlers.register(DescribeTokenizer, self.describe_tokenizer)
 
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
         """Reply with the plan, or Redirect. A wire dtype that is asked for is measured."""
@@ -174,6 +182,24 @@ class Clients:
             else:
                 await self._stream(control, message, lead)
 
+    async def describe_tokenizer(self, control: ControlLink, message: DescribeTokenizer) -> None:
+        """Reply with what a client needs to know of a model's tokenizer, or Redirect."""
+        choice = await self._settled(message.choice)
+        async with contextlib.AsyncExitStack() as stack:
+            with self._hinting(choice):
+                lead = await stack.enter_async_context(
+                    self._head.lead(
+                        choice,
+                        on_plan=lambda _: None,
+                        on_progress=partial(report_progress, control, message.request),
+                    )
+                )
+            if isinstance(lead, Elsewhere):
+                control.send(Redirect(request=message.request, address=lead.address))
+                return
+            chats = self._disk.at(f"the chat template of {lead.plan.facts.path}")
+            control.send(await chats.run(lambda: described(message, lead)))
+
     async def _stream(self, control: ControlLink, message: Generate, lead: Lead) -> None:
         # A chat template is an untrusted program: it must not delay other prompts.
         chats = self._disk.at(f"the chat template of {lead.plan.facts.path}")
@@ -207,6 +233,7 @@ class Clients:
         self, control: ControlLink, message: Generate, request: GenerationRequest, lead: Lead
     ) -> None:
         n_tokens = 0
+        tail = await self._reader.run(lambda: prompt_tail(request.prompt, lead))
         async with aclosing(lead.ring.engine.generate(request)) as events:
             async for event in events:
                 match event:
@@ -221,7 +248,11 @@ class Clients:
                     case RequestMoved(state=state, ahead=ahead, n_kept=n_kept):
                         control.send(
                             StateChanged(
-                                request=message.request, state=state, ahead=ahead, n_kept=n_kept
+                                request=message.request,
+                                state=state,
+                                ahead=ahead,
+                                n_kept=n_kept,
+                                prompt_tail="" if n_tokens else tail,
                             )
                         )
                     case GenerationFinished():

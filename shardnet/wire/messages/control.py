@@ -21,6 +21,7 @@ from shardnet.wire.framing.schema import (
     decode,
     encode,
 )
+from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.generation import (
     Cancel,
     Finished,
@@ -116,6 +117,8 @@ ControlMessage = (
     | StateChanged
     | Cancel
     | Unload
+    | DescribeTokenizer
+    | TokenizerDescribed
     | Redirect
     | TextPiece
     | RowsPiece
