@@ -43,6 +43,7 @@ from shardnet.transport import tcp
 from shardnet.transport.address import split_address
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.types import SamplingParams
+from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.generation import LastRun, LastRunRequest, Unload
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
@@ -63,8 +64,8 @@ if TYPE_CHECKING:  # not every client needs the library behind it
 HANDSHAKE_S = 5.0
 """Deadline for the TLS and Hello handshake, in seconds."""
 
-Ask = PlanRequest | LastRunRequest | Unload | Tokenize | Detokenize
-Answer = TypeVar("Answer", PlanReply, LastRun, Done, Tokenized, Detokenized)
+Ask = PlanRequest | LastRunRequest | Unload | Tokenize | Detokenize | DescribeTokenizer
+Answer = TypeVar("Answer", PlanReply, LastRun, Done, Tokenized, Detokenized, TokenizerDescribed)
 
 GREEDY = SamplingParams()
 """Always takes the most likely token."""
@@ -188,6 +189,19 @@ class Client:
         Raises UsageError when there was none.
         """
         return await self._follow(LastRunRequest(request=0), LastRun)
+
+    async def describe_tokenizer(
+        self,
+        *,
+        model: str | ModelChoice | None = None,
+        on_progress: OnLoading | None = None,
+    ) -> TokenizerDescribed:
+        """Return what is special about a model's tokenizer, and its chat template.
+
+        The model is loaded if it is not. Raises UsageError if it has no tokenizer.
+        """
+        message = DescribeTokenizer(request=0, choice=self._chosen(model))
+        return await self._follow(message, TokenizerDescribed, on_progress)
 
     async def unload(self) -> None:
         """Free the model on every node of the ring. Raises BusyError while requests run."""

@@ -190,8 +190,9 @@ class GenerationEvent:
     `request_id` is unique in its client. While it is QUEUED, `ahead` requests run before it. Tokens
     come in events that are RUNNING or RESUMED; `text` is what they complete and may be empty.
     `prompt_logprobs`, `logits`, `hidden` and `routing` continue those of earlier events; the
-    prompt's first token has no log-probability. The FINISHED event has the rest of the text and the
-    `result`, the FAILED one the `error`.
+    prompt's first token has no log-probability. `prompt_tail` comes with states before the first
+    token: the text of the prompt's last tokens, special ones too. The FINISHED event has the rest
+    of the text and the `result`, the FAILED one the `error`.
     """
 
     request_id: int
@@ -199,6 +200,7 @@ class GenerationEvent:
     sample: int
     state: RequestState
     ahead: int = 0
+    prompt_tail: str = ""
     token_ids: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None

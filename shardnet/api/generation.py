@@ -105,11 +105,11 @@ class _Running:
     def take(self, answer: _Answer, peer: str) -> GenerationEvent:
         """Turn an answer of the node named `peer` into an event, and store its output."""
         match answer:
-            case wire.StateChanged(state=state, ahead=ahead, n_kept=n_kept):
+            case wire.StateChanged(state=state, ahead=ahead, n_kept=n_kept, prompt_tail=tail):
                 self.view.state = RequestState(state.value)
                 if self.view.state is RequestState.RUNNING:
                     self.n_reused = n_kept
-                return changed(self._event(), ahead=ahead)
+                return changed(self._event(), ahead=ahead, prompt_tail=tail)
             case wire.TextPiece():
                 return self._take_text(answer)
             case wire.RowsPiece():

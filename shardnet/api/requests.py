@@ -5,11 +5,12 @@ Knows the options of a request and their order of precedence. Must not know link
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, Unpack
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, TypeGuard, Unpack
 
 import msgspec
 
@@ -18,8 +19,9 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.model_names import has_prefix, may_be_name
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError, shown
 from shardnet.types import OutputParams, SamplingParams
+from shardnet.wire.messages.chat import ChatMessage, DescribeTokenizer
 from shardnet.wire.messages.control import control_frame, read_control
-from shardnet.wire.messages.generation import ChatMessage, Generate, LastRunRequest, Unload
+from shardnet.wire.messages.generation import Generate, LastRunRequest, Unload
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
 from shardnet.wire.messages.sequences import Outputs, Sampling
 from shardnet.wire.messages.tokens import Detokenize, Tokenize
@@ -37,7 +39,9 @@ class GenerationOptions(TypedDict, total=False):
     ("off"): draft tokens ahead, by look-up in the text with "ngram" or by the small model at a path
     on the head; `draft_tokens` (0): draft at most so many at once, 0 is as many as pay off.
     `deterministic` (False): no bit depends on what else runs (design decision 4). `outputs` (none):
-    prompt logprobs, logits, hidden states and routing.
+    prompt logprobs, logits, hidden states and routing. For messages: `tools` (none), objects with
+    JSON schemas as in OpenAI's API, and `template_options` (none), values that the chat template
+    knows, such as `enable_thinking` or `reasoning_effort`.
     """
 
     max_tokens: int
@@ -52,13 +56,30 @@ class GenerationOptions(TypedDict, total=False):
     draft_tokens: int
     deterministic: bool
     outputs: OutputParams
+    tools: Sequence[Mapping[str, Any]]
+    template_options: Mapping[str, bool | int | float | str | None]
+
+
+class MessageToolCall(TypedDict):
+    """A tool call in an assistant's message. `arguments` is the JSON text of an object."""
+
+    id: NotRequired[str]
+    name: str
+    arguments: str
 
 
 class Message(TypedDict):
-    """A message of a conversation. `role` is system, user or assistant."""
+    """A message of a conversation. `role` is system, user, assistant or tool.
+
+    `tool_call_id` and `name` say what a tool's message answers.
+    """
 
     role: str
-    content: str
+    content: str | None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[Sequence[MessageToolCall]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +166,13 @@ def name_model(model: str) -> str:
 
 
 def check_request(
-    message: PlanRequest | LastRunRequest | Generate | Unload | Tokenize | Detokenize,
+    message: PlanRequest
+    | LastRunRequest
+    | Generate
+    | Unload
+    | Tokenize
+    | Detokenize
+    | DescribeTokenizer,
 ) -> None:
     """Raise UsageError, which names the field, for values that do not fit into the message."""
     try:
@@ -207,6 +234,10 @@ def _message(
     if "outputs" in options:
         options["outputs"].check()
         fields["outputs"] = Outputs.of(options["outputs"])
+    if "tools" in options:
+        fields["tools"] = _tools_text(options["tools"])
+    if "template_options" in options:
+        fields["template_options"] = list(options["template_options"].items())
     try:
         message = Generate(
             request=0,
@@ -220,6 +251,16 @@ def _message(
         ) from error
     check_request(message)
     return message
+
+
+def _tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the JSON text of tools, "" for none. Raises UsageError for what is no JSON."""
+    try:
+        return json.dumps(list(tools), ensure_ascii=False, allow_nan=False) if tools else ""
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"the tools cannot be sent: {error}", remedy="give a list of JSON objects"
+        ) from error
 
 
 def _unknown_option(fields: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ from shardnet.wire.framing import schema
 from shardnet.wire.framing.frames import PREAMBLE, FrameKind, Limits, pack_frame
 from shardnet.wire.messages import (
     bulk,
+    chat,
     control,
     diagnostics,
     extras,
@@ -57,6 +58,7 @@ CONTROL_MESSAGES = (
     diagnostics,
     stages,
     plans,
+    chat,
     generation,
     tokens,
 )

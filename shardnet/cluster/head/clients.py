@@ -27,7 +27,14 @@ from shardnet.cluster.head.replies import (
     timing_reply,
     token_piece,
 )
-from shardnet.cluster.head.requests import detokenized, prompt_ids, reserved_bytes, text_stream
+from shardnet.cluster.head.requests import (
+    described,
+    detokenized,
+    prompt_ids,
+    prompt_tail,
+    reserved_bytes,
+    text_stream,
+)
 from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
@@ -41,6 +48,7 @@ from shardnet.runtime.engine.requests import (
     TokenGenerated,
 )
 from shardnet.runtime.stage.executor import Executor
+from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.generation import (
     Generate,
@@ -97,6 +105,7 @@ class Clients:
         handlers.register(Tokenize, self.tokenize)
         handlers.register(Detokenize, self.detokenize)
         handlers.register(Unload, self.unload)
+        handlers.register(DescribeTokenizer, self.describe_tokenizer)
 
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
         """Reply with the plan, or Redirect. A wire dtype that is asked for is measured."""
@@ -212,6 +221,13 @@ class Clients:
             else:
                 yield lead
 
+    async def describe_tokenizer(self, control: ControlLink, message: DescribeTokenizer) -> None:
+        """Reply with what a client needs to know of a model's tokenizer, or Redirect."""
+        async with self._leading(control, message.request, message.choice) as lead:
+            if lead is not None:
+                chats = self._disk.at(f"the chat template of {lead.plan.facts.path}")
+                control.send(await chats.run(lambda: described(message, lead)))
+
     async def _prompt(self, message: Generate, lead: Lead) -> list[int]:
         """Return the token ids of a prompt."""
         # A chat template is an untrusted program: it must not delay other prompts.
@@ -249,6 +265,7 @@ class Clients:
         self, control: ControlLink, message: Generate, request: GenerationRequest, lead: Lead
     ) -> None:
         n_tokens = 0
+        tail = await self._reader.run(lambda: prompt_tail(request.prompt, lead))
         async with aclosing(lead.ring.engine.generate(request)) as events:
             async for event in events:
                 match event:
@@ -263,7 +280,11 @@ class Clients:
                     case RequestMoved(state=state, ahead=ahead, n_kept=n_kept):
                         control.send(
                             StateChanged(
-                                request=message.request, state=state, ahead=ahead, n_kept=n_kept
+                                request=message.request,
+                                state=state,
+                                ahead=ahead,
+                                n_kept=n_kept,
+                                prompt_tail="" if n_tokens else tail,
                             )
                         )
                     case GenerationFinished():

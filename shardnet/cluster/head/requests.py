@@ -5,6 +5,9 @@ Must not send anything, nor know links.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 
 from shardnet.cluster.head.head import Lead
@@ -14,14 +17,27 @@ from shardnet.runtime.engine.requests import (
     GenerationRequest,
 )
 from shardnet.runtime.stage.routing import MAX_ROUTING_BYTES
+from shardnet.tokenizers.chat.chat_template import TemplateOptions
 from shardnet.tokenizers.detokenizer import TextStream
 from shardnet.tokenizers.tokenizer import check_token_ids
 from shardnet.types import OutputKind
+from shardnet.wire.messages.chat import (
+    MAX_ADDED_TEXT,
+    MAX_ADDED_TOKENS,
+    AddedToken,
+    ChatMessage,
+    DescribeTokenizer,
+    TokenizerDescribed,
+)
 from shardnet.wire.messages.generation import (
+    MAX_PROMPT_TAIL,
     MAX_ROWS_BYTES,
     Generate,
 )
 from shardnet.wire.messages.tokens import Detokenize, Detokenized
+
+_TAIL_TOKENS = 64
+"""More than a template writes behind the last message."""
 
 
 def prompt_ids(message: Generate, lead: Lead) -> list[int]:
@@ -38,7 +54,9 @@ def prompt_ids(message: Generate, lead: Lead) -> list[int]:
             f"{lead.plan.facts.path} has no tokenizer", remedy="give the prompt as --token-ids"
         )
     elif message.messages is not None:
-        text = lead.tokenizer.chat_prompt([msgspec.to_builtins(said) for said in message.messages])
+        options = TemplateOptions(tools=message.tools, values=dict(message.template_options))
+        shown = [_shown(said) for said in message.messages]
+        text = lead.tokenizer.chat_prompt(shown, options)
         token_ids = lead.tokenizer.encode(  # the template writes bos where it belongs
             text, bos="off", most_tokens=lead.ring.spec.context
         )
@@ -70,6 +88,45 @@ def detokenized(message: Detokenize, lead: Lead) -> Detokenized:
     text = tokenizer.decode(token_ids, keep_special_tokens=message.keep_special_tokens)
     tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
     return Detokenized(request=message.request, text=text, tokens=tokens)
+
+
+def _shown(said: ChatMessage) -> dict[str, Any]:
+    """Return what a template gets of a message: its role, its content, and what is not empty."""
+    fields: dict[str, Any] = msgspec.to_builtins(said)
+    return {name: value for name, value in fields.items() if value or name in ("role", "content")}
+
+
+def prompt_tail(prompt: Sequence[int], lead: Lead) -> str:
+    """Return the text of a prompt's last tokens, "" without a tokenizer. Blocks."""
+    if lead.tokenizer is None:
+        return ""
+    last = prompt[-_TAIL_TOKENS:]
+    return lead.tokenizer.decode(last, keep_special_tokens=True)[-MAX_PROMPT_TAIL:]
+
+
+def described(message: DescribeTokenizer, lead: Lead) -> TokenizerDescribed:
+    """Describe the tokenizer of a ring to a client. Blocks.
+
+    Raises UsageError if the checkpoint has none, CheckpointError for a template that cannot be
+    read.
+    """
+    tokenizer = lead.tokenizer
+    if tokenizer is None:
+        raise UsageError(
+            f"{lead.plan.facts.path} has no tokenizer", remedy="ask for token ids instead of text"
+        )
+    try:
+        template = tokenizer.chat_template().source
+    except UsageError:
+        template = ""
+    added = [AddedToken(*token) for token in tokenizer.added_tokens(MAX_ADDED_TEXT)]
+    return TokenizerDescribed(
+        request=message.request,
+        bos_id=tokenizer.bos_id,
+        eos_ids=list(lead.eos_ids),
+        added=added[:MAX_ADDED_TOKENS],
+        template=template,
+    )
 
 
 def text_stream(message: Generate, lead: Lead) -> TextStream:

@@ -25,6 +25,7 @@ from shardnet.errors import (
 from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.wire.framing.frames import FrameKind
+from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import (
     ControlMessage,
     Failed,
@@ -79,6 +80,7 @@ ControlRequest = (
     | Tokenize
     | Detokenize
     | Unload
+    | DescribeTokenizer
 )
 Notice = RingBroken | PeersKnown
 Incoming = ControlRequest | Notice

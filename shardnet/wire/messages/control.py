@@ -23,6 +23,7 @@ from shardnet.wire.framing.schema import (
     decode,
     encode,
 )
+from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.generation import (
     Cancel,
     Finished,
@@ -128,6 +129,8 @@ ControlMessage = (
     | Tokenized
     | Detokenize
     | Detokenized
+    | DescribeTokenizer
+    | TokenizerDescribed
     | Redirect
     | TextPiece
     | RowsPiece

@@ -31,25 +31,18 @@ from shardnet.wire.framing.schema import (
     Text,
     TokenIds,
 )
+from shardnet.wire.messages.chat import ChatMessage, TemplateOptions, ToolsText
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
 from shardnet.wire.messages.sequences import Outputs, Sampling
 
+MAX_PROMPT_TAIL: Final = 256
 MAX_ROWS_BYTES: Final = 3 << 20
 """The most that one RowsPiece carries: one row of 786 432 elements, or several of fewer."""
 
 
-class ChatMessage(Strict, frozen=True, kw_only=True):
-    """One message of a conversation. `role` is system, user, assistant or what else the model's
-    chat template knows.
-    """
-
-    role: Name
-    content: Text
-
-
 class Generate(Tagged, frozen=True, kw_only=True):
     """Ask for the continuation of one prompt: `token_ids` if there are any, else `messages` in the
-    model's chat template, else `prompt`.
+    model's chat template, else `prompt`. The template gets `tools` and `template_options` too.
 
     `speculate` is off, ngram or the path of a draft model on the head; `draft_tokens` 0 drafts as
     many as pay. `deterministic` is design decision 4's. A larger `priority` goes first;
@@ -62,6 +55,8 @@ class Generate(Tagged, frozen=True, kw_only=True):
     prompt: Text = ""
     token_ids: TokenIds | None = None
     messages: Annotated[list[ChatMessage], Meta(max_length=1 << 14)] | None = None
+    tools: ToolsText = ""
+    template_options: TemplateOptions = msgspec.field(default_factory=list)
     max_tokens: U32 = 256
     stop: Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=64)] = (
         msgspec.field(default_factory=list)
@@ -84,12 +79,14 @@ class StateChanged(Tagged, frozen=True, kw_only=True):
     """Tells how a Generate stands that has not ended. `ahead` requests go before it in the queue.
 
     The first `n_kept` positions of its prompt were there already when it began to run.
+    `prompt_tail` is the text of the prompt's last tokens, special ones too.
     """
 
     request: RequestId
     state: LiveState
     ahead: U32 = 0
     n_kept: Positions = 0
+    prompt_tail: Annotated[str, Meta(max_length=MAX_PROMPT_TAIL)] = ""
 
 
 class Cancel(Tagged, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.types import DType, NodeId
+from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Failed, Redirect
 from shardnet.wire.messages.generation import (
     Cancel,
@@ -58,6 +59,7 @@ ANSWERS = {
     StatusReply,
     TextPiece,
     Tokenized,
+    TokenizerDescribed,
 }
 """What answers a request: peers/control_link.py gives it to whoever asked."""
 ON_THE_LINK = {Cancel}
