@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from shardnet.api.requests import GenerationOptions
 from shardnet.types import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
 
 ToolChoice = Literal["auto", "none", "required"]
+OptionValue: TypeAlias = bool | int | float | str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,5 +79,5 @@ class ChatRequest:
     tool_choice: ToolChoice = "auto"
     forced_tool: str = ""
     parallel_tool_calls: bool = True
-    template_options: Mapping[str, object] = field(default_factory=dict)
+    template_options: Mapping[str, OptionValue] = field(default_factory=dict)
     output_format: OutputFormat | None = None

@@ -121,7 +121,7 @@ async def complete_chat(exchange: Exchange, body: ChatBody) -> Reply:
         chunks = _chunks(exchange, request, writer, with_usage=wants_usage(body))
         return Stream(chunks=chunks, heartbeat=lambda: comment(exchange.note))
     samples = [_Sample() for _ in range(request.n)]
-    async with aclosing(run_chat(exchange, request)) as events:
+    async with aclosing(run_chat(exchange, request, is_streamed=False)) as events:
         async for told in events:
             if isinstance(told, Piece):
                 samples[told.sample].take(told)
@@ -137,7 +137,7 @@ async def _chunks(
     results: list[GenerationResult] = []
     if with_usage:
         writer.usage = None
-    async with aclosing(run_chat(exchange, request)) as events:
+    async with aclosing(run_chat(exchange, request, is_streamed=True)) as events:
         async for told in events:
             match told:
                 case Accepted():
@@ -166,19 +166,12 @@ def _delta(delta: OutputDelta) -> ChatDelta:
             return ChatDelta(content=text)
         case ToolCallStarted(index=index, call_id=call_id, name=name):
             function = FunctionCall(name=name, arguments="")
-            part = ToolCallPart(
-                index=index, id=call_id or make_call_id(), type="function", function=function
-            )
+            part = ToolCallPart(index=index, id=call_id or "", type="function", function=function)
             return ChatDelta(tool_calls=[part])
         case ToolCallDelta(index=index, text=text):
             return ChatDelta(
                 tool_calls=[ToolCallPart(index=index, function=FunctionCall(arguments=text))]
             )
-
-
-def make_call_id() -> str:
-    """Make the id of a call to which the model gave none."""
-    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 @dataclass(slots=True)
@@ -202,9 +195,7 @@ class _Sample:
                     self.content.append(text)
                 case ToolCallStarted(call_id=call_id, name=name):
                     function = FunctionCall(name=name, arguments="")
-                    part = ToolCallPart(
-                        id=call_id or make_call_id(), type="function", function=function
-                    )
+                    part = ToolCallPart(id=call_id or "", type="function", function=function)
                     self.calls.append(part)
                 case ToolCallDelta(text=text):
                     self.calls[-1].function.arguments += text

@@ -13,6 +13,7 @@ from msgspec import Meta
 from shardnet.api.chat.request import (
     ChatRequest,
     ChatTurn,
+    OptionValue,
     OutputFormat,
     Tool,
     ToolCall,
@@ -22,10 +23,20 @@ from shardnet.api.openai.sampling import Count, SamplingBody, options_of, sampli
 from shardnet.api.server.errors import refused
 from shardnet.errors import shown
 from shardnet.types import MAX_LOGPROBS
+from shardnet.wire.messages.chat import MAX_TEMPLATE_OPTIONS
 from shardnet.wire.messages.plans import ModelChoice
 
 MAX_MESSAGES = 1 << 14
 MAX_TOOLS = 1024
+
+TemplateName = Annotated[str, Meta(max_length=256)]
+TemplateValue = (
+    bool
+    | Annotated[int, Meta(ge=-(2**53), le=2**53)]
+    | float
+    | Annotated[str, Meta(max_length=4096)]
+    | None
+)
 
 
 class PartBody(msgspec.Struct, kw_only=True):
@@ -118,7 +129,9 @@ class ChatBody(SamplingBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[TemplateName, TemplateValue], Meta(max_length=MAX_TEMPLATE_OPTIONS)] | None
+    ) = None
     functions: Any = None
     function_call: Any = None
 
@@ -136,7 +149,7 @@ def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_completion_tokens
     choice, forced = _tool_choice(body)
-    options = dict(body.chat_template_kwargs or {})
+    options: dict[str, OptionValue] = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
     return ChatRequest(
@@ -166,6 +179,8 @@ def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
 def _tool_choice(body: ChatBody) -> tuple[ToolChoice, str]:
     """Return how tools are chosen, and the name of the one that must be called."""
     if not isinstance(body.tool_choice, NamedTool):
+        if body.tool_choice == "required" and not body.tools:
+            raise refused("tool_choice is required, but there are no tools", "tool_choice")
         return body.tool_choice or "auto", ""
     function = body.tool_choice.function
     names = [tool.function.name for tool in body.tools or () if tool.function is not None]

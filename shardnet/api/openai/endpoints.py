@@ -13,9 +13,11 @@ from shardnet.api.openai.tokens import (
     DetokenizeBody,
     Detokenized,
     TokenizeBody,
+    TokenizerInfo,
     Tokens,
     detokenize,
     tokenize,
+    tokenizer_info,
 )
 from shardnet.api.server.endpoint import Endpoint
 
@@ -80,5 +82,13 @@ def endpoints() -> list[Endpoint[Any]]:
             body=DetokenizeBody,
             answer=Detokenized,
             counts=True,
+        ),
+        Endpoint(
+            method="GET",
+            path="/tokenizer_info",
+            summary="The tokens that begin and end a text, and the chat template",
+            handle=tokenizer_info,
+            dialect=OPENAI,
+            answer=TokenizerInfo,
         ),
     ]

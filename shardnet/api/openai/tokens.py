@@ -45,6 +45,30 @@ class Detokenized(msgspec.Struct, kw_only=True):
     prompt: str
 
 
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """The tokens that begin and end a text, and the chat template, as text."""
+
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+
+
+async def tokenizer_info(exchange: Exchange, body: None) -> Reply:
+    """Describe the tokenizer of the default model."""
+    choice, client = exchange.service.models.default.choice, exchange.service.client
+    told = await exchange.describe_tokenizer(model=choice)
+    ids = [*([] if told.bos_id is None else [told.bos_id]), *told.eos_ids[:1]]
+    texts = (await client.detokenize(ids, model=choice)).tokens if ids else []
+    bos = texts.pop(0) if told.bos_id is not None else None
+    return Json(
+        value=TokenizerInfo(
+            bos_token=bos,
+            eos_token=texts[0] if texts else None,
+            chat_template=told.template or None,
+        )
+    )
+
+
 async def tokenize(exchange: Exchange, body: TokenizeBody) -> Reply:
     """Return the token ids of a text."""
     served = await exchange.service.models.find(body.model)

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Unpack
+from typing import Final, Unpack
 
 from shardnet.api.client import Client
 from shardnet.api.events import GenerationEvent
@@ -20,7 +20,12 @@ from shardnet.api.server.metrics import Metrics
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.settings import Settings
 from shardnet.types import SamplingParams
+from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
+
+TOKENIZER_FRESH_S: Final = 60.0
+"""What is known of a tokenizer counts for so long: files may change."""
+MAX_TOKENIZERS: Final = 8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +38,8 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     n_active: int = 0
     """Requests that are being answered."""
+    tokenizers: dict[str, tuple[float, TokenizerDescribed]] = field(default_factory=dict)
+    """What is known of the tokenizers of models, and since when."""
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stop(self) -> None:
@@ -78,6 +85,22 @@ class Exchange:
             async for event in events:
                 self._count(event, last_s)
                 yield event
+
+    async def describe_tokenizer(
+        self, *, model: str | ModelChoice | None = None
+    ) -> TokenizerDescribed:
+        """Describe a tokenizer as `shardnet.api.Client.describe_tokenizer` does."""
+        known, client = self.service.tokenizers, self.service.client
+        name = model if isinstance(model, str) else (model or client.choice).model
+        now = time.monotonic()
+        if name in known and now - known[name][0] < TOKENIZER_FRESH_S:
+            return known[name][1]
+        described = await client.describe_tokenizer(model=model, on_progress=self.loading)
+        known.pop(name, None)
+        known[name] = (now, described)
+        if len(known) > MAX_TOKENIZERS:
+            del known[next(iter(known))]
+        return described
 
     def loading(self, progress: NodeProgress) -> None:
         """Note what a node does before the request can run."""

@@ -116,6 +116,8 @@ def test_response_formats_are_read() -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice"),
         ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
         ({"n": 1000}, "n"),
     ],
 )
@@ -155,6 +157,43 @@ def test_an_answer_and_its_stream_say_the_same() -> None:
                 assert (mine[-1]["delta"], mine[-1]["finish_reason"]) == ({}, "stop")
             plain = (await ask(server.app, CHAT, {**body, "stream": True})).events
             assert all("usage" not in chunk for chunk in plain[:-1])
+
+    asyncio.run(main())
+
+
+def test_calls_and_reasoning_have_openais_form() -> None:
+    async def main() -> None:
+        text = '<think>hm</think><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+        body = {
+            "messages": [{"role": "user", "content": text}],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+        }
+        async with served() as server:
+            [choice] = (await ask(server.app, CHAT, body)).json["choices"]
+            assert choice["finish_reason"] == "tool_calls"
+            message = choice["message"]
+            assert (message["content"], message["reasoning"]) == (None, "hm")
+            assert message["reasoning_content"] == "hm"
+            [call] = message["tool_calls"]
+            assert call["id"].startswith("call_")
+            assert call["type"] == "function"
+            assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+
+            events = (await ask(server.app, CHAT, {**body, "stream": True})).events
+            deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+            thoughts = [(d.get("reasoning"), d.get("reasoning_content")) for d in deltas]
+            assert "".join(one for one, _ in thoughts if one) == "hm"
+            assert all(one == other for one, other in thoughts)
+            first, *rest = [part for d in deltas for part in d.get("tool_calls", ())]
+            assert (first["index"], first["type"], first["function"]["name"]) == (
+                0,
+                "function",
+                "f",
+            )
+            assert all("id" not in part and part["index"] == 0 for part in rest)
+            arguments = [part["function"]["arguments"] for part in (first, *rest)]
+            assert "".join(arguments) == '{"a": 1}'
+            assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
 
     asyncio.run(main())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from support.cluster.scripted_node import TEMPLATE
 from support.servers.asgi_client import ask
 from support.servers.http_app import served
 
@@ -75,6 +76,8 @@ def test_tokens_of_texts_and_texts_of_tokens() -> None:
             assert tokens == {"tokens": [97, 98], "count": 2, "max_model_len": 64}
             assert (await ask(server.app, "/detokenize", {"tokens": [97]})).json == {"prompt": "a"}
             assert (await ask(server.app, "/tokenize", {"prompt": ""})).json["tokens"] == []
+            told = (await ask(server.app, "/tokenizer_info")).json
+            assert told == {"bos_token": None, "eos_token": "*", "chat_template": TEMPLATE}
 
     asyncio.run(main())
 

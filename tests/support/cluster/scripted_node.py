@@ -17,6 +17,7 @@ from shardnet.errors import CapacityError, ContextExceededError, PlanError, Shar
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.types import LiveState
+from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
 from shardnet.wire.messages.generation import Finished, Generate, StateChanged, TextPiece, Timing
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
@@ -33,6 +34,8 @@ from shardnet.wire.messages.plans import ModelChoice, PlanReply, PlanRequest
 from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
 
 MODELS = ("org/Tiny-Llama", "org/Big-Llama")
+TEMPLATE = "{{ tools }} <tool_call>"
+"""That of a model which writes calls as Hermes does, and <think> around its reasoning."""
 NO_TIME = Timing(load_s=0, ttft_s=0, decode_tok_s=0, total_s=0, per_stage=())
 
 
@@ -161,6 +164,12 @@ def _short_answers(message: Incoming) -> list[ControlMessage]:
         case Detokenize(request=number, token_ids=token_ids):
             tokens = [*map(chr, token_ids)]
             return [Detokenized(request=number, text="".join(tokens), tokens=tokens)]
+        case DescribeTokenizer(request=number):
+            return [
+                TokenizerDescribed(
+                    request=number, bos_id=None, eos_ids=[42], added=[], template=TEMPLATE
+                )
+            ]
         case _:
             raise AssertionError(f"nothing is scripted for {message}")
 
