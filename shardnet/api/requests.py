@@ -16,8 +16,10 @@ import msgspec
 from shardnet.api.validation import find_refused, find_unwritable, nearest
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.model_names import has_prefix, may_be_name
+from shardnet.constraints import Constraint
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError, shown
 from shardnet.types import OutputParams, SamplingParams
+from shardnet.wire.messages import generation
 from shardnet.wire.messages.control import control_frame, read_control
 from shardnet.wire.messages.generation import ChatMessage, Generate, LastRunRequest, Unload
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
@@ -36,7 +38,8 @@ class GenerationOptions(TypedDict, total=False):
     ("off"): draft tokens ahead, by look-up in the text with "ngram" or by the small model at a path
     on the head; `draft_tokens` (0): draft at most so many at once, 0 is as many as pay off.
     `deterministic` (False): no bit depends on what else runs (design decision 4). `outputs` (none):
-    prompt logprobs, logits, hidden states and routing.
+    prompt logprobs, logits, hidden states and routing. `constraint` (None): what the output must
+    match, such as a JSON schema.
     """
 
     max_tokens: int
@@ -51,6 +54,7 @@ class GenerationOptions(TypedDict, total=False):
     draft_tokens: int
     deterministic: bool
     outputs: OutputParams
+    constraint: Constraint | None
 
 
 class Message(TypedDict):
@@ -204,6 +208,10 @@ def _message(
     if "outputs" in options:
         options["outputs"].check()
         fields["outputs"] = Outputs.of(options["outputs"])
+    constraint = options.get("constraint")
+    if constraint is not None:
+        constraint.check()
+        fields["constraint"] = generation.Constraint.of(constraint)
     try:
         message = Generate(
             request=0,

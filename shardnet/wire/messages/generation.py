@@ -11,6 +11,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from shardnet import constraints
+from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS
 from shardnet.types import MAX_LOGPROBS, LiveState
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
@@ -30,6 +32,7 @@ from shardnet.wire.framing.schema import (
     Tagged,
     Text,
     TokenIds,
+    Travelling,
 )
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
 from shardnet.wire.messages.sequences import Outputs, Sampling
@@ -47,13 +50,24 @@ class ChatMessage(Strict, frozen=True, kw_only=True):
     content: Text
 
 
+class Constraint(Travelling[constraints.Constraint], frozen=True, kw_only=True):
+    """The fields of `constraints.Constraint`, as they travel."""
+
+    kind: constraints.ConstraintKind
+    text: Annotated[str, Meta(max_length=MAX_CONSTRAINT_CHARACTERS)] = ""
+
+    def params(self) -> constraints.Constraint:
+        """Return the constraint, not checked."""
+        return constraints.Constraint(**msgspec.structs.asdict(self))
+
+
 class Generate(Tagged, frozen=True, kw_only=True):
     """Ask for the continuation of one prompt: `token_ids` if there are any, else `messages` in the
     model's chat template, else `prompt`.
 
     `speculate` is off, ngram or the path of a draft model on the head; `draft_tokens` 0 drafts as
     many as pay. `deterministic` is design decision 4's. A larger `priority` goes first;
-    `deadline_s` counts from when the ring has the request.
+    `deadline_s` counts from when the ring has the request. All of the output matches `constraint`.
     """
 
     request: RequestId
@@ -78,6 +92,7 @@ class Generate(Tagged, frozen=True, kw_only=True):
     priority: Priority = 0
     deadline_s: Seconds | None = None
     outputs: Outputs = Outputs()
+    constraint: Constraint | None = None
 
 
 class StateChanged(Tagged, frozen=True, kw_only=True):
