@@ -111,5 +111,5 @@ class RowMask:
 
 MAX_MASK_BYTES: Final = 1 << 17
 """Of one mask: the bits of a million tokens."""
-MAX_STEP_MASK_BYTES: Final = 8 << 20
-"""Of all masks of a step: half of what an EXTRAS frame carries."""
+MAX_STEP_MASK_BYTES: Final = 4 << 20
+"""Of all masks of a step's decode rows: a quarter of what an EXTRAS frame carries."""

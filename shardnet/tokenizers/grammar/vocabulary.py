@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from shardnet.constraints import MAX_MASK_BYTES
 from shardnet.errors import UnsupportedModelError
 from shardnet.tokenizers.token_table import HAS_TOKEN, ByteStrings, Joins, TokenTable
 
@@ -39,12 +40,19 @@ class Vocabulary:
     def of(cls, table: TokenTable, n_ids: int, eos_ids: Sequence[int]) -> Self:
         """Take the first `n_ids` ids of a table, the width of the LM head.
 
-        Raises UnsupportedModelError where tokens do not join to a text byte by byte.
+        Raises UnsupportedModelError where tokens do not join to a text byte by byte, and for more
+        than masks are made of.
         """
         if table.joins not in (Joins.BYTES, Joins.PIECES):
             raise UnsupportedModelError(
                 "the tokens of this model's tokenizer change where they join, so no output can be "
                 "constrained",
+                remedy="leave the constraint out, or take another model",
+            )
+        if n_ids > 8 * MAX_MASK_BYTES:
+            raise UnsupportedModelError(
+                f"the model has {n_ids} token ids; output can be constrained for at most "
+                f"{8 * MAX_MASK_BYTES}",
                 remedy="leave the constraint out, or take another model",
             )
         known = range(min(n_ids, table.n_tokens))
