@@ -17,8 +17,10 @@ import msgspec
 from shardnet.api.validation import find_refused, find_unwritable, nearest
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.model_names import has_prefix, may_be_name
+from shardnet.constraints import Constraint
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError, shown
 from shardnet.types import OutputParams, SamplingParams
+from shardnet.wire.messages import generation
 from shardnet.wire.messages.chat import ChatMessage, DescribeTokenizer
 from shardnet.wire.messages.control import control_frame, read_control
 from shardnet.wire.messages.generation import Generate, LastRunRequest, Unload
@@ -41,7 +43,8 @@ class GenerationOptions(TypedDict, total=False):
     `deterministic` (False): no bit depends on what else runs (design decision 4). `outputs` (none):
     prompt logprobs, logits, hidden states and routing. For messages: `tools` (none), objects with
     JSON schemas as in OpenAI's API, and `template_options` (none), values that the chat template
-    knows, such as `enable_thinking` or `reasoning_effort`.
+    knows, such as `enable_thinking` or `reasoning_effort`. `constraint` (None): what the output
+    must match, such as a JSON schema.
     """
 
     max_tokens: int
@@ -58,6 +61,7 @@ class GenerationOptions(TypedDict, total=False):
     outputs: OutputParams
     tools: Sequence[Mapping[str, Any]]
     template_options: Mapping[str, bool | int | float | str | None]
+    constraint: Constraint | None
 
 
 class MessageToolCall(TypedDict):
@@ -238,6 +242,10 @@ def _message(
         fields["tools"] = _tools_text(options["tools"])
     if "template_options" in options:
         fields["template_options"] = list(options["template_options"].items())
+    constraint = options.get("constraint")
+    if constraint is not None:
+        constraint.check()
+        fields["constraint"] = generation.Constraint.of(constraint)
     try:
         message = Generate(
             request=0,

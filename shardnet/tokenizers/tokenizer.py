@@ -233,6 +233,11 @@ class Tokenizer:
         return self._table.decode(token_ids, keep_special_tokens=keep_special_tokens)
 
     @property
+    def table(self) -> TokenTable:
+        """The bytes of every token, and how they join to a text."""
+        return self._table
+
+    @property
     def decodes_behind(self) -> bool:
         """Whether `decode_behind` is possible: the table knows how tokens join."""
         return self._table.joins is not Joins.OTHERWISE

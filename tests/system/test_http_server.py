@@ -110,6 +110,17 @@ def test_the_openai_client_chats_and_streams(trio: Crew) -> None:
             assert usage.prompt_tokens_details is not None
             assert usage.prompt_tokens_details.cached_tokens
 
+            properties = {"name": {"type": "string", "maxLength": 5}}
+            schema = {"type": "object", "properties": properties, "required": ["name"]}
+            shaped = await client.chat.completions.create(
+                **{**asked, "max_tokens": 40},
+                response_format={
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": schema},
+                },
+            )
+            assert [*json.loads(shaped.choices[0].message.content or "")] == ["name"]
+
             long: Any = {**asked, "messages": [{"role": "user", "content": "a b " * 4000}]}
             for is_stream in (False, True):
                 with pytest.raises(openai.BadRequestError) as caught:

@@ -54,20 +54,13 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputFormat:
-    """What the answer must be: any JSON object, or JSON that a `schema` describes."""
-
-    schema: Mapping[str, object] | bool | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """A conversation, and how it is continued.
 
     `model` is what the nodes are sent, not the dialect's name. With `tool_choice` required the
     model must call a tool, with `forced_tool` that one; without `parallel_tool_calls` one at most.
-    `template_options` are passed to the chat template. `output_format` None is any text. The
-    sampling's `n_logprobs` asks for logprobs.
+    `template_options` are passed to the chat template. The sampling's `n_logprobs` asks for
+    logprobs, the options' `constraint` for JSON.
     """
 
     turns: tuple[ChatTurn, ...]
@@ -80,4 +73,3 @@ class ChatRequest:
     forced_tool: str = ""
     parallel_tool_calls: bool = True
     template_options: Mapping[str, OptionValue] = field(default_factory=dict)
-    output_format: OutputFormat | None = None

@@ -27,7 +27,6 @@ from shardnet.api.openai.logprobs import ChatLogprobs, chat_logprobs
 from shardnet.api.openai.sampling import wants_usage
 from shardnet.api.openai.usage import UsageBody, usage_of
 from shardnet.api.server.endpoint import Json, Reply, Stream, comment, event
-from shardnet.api.server.errors import refused
 from shardnet.api.server.service import Exchange
 
 
@@ -114,8 +113,6 @@ async def complete_chat(exchange: Exchange, body: ChatBody) -> Reply:
     """Answer a chat completion."""
     served = await exchange.service.models.find(body.model)
     request = chat_request(body, served.choice)
-    if request.output_format is not None:
-        raise refused("response_format other than text is not implemented", "response_format")
     writer = _Writer(model=served.name)
     if body.stream:
         chunks = _chunks(exchange, request, writer, with_usage=wants_usage(body))

@@ -14,13 +14,13 @@ from shardnet.api.chat.request import (
     ChatRequest,
     ChatTurn,
     OptionValue,
-    OutputFormat,
     Tool,
     ToolCall,
     ToolChoice,
 )
 from shardnet.api.openai.sampling import Count, SamplingBody, options_of, sampling_of
 from shardnet.api.server.errors import refused
+from shardnet.constraints import Constraint
 from shardnet.errors import shown
 from shardnet.types import MAX_LOGPROBS
 from shardnet.wire.messages.chat import MAX_TEMPLATE_OPTIONS
@@ -105,7 +105,7 @@ class NamedTool(msgspec.Struct, kw_only=True):
 class JsonSchema(msgspec.Struct, kw_only=True):
     """A schema of the answer."""
 
-    schema: dict[str, Any] | bool | None = None
+    schema: dict[str, Any] | None = None
     name: str | None = None
     strict: bool | None = None
 
@@ -152,11 +152,13 @@ def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
     options: dict[str, OptionValue] = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
+    settings = options_of(body, body.max_tokens if most is None else most)
+    settings["constraint"] = _constraint(body)
     return ChatRequest(
         turns=tuple(_turn(message, number) for number, message in enumerate(body.messages)),
         model=model,
         sampling=sampling_of(body, n_logprobs),
-        options=options_of(body, body.max_tokens if most is None else most),
+        options=settings,
         n=body.n or 1,
         tools=tuple(
             Tool(
@@ -172,7 +174,6 @@ def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
         forced_tool=forced,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_options=options,
-        output_format=_output_format(body.response_format),
     )
 
 
@@ -227,12 +228,20 @@ def _arguments(arguments: str | dict[str, Any] | None) -> str:
     return arguments or "{}"
 
 
-def _output_format(wanted: ResponseFormat | None) -> OutputFormat | None:
+def _constraint(body: ChatBody) -> Constraint | None:
+    """Return what the answer must match, None for any text."""
+    wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return None
+    if body.tools and body.tool_choice != "none":
+        raise refused(
+            "an answer in a response_format has no room for tool calls: give tool_choice 'none', "
+            "or no response_format",
+            "response_format",
+        )
     if wanted.type == "json_object":
-        return OutputFormat()
+        return Constraint(kind="json")
     if wanted.json_schema is None or wanted.json_schema.schema is None:
         field = "response_format.json_schema"
         raise refused(f"{field} has no schema", field)
-    return OutputFormat(schema=wanted.json_schema.schema)
+    return Constraint.json_schema(wanted.json_schema.schema)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from shardnet.cluster.head.constraints import Constraints
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.head import Head, Lead
 from shardnet.cluster.head.last_run import write_last_run
@@ -71,6 +72,7 @@ class Clients:
         reader: Executor,
         disk: DiskJobs,
         drafts: Drafts,
+        constraints: Constraints,
         wire_loss: WireLoss,
         lists: ModelLists,
         cache: Path,
@@ -78,7 +80,8 @@ class Clients:
     ) -> None:
         """Take the parts that do the work.
 
-        `reader` is the thread that tokenises prompts, `drafts` gives draft models, `wire_loss`
+        `reader` is the thread that tokenises prompts, `drafts` gives draft models,
+        `constraints` what outputs must match, `wire_loss`
         measures what a narrower wire costs, `lists` finds models by parts of their names. The last
         run is kept in the folder `cache` too, which
         `disk` writes; it also reads chat templates.
@@ -89,6 +92,7 @@ class Clients:
         self._disk = disk
         self._outputs = OutputBudget()
         self._drafts = drafts
+        self._constraints = constraints
         self._wire_loss = wire_loss
         self._lists = lists
         self._cache = cache
@@ -245,6 +249,8 @@ class Clients:
             context=spec.context,
             has_state=spec.has_state,
         )
+        asked = None if message.constraint is None else message.constraint.params()
+        constrained = await self._constraints.constrained(asked, lead.grammars)
         request = GenerationRequest(
             prompt=tuple(prompt),
             sampling=message.sampling.params(),
@@ -257,6 +263,7 @@ class Clients:
             speculation=speculation,
             deterministic=message.deterministic,
             outputs=message.outputs.params(),
+            constrained=constrained,
         )
         with self._outputs.room_for(reserved_bytes(request, lead)):
             await self._answer(control, message, request, lead)

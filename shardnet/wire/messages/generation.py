@@ -11,6 +11,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from shardnet import constraints
+from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS
 from shardnet.types import MAX_LOGPROBS, LiveState
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
@@ -30,6 +32,7 @@ from shardnet.wire.framing.schema import (
     Tagged,
     Text,
     TokenIds,
+    Travelling,
 )
 from shardnet.wire.messages.chat import ChatMessage, TemplateOptions, ToolsText
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
@@ -40,13 +43,24 @@ MAX_ROWS_BYTES: Final = 3 << 20
 """The most that one RowsPiece carries: one row of 786 432 elements, or several of fewer."""
 
 
+class Constraint(Travelling[constraints.Constraint], frozen=True, kw_only=True):
+    """The fields of `constraints.Constraint`, as they travel."""
+
+    kind: constraints.ConstraintKind
+    text: Annotated[str, Meta(max_length=MAX_CONSTRAINT_CHARACTERS)] = ""
+
+    def params(self) -> constraints.Constraint:
+        """Return the constraint, not checked."""
+        return constraints.Constraint(**msgspec.structs.asdict(self))
+
+
 class Generate(Tagged, frozen=True, kw_only=True):
     """Ask for the continuation of one prompt: `token_ids` if there are any, else `messages` in the
     model's chat template, else `prompt`. The template gets `tools` and `template_options` too.
 
     `speculate` is off, ngram or the path of a draft model on the head; `draft_tokens` 0 drafts as
     many as pay. `deterministic` is design decision 4's. A larger `priority` goes first;
-    `deadline_s` counts from when the ring has the request.
+    `deadline_s` counts from when the ring has the request. All of the output matches `constraint`.
     """
 
     request: RequestId
@@ -73,6 +87,7 @@ class Generate(Tagged, frozen=True, kw_only=True):
     priority: Priority = 0
     deadline_s: Seconds | None = None
     outputs: Outputs = Outputs()
+    constraint: Constraint | None = None
 
 
 class StateChanged(Tagged, frozen=True, kw_only=True):

@@ -10,10 +10,11 @@ import pytest
 from support.servers.asgi_client import ask
 from support.servers.http_app import served
 
-from shardnet.api.chat.request import ChatTurn, OutputFormat, ToolCall
+from shardnet.api.chat.request import ChatTurn, ToolCall
 from shardnet.api.openai.chat_body import ChatBody, chat_request
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError
+from shardnet.constraints import Constraint
 from shardnet.wire.messages.plans import ModelChoice
 
 CHAT = "/v1/chat/completions"
@@ -93,11 +94,13 @@ def test_options_have_openais_names_and_defaults() -> None:
     asked.sampling.check()
 
 
-def test_response_formats_are_read() -> None:
-    assert request(response_format={"type": "text"}).output_format is None
-    assert request(response_format={"type": "json_object"}).output_format == OutputFormat()
+def test_response_formats_are_constraints() -> None:
+    assert request(response_format={"type": "text"}).options["constraint"] is None
+    any_json = request(response_format={"type": "json_object"}).options["constraint"]
+    assert any_json == Constraint(kind="json")
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array"}}}
-    assert request(response_format=schema).output_format == OutputFormat(schema={"type": "array"})
+    by_schema = request(response_format=schema).options["constraint"]
+    assert by_schema == Constraint(kind="json_schema", text='{"type": "array"}')
 
 
 @pytest.mark.parametrize(
@@ -114,6 +117,13 @@ def test_response_formats_are_read() -> None:
         ({"functions": [{"name": "a"}]}, "functions"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {
+                "response_format": {"type": "json_object"},
+                "tools": [{"type": "function", "function": {"name": "a"}}],
+            },
+            "response_format",
+        ),
         ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice"),
         ({"tool_choice": "maybe"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
