@@ -91,13 +91,13 @@ def test_what_was_slow_once_is_made_on_the_thread_for_a_while() -> None:
     asyncio.run(scenario())
 
 
-def generated(matcher: Counting, max_tokens: int = 20) -> tuple[int, FinishReason]:
+def generated(matcher: Counting, max_tokens: int = 20) -> tuple[int, FinishReason | str]:
     """Run a request on a ring of two stages beside a free one; how many tokens, and why it ended.
 
     Every mask takes long where the matcher's clock says so.
     """
 
-    async def scenario() -> tuple[int, FinishReason]:
+    async def scenario() -> tuple[int, FinishReason | str]:
         thread = Executor("masks")
         n_tokens = 0
         async with fake_ring(2, over="memory") as ring:
@@ -110,6 +110,8 @@ def generated(matcher: Counting, max_tokens: int = 20) -> tuple[int, FinishReaso
                     n_tokens += isinstance(event, TokenGenerated)
                     if isinstance(event, GenerationFinished):
                         return n_tokens, event.reason
+            except ShardnetError as error:
+                return n_tokens, error.message
             finally:
                 assert len(await free) == 30
                 thread.close()
@@ -128,5 +130,4 @@ def test_a_request_ends_where_nothing_may_follow(slow_at: int) -> None:
 
 @pytest.mark.parametrize("slow_at", [-1, 2])
 def test_a_constraint_that_fails_ends_its_request_alone(slow_at: int) -> None:
-    with pytest.raises(ShardnetError, match="it became too complex"):
-        generated(Counting(fails_at=4, slow_at=slow_at))
+    assert generated(Counting(fails_at=4, slow_at=slow_at)) == (4, "it became too complex")

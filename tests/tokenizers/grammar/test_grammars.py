@@ -117,7 +117,7 @@ def test_what_must_follow_is_drafted_by_the_longest_tokens(grammars: Grammars) -
         (Constraint(kind="lark", text="start: x"), r'lark cannot .* at 1\(8\): unknown name: "x"'),
         (Constraint.choice([]), "the list is empty"),
         (Constraint(kind="choice", text="[1]"), "it is not a list of texts"),
-        (Constraint(kind="regex", text="é"), "no token of this model can begin"),
+        (Constraint(kind="regex", text="é"), "no token of this model can write"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_name(
