@@ -12,8 +12,10 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
     │   └── DiskSilentError           a disk that does not answer in time
     ├── PlanError                     no plan fits, or the nodes do not agree on the model
     ├── CapacityError                 a request that needs more memory or context than there is
+    │   └── ContextExceededError      a prompt that is longer than the context
     ├── BusyError                     the node serves another ring while requests run
-    │   └── TakenError                the node's place is given to a ring that is being built
+    │   ├── TakenError                the node's place is given to a ring that is being built
+    │   └── QueueFullError            as many requests wait as may
     ├── LinkError                     a link to a peer ended or never came up
     │   ├── LinkClosedError           the peer closed, or we did
     │   ├── PeerUnreachableError      nothing answers at that address
@@ -123,6 +125,37 @@ class CapacityError(ShardnetError):
     code = 21
 
 
+class ContextExceededError(CapacityError):
+    """A prompt that is longer than the context. Both are counts of tokens, 0 where not known.
+
+    Where `n_prompt` was not counted it is the least that the prompt can have.
+    """
+
+    code = 24
+    n_prompt: int = 0
+    n_context: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        message: str,
+        n_prompt: int,
+        n_context: int,
+        *,
+        remedy: str = "shorten the prompt or raise --context",
+    ) -> Self:
+        """Make the error with both counts."""
+        error = cls(message, remedy=remedy)
+        error.n_prompt, error.n_context = n_prompt, n_context
+        return error
+
+    def at(self, where: str) -> Self:
+        """Make the same error with `where` in front of its message."""
+        error = super().at(where)
+        error.n_prompt, error.n_context = self.n_prompt, self.n_context
+        return error
+
+
 class BusyError(ShardnetError):
     """The node serves another ring while requests run."""
 
@@ -136,6 +169,12 @@ class TakenError(BusyError):
     """
 
     code = 23
+
+
+class QueueFullError(BusyError):
+    """As many requests wait for the ring as may: ask again later."""
+
+    code = 25
 
 
 class LinkError(ShardnetError):

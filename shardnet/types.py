@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, NewType, TypeVar
 
+from shardnet.constraints import RowMask
 from shardnet.errors import SamplingError, UsageError
 
 NodeId = NewType("NodeId", str)
@@ -234,13 +235,15 @@ _N_SAMPLED = attrgetter("n_sampled")
 class MicroBatch:
     """The rows that travel round the ring in one step, without their activations.
 
-    `token_ids` holds the input token id of every row, group after group.
+    `token_ids` holds the input token id of every row, group after group. `masks` are those of the
+    sampled rows whose output is constrained, in row order.
     """
 
     epoch: Epoch
     step: StepId
     groups: tuple[RowGroup, ...]
     token_ids: Sequence[int]
+    masks: tuple[RowMask, ...] = ()
 
     @property
     def n_rows(self) -> int:

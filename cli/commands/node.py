@@ -12,14 +12,15 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from ipaddress import ip_address
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardnet import __version__
+from shardnet.api.server.settings import Listening
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
 from shardnet.cluster.machine.folders import cache_dir, runtime_dir
@@ -32,6 +33,7 @@ from ..finding.mdns import mdns_interfaces
 from ..flags.cluster_access import Access
 from ..flags.completion import one_of
 from ..flags.help_sections import examples
+from ..flags.http_options import HttpOptions
 from ..flags.option_groups import takes_groups
 from ..flags.options import (
     Json,
@@ -41,6 +43,7 @@ from ..flags.options import (
     Peer,
     check_addresses,
     check_choice,
+    is_loopback,
     keep_model_folders,
     keep_offline,
     parse_size,
@@ -51,11 +54,13 @@ from ..output.exit_codes import run_command, say, write_out
 if TYPE_CHECKING:  # it imports torch
     from shardnet.cluster.machine.profile import MemoryBudget
     from shardnet.cluster.node.node import Node
+    from shardnet.transport.identity import Identity
 
 DEFAULT_PORT = 7433
 REGISTER_S = 2.0
 """Interval of the looks at whether the node's entry in the register of this machine is right."""
 _MAX_NAME = 64
+MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,7 @@ class _Flags:
     peers: tuple[str, ...]
     no_mdns: bool
     access: Access
+    http: Listening | None
     as_json: bool
     until_stdin_closes: bool
 
@@ -171,6 +177,17 @@ def node(
     offline: Offline = False,
     model_folder: ModelFolder = None,
     access: Access,
+    http: Annotated[
+        str,
+        typer.Option(
+            "--http",
+            metavar="H:P",
+            help="Serve HTTP at this address too, as `shardnet serve` does.",
+            envvar="SHARDNET_HTTP",
+            show_default=False,
+        ),
+    ] = "",
+    http_options: HttpOptions,
     as_json: Json = False,
     until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
 ) -> None:
@@ -194,10 +211,19 @@ def node(
         peers=tuple(check_addresses(peer)),
         no_mdns=no_mdns,
         access=access,
+        http=http_options.listening(*split_http(http)) if http else None,
         as_json=as_json,
         until_stdin_closes=until_stdin_closes,
     )
     run_command(_run(flags))
+
+
+def split_http(address: str) -> tuple[str, int]:
+    """Read the H:P of --http, port 0 included. Raises typer.BadParameter."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > MAX_PORT:
+        raise typer.BadParameter(f"'{address}' is not HOST:PORT", param_hint="--http")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _check_name(name: str) -> None:
@@ -258,12 +284,13 @@ async def _run(flags: _Flags) -> None:
     if device.isa == kernels.NONE:
         say(f"warning: no compiled kernels here: {kernels.SLOWER}; {kernels.REMEDY}")
     _warn_of_memory(settings.budget)
-    stopping = _stop_signal(flags.until_stdin_closes)
+    stopping = stop_signal(flags.until_stdin_closes)
     async with contextlib.AsyncExitStack() as stack:
         node = await stack.enter_async_context(listening(settings, host, flags.port))
         if not flags.until_stdin_closes:
             await stack.enter_async_context(_registered(local_nodes, node, settings.name))
-        _say_ready(flags, node)
+        url = await stack.enter_async_context(_http(flags, node, identity))
+        _say_ready(flags, node, url)
         await stopping.wait()
     if not flags.as_json:
         say("node stopped")
@@ -321,7 +348,7 @@ def _host(flags: _Flags, has_key: bool) -> str:
             f"warning: --insecure: links are neither encrypted nor authenticated, and whoever "
             f"reaches {host} can use this node and read what it computes"
         )
-    elif not _is_loopback(host):
+    elif not is_loopback(host):
         raise ConfigurationError(
             f"--host {host} is not loopback, and this machine holds no cluster key",
             remedy="run `shardnet key new` or `shardnet key join`, or add --insecure if everyone "
@@ -330,14 +357,24 @@ def _host(flags: _Flags, has_key: bool) -> str:
     return host
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+@asynccontextmanager
+async def _http(flags: _Flags, node: Node, identity: Identity | None) -> AsyncIterator[str]:
+    """Serve HTTP if that is wanted, by a client of this very node; yield the URL, "" without."""
+    if flags.http is None:
+        yield ""
+        return
+    from shardnet.api.client import open_client
+    from shardnet.api.serve.server import serving
+
+    name = node.info().name
+    async with (
+        open_client(await node.client(), identity, node_name=name, redial=node.client) as client,
+        serving(client, flags.http, current=lambda: node.head.choice) as url,
+    ):
+        yield url
 
 
-def _say_ready(flags: _Flags, node: Node) -> None:
+def _say_ready(flags: _Flags, node: Node, url: str) -> None:
     info = node.info()
     host, _, port = info.address.rpartition(":")
     if flags.as_json:
@@ -351,15 +388,17 @@ def _say_ready(flags: _Flags, node: Node) -> None:
             "version": __version__,
             "cluster": node.cluster,
         }
+        if url:
+            ready["http"] = url
         write_out(json.dumps(ready))
     else:
         where = f"cluster {node.cluster}" if node.cluster else "no cluster key"
         share = "as given" if flags.threads else "this machine's cores shared among its nodes"
         line = f"node {info.name} ready on {info.address} ({where}), threads: {info.threads}"
-        write_out(f"{line} ({share})")
+        write_out(f"{line} ({share}){', HTTP at ' + url if url else ''}")
 
 
-def _stop_signal(until_stdin_closes: bool) -> asyncio.Event:
+def stop_signal(until_stdin_closes: bool) -> asyncio.Event:
     """Return an event that is set by a termination signal or, if wanted, by the end of stdin.
 
     SIGHUP, which comes when the terminal is closed, is such a signal except under nohup. Windows

@@ -65,7 +65,7 @@ class Conversation:
     def messages(self, messages: Sequence[Message]) -> None:
         """Take these messages instead; a system message at their beginning becomes the own one."""
         has_system = bool(messages) and messages[0]["role"] == "system"
-        self.system = messages[0]["content"] if has_system else ""
+        self.system = (messages[0]["content"] or "") if has_system else ""
         self._messages = [*messages[has_system:]]
         self._n_retries = 0
 
@@ -87,7 +87,7 @@ class Conversation:
         before, self._messages = self._messages, self._messages[: asked[-1]]
         self._n_retries += 1
         try:
-            self._answer(before[asked[-1]]["content"])
+            self._answer(before[asked[-1]]["content"] or "")
         except ShardnetError:
             self._messages = before
             raise

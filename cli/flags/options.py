@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -106,6 +107,14 @@ Insecure = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether only this machine reaches `host`."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def keep_model_folders(folders: Sequence[Path] | None) -> None:

@@ -21,6 +21,7 @@ from msgspec import UNSET, UnsetType
 
 from shardnet.api.requests import Prompt, find_part
 from shardnet.api.validation import find_refused
+from shardnet.constraints import Constraint
 from shardnet.errors import UsageError
 from shardnet.types import SamplingParams
 
@@ -56,6 +57,9 @@ class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     speculate: str | UnsetType = UNSET
     draft_tokens: int | UnsetType = UNSET
     deterministic: bool | UnsetType = UNSET
+    json_schema: dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
     priority: int | UnsetType = UNSET
     deadline_s: float | UnsetType = UNSET
 
@@ -146,12 +150,26 @@ def _read_object(said: PromptLine, sampling: SamplingParams) -> Prompt:
     options = _given(said, OPTION_KEYS)
     if not isinstance(said.speculate, UnsetType):
         options["speculate"] = read_speculate(said.speculate)
+    if constraint := _constraint(said):
+        options["constraint"] = constraint
     return Prompt(
         given[0],  # type: ignore[arg-type]  # messages are checked when they are asked
         sampling=replace(sampling, **changes) if changes else None,
         sample_index=said.sample_index,
         options=options,  # type: ignore[arg-type]  # these are its keys
     )
+
+
+def _constraint(said: PromptLine) -> Constraint | None:
+    """Return what the output must match, None if the line does not say."""
+    given = [
+        *([Constraint.json_schema(said.json_schema)] if said.json_schema is not None else []),
+        *([Constraint(kind="regex", text=said.regex)] if said.regex is not None else []),
+        *([Constraint(kind="lark", text=said.grammar)] if said.grammar is not None else []),
+    ]
+    if len(given) > 1:
+        raise ValueError("give one of json_schema, regex and grammar")
+    return given[0] if given else None
 
 
 def _given(said: PromptLine, keys: Iterable[str]) -> dict[str, Any]:

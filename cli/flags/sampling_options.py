@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Final, get_args
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, cast, get_args
 
 import typer
 
 from shardnet.api.requests import GenerationOptions, name_model
+from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS, Constraint, ConstraintKind
 from shardnet.errors import SamplingError, UsageError
 from shardnet.types import SamplingParams
 from shardnet.wire.messages.generation import RecommendedName
@@ -150,6 +152,26 @@ class SamplingOptions:
     keep_special_tokens: Annotated[
         bool, typer.Option("--keep-special-tokens", help="Show special tokens in the text.")
     ] = False
+    json_schema: Annotated[
+        str,
+        typer.Option(
+            "--json-schema",
+            metavar="FILE|JSON",
+            help="Write JSON that is valid by this schema, a file or its text.",
+        ),
+    ] = ""
+    regex: Annotated[
+        str,
+        typer.Option(
+            "--regex", metavar="RE", help="Write what this regular expression matches as a whole."
+        ),
+    ] = ""
+    grammar: Annotated[
+        str,
+        typer.Option(
+            "--grammar", metavar="FILE", help="Write what this grammar, in Lark's form, matches."
+        ),
+    ] = ""
     speculate: Annotated[
         str,
         typer.Option(
@@ -222,7 +244,44 @@ class SamplingOptions:
             "speculate": speculate,
             "draft_tokens": self.draft_tokens,
             "deterministic": self.deterministic,
+            "constraint": self._constraint(),
         }
+
+    def _constraint(self) -> Constraint | None:
+        """Read what the output must match. Raises typer.BadParameter for more than one."""
+        given = [
+            ("--json-schema", "json_schema", self.json_schema),
+            ("--regex", "regex", self.regex),
+            ("--grammar", "lark", self.grammar),
+        ]
+        said = [(flag, kind, text) for flag, kind, text in given if text]
+        if len(said) > 1:
+            raise typer.BadParameter(f"choose one of {' and '.join(flag for flag, _, _ in said)}")
+        for flag, kind, text in said:
+            is_file = flag == "--grammar" or (flag == "--json-schema" and text.strip()[:1] != "{")
+            constraint = Constraint(
+                kind=cast("ConstraintKind", kind), text=_read(flag, text) if is_file else text
+            )
+            try:
+                constraint.check()
+            except UsageError as error:
+                raise typer.BadParameter(str(error), param_hint=flag) from error
+            return constraint
+        return None
+
+
+def _read(flag: str, name: str) -> str:
+    """Read a file of at most as many characters as a constraint may have, and one more.
+
+    Raises typer.BadParameter for one that cannot be read.
+    """
+    try:
+        with Path(name).expanduser().open(encoding="utf-8-sig") as file:
+            return file.read(MAX_CONSTRAINT_CHARACTERS + 1)
+    except OSError as error:
+        raise typer.BadParameter(f"{name}: {error.strerror}", param_hint=flag) from error
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{name} is not UTF-8 text: {error}", param_hint=flag) from error
 
 
 def read_speculate(text: str) -> str:

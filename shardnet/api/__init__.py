@@ -19,6 +19,7 @@ from shardnet.api.events import (
     Usage,
 )
 from shardnet.api.requests import GenerationOptions, Message, Prompt
+from shardnet.constraints import Constraint
 from shardnet.types import ALL_ROWS, OutputParams, SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -26,6 +27,7 @@ __all__ = [
     "ALL_ROWS",
     "ActiveRequest",
     "Client",
+    "Constraint",
     "GenerationEvent",
     "GenerationOptions",
     "GenerationResult",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar, Unpack
@@ -28,6 +28,8 @@ from shardnet.api.generation import (
 )
 from shardnet.api.requests import (
     GenerationOptions,
+    Message,
+    Prompt,
     Prompts,
     check_request,
     is_single,
@@ -41,6 +43,7 @@ from shardnet.transport import tcp
 from shardnet.transport.address import split_address
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.types import SamplingParams
+from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.generation import LastRun, LastRunRequest, Unload
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
@@ -53,6 +56,7 @@ from shardnet.wire.messages.membership import (
     StatusReply,
 )
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
+from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
 
 if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity
@@ -60,8 +64,8 @@ if TYPE_CHECKING:  # not every client needs the library behind it
 HANDSHAKE_S = 5.0
 """Deadline for the TLS and Hello handshake, in seconds."""
 
-Ask = PlanRequest | LastRunRequest | Unload
-Answer = TypeVar("Answer", PlanReply, LastRun, Done)
+Ask = PlanRequest | LastRunRequest | Unload | Tokenize | Detokenize | DescribeTokenizer
+Answer = TypeVar("Answer", PlanReply, LastRun, Done, Tokenized, Detokenized, TokenizerDescribed)
 
 GREEDY = SamplingParams()
 """Always takes the most likely token."""
@@ -91,15 +95,21 @@ class Client:
     """A client of one node. Use `shardnet.api.connect`, or `open_client` over an open link.
 
     `identity` authenticates the links to redirect addresses. `choice` is the model, with its nodes,
-    for calls that name none. Calls may run concurrently.
+    for calls that name none. Calls may run concurrently. A call on a link that has ended opens a
+    new one with `redial`, where that is given.
     """
 
     def __init__(
-        self, control: ControlLink, links: contextlib.AsyncExitStack, identity: Identity | None
+        self,
+        control: ControlLink,
+        links: contextlib.AsyncExitStack,
+        identity: Identity | None,
+        redial: Callable[[], Awaitable[Link]] | None = None,
     ) -> None:
         self.choice = ModelChoice(model=DEFAULT_MODEL_NAME)
         self._control = control
         self._identity = identity
+        self._redial = redial
         self._links = links
         self._elsewhere: dict[str, ControlLink] = {}
         self._dialling = asyncio.Lock()
@@ -113,8 +123,9 @@ class Client:
 
     async def status(self, *, with_peers: bool = False) -> StatusReply:
         """Return the node's own status and, `with_peers`, those of the nodes it knows."""
-        message = Status(request=self._control.next_request(), with_peers=with_peers)
-        return await self._control.ask(message, StatusReply)
+        control = await self._reach()
+        message = Status(request=control.next_request(), with_peers=with_peers)
+        return await control.ask(message, StatusReply)
 
     async def report(
         self, *, probe: bool = False, with_peers: bool = False, model: str = ""
@@ -126,23 +137,29 @@ class Client:
         AuthenticationError where the node answers members of its cluster only, LinkError when the
         link ends.
         """
+        control = await self._reach()
         message = ReportRequest(
-            request=self._control.next_request(), probe=probe, with_peers=with_peers, model=model
+            request=control.next_request(), probe=probe, with_peers=with_peers, model=model
         )
-        async with self._control.conversation(message) as answers:
+        async with control.conversation(message) as answers:
             async for answer in answers:
                 if not isinstance(answer, ReportReply):
                     return
                 yield answer
 
-    async def models(self, *, with_peers: bool = True) -> AsyncGenerator[ModelsListed, None]:
+    async def models(
+        self, *, with_peers: bool = True, names_only: bool = False
+    ) -> AsyncGenerator[ModelsListed, None]:
         """Ask the node which models it has and, `with_peers`, the nodes it is linked to.
 
-        Yields the lists as they come: some models of one node, or why it does not say. Raises
-        LinkError when the link ends.
+        With `names_only` no model is opened. Yields the lists as they come: some models of one
+        node, or why it does not say. Raises LinkError when the link ends.
         """
-        message = ListModels(request=self._control.next_request(), with_peers=with_peers)
-        async with self._control.conversation(message) as answers:
+        control = await self._reach()
+        message = ListModels(
+            request=control.next_request(), with_peers=with_peers, names_only=names_only
+        )
+        async with control.conversation(message) as answers:
             async for answer in answers:
                 if not isinstance(answer, ModelsListed):
                     return
@@ -172,6 +189,19 @@ class Client:
         Raises UsageError when there was none.
         """
         return await self._follow(LastRunRequest(request=0), LastRun)
+
+    async def describe_tokenizer(
+        self,
+        *,
+        model: str | ModelChoice | None = None,
+        on_progress: OnLoading | None = None,
+    ) -> TokenizerDescribed:
+        """Return what is special about a model's tokenizer, and its chat template.
+
+        The model is loaded if it is not. Raises UsageError if it has no tokenizer.
+        """
+        message = DescribeTokenizer(request=0, choice=self._chosen(model))
+        return await self._follow(message, TokenizerDescribed, on_progress)
 
     async def unload(self) -> None:
         """Free the model on every node of the ring. Raises BusyError while requests run."""
@@ -203,7 +233,7 @@ class Client:
         """
         requests = make_requests(prompts, sampling, self._chosen(model), n=n, **options)
         hooks = Hooks(should_stop=should_stop, on_plan=on_plan, on_loading=on_loading)
-        generations = Generations(requests, self._ids, self._control, self._link_to, hooks)
+        generations = Generations(requests, self._ids, self._reach, self._link_to, hooks)
         events = generations.events()
         return _raising(events) if is_single(prompts) and n == 1 else events
 
@@ -228,6 +258,41 @@ class Client:
                     results.append(event.result)
         return sorted(results, key=lambda result: (result.index, result.sample))
 
+    async def tokenize(
+        self,
+        prompt: str | Sequence[int] | Sequence[Message] | Prompt,
+        *,
+        model: str | ModelChoice | None = None,
+        on_progress: OnLoading | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Tokenized:
+        """Return the token ids that `generate` would begin with, and the context of the ring.
+
+        The model is loaded if it is not. Raises what `generate` raises for a prompt.
+        """
+        [request] = make_requests(prompt, GREEDY, self._chosen(model), **options)
+        message = Tokenize(request=0, generate=request.message)
+        return await self._follow(message, Tokenized, on_progress)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        keep_special_tokens: bool = False,
+        model: str | ModelChoice | None = None,
+    ) -> Detokenized:
+        """Return the text of token ids, whole and token by token.
+
+        Raises UsageError for an id that the model does not have.
+        """
+        message = Detokenize(
+            request=0,
+            choice=self._chosen(model),
+            token_ids=list(token_ids),
+            keep_special_tokens=keep_special_tokens,
+        )
+        return await self._follow(message, Detokenized)
+
     def _chosen(self, model: str | ModelChoice | None) -> ModelChoice:
         if model is None:
             return self.choice
@@ -242,7 +307,7 @@ class Client:
         redirects, and the error that the node reports.
         """
         check_request(message)
-        control = self._control
+        control = await self._reach()
         for _ in range(MAX_REDIRECTS + 1):
             numbered = replace(message, request=control.next_request())
             async with control.conversation(numbered) as answers:
@@ -258,18 +323,30 @@ class Client:
             control = await self._link_to(answer.address)
         raise too_many_redirects(self.address)
 
+    async def _reach(self) -> ControlLink:
+        """Return the link to the node, opened again if it has ended. Raises LinkError."""
+        if self._redial is None or not _has_ended(self._control):
+            return self._control
+        async with self._dialling:
+            if _has_ended(self._control):
+                self._control = await self._adopt(await self._redial())
+            return self._control
+
     async def _link_to(self, address: str) -> ControlLink:
         """Return the link to another node; it stays open as long as the client."""
         async with self._dialling:
             control = self._elsewhere.get(address)
-            if control is None or control.link.closed:
-                link = await dial(address, self._identity)
-                if self._is_over:
-                    link.abort("the client was closed")
-                    raise LinkClosedError(f"{address}: the client was closed meanwhile")
-                control = await self._links.enter_async_context(_serving(link))
+            if control is None or _has_ended(control):
+                control = await self._adopt(await dial(address, self._identity))
                 self._elsewhere[address] = control
             return control
+
+    async def _adopt(self, link: Link) -> ControlLink:
+        """Serve a link as long as the client is open."""
+        if self._is_over:
+            link.abort("the client was closed")
+            raise LinkClosedError(f"{link.peer_address}: the client was closed meanwhile")
+        return await self._links.enter_async_context(_serving(link))
 
 
 async def _raising(
@@ -285,16 +362,20 @@ async def _raising(
 
 @asynccontextmanager
 async def open_client(
-    link: Link, identity: Identity | None = None, *, node_name: str = ""
+    link: Link,
+    identity: Identity | None = None,
+    *,
+    node_name: str = "",
+    redial: Callable[[], Awaitable[Link]] | None = None,
 ) -> AsyncIterator[Client]:
     """Make a client over an open control link; the link is closed at the end.
 
     `node_name` names the node in errors, "" for its name and address. `identity` authenticates the
-    links to redirect addresses.
+    links to redirect addresses. `redial` opens the link again for the next call after its end.
     """
     async with contextlib.AsyncExitStack() as links:
         control = await links.enter_async_context(_serving(link, node_name))
-        client = Client(control, links, identity)
+        client = Client(control, links, identity, redial)
         try:
             yield client
         finally:
@@ -303,9 +384,21 @@ async def open_client(
 
 @asynccontextmanager
 async def connect(address: str, identity: Identity | None = None) -> AsyncIterator[Client]:
-    """Connect to the node at `address` (host:port). Raises what `dial` raises."""
-    async with open_client(await dial(address, identity), identity) as client:
+    """Connect to the node at `address` (host:port). Raises what `dial` raises.
+
+    When the link has ended, the next call connects again.
+    """
+
+    async def dial_again() -> Link:
+        return await dial(address, identity)
+
+    link = await dial_again()
+    async with open_client(link, identity, redial=dial_again) as client:
         yield client
+
+
+def _has_ended(control: ControlLink) -> bool:
+    return control.link.closed or control.ended is not None
 
 
 @asynccontextmanager

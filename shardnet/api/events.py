@@ -191,8 +191,9 @@ class GenerationEvent:
     come in events that are RUNNING or RESUMED; `tokens` are their own texts ("" without a
     tokenizer), `text` is what they complete and may be empty.
     `prompt_logprobs`, `logits`, `hidden` and `routing` continue those of earlier events; the
-    prompt's first token has no log-probability. The FINISHED event has the rest of the text and the
-    `result`, the FAILED one the `error`.
+    prompt's first token has no log-probability. `prompt_tail` comes with states before the first
+    token: the text of the prompt's last tokens, special ones too. The FINISHED event has the rest
+    of the text and the `result`, the FAILED one the `error`.
     """
 
     request_id: int
@@ -200,6 +201,7 @@ class GenerationEvent:
     sample: int
     state: RequestState
     ahead: int = 0
+    prompt_tail: str = ""
     token_ids: tuple[int, ...] = ()
     tokens: tuple[str, ...] = ()
     text: str = ""

@@ -105,11 +105,11 @@ class _Running:
     def take(self, answer: _Answer, peer: str) -> GenerationEvent:
         """Turn an answer of the node named `peer` into an event, and store its output."""
         match answer:
-            case wire.StateChanged(state=state, ahead=ahead, n_kept=n_kept):
+            case wire.StateChanged(state=state, ahead=ahead, n_kept=n_kept, prompt_tail=tail):
                 self.view.state = RequestState(state.value)
                 if self.view.state is RequestState.RUNNING:
                     self.n_reused = n_kept
-                return changed(self._event(), ahead=ahead)
+                return changed(self._event(), ahead=ahead, prompt_tail=tail)
             case wire.TextPiece():
                 return self._take_text(answer)
             case wire.RowsPiece():
@@ -231,7 +231,8 @@ def _append(held: RowData, rows: RowData) -> bool:
 
 
 class Generations:
-    """The requests of one call. They are sent on `first`; `link_to` connects to redirect addresses.
+    """The requests of one call. They are sent on the link that `reach` returns; `link_to` connects
+    to redirect addresses.
 
     The first request is sent alone until a ring has accepted it. If no ring can be opened, the
     others fail with the same error, without planning and loading again for each.
@@ -241,13 +242,14 @@ class Generations:
         self,
         requests: Iterable[Request],
         ids: Iterator[int],
-        first: ControlLink,
+        reach: Callable[[], Awaitable[ControlLink]],
         link_to: Callable[[str], Awaitable[ControlLink]],
         hooks: Hooks,
     ) -> None:
         self._waiting = deque(requests)
         self._ids = ids
-        self._first = first
+        self._reach = reach
+        self._first: ControlLink
         self._link_to = link_to
         self._hooks = hooks
         self._running: dict[int, _Running] = {}
@@ -257,6 +259,12 @@ class Generations:
 
     async def events(self) -> AsyncGenerator[GenerationEvent, None]:
         """Run all requests and yield their events. Closing the iterator cancels those that run."""
+        try:
+            self._first = await self._reach()
+        except ShardnetError as error:
+            while self._waiting:
+                yield self._next().failed(error)
+            return
         try:
             while self._waiting or self._running:
                 await self._send_more()

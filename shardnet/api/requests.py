@@ -5,22 +5,25 @@ Knows the options of a request and their order of precedence. Must not know link
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, Unpack
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, TypeGuard, Unpack
 
 import msgspec
 
 from shardnet.api.validation import find_refused, find_unwritable, nearest
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.model_names import has_prefix, may_be_name
+from shardnet.constraints import Constraint
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError, shown
 from shardnet.types import OutputParams, SamplingParams
+from shardnet.wire.messages import generation
+from shardnet.wire.messages.chat import ChatMessage, DescribeTokenizer
 from shardnet.wire.messages.control import control_frame, read_control
 from shardnet.wire.messages.generation import (
-    ChatMessage,
     Generate,
     LastRunRequest,
     RecommendedName,
@@ -28,6 +31,7 @@ from shardnet.wire.messages.generation import (
 )
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
 from shardnet.wire.messages.sequences import Outputs, Sampling
+from shardnet.wire.messages.tokens import Detokenize, Tokenize
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -44,7 +48,10 @@ class GenerationOptions(TypedDict, total=False):
     `deterministic` (False): no bit depends on what else runs (design decision 4). `outputs` (none):
     prompt logprobs, logits, hidden states and routing. `recommended` (none): the names among
     temperature, top_k, top_p, min_p and repetition_penalty that are as the model's makers
-    recommend, if they do; PlanReply tells the values.
+    recommend, if they do; PlanReply tells the values. For messages: `tools` (none), objects with
+    JSON schemas as in OpenAI's API, and `template_options` (none), values that the chat template
+    knows, such as `enable_thinking` or `reasoning_effort`. `constraint` (None): what the output
+    must match, such as a JSON schema.
     """
 
     max_tokens: int
@@ -60,13 +67,31 @@ class GenerationOptions(TypedDict, total=False):
     deterministic: bool
     outputs: OutputParams
     recommended: Sequence[RecommendedName]
+    tools: Sequence[Mapping[str, Any]]
+    template_options: Mapping[str, bool | int | float | str | None]
+    constraint: Constraint | None
+
+
+class MessageToolCall(TypedDict):
+    """A tool call in an assistant's message. `arguments` is the JSON text of an object."""
+
+    id: NotRequired[str]
+    name: str
+    arguments: str
 
 
 class Message(TypedDict):
-    """A message of a conversation. `role` is system, user or assistant."""
+    """A message of a conversation. `role` is system, user, assistant or tool.
+
+    `tool_call_id` and `name` say what a tool's message answers.
+    """
 
     role: str
-    content: str
+    content: str | None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[Sequence[MessageToolCall]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +177,15 @@ def name_model(model: str) -> str:
     return str(path.absolute())
 
 
-def check_request(message: PlanRequest | LastRunRequest | Generate | Unload) -> None:
+def check_request(
+    message: PlanRequest
+    | LastRunRequest
+    | Generate
+    | Unload
+    | Tokenize
+    | Detokenize
+    | DescribeTokenizer,
+) -> None:
     """Raise UsageError, which names the field, for values that do not fit into the message."""
     try:
         read_control(control_frame(message))
@@ -213,6 +246,14 @@ def _message(
     if "outputs" in options:
         options["outputs"].check()
         fields["outputs"] = Outputs.of(options["outputs"])
+    if "tools" in options:
+        fields["tools"] = _tools_text(options["tools"])
+    if "template_options" in options:
+        fields["template_options"] = list(options["template_options"].items())
+    constraint = options.get("constraint")
+    if constraint is not None:
+        constraint.check()
+        fields["constraint"] = generation.Constraint.of(constraint)
     try:
         message = Generate(
             request=0,
@@ -226,6 +267,16 @@ def _message(
         ) from error
     check_request(message)
     return message
+
+
+def _tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the JSON text of tools, "" for none. Raises UsageError for what is no JSON."""
+    try:
+        return json.dumps(list(tools), ensure_ascii=False, allow_nan=False) if tools else ""
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"the tools cannot be sent: {error}", remedy="give a list of JSON objects"
+        ) from error
 
 
 def _unknown_option(fields: Mapping[str, Any]) -> str:

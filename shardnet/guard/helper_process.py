@@ -69,8 +69,10 @@ class HelperProcess:
         child = self._child
         return child.pid if child is not None and child.is_alive else None
 
-    def call(self, job: str, arguments: Mapping[str, Any], limits: JobLimits) -> tuple[Any, bytes]:
-        """Do a job; return its value and its block of bytes.
+    def call(
+        self, job: str, arguments: Mapping[str, Any], limits: JobLimits, block: bytes = b""
+    ) -> tuple[Any, bytes]:
+        """Do a job; return its value and its block of bytes. A `block` is one argument more.
 
         Raises the ShardnetError that the job raised, JobFailedError if it failed otherwise.
         """
@@ -80,7 +82,7 @@ class HelperProcess:
                 out_of_time=True,
             )
         try:
-            return self._call(job, arguments, limits)
+            return self._call(job, arguments, limits, block)
         finally:
             self._turn.release()
 
@@ -92,7 +94,9 @@ class HelperProcess:
         if child is not None:
             child.join()
 
-    def _call(self, job: str, arguments: Mapping[str, Any], limits: JobLimits) -> tuple[Any, bytes]:
+    def _call(
+        self, job: str, arguments: Mapping[str, Any], limits: JobLimits, block: bytes
+    ) -> tuple[Any, bytes]:
         n_started = self.n_started
         child = self._started()
         wall_s = limits.wall_s + (START_S if self.n_started > n_started else 0.0)
@@ -103,7 +107,7 @@ class HelperProcess:
             "memory_bytes": limits.memory_bytes,
         }
         try:
-            value, block = child.ask(request, limits.reply_bytes, wall_s)
+            value, block = child.ask(request, block, limits.reply_bytes, wall_s)
         except TimeoutError:
             self._end()
             why = f"it took more than {limits.wall_s:g} s"
@@ -175,7 +179,9 @@ class _Child:
             env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
         )
         self.pid = self._process.pid
-        self._requests: queue.SimpleQueue[tuple[dict[str, Any], int] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[dict[str, Any], bytes, int] | None] = (
+            queue.SimpleQueue()
+        )
         self._replies: queue.SimpleQueue[tuple[Any, bytes] | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._talk, name="helper process", daemon=True)
         self._thread.start()
@@ -185,13 +191,15 @@ class _Child:
         """Whether the process has not ended by itself."""
         return self._process.poll() is None
 
-    def ask(self, request: dict[str, Any], most_bytes: int, wall_s: float) -> tuple[Any, bytes]:
-        """Send a request and wait for the reply.
+    def ask(
+        self, request: dict[str, Any], block: bytes, most_bytes: int, wall_s: float
+    ) -> tuple[Any, bytes]:
+        """Send a request with a block of bytes and wait for the reply.
 
         Raises TimeoutError, _EndedError if the process ended, ValueError for a reply of more than
         `most_bytes`.
         """
-        self._requests.put((request, most_bytes))
+        self._requests.put((request, block, most_bytes))
         try:
             reply = self._replies.get(timeout=wall_s)
         except queue.Empty:
@@ -215,9 +223,9 @@ class _Child:
         assert stdout is not None
         with stdin, stdout:
             while (asked := self._requests.get()) is not None:
-                request, most_bytes = asked
+                request, block, most_bytes = asked
                 try:
-                    write_frame(stdin.fileno(), request)
+                    write_frame(stdin.fileno(), request, block)
                     self._replies.put(read_frame(stdout.fileno(), most_bytes))
                 except ValueError as error:
                     self._replies.put(error)

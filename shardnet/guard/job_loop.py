@@ -18,7 +18,9 @@ from shardnet.errors import ShardnetError
 from shardnet.guard.frames import read_frame, write_frame
 
 Job = Callable[..., tuple[object, bytes]]
-"""Takes the arguments of a request by name; gives a JSON value and a block of bytes."""
+"""Takes the arguments of a request by name, with its block of bytes, if any, as `block`; gives a
+JSON value and a block of bytes.
+"""
 
 
 def serve(jobs: Mapping[str, Job]) -> None:
@@ -34,9 +36,11 @@ def serve(jobs: Mapping[str, Job]) -> None:
     _be_expendable()
     while True:
         try:
-            request, _ = read_frame(requests)
+            request, given = read_frame(requests)
         except EOFError:
             return
+        if given:
+            request["arguments"]["block"] = given
         _limit(request["cpu_s"], request["memory_bytes"])
         reply, block = _answer(jobs, request)
         write_frame(replies, reply, block)

@@ -25,6 +25,7 @@ from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 from shardnet.tokenizers.formats.tokenizer_files import read_tokenizer
 from shardnet.tokenizers.token_table import (
     HAS_TOKEN,
+    IS_ADDED,
     IS_BYTE,
     IS_SPECIAL,
     MAX_SPECIAL,
@@ -140,8 +141,9 @@ class TextBackend:
         pieces: list[str | None] = [None] * (ids[-1] + 1)
         for token_id in ids:
             pieces[token_id] = self._backend.id_to_token(token_id)
-        added = self._backend.get_added_tokens_decoder().values()
-        special = {token.content for token in added if token.special}
+        added_tokens = self._backend.get_added_tokens_decoder().values()
+        added = {token.content for token in added_tokens}
+        special = {token.content for token in added_tokens if token.special}
         if len(special) > MAX_SPECIAL:
             raise CheckpointError(f"{len(special)} special tokens, at most {MAX_SPECIAL} are read")
         rules = _rules_of(self._backend.decoder)
@@ -149,7 +151,12 @@ class TextBackend:
         for token_id, piece in enumerate(pieces):
             if piece is not None:
                 is_byte = rules.byte_of(piece) is not None
-                flags[token_id] = HAS_TOKEN | IS_SPECIAL * (piece in special) | IS_BYTE * is_byte
+                flags[token_id] = (
+                    HAS_TOKEN
+                    | IS_SPECIAL * (piece in special)
+                    | IS_BYTE * is_byte
+                    | IS_ADDED * (piece in added)
+                )
         return TokenTable(
             joins=rules.joins,
             flags=bytes(flags),

@@ -21,14 +21,17 @@ Bos = Literal["auto", "on", "off"]
 HAS_TOKEN: Final = 1
 IS_SPECIAL: Final = 2
 IS_BYTE: Final = 4
-"""Bits of a token's flags. A byte piece such as `<0xE2>` is decoded as part of its run."""
+IS_ADDED: Final = 8
+"""Bits of a token's flags. A byte piece such as `<0xE2>` is decoded as part of its run.
+An added token is matched whole before text is split into tokens; all special ones are."""
 
 MAX_TABLE_BYTES = 64 << 20
 """Limit of all tokens' bytes; the largest known vocabularies have 3 MB."""
 MAX_TOKEN_BYTES = 64 << 10
 MAX_SPECIAL = 1 << 16
 
-_SPECIAL_FLAGS = re.compile(b"[\x02\x03\x06\x07]")
+_SPECIAL_FLAGS = re.compile(b"[\x02\x03\x06\x07\x0a\x0b\x0e\x0f]")
+_ADDED_FLAGS = re.compile(b"[\x08-\x0f]")
 _NO_FLAGS = re.compile(b"\x00")
 
 
@@ -104,6 +107,10 @@ class TokenTable:
     def special_ids(self) -> frozenset[int]:
         """Return the ids of special tokens."""
         return frozenset(found.start() for found in _SPECIAL_FLAGS.finditer(self.flags))
+
+    def added_ids(self) -> tuple[int, ...]:
+        """Return the ids of added tokens, special ones among them."""
+        return tuple(found.start() for found in _ADDED_FLAGS.finditer(self.flags))
 
     def ids_without_token(self, n_rows: int) -> tuple[int, ...]:
         """List the ids below `n_rows` that have no token."""

@@ -15,9 +15,14 @@ from weakref import WeakValueDictionary
 
 from shardnet.checkpoint.tensors.checkpoint_files import find_file
 from shardnet.checkpoint.tensors.manifest import ID_FILES
-from shardnet.errors import CapacityError, CheckpointError, UsageError
+from shardnet.errors import CheckpointError, ContextExceededError, UsageError
 from shardnet.tokenizers.bos_eos import read_eos_ids as read_eos_ids
-from shardnet.tokenizers.chat.chat_template import ChatTemplate, TemplateMessage
+from shardnet.tokenizers.chat.chat_template import (
+    NO_OPTIONS,
+    ChatTemplate,
+    TemplateMessage,
+    TemplateOptions,
+)
 from shardnet.tokenizers.chat.template_process import TemplateProcess
 from shardnet.tokenizers.formats.tokenizer_files import NAMES, tokenizer_files, tokenizer_place
 from shardnet.tokenizers.text_process import TextProcess, digest_of
@@ -176,7 +181,7 @@ class Tokenizer:
         it is encoded.
 
         Raises UsageError if the text is not valid Unicode, or for "on" without a bos token;
-        CapacityError if the text is too long; CheckpointError if the library fails.
+        ContextExceededError if the text is too long; CheckpointError if the library fails.
         """
         try:
             text.encode()
@@ -188,20 +193,27 @@ class Tokenizer:
             ) from error
         longest = self._table.longest
         if most_tokens is not None and len(text) > most_tokens * longest:
-            raise CapacityError(
+            raise ContextExceededError.of(
                 f"the prompt has {len(text)} characters and the model takes at most {most_tokens} "
                 f"tokens, of {longest} characters at most",
+                -(-len(text) // longest),
+                most_tokens,
                 remedy="shorten the prompt",
             )
         return self._coder.encode(text, bos, parse_special)
 
-    def chat_prompt(self, messages: Sequence[TemplateMessage]) -> str:
+    def chat_template(self) -> ChatTemplate:
+        """Find the checkpoint's chat template. Blocks; raises as `TemplateProcess.find`."""
+        return self._templates.find(self._path, self._description.template)
+
+    def chat_prompt(
+        self, messages: Sequence[TemplateMessage], options: TemplateOptions = NO_OPTIONS
+    ) -> str:
         """Render messages by the checkpoint's chat template. Blocks.
 
         Raises as `TemplateProcess.find` and `render`.
         """
-        template = self._templates.find(self._path, self._description.template)
-        return self._templates.render(template, messages)
+        return self._templates.render(self.chat_template(), messages, options)
 
     def ready(self) -> None:
         """Have what decodes, after it failed too. Blocks; raises CheckpointError as `load`."""
@@ -217,6 +229,11 @@ class Tokenizer:
             known = [token_id for token_id in token_ids if self.has_token(token_id)]
             return self._decoder.decode(known, keep_special_tokens) if known else ""
         return self._table.decode(token_ids, keep_special_tokens=keep_special_tokens)
+
+    @property
+    def table(self) -> TokenTable:
+        """The bytes of every token, and how they join to a text."""
+        return self._table
 
     @property
     def decodes_behind(self) -> bool:
@@ -245,6 +262,14 @@ class Tokenizer:
     def has_token(self, token_id: int) -> bool:
         """Say whether this id has a token."""
         return self.flags(token_id) & HAS_TOKEN != 0
+
+    def added_tokens(self, longest: int) -> list[tuple[int, str, bool]]:
+        """List each added token of at most `longest` bytes: id, text, and whether it is special."""
+        return [
+            (token_id, self.token_text(token_id), token_id in self.special_ids)
+            for token_id in self._table.added_ids()
+            if len(self.token_bytes(token_id)) <= longest
+        ]
 
     def ids_without_token(self, n_rows: int) -> tuple[int, ...]:
         """List the ids below `n_rows` that have no token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 
 import pytest
 from support.cluster.scripted_node import ScriptedNode, client_of, serving
@@ -13,7 +13,13 @@ from support.cluster.scripted_node import ScriptedNode, client_of, serving
 from shardnet.api import ActiveRequest, GenerationEvent, RequestState, SamplingParams
 from shardnet.api import client as client_module
 from shardnet.api.generation import WINDOW
-from shardnet.errors import CapacityError, LinkError, PeerFailedError, PeerUnreachableError
+from shardnet.errors import (
+    CapacityError,
+    ContextExceededError,
+    LinkError,
+    PeerFailedError,
+    PeerUnreachableError,
+)
 from shardnet.transport.link import Link
 from shardnet.wire.messages.plans import PlanReply
 
@@ -282,5 +288,53 @@ def test_a_plan_is_told_once() -> None:
             await all_of(client.generate(["a", "b", "c"], on_plan=plans.append))
             assert [plan.why for plan in plans] == ["it is scripted"]
             assert (await client.plan("elsewhere/model")).model.endswith("elsewhere/model")
+
+    asyncio.run(main())
+
+
+def test_a_link_that_ended_is_opened_again_for_the_next_call() -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            links = [await stack.enter_async_context(serving(ScriptedNode())) for _ in range(2)]
+            lost, spare = links
+
+            async def redial() -> Link:
+                if not links:
+                    raise PeerUnreachableError("nobody is there")
+                return links.pop()
+
+            links.clear()
+            async with client_module.open_client(lost, redial=redial) as client:
+                lost.abort("cut off")
+                for _ in range(2):
+                    with pytest.raises(PeerUnreachableError):
+                        await client.complete("ab")
+                    with pytest.raises(PeerUnreachableError):
+                        await client.status()
+                links.append(spare)
+                results = await asyncio.gather(*(client.complete("ab") for _ in range(3)))
+                assert [result.text for [result] in results] == ["ab"] * 3
+                assert (await client.status()).node.name == "scripted"
+
+    asyncio.run(main())
+
+
+def test_tokens_of_a_prompt_and_back() -> None:
+    async def main() -> None:
+        async with client_of(ScriptedNode()) as client:
+            told = await client.tokenize("ab")
+            assert (told.token_ids, told.context) == ([97, 98], 64)
+            back = await client.detokenize([97, 98])
+            assert (back.text, back.tokens) == ("ab", ["a", "b"])
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_is_too_long_brings_both_numbers() -> None:
+    async def main() -> None:
+        async with client_of(ScriptedNode()) as client:
+            with pytest.raises(ContextExceededError) as caught:
+                await client.complete("long")
+            assert (caught.value.n_prompt, caught.value.n_context) == (99, 64)
 
     asyncio.run(main())

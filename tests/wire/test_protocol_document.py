@@ -29,6 +29,7 @@ from shardnet.wire.framing import schema
 from shardnet.wire.framing.frames import PREAMBLE, FrameKind, Limits, pack_frame
 from shardnet.wire.messages import (
     bulk,
+    chat,
     control,
     diagnostics,
     extras,
@@ -39,6 +40,7 @@ from shardnet.wire.messages import (
     plans,
     sequences,
     stages,
+    tokens,
 )
 from shardnet.wire.messages.handshake import Purpose
 from shardnet.wire.payloads.data import read_data
@@ -56,7 +58,9 @@ CONTROL_MESSAGES = (
     diagnostics,
     stages,
     plans,
+    chat,
     generation,
+    tokens,
 )
 STRUCTS = {
     name: kind

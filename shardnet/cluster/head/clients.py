@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from shardnet.cluster.head.constraints import Constraints
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.head import Head, Lead
 from shardnet.cluster.head.last_run import write_last_run
 from shardnet.cluster.head.model_lists import ModelLists
+from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.planning import Elsewhere, Planner
 from shardnet.cluster.head.replies import (
     finished,
@@ -27,8 +29,11 @@ from shardnet.cluster.head.replies import (
     token_piece,
 )
 from shardnet.cluster.head.requests import (
+    described,
+    detokenized,
     needs_tokenizer,
     prompt_ids,
+    prompt_tail,
     reserved_bytes,
     sampling_params,
     text_stream,
@@ -46,6 +51,7 @@ from shardnet.runtime.engine.requests import (
     TokenGenerated,
 )
 from shardnet.runtime.stage.executor import Executor
+from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.generation import (
     Generate,
@@ -55,6 +61,7 @@ from shardnet.wire.messages.generation import (
     Unload,
 )
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
+from shardnet.wire.messages.tokens import Detokenize, Tokenize, Tokenized
 
 
 class Clients:
@@ -67,6 +74,7 @@ class Clients:
         reader: Executor,
         disk: DiskJobs,
         drafts: Drafts,
+        constraints: Constraints,
         wire_loss: WireLoss,
         lists: ModelLists,
         cache: Path,
@@ -74,7 +82,8 @@ class Clients:
     ) -> None:
         """Take the parts that do the work.
 
-        `reader` is the thread that tokenises prompts, `drafts` gives draft models, `wire_loss`
+        `reader` is the thread that tokenises prompts, `drafts` gives draft models,
+        `constraints` what outputs must match, `wire_loss`
         measures what a narrower wire costs, `lists` finds models by parts of their names. The last
         run is kept in the folder `cache` too, which
         `disk` writes; it also reads chat templates.
@@ -85,6 +94,7 @@ class Clients:
         self._disk = disk
         self._outputs = OutputBudget()
         self._drafts = drafts
+        self._constraints = constraints
         self._wire_loss = wire_loss
         self._lists = lists
         self._cache = cache
@@ -100,7 +110,10 @@ class Clients:
         handlers.register(PlanRequest, self.plan)
         handlers.register(LastRunRequest, self.last_run)
         handlers.register(Generate, self.generate)
+        handlers.register(Tokenize, self.tokenize)
+        handlers.register(Detokenize, self.detokenize)
         handlers.register(Unload, self.unload)
+        handlers.register(DescribeTokenizer, self.describe_tokenizer)
 
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
         """Reply with the plan, or Redirect. A wire dtype that is asked for is measured."""
@@ -167,27 +180,78 @@ class Clients:
     async def generate(self, control: ControlLink, message: Generate) -> None:
         """Run one request and stream its tokens and rows, or reply Redirect."""
         message.sampling.params().check()
-        choice = await self._settled(message.choice)
+
+        def on_plan(plan: Plan) -> None:
+            control.send(plan.reply(message.request))
+
+        needed = needs_tokenizer(message)
+        async with self._leading(control, message.request, message.choice, needed, on_plan) as lead:
+            if lead is not None:
+                await self._stream(control, message, lead)
+
+    async def tokenize(self, control: ControlLink, message: Tokenize) -> None:
+        """Reply with the token ids of a prompt, or Redirect."""
+        generate = message.generate
+        needed = needs_tokenizer(generate)
+        async with self._leading(control, message.request, generate.choice, needed) as lead:
+            if lead is not None:
+                token_ids, context = await self._prompt(generate, lead), lead.ring.spec.context
+                control.send(
+                    Tokenized(request=message.request, token_ids=token_ids, context=context)
+                )
+
+    async def detokenize(self, control: ControlLink, message: Detokenize) -> None:
+        """Reply with the text of token ids, or Redirect."""
+        async with self._leading(control, message.request, message.choice, "text") as lead:
+            if lead is not None:
+                control.send(await self._reader.run(lambda: detokenized(message, lead)))
+
+    @contextlib.asynccontextmanager
+    async def _leading(
+        self,
+        control: ControlLink,
+        request: int,
+        choice: ModelChoice,
+        tokenizer_for: str = "",
+        on_plan: Callable[[Plan], None] = lambda _: None,
+    ) -> AsyncIterator[Lead | None]:
+        """Yield a ring for `choice`, built if needed; None if the reply is Redirect.
+
+        `tokenizer_for` says what needs a tokenizer, "" for nothing.
+        """
+        choice = await self._settled(choice)
         async with contextlib.AsyncExitStack() as stack:
             with self._hinting(choice):
                 lead = await stack.enter_async_context(
                     self._head.lead(
                         choice,
-                        tokenizer_for=needs_tokenizer(message),
-                        on_plan=lambda plan: control.send(plan.reply(message.request)),
-                        on_progress=partial(report_progress, control, message.request),
+                        tokenizer_for=tokenizer_for,
+                        on_plan=on_plan,
+                        on_progress=partial(report_progress, control, request),
                     )
                 )
             if isinstance(lead, Elsewhere):
-                control.send(Redirect(request=message.request, address=lead.address))
+                control.send(Redirect(request=request, address=lead.address))
+                yield None
             else:
-                await self._stream(control, message, lead)
+                yield lead
 
-    async def _stream(self, control: ControlLink, message: Generate, lead: Lead) -> None:
+    async def describe_tokenizer(self, control: ControlLink, message: DescribeTokenizer) -> None:
+        """Reply with what a client needs to know of a model's tokenizer, or Redirect."""
+        async with self._leading(control, message.request, message.choice) as lead:
+            if lead is not None:
+                chats = self._disk.at(f"the chat template of {lead.plan.facts.path}")
+                control.send(await chats.run(lambda: described(message, lead)))
+
+    async def _prompt(self, message: Generate, lead: Lead) -> list[int]:
+        """Return the token ids of a prompt."""
         # A chat template is an untrusted program: it must not delay other prompts.
         chats = self._disk.at(f"the chat template of {lead.plan.facts.path}")
         run = self._reader.run if message.messages is None else chats.run
-        prompt = await run(lambda: prompt_ids(message, lead))
+        return await run(lambda: prompt_ids(message, lead))
+
+    async def _stream(self, control: ControlLink, message: Generate, lead: Lead) -> None:
+        prompt = await self._prompt(message, lead)
         spec = lead.ring.spec
         speculation = await self._drafts.speculation(
             message.speculate,
@@ -197,6 +261,8 @@ class Clients:
             has_state=spec.has_state,
             ignore_unknown=message.choice.ignore_unknown_config,
         )
+        asked = None if message.constraint is None else message.constraint.params()
+        constrained = await self._constraints.constrained(asked, lead.grammars)
         request = GenerationRequest(
             prompt=tuple(prompt),
             sampling=sampling_params(message, lead),
@@ -209,6 +275,7 @@ class Clients:
             speculation=speculation,
             deterministic=message.deterministic,
             outputs=message.outputs.params(),
+            constrained=constrained,
         )
         with self._outputs.room_for(reserved_bytes(request, lead)):
             await self._answer(control, message, request, lead)
@@ -217,6 +284,7 @@ class Clients:
         self, control: ControlLink, message: Generate, request: GenerationRequest, lead: Lead
     ) -> None:
         n_tokens = 0
+        tail = await self._reader.run(lambda: prompt_tail(request.prompt, lead))
         async with aclosing(lead.ring.engine.generate(request)) as events:
             async for event in events:
                 match event:
@@ -231,7 +299,11 @@ class Clients:
                     case RequestMoved(state=state, ahead=ahead, n_kept=n_kept):
                         control.send(
                             StateChanged(
-                                request=message.request, state=state, ahead=ahead, n_kept=n_kept
+                                request=message.request,
+                                state=state,
+                                ahead=ahead,
+                                n_kept=n_kept,
+                                prompt_tail="" if n_tokens else tail,
                             )
                         )
                     case GenerationFinished():

@@ -21,6 +21,7 @@ from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.ring.ring import OnStageProgress, Ring
 from shardnet.cluster.ring.stage_host import StageHost, generating_with
 from shardnet.errors import BusyError, ShardnetError, error_for_code
+from shardnet.tokenizers.grammar.grammars import Grammars
 from shardnet.tokenizers.tokenizer import Tokenizer, no_tokenizer
 from shardnet.transport.loop import finish
 from shardnet.types import Epoch, NodeId
@@ -34,7 +35,8 @@ CLOSE_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lead:
-    """A ring that this node leads, its plan, and the tokenizer if the checkpoint has one.
+    """A ring that this node leads, its plan, and the tokenizer if the checkpoint has one, with
+    what constrains its output.
 
     `load_s`: seconds that loading took for the current request, 0 if the ring was built already.
     """
@@ -44,6 +46,7 @@ class Lead:
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
     load_s: float
+    grammars: Grammars | None = None
 
 
 class Head:
@@ -74,6 +77,14 @@ class Head:
     def model(self) -> str | None:
         """The model of the ring, None without one."""
         return self._lead.plan.choice.model if self._lead and not self._lead.ring.broken else None
+
+    @property
+    def choice(self) -> ModelChoice | None:
+        """What the ring that this node is in was opened for, None without one."""
+        if self._lead is not None and self._lead.ring.broken is None:
+            return self._lead.plan.choice
+        elsewhere = self._other_head()
+        return None if elsewhere is None else ModelChoice(model=elsewhere.model)
 
     @property
     def n_requests(self) -> int:
@@ -163,7 +174,7 @@ class Head:
         """Drop the ring, which has ended, and end the processes of its tokenizer."""
         lead, self._lead = self._lead, None
         if lead is not None:
-            await _close(lead.tokenizer)
+            await _close(lead.tokenizer, lead.grammars)
 
     def ring_broken(self, ring: str, error: ShardnetError) -> None:
         """End `ring`, built or being built, since one of its stages reported it broken."""
@@ -278,11 +289,17 @@ class Head:
             tokenizer=prepared.tokenizer,
             eos_ids=prepared.eos_ids,
             load_s=0.0,
+            grammars=None
+            if prepared.tokenizer is None
+            else Grammars(
+                prepared.tokenizer.table, n_ids=ring.spec.vocab_size, eos_ids=prepared.eos_ids
+            ),
         )
         return replace(self._lead, load_s=load_s)
 
 
-async def _close(tokenizer: Tokenizer | None) -> None:
-    """End a tokenizer's processes, off the loop."""
-    if tokenizer is not None:
-        await finish(asyncio.to_thread(tokenizer.close))
+async def _close(*parts: Tokenizer | Grammars | None) -> None:
+    """End the processes of these, off the loop."""
+    for part in parts:
+        if part is not None:
+            await finish(asyncio.to_thread(part.close))

@@ -5,25 +5,40 @@ Must not send anything, nor know links.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from shardnet.cluster.head.head import Lead
-from shardnet.errors import CapacityError, UsageError
+from shardnet.errors import ContextExceededError, UsageError
 from shardnet.runtime.engine.outputs import output_bytes
 from shardnet.runtime.engine.requests import (
     GenerationRequest,
 )
 from shardnet.runtime.stage.routing import MAX_ROUTING_BYTES
+from shardnet.tokenizers.chat.chat_template import TemplateOptions
 from shardnet.tokenizers.detokenizer import TextStream
 from shardnet.tokenizers.tokenizer import check_token_ids, no_tokenizer
 from shardnet.types import BLOCK_POSITIONS, OutputKind, SamplingParams
+from shardnet.wire.messages.chat import (
+    MAX_ADDED_TEXT,
+    MAX_ADDED_TOKENS,
+    AddedToken,
+    ChatMessage,
+    DescribeTokenizer,
+    TokenizerDescribed,
+)
 from shardnet.wire.messages.generation import (
+    MAX_PROMPT_TAIL,
     MAX_ROWS_BYTES,
     Generate,
 )
+from shardnet.wire.messages.tokens import Detokenize, Detokenized
+
+_TAIL_TOKENS = 64
+"""More than a template writes behind the last message."""
 
 
 def needs_tokenizer(message: Generate) -> str:
@@ -36,9 +51,9 @@ def needs_tokenizer(message: Generate) -> str:
 def prompt_ids(message: Generate, lead: Lead) -> list[int]:
     """Return the prompt's token ids, checked against the vocabulary.
 
-    Raises UsageError for an id the model does not have, an empty prompt, or text where the
-    checkpoint has no tokenizer, CapacityError for a prompt that fills the context; otherwise what
-    Tokenizer.encode, chat_prompt and ready raise.
+    Raises UsageError for an id the model does not have and for an empty prompt, CheckpointError for
+    text where the checkpoint has no tokenizer, ContextExceededError for a prompt that fills the
+    context; otherwise what Tokenizer.encode, chat_prompt and ready raise.
     """
     most_tokens = lead.plan.facts.config.max_positions
     vocab_size = lead.ring.spec.vocab_size
@@ -47,7 +62,9 @@ def prompt_ids(message: Generate, lead: Lead) -> list[int]:
     elif lead.tokenizer is None:
         raise no_tokenizer(lead.plan.facts.path, needs_tokenizer(message))
     elif message.messages is not None:
-        text = lead.tokenizer.chat_prompt([msgspec.to_builtins(said) for said in message.messages])
+        options = TemplateOptions(tools=message.tools, values=dict(message.template_options))
+        shown = [_shown(said) for said in message.messages]
+        text = lead.tokenizer.chat_prompt(shown, options)
         token_ids = lead.tokenizer.encode(  # the template writes bos where it belongs
             text, bos="off", most_tokens=most_tokens
         )
@@ -74,7 +91,7 @@ def prompt_ids(message: Generate, lead: Lead) -> list[int]:
 
 def too_long(
     n_prompt: int, max_tokens: int, *, context: int, most_positions: int, room_positions: int
-) -> CapacityError:
+) -> ContextExceededError:
     """Make the error of a prompt that fills the context: what it has, and what would do.
 
     `most_positions` is what the model takes, `room_positions` what the ring's nodes have room for.
@@ -93,8 +110,11 @@ def too_long(
             f"give --context {wanted}: the model takes up to {most_positions}, and the nodes have "
             f"room for {room_positions}"
         )
-    return CapacityError(
-        f"the prompt has {n_prompt} tokens and the context holds {context}", remedy=remedy
+    return ContextExceededError.of(
+        f"the prompt has {n_prompt} tokens and the context holds {context}",
+        n_prompt,
+        context,
+        remedy=remedy,
     )
 
 
@@ -108,6 +128,60 @@ def sampling_params(message: Generate, lead: Lead) -> SamplingParams:
     params = replace(message.sampling.params(), **left)
     params.check()
     return params
+
+
+def detokenized(message: Detokenize, lead: Lead) -> Detokenized:
+    """Return the text of token ids, and of each of them.
+
+    Raises UsageError for an id the model does not have, or if the checkpoint has no tokenizer.
+    """
+    tokenizer, token_ids = lead.tokenizer, message.token_ids
+    if tokenizer is None:
+        raise UsageError(f"{lead.plan.facts.path} has no tokenizer")
+    if token_ids:
+        check_token_ids(token_ids, lead.ring.spec.vocab_size, tokenizer)
+    text = tokenizer.decode(token_ids, keep_special_tokens=message.keep_special_tokens)
+    tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
+    return Detokenized(request=message.request, text=text, tokens=tokens)
+
+
+def _shown(said: ChatMessage) -> dict[str, Any]:
+    """Return what a template gets of a message: its role, its content, and what is not empty."""
+    fields: dict[str, Any] = msgspec.to_builtins(said)
+    return {name: value for name, value in fields.items() if value or name in ("role", "content")}
+
+
+def prompt_tail(prompt: Sequence[int], lead: Lead) -> str:
+    """Return the text of a prompt's last tokens, "" without a tokenizer. Blocks."""
+    if lead.tokenizer is None:
+        return ""
+    last = prompt[-_TAIL_TOKENS:]
+    return lead.tokenizer.decode(last, keep_special_tokens=True)[-MAX_PROMPT_TAIL:]
+
+
+def described(message: DescribeTokenizer, lead: Lead) -> TokenizerDescribed:
+    """Describe the tokenizer of a ring to a client. Blocks.
+
+    Raises UsageError if the checkpoint has none, CheckpointError for a template that cannot be
+    read.
+    """
+    tokenizer = lead.tokenizer
+    if tokenizer is None:
+        raise UsageError(
+            f"{lead.plan.facts.path} has no tokenizer", remedy="ask for token ids instead of text"
+        )
+    try:
+        template = tokenizer.chat_template().source
+    except UsageError:
+        template = ""
+    added = [AddedToken(*token) for token in tokenizer.added_tokens(MAX_ADDED_TEXT)]
+    return TokenizerDescribed(
+        request=message.request,
+        bos_id=tokenizer.bos_id,
+        eos_ids=list(lead.eos_ids),
+        added=added[:MAX_ADDED_TOKENS],
+        template=template,
+    )
 
 
 def text_stream(message: Generate, lead: Lead) -> TextStream:

@@ -123,6 +123,7 @@ class MeasurementService:
                 step_s=run.step_s,
                 quant=ask.quant,
                 kv_dtype=ask.kv_dtype,
+                ignore_unknown_config=ask.ignore_unknown_config,
             )
             with contextlib.suppress(ShardnetError, TimeoutError):
                 async with asyncio.timeout(TELL_S):

@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import dataclass
 
 from shardnet.cluster.head.clients import Clients
+from shardnet.cluster.head.constraints import Constraints
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.model_lists import ModelLists
@@ -89,6 +90,7 @@ class ServiceParts:
 
     head: Head
     drafts: Drafts
+    constraints: Constraints
     wire_loss: WireLoss
     handlers: MessageHandlers
     dispatcher: Dispatcher
@@ -202,6 +204,7 @@ def build_services(
         spare_bytes=stage.own.memory_free_bytes,
         threads=stage.own.threads,
     )
+    constraints = Constraints()
     wire_loss = WireLoss(cache=settings.cache, threads=stage.own.threads, log=settings.log)
     lists = ModelLists(
         own_info=stage.own.info,
@@ -217,6 +220,7 @@ def build_services(
         stage.reader,
         stage.disk,
         drafts,
+        constraints,
         wire_loss,
         lists,
         settings.cache,
@@ -261,6 +265,7 @@ def build_services(
     return ServiceParts(
         head=head,
         drafts=drafts,
+        constraints=constraints,
         wire_loss=wire_loss,
         handlers=handlers,
         dispatcher=dispatcher,

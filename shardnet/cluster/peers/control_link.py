@@ -25,15 +25,17 @@ from shardnet.errors import (
 from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.wire.framing.frames import FrameKind
+from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import (
     ControlMessage,
     Failed,
     control_frame,
+    failed,
     read_control,
     reported_error,
 )
 from shardnet.wire.messages.generation import Cancel, Generate, LastRunRequest, Unload
-from shardnet.wire.messages.handshake import error_frame, explained
+from shardnet.wire.messages.handshake import error_frame
 from shardnet.wire.messages.measurements import MeasureLinks, MeasureStage, StageObserved
 from shardnet.wire.messages.membership import (
     IdentifyModel,
@@ -51,6 +53,7 @@ from shardnet.wire.messages.stages import (
     RingBroken,
     UnloadStage,
 )
+from shardnet.wire.messages.tokens import Detokenize, Tokenize
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +78,10 @@ ControlRequest = (
     | PlanRequest
     | LastRunRequest
     | Generate
+    | Tokenize
+    | Detokenize
     | Unload
+    | DescribeTokenizer
 )
 Notice = RingBroken | PeersKnown
 Incoming = ControlRequest | Notice
@@ -260,8 +266,7 @@ class ControlLink:
 
     def _refuse(self, message: ControlRequest, error: ShardnetError) -> None:
         if not self.link.closed:
-            text, remedy = explained(error)
-            self.send(Failed(request=message.request, code=error.code, message=text, remedy=remedy))
+            self.send(failed(message.request, error))
 
 
 async def _unpacked(

@@ -1,6 +1,6 @@
 """Changes logits before a token is chosen: bias, penalties, and stop ids that come too early.
 
-Knows steps 3 to 7 of docs/protocol.md, "The draw", for many rows at once. Must not know
+Knows steps 3 to 6 and 8 of docs/protocol.md, "The draw", for many rows at once. Must not know
 temperature, filters or noise.
 """
 

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardnet.constraints import TokenMask
 from shardnet.errors import CheckpointError, NumericalError
 from shardnet.model.sampling.logprobs import rows_logprobs
 from shardnet.model.sampling.penalties import NO_CONTEXT, RowContext, change_logits, changes_logits
 from shardnet.model.sampling.philox import gumbel_noise
+from shardnet.model.sampling.token_masks import forbidden_tokens
 from shardnet.types import SamplingParams, TokenLogprobs
 
 CUT = 40.0
@@ -35,12 +37,14 @@ class SampleRow:
     """The inputs of sampling for one row, apart from its logits.
 
     `position` is that of the row's input token; the drawn token takes the next one. `context` is
-    used only by parameters that depend on earlier tokens.
+    used only by parameters that depend on earlier tokens. `mask` is None where any token may be
+    drawn.
     """
 
     params: SamplingParams
     position: int
     context: RowContext = NO_CONTEXT
+    mask: TokenMask | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +136,23 @@ def _logprobs(
 
 
 def _changed_rows(logits: Tensor, rows: Sequence[SampleRow]) -> dict[int, Tensor]:
-    """Return the modified logits of the rows with bias, penalties or early stop ids, by index."""
-    places = [index for index, row in enumerate(rows) if changes_logits(row.params)]
+    """Return the modified logits of the rows with a mask, bias, penalties or early stop ids, by
+    index.
+    """
+    places = [
+        index
+        for index, row in enumerate(rows)
+        if row.mask is not None or changes_logits(row.params)
+    ]
     if not places:
         return {}
     wanted = [(rows[index].params, rows[index].context) for index in places]
     changed = logits[places]  # a copy
+    for place, index in enumerate(places):
+        mask = rows[index].mask
+        if mask is not None:
+            forbidden = torch.from_numpy(forbidden_tokens(mask, changed.shape[1]))
+            changed[place].masked_fill_(forbidden.to(changed.device), -torch.inf)
     change_logits(changed, wanted)
     _refuse_rows_without_maximum(changed.amax(1), places)
     return dict(zip(places, changed, strict=True))

@@ -12,9 +12,11 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 from shardnet.errors import DeadlineError, ShardnetError, UsageError, internal_error, where
+from shardnet.runtime.engine.guide import Guide
 from shardnet.runtime.engine.live_request import LiveRequest
 from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, RequestEvent
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
@@ -118,6 +120,7 @@ class Engine:
         drafter = self._drafter(request)
         sequence_id = SequenceId(self._next_sequence)
         self._next_sequence += 1
+        guide = self._guide(request, sequence_id)
         self._scheduler.submit(
             SequenceRequest(
                 sequence_id=sequence_id,
@@ -130,9 +133,12 @@ class Engine:
                 sampling=request.sampling,
                 outputs=request.outputs,
                 drafter=drafter,
+                guide=guide,
             )
         )
-        live = LiveRequest(request=request, drafter=drafter, submitted_ns=self._clock_ns())
+        live = LiveRequest(
+            request=request, drafter=drafter, submitted_ns=self._clock_ns(), guide=guide
+        )
         self._live[sequence_id] = live
         expiry = self._set_deadline(sequence_id, request)
         try:
@@ -177,6 +183,30 @@ class Engine:
             cost=self._step_cost,
             most=request.speculation.most,
         )
+
+    def _guide(self, request: GenerationRequest, sequence_id: SequenceId) -> Guide | None:
+        if request.constrained is None:
+            return None
+        return Guide(
+            request.constrained,
+            cost=self._step_cost,
+            clock_ns=self._clock_ns,
+            soon=asyncio.get_running_loop().call_soon,
+            ready=self._pump,
+            ended=partial(self._on_guide_ended, sequence_id),
+        )
+
+    def _on_guide_ended(self, sequence_id: SequenceId, error: ShardnetError | None) -> None:
+        """End a request whose output is complete, or cannot be constrained further."""
+        live = self._live.get(sequence_id)
+        if live is None:
+            return
+        if error is not None:
+            self._end_alone(sequence_id, live, error)
+        else:
+            self._scheduler.end(sequence_id)
+            self._finish(sequence_id, FinishReason.STOP)
+        self._pump()
 
     def _pump(self) -> None:
         """Carry out what the scheduler wants sent now."""
@@ -287,10 +317,15 @@ class Engine:
         match outcome:
             case TokenSampled(row=row):
                 logprobs = answered.answer.logprobs[row] if answered else None
-                if live.take_token(outcome.token_id, logprobs, self._clock_ns()):
+                stopped = live.take_token(outcome.token_id, logprobs, self._clock_ns())
+                if live.guide is not None and live.guide.take(outcome.token_id):
+                    stopped = True
+                if stopped:
                     self._scheduler.end(outcome.sequence_id)
                     self._finish(outcome.sequence_id, FinishReason.STOP)
             case SequenceFinished(reason=reason):
+                if live.guide is not None and live.guide.settle():
+                    reason = FinishReason.STOP
                 self._finish(outcome.sequence_id, reason)
             case SequenceFailed(error=error):
                 self._live.pop(outcome.sequence_id).fail(error)

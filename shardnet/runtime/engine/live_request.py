@@ -12,6 +12,7 @@ from statistics import median
 from typing import Final
 
 from shardnet.errors import ShardnetError
+from shardnet.runtime.engine.guide import Guide
 from shardnet.runtime.engine.outputs import OutputCollector, OutputEvent
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
@@ -95,6 +96,7 @@ class LiveRequest:
     request: GenerationRequest
     drafter: AdaptiveDrafter | None
     submitted_ns: int
+    guide: Guide | None = None
     events: asyncio.Queue[RequestEvent | ShardnetError] = field(default_factory=asyncio.Queue)
     state: LiveState = LiveState.QUEUED
     n_tokens: int = 0
@@ -182,12 +184,13 @@ class LiveRequest:
         last_ns = self._last_ns or now_ns
         first_ns = self._first_ns or last_ns
         decode_s = (last_ns - first_ns) / 1e9
+        drafters = [self.drafter, self.guide.drafts if self.guide else None]
         return Timing(
             load_s=0.0,
             ttft_s=(first_ns - self.submitted_ns) / 1e9,
             decode_tok_s=(self.n_tokens - 1) / decode_s if decode_s > 0 else 0.0,
             total_s=(last_ns - self.submitted_ns) / 1e9,
             per_stage=self._sums.means(),
-            n_drafted=self.drafter.n_proposed if self.drafter else 0,
-            n_accepted=self.drafter.n_accepted if self.drafter else 0,
+            n_drafted=sum(drafter.n_proposed for drafter in drafters if drafter),
+            n_accepted=sum(drafter.n_accepted for drafter in drafters if drafter),
         )

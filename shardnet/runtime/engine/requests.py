@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardnet.errors import SamplingError
+from shardnet.runtime.engine.guide import Constrained
 from shardnet.runtime.engine.outputs import OutputEvent
 from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, DraftSource
 from shardnet.runtime.scheduling.sequences import FinishReason
@@ -51,7 +52,8 @@ class GenerationRequest:
     """One prompt to continue. `stop_ids` end it and their text is not shown.
 
     A larger `priority` goes first. A request that has not ended after `deadline_s` fails.
-    `deterministic` asks for bits that do not depend on the batch (design decision 4).
+    `deterministic` asks for bits that do not depend on the batch (design decision 4). What
+    `constrained` matches ends with the output, whatever the stop ids are.
     """
 
     prompt: tuple[int, ...]
@@ -64,6 +66,7 @@ class GenerationRequest:
     speculation: Speculation | None = None
     deterministic: bool = False
     outputs: OutputParams = NO_OUTPUTS
+    constrained: Constrained | None = None
 
     def check(self) -> None:
         """Raise SamplingError, naming the parameter, if one is outside its range."""

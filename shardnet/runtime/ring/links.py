@@ -5,6 +5,7 @@ The only place in `runtime` that knows both. Must not compute, nor decide what t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import assert_never
 
 from shardnet.errors import RemoteProtocolError, error_for_code
@@ -37,7 +38,9 @@ from shardnet.wire.messages.extras import (
     RowLogprobs,
     TopLogprob,
     extras_frame,
+    mask_rows,
     read_extras,
+    read_masks,
 )
 from shardnet.wire.messages.handshake import error_frame, read_error
 from shardnet.wire.messages.sequences import read_sequence, sequence_frame
@@ -85,8 +88,11 @@ class LinkSource:
                     raise _unexpected(frame, self._link)
 
     def _step(self, step: StepData, extras: Extras) -> StepArrived:
+        batch = step.batch
+        if extras.masks:
+            batch = replace(batch, masks=read_masks(extras.masks, batch.n_sampled))
         return StepArrived(
-            batch=step.batch,
+            batch=batch,
             activations=Activations(payload=step.payload, dtype=step.dtype, width=step.width),
             timings=tuple(extras.timings),
             arrived_ns=self._link.arrived_ns,
@@ -160,7 +166,11 @@ class LinkSink:
 
     def _extras(self, computed: StepComputed) -> Frame:
         result = computed.result
-        extras = Extras(timings=list(computed.timings), routing=list(computed.routing))
+        extras = Extras(
+            timings=list(computed.timings),
+            routing=list(computed.routing),
+            masks=mask_rows(computed.batch.masks),
+        )
         if isinstance(result, Samples):
             extras = Extras(
                 timings=extras.timings,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shardnet.errors import BusyError, CapacityError, UsageError
+from shardnet.errors import CapacityError, ContextExceededError, QueueFullError, UsageError
 from shardnet.runtime.scheduling.drafting import check_drafts
 from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, Slot, Start, common_prefix
 from shardnet.runtime.scheduling.sequences import (
@@ -82,8 +82,8 @@ class AdmissionQueue:
         """Queue a request.
 
         Raises UsageError for an empty prompt, a negative `max_tokens`, or drafts where layers keep
-        a state, CapacityError if the prompt fills the context or prompt and output could never fit
-        the KV room, BusyError if `max_waiting` requests wait.
+        a state, ContextExceededError if the prompt fills the context, CapacityError if prompt and
+        output could never fit the KV room, QueueFullError if `max_waiting` requests wait.
         """
         n_prompt = len(request.prompt)
         if n_prompt == 0:
@@ -95,9 +95,10 @@ class AdmissionQueue:
         if request.drafter is not None:
             check_drafts(has_state=self.state_slots is not None)
         if n_prompt + min(request.max_tokens, 1) > self.context:
-            raise CapacityError(
+            raise ContextExceededError.of(
                 f"the prompt has {n_prompt} tokens and the context holds {self.context}",
-                remedy="shorten the prompt or raise --context",
+                n_prompt,
+                self.context,
             )
         needed = blocks_for(self.longest_life(request))
         if needed > self.room_blocks:
@@ -107,7 +108,7 @@ class AdmissionQueue:
                 remedy="lower --max-tokens, or give the nodes more --memory",
             )
         if len(self.waiting) >= self.max_waiting:
-            raise BusyError(
+            raise QueueFullError(
                 f"{len(self.waiting)} requests are waiting already", remedy="ask again later"
             )
         self._next_order += 1

@@ -10,15 +10,17 @@ Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
   of the sequences plus up to `mixed_rows` prompt rows, limited by how much they slow decoding
   down; with prompts alone, twice as many steps;
 - prompt chunks end at multiples of a fixed size counted from position 0;
+- a row whose token is constrained is sent when its mask is there, and takes it along;
 - the KV room of rows is booked before they are sent (scheduling/admission_queue.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from shardnet.constraints import MAX_STEP_MASK_BYTES, RowMask, TokenMask
 from shardnet.errors import LocalProtocolError, ShardnetError
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
 from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, common_prefix
@@ -65,11 +67,15 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """The next `n_rows` rows of a sequence, the last of them `drafts`."""
+    """The next `n_rows` rows of a sequence, the last of them `drafts`.
+
+    `masks` are those of its sampled rows, if its output is constrained.
+    """
 
     sequence: LiveSequence
     n_rows: int
     drafts: tuple[int, ...] = ()
+    masks: tuple[TokenMask, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -222,22 +228,43 @@ class Scheduler:
         secured = [sequence for sequence in secured if sequence.slot is not None]
         most = self.limits.exact_rows if is_exact else self.limits.cheap_rows
         spare = max(0, most - len(secured))
-        rows = []
+        rows: list[_Rows] = []
+        mask_bytes = 0
         for n_left, sequence in zip(range(len(secured), 0, -1), secured, strict=True):
-            drafts = self._drafts(sequence, spare // n_left)
+            drafts, masks = _masked(sequence, self._drafts(sequence, spare // n_left))
+            mask_bytes += sum(len(mask.data) for mask in masks)
+            if rows and mask_bytes > MAX_STEP_MASK_BYTES:
+                break  # the others go with the next step
             spare -= len(drafts)
-            rows.append(_Rows(sequence=sequence, n_rows=1 + len(drafts), drafts=tuple(drafts)))
+            rows.append(
+                _Rows(
+                    sequence=sequence,
+                    n_rows=1 + len(drafts),
+                    drafts=tuple(drafts),
+                    masks=tuple(masks),
+                )
+            )
         return rows
 
-    def _drafts(self, sequence: LiveSequence, limit: int) -> list[int]:
-        """Ask for drafts within what is left of the request, the context and the booked room."""
+    def _drafts(self, sequence: LiveSequence, limit: int) -> Sequence[int]:
+        """Ask for drafts within what is left of the request, the context and the booked room.
+
+        What a constraint forces goes before what a drafter guesses.
+        """
         request, slot = sequence.request, sequence.slot
-        if request.drafter is None or slot is None:
-            return []
+        if slot is None:
+            return ()
         left = self._queue.longest_life(request) - len(sequence.tokens) - 1
         room = slot.n_blocks * BLOCK_POSITIONS - sequence.n_sent - 1
         limit = min(limit, left, room)
-        return request.drafter.propose(sequence.tokens, limit) if limit > 0 else []
+        forced = request.guide.forced if request.guide and self.state_slots is None else None
+        for drafter in (forced, request.drafter):
+            if drafter is not None and limit > 0:
+                drafts = drafter.propose(sequence.tokens, limit)
+                if drafts:
+                    sequence.drafted_by = drafter
+                    return drafts
+        return ()
 
     def _prompt_rows(self, budget: int, beside: Sequence[_Rows] = ()) -> list[_Rows]:
         """Select prompt chunks in order of rank, up to `budget` rows.
@@ -250,13 +277,30 @@ class Scheduler:
             if sequence.request.deterministic:
                 if rows or beside:
                     break
-                return [_Rows(sequence=sequence, n_rows=self._exact_chunk(sequence))]
+                n_rows = self._exact_chunk(sequence)
+                if self._waits_for_mask(sequence, n_rows):
+                    continue
+                return [self._prompt_part(sequence, n_rows)]
             n_rows = self._chunk(sequence, budget, len(sequence.tokens))
+            if self._waits_for_mask(sequence, n_rows):
+                continue
             left = budget - sum(taken.n_rows for taken in rows)
             if n_rows > left:
                 break
-            rows.append(_Rows(sequence=sequence, n_rows=n_rows))
+            rows.append(self._prompt_part(sequence, n_rows))
         return rows
+
+    def _samples(self, sequence: LiveSequence, n_rows: int) -> bool:
+        """Say whether the last of the next `n_rows` rows, drafts aside, samples a token."""
+        is_last = sequence.n_sent + n_rows == len(sequence.tokens)
+        return is_last and sequence.request.max_tokens > 0
+
+    def _waits_for_mask(self, sequence: LiveSequence, n_rows: int) -> bool:
+        return self._samples(sequence, n_rows) and not sequence.may_sample
+
+    def _prompt_part(self, sequence: LiveSequence, n_rows: int) -> _Rows:
+        masks = _masked(sequence, ())[1] if self._samples(sequence, n_rows) else ()
+        return _Rows(sequence=sequence, n_rows=n_rows, masks=tuple(masks))
 
     def _chunk(self, sequence: LiveSequence, size: int, end: int) -> int:
         """Count the rows to the next multiple of `size`, at most to `end`."""
@@ -279,7 +323,13 @@ class Scheduler:
             for part, group in zip(rows, groups, strict=True)
             for token in self._inputs(part, group)
         ]
-        batch = MicroBatch(epoch=self.epoch, step=step, groups=tuple(groups), token_ids=token_ids)
+        batch = MicroBatch(
+            epoch=self.epoch,
+            step=step,
+            groups=tuple(groups),
+            token_ids=token_ids,
+            masks=tuple(_row_masks(rows, groups)),
+        )
         self._steps[step] = tuple(
             (group, part.sequence, part.drafts) for group, part in zip(groups, rows, strict=True)
         )
@@ -291,8 +341,7 @@ class Scheduler:
     def _group(self, rows: _Rows) -> RowGroup:
         sequence = rows.sequence
         assert sequence.slot is not None
-        is_last = sequence.n_sent + rows.n_rows - len(rows.drafts) == len(sequence.tokens)
-        makes_token = is_last and sequence.request.max_tokens > 0
+        makes_token = self._samples(sequence, rows.n_rows - len(rows.drafts))
         return RowGroup(
             sequence_id=sequence.sequence_id,
             slot=sequence.slot.slot,
@@ -348,8 +397,8 @@ class Scheduler:
             return
         sequence.awaits_token = False
         n_right = common_prefix(drafts, sampled, len(drafts))
-        if drafts and sequence.request.drafter is not None:
-            sequence.request.drafter.learn(len(drafts), n_right)
+        if drafts and sequence.drafted_by is not None:
+            sequence.drafted_by.learn(len(drafts), n_right)
         for index, token_id in enumerate(sampled[: n_right + 1]):
             sequence.tokens.append(token_id)
             yield TokenSampled(sequence_id=sequence.sequence_id, token_id=token_id, row=row + index)
@@ -379,3 +428,22 @@ class Scheduler:
         if is_full or sequence.n_generated >= sequence.request.max_tokens:
             return FinishReason.LENGTH
         return None
+
+
+def _masked(
+    sequence: LiveSequence, drafts: Sequence[int]
+) -> tuple[Sequence[int], Sequence[TokenMask]]:
+    """Return the drafts up to the first that the sequence's constraint forbids, and the masks."""
+    guide = sequence.request.guide
+    if guide is None:
+        return drafts, ()
+    masks = guide.masks(drafts)
+    return drafts[: len(masks) - 1], masks
+
+
+def _row_masks(rows: Sequence[_Rows], groups: Sequence[RowGroup]) -> Iterator[RowMask]:
+    """Number the masks of a step by its sampled rows."""
+    first = 0
+    for part, group in zip(rows, groups, strict=True):
+        yield from (RowMask(first + place, mask) for place, mask in enumerate(part.masks))
+        first += group.n_sampled

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol
 
+from shardnet.constraints import TokenMask
 from shardnet.errors import ShardnetError
 from shardnet.runtime.scheduling.kv_block_manager import Slot
 from shardnet.types import (
@@ -47,6 +48,26 @@ class Drafter(Protocol):
         """Record how many leading tokens of a proposal were accepted."""
 
 
+class Guide(Protocol):
+    """Says which tokens may come next in a sequence whose output is constrained."""
+
+    @property
+    def forced(self) -> Drafter:
+        """Drafts what must follow, where only one text can."""
+
+    def prepare(self) -> bool:
+        """Start making the mask of the next token; return whether it is there.
+
+        A sequence is not scheduled until it is.
+        """
+
+    def masks(self, drafts: Sequence[int]) -> Sequence[TokenMask]:
+        """Return the mask of the next token, and that after each draft up to the first forbidden.
+
+        Called when `prepare` has returned True.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceRequest:
     """One prompt to continue. `stop_ids` end it, the id itself included in its tokens.
@@ -54,7 +75,7 @@ class SequenceRequest:
     A larger `priority` goes first. With `max_tokens` 0 the prompt is computed and nothing is
     sampled. With `whole_prompt` every row of the prompt is computed even if a slot holds its
     prefix. With `deterministic` its rows are batched as design decision 4 says. `sampling` and
-    `outputs` are for the tail.
+    `outputs` are for the tail, and so are the masks of `guide`.
     """
 
     sequence_id: SequenceId
@@ -67,6 +88,7 @@ class SequenceRequest:
     sampling: SamplingParams = _GREEDY
     outputs: OutputParams = NO_OUTPUTS
     drafter: Drafter | None = None
+    guide: Guide | None = None
 
 
 # --- instructions -------------------------------------------------------------------------------
@@ -136,7 +158,7 @@ class LiveSequence:
 
     `tokens` holds prompt and output; the rows of the first `n_sent` positions have been sent and
     are valid. `n_in_flight` counts its steps in flight; `awaits_token` says that one of them
-    samples a token.
+    samples a token. `drafted_by` made the drafts of the last step that had any.
     """
 
     request: SequenceRequest
@@ -146,6 +168,7 @@ class LiveSequence:
     n_sent: int = 0
     n_in_flight: int = 0
     awaits_token: bool = False
+    drafted_by: Drafter | None = None
     sequence_id: SequenceId = field(init=False)
     n_prompt: int = field(init=False)
 
@@ -172,9 +195,15 @@ class LiveSequence:
 
     @property
     def may_travel(self) -> bool:
-        """Whether it can be scheduled now: its drafts, if any, are ready."""
+        """Whether it can be scheduled now: its mask and its drafts, if any, are ready."""
         drafter = self.request.drafter
-        return drafter is None or drafter.prepare(self.tokens)
+        return self.may_sample and (drafter is None or drafter.prepare(self.tokens))
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether a row that samples a token can be scheduled now: its mask, if any, is ready."""
+        guide = self.request.guide
+        return guide is None or guide.prepare()
 
     @property
     def is_decoding(self) -> bool:

@@ -7,6 +7,7 @@ links or threads.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -54,6 +55,7 @@ class SamplingStage:
         """
         logits = self._model.logits(sampled_rows(hidden, batch))  # [n_sampled, V]
         rows: list[SampleRow] = []
+        masks = {each.row: each.mask for each in batch.masks}
         given = Given()
         start = 0
         for group in batch.groups:
@@ -69,7 +71,13 @@ class SamplingStage:
                     logits=logits[len(rows) : len(rows) + group.n_sampled],
                 )
                 self._outputs.add(owner, part, given)
-            rows += self._sample_rows(owner, group)
+            drawn = self._sample_rows(owner, group)
+            if masks:
+                drawn = [
+                    replace(row, mask=masks.get(number))
+                    for number, row in enumerate(drawn, start=len(rows))
+                ]
+            rows += drawn
             start = end
         result = self._sampler.sample(logits, rows)
         return Samples(

@@ -7,9 +7,9 @@ process that renders it (template_program.py). Must not know how it is rendered.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
 from shardnet.checkpoint.tensors.json_files import read_file, read_json
@@ -21,8 +21,24 @@ _TOKEN_NAMES = (
 )
 AGAIN = "fetch the checkpoint again, or give the prompt without a template"
 
-TemplateMessage = Mapping[str, str]
-"""`role` and `content`."""
+TemplateMessage = Mapping[str, Any]
+"""`role`, `content` and what else the message has. Its `tool_calls` are maps with `id`, `name` and
+`arguments`, the JSON text of an object."""
+
+OptionValue: TypeAlias = bool | int | float | str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateOptions:
+    """What a template gets beside messages: `tools`, the JSON text of a list of objects or "" for
+    none, and values such as `enable_thinking` by their names.
+    """
+
+    tools: str = ""
+    values: Mapping[str, OptionValue] = field(default_factory=dict)
+
+
+NO_OPTIONS = TemplateOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

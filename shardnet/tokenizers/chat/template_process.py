@@ -12,7 +12,13 @@ from typing import Any
 
 from shardnet.errors import CheckpointError
 from shardnet.guard.helper_process import HelperProcess, JobFailedError, JobLimits
-from shardnet.tokenizers.chat.chat_template import AGAIN, ChatTemplate, TemplateMessage
+from shardnet.tokenizers.chat.chat_template import (
+    AGAIN,
+    NO_OPTIONS,
+    ChatTemplate,
+    TemplateMessage,
+    TemplateOptions,
+)
 
 RENDER_S = 5
 """Limit of a template's processor time, in seconds; wall time would depend on other load."""
@@ -47,18 +53,20 @@ class TemplateProcess:
         self,
         template: ChatTemplate,
         messages: Sequence[TemplateMessage],
+        options: TemplateOptions = NO_OPTIONS,
         *,
         seconds: int = RENDER_S,
     ) -> str:
         """Render the conversation to a prompt, up to the start of the model's reply.
 
         `seconds` limits processor time. Raises UsageError for messages that the template refuses,
-        with its own text, CheckpointError for a template that is damaged, does something forbidden,
-        or exceeds its time or memory.
+        with its own text, and for tools and options that cannot be used, CheckpointError for a
+        template that is damaged, does something forbidden, or exceeds its time or memory.
         """
         arguments = {
             "template": asdict(template),
             "messages": [dict(message) for message in messages],
+            "options": asdict(options),
             "memory_bytes": RENDER_MEMORY_BYTES,
         }
         return str(self._call("render", arguments, template.where, seconds))

@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from shardnet.guard.job_loop import serve
-from shardnet.tokenizers.chat.chat_template import ChatTemplate, TemplateMessage
+from shardnet.tokenizers.chat.chat_template import (
+    ChatTemplate,
+    TemplateMessage,
+    TemplateOptions,
+)
 
 
 def find(folder: str, own: Mapping[str, Any] | None) -> tuple[object, bytes]:
@@ -21,12 +25,16 @@ def find(folder: str, own: Mapping[str, Any] | None) -> tuple[object, bytes]:
 
 
 def render(
-    template: Mapping[str, Any], messages: Sequence[TemplateMessage], memory_bytes: int
+    template: Mapping[str, Any],
+    messages: Sequence[TemplateMessage],
+    options: Mapping[str, Any],
+    memory_bytes: int,
 ) -> tuple[object, bytes]:
     """Render messages. jinja2 is imported by the first."""
     from shardnet.tokenizers.chat.template_renderer import render_template
 
-    return render_template(ChatTemplate(**template), messages, memory_bytes), b""
+    made = TemplateOptions(**options)
+    return render_template(ChatTemplate(**template), messages, memory_bytes, made), b""
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ memory and processor time, so that no expression can exceed them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -18,10 +19,24 @@ import jinja2.parser
 import jinja2.sandbox
 
 from shardnet.errors import CheckpointError, UsageError
-from shardnet.tokenizers.chat.chat_template import AGAIN, ChatTemplate, TemplateMessage
+from shardnet.tokenizers.chat.chat_template import (
+    AGAIN,
+    NO_OPTIONS,
+    ChatTemplate,
+    TemplateMessage,
+    TemplateOptions,
+)
 
 MAX_TEXT_BYTES = 8 * 2**20
 """Limit of a rendered prompt: more than any context holds."""
+MAX_DEPTH = 64
+"""Of objects and lists in tools and arguments. Templates write them by recursion."""
+OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL)
+"""Strings, whose brackets do not count, and the brackets that do."""
+BRACKET_DEPTH = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 
 class RefusedByTemplateError(Exception):
@@ -40,18 +55,29 @@ class Generation(jinja2.ext.Extension):
 
 
 def render_template(
-    template: ChatTemplate, messages: Sequence[TemplateMessage], memory_bytes: int
+    template: ChatTemplate,
+    messages: Sequence[TemplateMessage],
+    memory_bytes: int,
+    options: TemplateOptions = NO_OPTIONS,
 ) -> str:
     """Render a conversation to a prompt, up to the start of the model's reply.
 
     `memory_bytes` is this process' limit, for the error. Raises UsageError for messages that the
-    template refuses, with its own text, CheckpointError for a template that is damaged, does
-    something forbidden, or needs too much memory.
+    template refuses, with its own text, and for tools and options that cannot be used,
+    CheckpointError for a template that is damaged, does something forbidden, or needs too much
+    memory.
     """
+    for name in options.values:
+        if not name.isidentifier() or name in OWN_NAMES or name in template.tokens:
+            raise UsageError(
+                f"{name!r} is not the name of an option of chat templates",
+                remedy="give names such as enable_thinking",
+            )
     variables = {
         **template.tokens,
-        "messages": [dict(message) for message in messages],
-        "tools": None,
+        **options.values,
+        "messages": [shown_message(message) for message in messages],
+        "tools": read_tools(options.tools),
         "documents": None,
         "add_generation_prompt": True,
     }
@@ -70,6 +96,52 @@ def render_template(
         failed, line = f"{type(error).__name__}: {error}"[:500], line_of(error)
     where = f"{template.where} line {line}" if line else template.where
     raise CheckpointError(f"{where}: {failed}", remedy=AGAIN)
+
+
+def read_tools(text: str) -> list[dict[str, Any]] | None:
+    """Read the tools of a request; None if there are none. Raises UsageError for anything else."""
+    if not text:
+        return None
+    try:
+        tools = read_nested(text)
+    except ValueError as error:
+        raise UsageError(f"the tools cannot be read: {error}") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UsageError("the tools must be a list of objects")
+    return tools or None
+
+
+def shown_message(message: TemplateMessage) -> dict[str, Any]:
+    """Make the message that a template gets: tool calls nested as in OpenAI's API, arguments as an
+    object wherever they are one.
+    """
+    shown = dict(message)
+    if calls := shown.get("tool_calls"):
+        shown["tool_calls"] = [shown_call(call) for call in calls]
+    return shown
+
+
+def shown_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the tool call that a template gets."""
+    arguments: Any = call["arguments"]
+    try:
+        read = read_nested(arguments)
+    except ValueError:
+        read = None  # what a model wrote wrong stays as it is
+    function = {"name": call["name"], "arguments": read if isinstance(read, dict) else arguments}
+    named = {"id": call["id"]} if call.get("id") else {}
+    return {**named, "type": "function", "function": function}
+
+
+def read_nested(text: str) -> Any:
+    """Read JSON of at most MAX_DEPTH nested objects and lists. Raises ValueError."""
+    depth = deepest = 0
+    for mark in BRACKETS.findall(text):
+        depth += BRACKET_DEPTH.get(mark, 0)
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        raise ValueError(f"nested {deepest} deep, at most {MAX_DEPTH} is read")
+    return json.loads(text)
 
 
 def render(template: str, variables: dict[str, Any], most_bytes: int) -> str:

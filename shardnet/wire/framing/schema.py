@@ -11,6 +11,7 @@ from typing import Annotated, Final, Generic, Literal, Self, TypeVar
 import msgspec
 from msgspec import Meta
 
+from shardnet import constraints
 from shardnet.errors import RemoteProtocolError
 from shardnet.types import MAX_LOGPROBS, OutputParams, SamplingParams
 from shardnet.wire.framing.frames import Frame
@@ -90,7 +91,7 @@ class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A map with exactly these keys."""
 
 
-Params = TypeVar("Params", SamplingParams, OutputParams)
+Params = TypeVar("Params", SamplingParams, OutputParams, constraints.Constraint)
 
 
 class Travelling(Strict, Generic[Params], frozen=True, kw_only=True):

@@ -8,11 +8,13 @@ stages.py, plans.py and generation.py.
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
-from shardnet.errors import ShardnetError, error_for_code
+from shardnet.errors import ContextExceededError, ShardnetError, error_for_code
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import (
     U32,
+    U32_MAX,
     Address,
     Explanation,
     Remedy,
@@ -21,6 +23,7 @@ from shardnet.wire.framing.schema import (
     decode,
     encode,
 )
+from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.generation import (
     Cancel,
     Finished,
@@ -32,7 +35,7 @@ from shardnet.wire.messages.generation import (
     TextPiece,
     Unload,
 )
-from shardnet.wire.messages.handshake import ErrorReport
+from shardnet.wire.messages.handshake import ErrorReport, explained
 from shardnet.wire.messages.measurements import (
     LinksMeasured,
     MeasureLinks,
@@ -61,6 +64,7 @@ from shardnet.wire.messages.stages import (
     StageReady,
     UnloadStage,
 )
+from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
 
 
 class Done(Tagged, frozen=True, kw_only=True):
@@ -70,12 +74,17 @@ class Done(Tagged, frozen=True, kw_only=True):
 
 
 class Failed(Tagged, frozen=True, kw_only=True):
-    """Answers any request: it failed. Codes are those of ERROR frames."""
+    """Answers any request: it failed. Codes are those of ERROR frames.
+
+    `n_prompt` and `n_context` are the counts of a ContextExceededError.
+    """
 
     request: RequestId
     code: U32
     message: Explanation
     remedy: Remedy = msgspec.UNSET
+    n_prompt: U32 | msgspec.UnsetType = msgspec.UNSET
+    n_context: U32 | msgspec.UnsetType = msgspec.UNSET
 
 
 class Redirect(Tagged, frozen=True, kw_only=True):
@@ -118,6 +127,12 @@ ControlMessage = (
     | StateChanged
     | Cancel
     | Unload
+    | Tokenize
+    | Tokenized
+    | Detokenize
+    | Detokenized
+    | DescribeTokenizer
+    | TokenizerDescribed
     | Redirect
     | TextPiece
     | RowsPiece
@@ -132,7 +147,20 @@ _decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(Cont
 
 def reported_error(report: ErrorReport | Failed, peer: str) -> ShardnetError:
     """Make the exception that a peer reported; its message begins with the name of the `peer`."""
-    return error_for_code(report.code, f"{peer}: {report.message}", remedy=report.remedy or "")
+    error = error_for_code(report.code, f"{peer}: {report.message}", remedy=report.remedy or "")
+    if isinstance(error, ContextExceededError) and isinstance(report, Failed):
+        error.n_prompt, error.n_context = report.n_prompt or 0, report.n_context or 0
+    return error
+
+
+def failed(request: int, error: ShardnetError) -> Failed:
+    """Make the answer to a request that ended with `error`."""
+    message, remedy = explained(error)
+    answer = Failed(request=request, code=error.code, message=message, remedy=remedy)
+    if isinstance(error, ContextExceededError):
+        n_prompt = min(error.n_prompt, U32_MAX)
+        return replace(answer, n_prompt=n_prompt, n_context=error.n_context)
+    return answer
 
 
 def control_frame(message: ControlMessage) -> Frame:

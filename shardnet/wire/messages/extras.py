@@ -6,11 +6,14 @@ is done with a message.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
+from shardnet.constraints import MAX_MASK_BYTES, MaskForm, RowMask, TokenMask
+from shardnet.errors import RemoteProtocolError
 from shardnet.types import MAX_LOGPROBS
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import (
@@ -81,10 +84,22 @@ class StageExperts(Row, frozen=True, array_like=True):
     experts: Annotated[bytes, Meta(max_length=1 << 24)]
 
 
-class Extras(Strict, frozen=True, kw_only=True, omit_defaults=True):
-    """What goes with a step beside its tokens. It precedes the step's own frame.
+class RowTokenMask(Row, frozen=True, array_like=True):
+    """Which tokens may be drawn for sampled row number `row` of the step.
 
-    Empty lists are left out. `routing` has the parts of all stages so far, in their order.
+    By `form`, `data` is a bit per token, or the ids that are allowed, or those that are not.
+    """
+
+    row: U32
+    form: Annotated[int, Meta(ge=0, le=2)]
+    data: Annotated[bytes, Meta(max_length=MAX_MASK_BYTES)]
+
+
+class Extras(Strict, frozen=True, kw_only=True, omit_defaults=True):
+    """What goes with a step beside its rows or tokens. It precedes the step's own frame.
+
+    Empty lists are left out. `routing` has the parts of all stages so far, in their order. `masks`
+    are on their way to the tail.
     """
 
     timings: Annotated[list[StageTiming], Meta(max_length=MAX_STAGES)] = msgspec.field(
@@ -97,6 +112,9 @@ class Extras(Strict, frozen=True, kw_only=True, omit_defaults=True):
         msgspec.field(default_factory=list)
     )
     routing: Annotated[list[StageExperts], Meta(max_length=1 << 14)] = msgspec.field(
+        default_factory=list
+    )
+    masks: Annotated[list[RowTokenMask], Meta(max_length=MAX_STEP_ROWS)] = msgspec.field(
         default_factory=list
     )
 
@@ -112,3 +130,28 @@ def extras_frame(extras: Extras, *, epoch: int, step: int) -> Frame:
 def read_extras(frame: Frame) -> Extras:
     """Read an EXTRAS frame. Raises RemoteProtocolError when it breaks the schema."""
     return decode(_extras_decoder, frame)
+
+
+def mask_rows(masks: Sequence[RowMask]) -> list[RowTokenMask]:
+    """Write the masks of a step."""
+    return [
+        RowTokenMask(row=each.row, form=int(each.mask.form), data=each.mask.data) for each in masks
+    ]
+
+
+def read_masks(rows: Sequence[RowTokenMask], n_sampled: int) -> tuple[RowMask, ...]:
+    """Read the masks of a step that samples `n_sampled` rows.
+
+    Raises RemoteProtocolError for rows out of order or beyond these, and half an id.
+    """
+    last = -1
+    for each in rows:
+        if not last < each.row < n_sampled:
+            raise RemoteProtocolError(
+                f"a mask of row {each.row} came after that of row {last}, in a step that samples "
+                f"{n_sampled}"
+            )
+        last = each.row
+        if each.form != MaskForm.BITS and len(each.data) % 4:
+            raise RemoteProtocolError(f"a mask of token ids has {len(each.data)} bytes")
+    return tuple(RowMask(each.row, TokenMask(MaskForm(each.form), each.data)) for each in rows)

@@ -11,6 +11,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from shardnet import constraints
+from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS
 from shardnet.types import MAX_LOGPROBS, LiveState
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
@@ -30,10 +32,13 @@ from shardnet.wire.framing.schema import (
     Tagged,
     Text,
     TokenIds,
+    Travelling,
 )
+from shardnet.wire.messages.chat import ChatMessage, TemplateOptions, ToolsText
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
 from shardnet.wire.messages.sequences import Outputs, Sampling
 
+MAX_PROMPT_TAIL: Final = 256
 MAX_ROWS_BYTES: Final = 3 << 20
 """The most that one RowsPiece carries: one row of 786 432 elements, or several of fewer."""
 
@@ -41,23 +46,26 @@ MAX_ROWS_BYTES: Final = 3 << 20
 RecommendedName = Literal["temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
 
 
-class ChatMessage(Strict, frozen=True, kw_only=True):
-    """One message of a conversation. `role` is system, user, assistant or what else the model's
-    chat template knows.
-    """
+class Constraint(Travelling[constraints.Constraint], frozen=True, kw_only=True):
+    """The fields of `constraints.Constraint`, as they travel."""
 
-    role: Name
-    content: Text
+    kind: constraints.ConstraintKind
+    text: Annotated[str, Meta(max_length=MAX_CONSTRAINT_CHARACTERS)] = ""
+
+    def params(self) -> constraints.Constraint:
+        """Return the constraint, not checked."""
+        return constraints.Constraint(**msgspec.structs.asdict(self))
 
 
 class Generate(Tagged, frozen=True, kw_only=True):
     """Ask for the continuation of one prompt: `token_ids` if there are any, else `messages` in the
-    model's chat template, else `prompt`.
+    model's chat template, else `prompt`. The template gets `tools` and `template_options` too.
 
     `speculate` is off, ngram or the path of a draft model on the head; `draft_tokens` 0 drafts as
     many as pay. `deterministic` is design decision 4's. A larger `priority` goes first;
     `deadline_s` counts from when the ring has the request. Fields of `sampling` that are named in
-    `recommended` are as the model's makers recommend, if they do.
+    `recommended` are as the model's makers recommend, if they do. All of the output matches
+    `constraint`.
     """
 
     request: RequestId
@@ -66,6 +74,8 @@ class Generate(Tagged, frozen=True, kw_only=True):
     prompt: Text = ""
     token_ids: TokenIds | None = None
     messages: Annotated[list[ChatMessage], Meta(max_length=1 << 14)] | None = None
+    tools: ToolsText = ""
+    template_options: TemplateOptions = msgspec.field(default_factory=list)
     max_tokens: U32 = 256
     stop: Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=64)] = (
         msgspec.field(default_factory=list)
@@ -85,18 +95,21 @@ class Generate(Tagged, frozen=True, kw_only=True):
     recommended: Annotated[list[RecommendedName], Meta(max_length=5)] = msgspec.field(
         default_factory=list
     )
+    constraint: Constraint | None = None
 
 
 class StateChanged(Tagged, frozen=True, kw_only=True):
     """Tells how a Generate stands that has not ended. `ahead` requests go before it in the queue.
 
     The first `n_kept` positions of its prompt were there already when it began to run.
+    `prompt_tail` is the text of the prompt's last tokens, special ones too.
     """
 
     request: RequestId
     state: LiveState
     ahead: U32 = 0
     n_kept: Positions = 0
+    prompt_tail: Annotated[str, Meta(max_length=MAX_PROMPT_TAIL)] = ""
 
 
 class Cancel(Tagged, frozen=True, kw_only=True):

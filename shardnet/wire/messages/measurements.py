@@ -100,6 +100,7 @@ class StageObserved(Tagged, frozen=True, kw_only=True):
     step_s: Seconds | None = None
     quant: Quant = ""
     kv_dtype: KvDTypeName = "auto"
+    ignore_unknown_config: bool = False
 
 
 class MeasureLinks(Tagged, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.types import DType, NodeId
+from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Failed, Redirect
 from shardnet.wire.messages.generation import (
     Cancel,
@@ -35,8 +36,10 @@ from shardnet.wire.messages.membership import (
 )
 from shardnet.wire.messages.plans import NodeProgress, PlanReply
 from shardnet.wire.messages.stages import LoadProgress, StageReady
+from shardnet.wire.messages.tokens import Detokenized, Tokenized
 
 ANSWERS = {
+    Detokenized,
     Done,
     Failed,
     Finished,
@@ -55,6 +58,8 @@ ANSWERS = {
     StateChanged,
     StatusReply,
     TextPiece,
+    Tokenized,
+    TokenizerDescribed,
 }
 """What answers a request: peers/control_link.py gives it to whoever asked."""
 ON_THE_LINK = {Cancel}

@@ -1,7 +1,8 @@
 """A node in a few lines: what it answers to a prompt is what the prompt says.
 
-Texts are echoed, one token per character. `fail…` fails, for `unplanned…` there is no plan, `wait…`
-says its first character and then nothing more, `elsewhere…` is sent to another address.
+Texts are echoed, one token per character; of a conversation its last message. `fail…` fails,
+`long…` is too long, for `unplanned…` there is no plan, `wait…` says its first character and then
+nothing more, `elsewhere…` is sent to another address.
 """
 
 from __future__ import annotations
@@ -12,15 +13,29 @@ from contextlib import asynccontextmanager
 
 from shardnet.api.client import Client, open_client
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.errors import CapacityError, PlanError, ShardnetError
+from shardnet.errors import CapacityError, ContextExceededError, PlanError, ShardnetError
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.types import LiveState
-from shardnet.wire.messages.control import ControlMessage, Redirect
+from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
+from shardnet.wire.messages.control import ControlMessage, Done, Redirect
 from shardnet.wire.messages.generation import Finished, Generate, StateChanged, TextPiece, Timing
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
+from shardnet.wire.messages.membership import (
+    ListedModel,
+    ListModels,
+    ModelsListed,
+    NodeInfo,
+    RingLoad,
+    Status,
+    StatusReply,
+)
 from shardnet.wire.messages.plans import ModelChoice, PlanReply, PlanRequest
+from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
 
+MODELS = ("org/Tiny-Llama", "org/Big-Llama")
+TEMPLATE = "{{ tools }} <tool_call>"
+"""That of a model which writes calls as Hermes does, and <think> around its reasoning."""
 NO_TIME = Timing(load_s=0, ttft_s=0, decode_tok_s=0, total_s=0, per_stage=())
 
 
@@ -37,21 +52,27 @@ class ScriptedNode:
         self.changed = asyncio.Condition()
 
     async def handle(self, control: ControlLink, message: Incoming) -> None:
-        if isinstance(message, PlanRequest):
-            control.send(_plan(message.request, message.choice))
+        if not isinstance(message, Generate):
+            for answer in _short_answers(message):
+                control.send(answer)
             return
-        assert isinstance(message, Generate)
         self.asked.append(message)
+        await self._tell()
         self._n_now += 1
         self.n_most = max(self.n_most, self._n_now)
         try:
             await self._answer(control, message)
         except asyncio.CancelledError:
-            self.given_up.append(message.prompt)
+            self.given_up.append(_text(message))
             raise
         finally:
             self._n_now -= 1
             await self._tell()
+
+    async def until_asked(self, n: int) -> None:
+        """Wait until so many requests have come."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self.asked) >= n)
 
     async def until_given_up(self, n: int) -> None:
         """Wait until so many requests were given up."""
@@ -63,12 +84,14 @@ class ScriptedNode:
             self.changed.notify_all()
 
     async def _answer(self, control: ControlLink, message: Generate) -> None:
-        number, prompt = message.request, message.prompt
+        number, prompt = message.request, _text(message)
         if prompt.startswith("elsewhere") and self.elsewhere:
             control.send(Redirect(request=number, address=self.elsewhere))
             return
         if prompt.startswith("fail"):
             raise CapacityError(f"no room for {prompt}")
+        if prompt.startswith("long"):
+            raise ContextExceededError.of("too long", 99, 64)
         if prompt.startswith("unplanned"):
             raise PlanError("the model fits nowhere")
         answers: list[ControlMessage] = [
@@ -96,6 +119,59 @@ class ScriptedNode:
                 timing=NO_TIME,
             )
         )
+
+
+_INFO = NodeInfo(
+    node="n",
+    name="scripted",
+    address="",
+    version="0",
+    device="cpu",
+    memory_bytes=0,
+    memory_free_bytes=0,
+    cores=1,
+    threads=1,
+    dtypes=[],
+    host_id="h",
+)
+_LOAD = RingLoad(
+    running=3, waiting=2, paused=0, warm_slots=1, warm_blocks=1, used_blocks=4, room_blocks=9
+)
+
+
+def _text(message: Generate) -> str:
+    if message.token_ids is not None:
+        return "".join(map(chr, message.token_ids))
+    return message.messages[-1].content or "" if message.messages else message.prompt
+
+
+def _short_answers(message: Incoming) -> list[ControlMessage]:
+    """Answer what is not generated."""
+    match message:
+        case PlanRequest(request=number, choice=choice):
+            return [_plan(number, choice)]
+        case Status(request=number):
+            return [StatusReply(request=number, node=_INFO, peers=[], load=_LOAD)]
+        case ListModels(request=number):
+            models = [ListedModel(name=name, store="here") for name in MODELS]
+            return [
+                ModelsListed(request=number, node="n", name="n", models=models),
+                Done(request=number),
+            ]
+        case Tokenize(request=number, generate=generate):
+            ids = [ord(character) for character in _text(generate)]
+            return [Tokenized(request=number, token_ids=ids, context=64)]
+        case Detokenize(request=number, token_ids=token_ids):
+            tokens = [*map(chr, token_ids)]
+            return [Detokenized(request=number, text="".join(tokens), tokens=tokens)]
+        case DescribeTokenizer(request=number):
+            return [
+                TokenizerDescribed(
+                    request=number, bos_id=None, eos_ids=[42], added=[], template=TEMPLATE
+                )
+            ]
+        case _:
+            raise AssertionError(f"nothing is scripted for {message}")
 
 
 def _plan(number: int, choice: ModelChoice) -> PlanReply:

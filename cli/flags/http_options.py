@@ -1,0 +1,137 @@
+"""Who may use an HTTP server, and how it is reached: the flags of `serve` and of `node --http`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardnet.api.server.keys import Keyring, parse_key
+from shardnet.api.server.settings import Listening, Settings
+from shardnet.errors import ConfigurationError
+
+from ..output.exit_codes import say
+from .options import is_loopback
+
+MAX_KEY_FILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """The flags, in the order in which --help shows them."""
+
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key",
+            metavar="[NAME:]KEY[:LIMIT]",
+            help="A key that programs must send; LIMIT is how many requests it may have at once. "
+            "May be given several times.",
+            envvar="SHARDNET_API_KEY",
+            show_default=False,
+        ),
+    ] = None
+    api_key_file: Annotated[
+        str,
+        typer.Option(
+            "--api-key-file",
+            metavar="F",
+            help="A file with such keys, one a line.",
+            envvar="SHARDNET_API_KEY_FILE",
+            show_default=False,
+        ),
+    ] = ""
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cors-origin",
+            metavar="URL",
+            help="A web site whose pages may ask this server, * for all; may be given several "
+            "times.",
+            show_default=False,
+        ),
+    ] = None
+    root_path: Annotated[
+        str,
+        typer.Option(
+            "--root-path",
+            metavar="/PATH",
+            help="Where a proxy has this server on its site.",
+            show_default=False,
+        ),
+    ] = ""
+    tls_cert: Annotated[
+        str,
+        typer.Option(
+            "--tls-cert",
+            metavar="F",
+            help="Serve HTTPS with this certificate (PEM).",
+            show_default=False,
+        ),
+    ] = ""
+    tls_key: Annotated[
+        str,
+        typer.Option(
+            "--tls-key",
+            metavar="F",
+            help="The private key of --tls-cert (PEM).",
+            show_default=False,
+        ),
+    ] = ""
+
+    def listening(self, host: str, port: int) -> Listening:
+        """Say where to listen, and how.
+
+        Raises ConfigurationError for an address beyond loopback without a key, or a key that is
+        none, typer.BadParameter for a flag.
+        """
+        settings = self._settings()
+        if not settings.keys and not is_loopback(host):
+            raise ConfigurationError(
+                f"{host} is not loopback, and without a key everyone who reaches it may use the "
+                "model",
+                remedy="give --api-key KEY, or listen on 127.0.0.1",
+            )
+        return Listening(
+            host=host,
+            port=port,
+            certificate=self.tls_cert,
+            private_key=self.tls_key,
+            settings=settings,
+        )
+
+    def _settings(self) -> Settings:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise typer.BadParameter("give both or neither", param_hint="--tls-cert, --tls-key")
+        root = self.root_path.rstrip("/")
+        if root and not root.startswith("/"):
+            raise typer.BadParameter(f"'{root}': begin it with /", param_hint="--root-path")
+        lines = [*(self.api_key or ()), *self._file_lines()]
+        keys = [parse_key(line, number) for number, line in enumerate(lines, 1)]
+        return Settings(
+            keys=Keyring(keys),
+            cors_origins=tuple(self.cors_origin or ()),
+            root_path=root,
+            log=say,
+        )
+
+    def _file_lines(self) -> list[str]:
+        """Read the keys of the file, without empty lines and those that begin with #."""
+        if not self.api_key_file:
+            return []
+        path = Path(self.api_key_file).expanduser()
+        try:
+            with path.open("rb") as file:
+                raw = file.read(MAX_KEY_FILE_BYTES)
+                is_open = os.name == "posix" and os.fstat(file.fileno()).st_mode & 0o077
+        except OSError as error:
+            raise ConfigurationError(
+                f"{path}: {error.strerror}", remedy="make it a readable file"
+            ) from error
+        if is_open:
+            say(f"warning: others on this machine can read the API keys in {path}: chmod 600 it")
+        lines = [line.strip() for line in raw.decode("utf-8", "replace").splitlines()]
+        return [line for line in lines if line and not line.startswith("#")]

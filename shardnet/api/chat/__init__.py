@@ -1,0 +1,1 @@
+"""One form of a chat request for every dialect, and how it is run."""

@@ -1,0 +1,75 @@
+"""A request to a chat model, whatever dialect it came in.
+
+Knows what such requests have in common: a conversation with tool calls and their results, tools,
+sampling, limits. Must not know HTTP, nor how a model's template writes any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from shardnet.api.requests import GenerationOptions
+from shardnet.types import SamplingParams
+from shardnet.wire.messages.plans import ModelChoice
+
+ToolChoice = Literal["auto", "none", "required"]
+OptionValue: TypeAlias = bool | int | float | str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that the assistant made. `arguments` is the text of a JSON object."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTurn:
+    """One message. `role` is system, user, assistant, tool or another that the template knows.
+
+    An assistant's turn may have `reasoning` and `tool_calls`; the turn of a tool has the result of
+    the call `tool_call_id`, and may have the `name` of the tool.
+    """
+
+    role: str
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call. `parameters` is a JSON schema, None without any."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, object] | None = None
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A conversation, and how it is continued.
+
+    `model` is what the nodes are sent, not the dialect's name. With `tool_choice` required the
+    model must call a tool, with `forced_tool` that one; without `parallel_tool_calls` one at most.
+    `template_options` are passed to the chat template. The sampling's `n_logprobs` asks for
+    logprobs, the options' `constraint` for JSON.
+    """
+
+    turns: tuple[ChatTurn, ...]
+    model: ModelChoice
+    sampling: SamplingParams
+    options: GenerationOptions
+    n: int = 1
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = "auto"
+    forced_tool: str = ""
+    parallel_tool_calls: bool = True
+    template_options: Mapping[str, OptionValue] = field(default_factory=dict)

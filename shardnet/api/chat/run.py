@@ -1,0 +1,208 @@
+"""Runs a chat request and yields what the model writes as deltas, sample by sample.
+
+Knows the client's events, and how a parser is chosen and fed. Must not know any dialect, nor HTTP.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, Unpack
+
+from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool
+from shardnet.api.chat_formats.choice import ToolChoice, with_ids
+from shardnet.api.chat_formats.deltas import (
+    OutputDelta,
+    OutputParser,
+    ToolCallStarted,
+)
+from shardnet.api.chat_formats.formats import ChatFormat, choose_format
+from shardnet.api.chat_formats.marks import TokenText
+from shardnet.api.chat_formats.reader import HOLD
+from shardnet.api.events import GenerationEvent, GenerationResult, TokenLogprob
+from shardnet.api.requests import GenerationOptions, Message, Prompts
+from shardnet.types import SamplingParams
+from shardnet.wire.messages.chat import TokenizerDescribed
+from shardnet.wire.messages.plans import ModelChoice
+
+
+class Generator(Protocol):
+    """What generates: a client, or what stands before one."""
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        model: str | ModelChoice | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """Generate as `shardnet.api.Client.generate` does."""
+
+    async def describe_tokenizer(
+        self, *, model: str | ModelChoice | None = None
+    ) -> TokenizerDescribed:
+        """Describe a model's tokenizer as `shardnet.api.Client.describe_tokenizer` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The ring has taken the request: no error of its prompt or its parameters comes any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """More of one sample: deltas, and the logprobs of the tokens that came with them.
+
+    Every call has an id.
+    """
+
+    sample: int
+    deltas: Sequence[OutputDelta]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The end of one sample: `finish_reason` is stop, length or tool_calls."""
+
+    sample: int
+    finish_reason: str
+    result: GenerationResult
+
+
+ChatEvent: TypeAlias = Accepted | Piece | Ended
+
+
+async def run_chat(
+    generator: Generator, request: ChatRequest, *, is_streamed: bool
+) -> AsyncGenerator[ChatEvent, None]:
+    """Run a request and yield its events: Accepted first, then for each sample pieces and its end.
+
+    Unless it `is_streamed`, a call comes when it is whole. Closing the iterator cancels the
+    request. Raises the first error of any sample.
+    """
+    reader = await _reader(generator, request, hold=HOLD if is_streamed else None)
+    messages, options = chat_prompt(request)
+    events = generator.generate(
+        messages, request.sampling, n=request.n, model=request.model, **options
+    )
+    samples: dict[int, _Sample] = {}
+    async with aclosing(events):
+        async for event in events:
+            if event.error is not None:
+                raise event.error
+            if not samples:
+                yield Accepted()
+            if event.sample not in samples:
+                parser = reader.parser(event.prompt_tail)
+                samples[event.sample] = _Sample(event.sample, parser, reader.format.name)
+            for told in samples[event.sample].take(event):
+                yield told
+
+
+def chat_prompt(request: ChatRequest) -> tuple[list[Message], GenerationOptions]:
+    """Return the messages and the options with which a client generates, or counts tokens."""
+    options = request.options.copy()
+    options["keep_special_tokens"] = True  # parsers look for them
+    options["tools"] = _choice(request).shown(_tools(request.tools))
+    options["template_options"] = request.template_options
+    return [*map(_message, request.turns)], options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    """What makes the parsers of a request."""
+
+    format: ChatFormat
+    tokens: Mapping[int, TokenText]
+    tools: Sequence[Mapping[str, Any]]
+    choice: ToolChoice
+    hold: int | None
+
+    def parser(self, prompt_tail: str) -> OutputParser:
+        return self.format.parser(
+            tokens=self.tokens,
+            tools=self.tools,
+            choice=self.choice,
+            prompt_tail=prompt_tail,
+            hold=self.hold,
+        )
+
+
+async def _reader(generator: Generator, request: ChatRequest, *, hold: int | None) -> _Reader:
+    """Choose the format of the model. Raises what describing its tokenizer raises."""
+    described = await generator.describe_tokenizer(model=request.model)
+    tokens = {token.token_id: TokenText(token.text, token.is_special) for token in described.added}
+    return _Reader(
+        format=choose_format(described.template, tokens),
+        tokens=tokens,
+        tools=_tools(request.tools),
+        choice=_choice(request),
+        hold=hold,
+    )
+
+
+class _Sample:
+    """The output of one sample on its way through the parser."""
+
+    def __init__(self, number: int, parser: OutputParser, format_name: str) -> None:
+        self._number = number
+        self._parser = parser
+        self._format_name = format_name
+        self._has_called = False
+
+    def take(self, event: GenerationEvent) -> list[ChatEvent]:
+        """Turn an event of this sample into deltas and, at its end, into the end."""
+        deltas = self._parser.feed(event.token_ids, event.text)
+        if event.result is not None:
+            deltas = [*deltas, *self._parser.finish()]
+        deltas = with_ids(deltas, self._format_name, secrets.choice)
+        self._has_called |= any(isinstance(delta, ToolCallStarted) for delta in deltas)
+        told: list[ChatEvent] = []
+        if deltas or event.logprobs:
+            logprobs = event.logprobs or ()
+            told.append(Piece(sample=self._number, deltas=deltas, logprobs=logprobs))
+        if event.result is not None:
+            reason = event.result.finish_reason
+            if self._has_called and reason == "stop":
+                reason = "tool_calls"
+            told.append(Ended(sample=self._number, finish_reason=reason, result=event.result))
+        return told
+
+
+def _choice(request: ChatRequest) -> ToolChoice:
+    """Return how the request's tools may be used."""
+    mode = "named" if request.forced_tool else request.tool_choice if request.tools else "none"
+    return ToolChoice(mode=mode, name=request.forced_tool, is_parallel=request.parallel_tool_calls)
+
+
+def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Write tools as OpenAI's API has them, which chat templates expect."""
+    written = []
+    for tool in tools:
+        function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+        if tool.parameters is not None:
+            function["parameters"] = tool.parameters
+        written.append({"type": "function", "function": function})
+    return written
+
+
+def _message(turn: ChatTurn) -> Message:
+    message: Message = {"role": turn.role, "content": turn.content}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.tool_calls:
+        message["content"] = turn.content or None
+        message["tool_calls"] = [
+            {"id": call.call_id, "name": call.name, "arguments": call.arguments}
+            for call in turn.tool_calls
+        ]
+    if turn.tool_call_id:
+        message["tool_call_id"] = turn.tool_call_id
+    if turn.name:
+        message["name"] = turn.name
+    return message

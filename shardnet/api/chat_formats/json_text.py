@@ -1,0 +1,318 @@
+"""Arguments as JSON text: followed as a model writes it, or made of bare values by a tool's schema.
+
+Knows JSON, and JSON schemas as far as they say a value's type. Must not know formats.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+MAX_DEPTH: Final = 64
+
+_PLAIN = re.compile('[^"\\\\\x00-\x1f\ud800-\udfff]+')
+_SPACE = re.compile(r"[ \t\n\r]+")
+_SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
+_IS_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_ESCAPE_BEGINS = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_MOST_SCALAR = 1024
+
+Schema = Mapping[str, Any]
+
+_MAX_STEPS: Final = 32
+"""Of references and alternatives within one schema: it may refer to itself."""
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_SCALARS = {"boolean": ("true", "false"), "null": ("null",)}
+_TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+
+
+def in_string(text: str) -> str:
+    """Write text as the inside of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class JsonFollower:
+    """One JSON value that comes in parts, passed on as far as it is valid.
+
+    Characters that JSON forbids inside strings, as models write them, are escaped.
+    `plain` writes marks in strings as their text; anywhere else they are no JSON.
+    """
+
+    def __init__(self, plain: Callable[[str], str]) -> None:
+        self._plain = plain
+        self._open: list[str] = []
+        """The brackets that are open."""
+        self._next = "value"
+        """value, first value (or the end of a list), first key, key, colon, comma, string."""
+        self._is_key = False
+        self._scalar = ""
+        self._escape = ""
+        self.is_done = False
+        """Whether the value is whole. A number at the top ends only with what follows it."""
+        self.has_failed = False
+        """Whether something came that is no JSON; `feed` has stopped before it."""
+
+    def feed(self, text: str, start: int = 0) -> tuple[str, int]:
+        """Take text from `start` on; return it as valid JSON, and where it stopped being taken."""
+        parts: list[str] = []
+        place = start
+        while place < len(text) and not self.is_done and not self.has_failed:
+            place = (
+                self._string(text, place, parts)
+                if self._in_string
+                else self._between(text, place, parts)
+            )
+        return "".join(parts), place
+
+    def finish(self) -> str:
+        """Take the end of the text; return the rest of a number at the top."""
+        return self._end_scalar() if self._scalar and not self._open else ""
+
+    @property
+    def n_unsettled(self) -> int:
+        """How many characters were taken and not yet returned."""
+        return len(self._scalar) + len(self._escape)
+
+    @property
+    def _in_string(self) -> bool:
+        return self._next == "string"
+
+    def _string(self, text: str, place: int, parts: list[str]) -> int:
+        if self._escape:
+            return self._escaped(text, place, parts)
+        if plain := _PLAIN.match(text, place):
+            parts.append(plain[0])
+            return plain.end()
+        char = text[place]
+        if char == "\\":
+            self._escape = char
+        elif char == '"':
+            parts.append(char)
+            self._value_ended()
+        else:  # a control character or a mark
+            parts.append(in_string(self._plain(char)))
+        return place + 1
+
+    def _escaped(self, text: str, place: int, parts: list[str]) -> int:
+        self._escape += text[place]
+        if _ESCAPE.fullmatch(self._escape):
+            parts.append(self._escape)
+            self._escape = ""
+        elif not _ESCAPE_BEGINS.fullmatch(self._escape):
+            self._escape, self.has_failed = self._escape[:-1], True
+            return place
+        return place + 1
+
+    def _between(self, text: str, place: int, parts: list[str]) -> int:
+        """Take what stands outside of strings."""
+        if scalar := _SCALAR.match(text, place):
+            if self._next not in ("value", "first value"):
+                self.has_failed = True
+                return place
+            self._scalar += scalar[0]
+            self.has_failed = len(self._scalar) > _MOST_SCALAR
+            return scalar.end()
+        if self._scalar:
+            parts.append(self._end_scalar())
+            return place
+        if space := _SPACE.match(text, place):
+            parts.append(space[0])
+            return space.end()
+        if not self._take(text[place]):
+            self.has_failed = True
+            return place
+        parts.append(text[place])
+        return place + 1
+
+    def _end_scalar(self) -> str:
+        scalar, self._scalar = self._scalar, ""
+        if not _IS_SCALAR.fullmatch(scalar):
+            self._scalar, self.has_failed = scalar, True
+            return ""
+        self._value_ended()
+        return scalar
+
+    def _take(self, char: str) -> bool:
+        """Take a character that opens, closes or divides; say whether it may stand here."""
+        match char, self._next:
+            case '"', "value" | "first value" | "key" | "first key":
+                self._is_key = "key" in self._next
+                self._next = "string"
+            case (("{" | "["), ("value" | "first value")) if len(self._open) < MAX_DEPTH:
+                self._open.append(char)
+                self._next = "first key" if char == "{" else "first value"
+            case "}", "first key" | "comma" if self._open[-1:] == ["{"]:
+                self._close()
+            case "]", "first value" | "comma" if self._open[-1:] == ["["]:
+                self._close()
+            case ":", "colon":
+                self._next = "value"
+            case ",", "comma":
+                self._next = "key" if self._open[-1] == "{" else "value"
+            case _:
+                return False
+        return True
+
+    def _close(self) -> None:
+        self._open.pop()
+        self._is_key = False
+        self._value_ended()
+
+    def _value_ended(self) -> None:
+        self._next = "colon" if self._is_key else "comma"
+        self._is_key = False
+        self.is_done = not self._open
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that was offered: its name, and the JSON schema of its arguments."""
+
+    name: str
+    parameters: Schema
+
+    def types_of(self, argument: str) -> frozenset[str]:
+        """Return the types that an argument may have, none if the schema does not say."""
+        properties = self.parameters.get("properties")
+        schema = properties.get(argument) if isinstance(properties, Mapping) else None
+        if schema is None:
+            schema = self.parameters.get("additionalProperties")
+        found: set[str] = set()
+        _collect(schema, self.parameters, found, [_MAX_STEPS])
+        return frozenset(found)
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, Tool]:
+    """Read tools as OpenAI's API has them, by name; what has no name is left out."""
+    found = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):
+            parameters = function.get("parameters")
+            found[name] = Tool(name, parameters if isinstance(parameters, Mapping) else {})
+    return found
+
+
+def is_only_text(types: frozenset[str]) -> bool:
+    """Say whether a value of these types is text whatever it reads like."""
+    return types == {"string"}
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """Return the JSON text that a bare value means.
+
+    It is what its text reads like, as far as the schema allows that; otherwise a string. Without a
+    schema it is a string unless it is an object, a list, a number, true, false or null.
+    """
+    bare = text.strip()
+    bare = _PYTHON.get(bare, bare)
+    allowed = types or frozenset({"object", "array", "number", "boolean", "null"})
+    for kind, words in _SCALARS.items():
+        if kind in allowed and bare in words:
+            return bare
+    if _NUMBER.fullmatch(bare) and ("number" in allowed or "integer" in allowed):
+        return bare
+    if bare[:1] in ("{", "[") and allowed & {"object", "array"}:
+        kind = "object" if bare[0] == "{" else "array"
+        if kind in allowed and (read := _read_json(bare)):
+            return read
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _read_json(text: str) -> str:
+    """Return an object or a list as strict JSON, "" if it is none."""
+    try:
+        return json.dumps(json.loads(text, strict=False), ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return ""
+
+
+def _collect(schema: object, root: Schema, found: set[str], steps: list[int]) -> None:
+    """Add the types that a schema allows."""
+    steps[0] -= 1
+    if not isinstance(schema, Mapping) or steps[0] < 0:
+        return
+    said = schema.get("type")
+    if isinstance(said, str):
+        found.add(said)
+    elif isinstance(said, Sequence):
+        found |= {kind for kind in said if isinstance(kind, str)}
+    for value in _values(schema):
+        found.add(_TYPE_OF.get(type(value), "object" if isinstance(value, dict) else "array"))
+    for name in ("anyOf", "oneOf", "allOf"):
+        inner = schema.get(name)
+        for each in inner if isinstance(inner, Sequence) and not isinstance(inner, str) else ():
+            _collect(each, root, found, steps)
+    if isinstance(reference := schema.get("$ref"), str):
+        _collect(_referred(reference, root), root, found, steps)
+
+
+def _values(schema: Schema) -> list[Any]:
+    """Return the values that a schema without type lists."""
+    if "type" in schema:
+        return []
+    listed = schema.get("enum")
+    return [
+        *(listed if isinstance(listed, list) else []),
+        *([schema["const"]] if "const" in schema else []),
+    ]
+
+
+def _referred(reference: str, root: Schema) -> object:
+    """Return the part of the schema that a reference within it names, None if there is none."""
+    place: object = root
+    for step in reference.removeprefix("#/").split("/"):
+        place = place.get(step) if isinstance(place, Mapping) else None
+    return place
+
+
+class ObjectWriter:
+    """Writes arguments that come one by one as the text of a JSON object.
+
+    What can only be a string is written as it comes, anything else when it is whole.
+    """
+
+    def __init__(self, sink: Callable[[str], None]) -> None:
+        self._sink = sink
+        self._lead = "{"
+        self._types: frozenset[str] = frozenset()
+        self._parts: list[str] | None = None
+
+    def begin(self, key: str, types: frozenset[str]) -> None:
+        """Begin an argument of one of these types, unknown if there are none."""
+        head = f"{self._lead}{json.dumps(key, ensure_ascii=False)}: "
+        self._lead, self._types = ", ", types
+        if is_only_text(types):
+            self._parts = None
+            self._sink(head + '"')
+        else:
+            self._parts = [head]
+
+    def push(self, text: str) -> None:
+        """Add to the argument's value."""
+        if self._parts is None:
+            self._sink(in_string(text))
+        else:
+            self._parts.append(text)
+
+    def end_value(self) -> None:
+        """End the argument."""
+        if self._parts is None:
+            self._sink('"')
+        else:
+            head, *parts = self._parts
+            self._sink(head + json_of("".join(parts), self._types))
+
+    def put(self, key: str, text: str) -> None:
+        """Write an argument whose value is JSON text."""
+        self._sink(f"{self._lead}{json.dumps(key, ensure_ascii=False)}: {text}")
+        self._lead = ", "
+
+    def end(self) -> None:
+        """End the object."""
+        self._sink("{}" if self._lead == "{" else "}")

@@ -1,0 +1,1 @@
+"""The endpoints of OpenAI: chat completions, completions, models; and tokens."""

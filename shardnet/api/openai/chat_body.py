@@ -1,0 +1,247 @@
+"""The body of a chat completion, and the request that it means.
+
+Knows OpenAI's messages, tools and response formats. Unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shardnet.api.chat.request import (
+    ChatRequest,
+    ChatTurn,
+    OptionValue,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from shardnet.api.openai.sampling import Count, SamplingBody, options_of, sampling_of
+from shardnet.api.server.errors import refused
+from shardnet.constraints import Constraint
+from shardnet.errors import shown
+from shardnet.types import MAX_LOGPROBS
+from shardnet.wire.messages.chat import MAX_TEMPLATE_OPTIONS
+from shardnet.wire.messages.plans import ModelChoice
+
+MAX_MESSAGES = 1 << 14
+MAX_TOOLS = 1024
+
+TemplateName = Annotated[str, Meta(max_length=256)]
+TemplateValue = (
+    bool
+    | Annotated[int, Meta(ge=-(2**53), le=2**53)]
+    | float
+    | Annotated[str, Meta(max_length=4096)]
+    | None
+)
+
+
+class PartBody(msgspec.Struct, kw_only=True):
+    """A part of a message's content; of the types only text can be read."""
+
+    type: str
+    text: str | None = None
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """The function of a call; `arguments` is JSON as text."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCallBody(msgspec.Struct, kw_only=True):
+    """A call that the assistant made."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
+class MessageBody(msgspec.Struct, kw_only=True):
+    """One message of the conversation."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=256)]
+    content: str | Annotated[list[PartBody], Meta(max_length=MAX_MESSAGES)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCallBody], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class FunctionBody(msgspec.Struct, kw_only=True):
+    """A function that may be called; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(msgspec.Struct, kw_only=True):
+    """A tool. Those of other types than function are passed over."""
+
+    type: str
+    function: FunctionBody | None = None
+
+
+class NamedFunction(msgspec.Struct, kw_only=True):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    """The tool that must be called."""
+
+    type: str
+    function: NamedFunction | None = None
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    """A schema of the answer."""
+
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """What the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatBody(SamplingBody, kw_only=True):
+    """The body of a chat completion."""
+
+    messages: Annotated[list[MessageBody], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[TemplateName, TemplateValue], Meta(max_length=MAX_TEMPLATE_OPTIONS)] | None
+    ) = None
+    functions: Any = None
+    function_call: Any = None
+
+
+def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
+    """Return the request that a body means; `model` is what the nodes are sent.
+
+    Raises HttpError 400, which names the field, for what cannot be done.
+    """
+    if body.functions or body.function_call:
+        field = "functions" if body.functions else "function_call"
+        raise refused(f"{field} is OpenAI's old form: give tools", field)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refused("top_logprobs needs logprobs: true", "top_logprobs")
+    n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    most = body.max_completion_tokens
+    choice, forced = _tool_choice(body)
+    options: dict[str, OptionValue] = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    settings = options_of(body, body.max_tokens if most is None else most)
+    settings["constraint"] = _constraint(body)
+    return ChatRequest(
+        turns=tuple(_turn(message, number) for number, message in enumerate(body.messages)),
+        model=model,
+        sampling=sampling_of(body, n_logprobs),
+        options=settings,
+        n=body.n or 1,
+        tools=tuple(
+            Tool(
+                name=tool.function.name,
+                description=tool.function.description or "",
+                parameters=tool.function.parameters,
+                strict=bool(tool.function.strict),
+            )
+            for tool in body.tools or ()
+            if tool.type == "function" and tool.function is not None
+        ),
+        tool_choice=choice,
+        forced_tool=forced,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        template_options=options,
+    )
+
+
+def _tool_choice(body: ChatBody) -> tuple[ToolChoice, str]:
+    """Return how tools are chosen, and the name of the one that must be called."""
+    if not isinstance(body.tool_choice, NamedTool):
+        if body.tool_choice == "required" and not body.tools:
+            raise refused("tool_choice is required, but there are no tools", "tool_choice")
+        return body.tool_choice or "auto", ""
+    function = body.tool_choice.function
+    names = [tool.function.name for tool in body.tools or () if tool.function is not None]
+    if function is None or function.name not in names:
+        known = f"the tools are {shown(', '.join(names))}" if names else "there are no tools"
+        raise refused(f"tool_choice names no tool of this request: {known}", "tool_choice")
+    return "required", function.name
+
+
+def _turn(message: MessageBody, number: int) -> ChatTurn:
+    role = "system" if message.role == "developer" else message.role
+    return ChatTurn(
+        role=role,
+        content=_text(message, number),
+        reasoning=message.reasoning_content or message.reasoning or "",
+        tool_calls=tuple(
+            ToolCall(
+                call_id=call.id or "",
+                name=call.function.name,
+                arguments=_arguments(call.function.arguments),
+            )
+            for call in message.tool_calls or ()
+        ),
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+    )
+
+
+def _text(message: MessageBody, number: int) -> str:
+    if not isinstance(message.content, list):
+        return message.content or ""
+    texts = []
+    for place, part in enumerate(message.content):
+        if part.type not in ("text", "input_text", "output_text") or part.text is None:
+            field = f"messages[{number}].content[{place}]"
+            raise refused(f"{field} is of type {shown(part.type)}: only text is read", field)
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _arguments(arguments: str | dict[str, Any] | None) -> str:
+    if isinstance(arguments, dict):
+        return msgspec.json.encode(arguments).decode()
+    return arguments or "{}"
+
+
+def _constraint(body: ChatBody) -> Constraint | None:
+    """Return what the answer must match, None for any text."""
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if body.tools and body.tool_choice != "none":
+        raise refused(
+            "an answer in a response_format has no room for tool calls: give tool_choice 'none', "
+            "or no response_format",
+            "response_format",
+        )
+    if wanted.type == "json_object":
+        return Constraint(kind="json")
+    if wanted.json_schema is None or wanted.json_schema.schema is None:
+        field = "response_format.json_schema"
+        raise refused(f"{field} has no schema", field)
+    return Constraint.json_schema(wanted.json_schema.schema)

@@ -1,0 +1,278 @@
+"""Completions of texts and token ids, alone or in lists, with the prompt's logprobs if wanted."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from shardnet.api.events import GenerationEvent, GenerationResult, TokenLogprob
+from shardnet.api.openai.faults import DONE
+from shardnet.api.openai.logprobs import TextLogprobs, TextLogprobsWriter
+from shardnet.api.openai.sampling import (
+    MAX_SAMPLES,
+    Count,
+    SamplingBody,
+    options_of,
+    sampling_of,
+    wants_usage,
+)
+from shardnet.api.openai.usage import UsageBody, usage_of
+from shardnet.api.requests import GenerationOptions, Prompts
+from shardnet.api.server.endpoint import Json, Reply, Stream, comment, event
+from shardnet.api.server.errors import refused
+from shardnet.api.server.service import Exchange
+from shardnet.types import MAX_LOGPROBS, OutputParams, SamplingParams
+from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.tokens import MAX_DETOKENIZED
+
+MAX_PROMPTS = 4096
+DEFAULT_TOKENS = 16
+"""OpenAI's number for a body without max_tokens."""
+
+TokenIdList = Annotated[list[Count], Meta(max_length=1 << 20)]
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    """The body of a completion."""
+
+    prompt: str | Annotated[list[str | Count | TokenIdList], Meta(max_length=1 << 20)]
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One sample of one prompt, or more of it; `index` counts samples, prompt by prompt."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: str | None
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """The answer, or an event of a stream."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+    system_fingerprint: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """What to generate, and how it is written."""
+
+    prompts: list[str] | list[list[int]]
+    sampling: SamplingParams
+    options: GenerationOptions
+    n: int
+    echo: bool
+    has_logprobs: bool
+    model: ModelChoice
+    name: str
+    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def completion(
+        self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None
+    ) -> Completion:
+        """Write an answer or an event."""
+        return Completion(
+            id=self.id, created=self.created, model=self.name, choices=choices, usage=usage
+        )
+
+
+async def complete(exchange: Exchange, body: CompletionBody) -> Reply:
+    """Answer a completion."""
+    prompts = _prompts(body)
+    if body.suffix:
+        raise refused("suffix is not implemented: only the end of a text is written", "suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise refused("best_of must be n: no samples are thrown away", "best_of")
+    if len(prompts) * (body.n or 1) > MAX_PROMPTS:
+        raise refused(f"prompt has {len(prompts)}: give at most {MAX_PROMPTS} samples", "prompt")
+    served = await exchange.service.models.find(body.model)
+    max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    options = options_of(body, max_tokens)
+    if body.echo and body.logprobs is not None:
+        options["outputs"] = OutputParams(n_prompt_logprobs=body.logprobs)
+    if body.add_special_tokens is not None:
+        options["bos"] = "auto" if body.add_special_tokens else "off"
+    job = _Job(
+        prompts=prompts,
+        sampling=sampling_of(body, body.logprobs),
+        options=options,
+        n=body.n or 1,
+        echo=bool(body.echo),
+        has_logprobs=body.logprobs is not None,
+        model=served.choice,
+        name=served.name,
+    )
+    if body.stream:
+        chunks = _chunks(exchange, job, with_usage=wants_usage(body))
+        return Stream(chunks=chunks, heartbeat=lambda: comment(exchange.note))
+    return Json(value=await _whole(exchange, job))
+
+
+def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
+    """List the prompts, all of them texts or all of them ids."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    given: list[Any] = prompt
+    kinds = {type(one) for one in given}
+    if kinds == {int}:
+        return [given]
+    if kinds in ({str}, {list}):
+        return given
+    raise refused(
+        "prompt is empty or a list of several kinds: give text, token ids, or a list of either",
+        "prompt",
+    )
+
+
+async def _events(exchange: Exchange, job: _Job) -> AsyncGenerator[GenerationEvent, None]:
+    """Yield the events of all samples. Raises the first error."""
+    prompts: Prompts = job.prompts
+    events = exchange.generate(prompts, job.sampling, n=job.n, model=job.model, **job.options)
+    async with aclosing(events):
+        async for told in events:
+            if told.error is not None:
+                raise told.error
+            yield told
+
+
+async def _whole(exchange: Exchange, job: _Job) -> Completion:
+    results: list[GenerationResult] = []
+    async with aclosing(_events(exchange, job)) as events:
+        async for told in events:
+            if told.result is not None:
+                results.append(told.result)
+    results.sort(key=lambda result: (result.index, result.sample))
+    choices = []
+    for number, result in enumerate(results):
+        writer = TextLogprobsWriter()
+        text, tokens = result.text, _scored(result.logprobs)
+        if job.echo:
+            echoed = await _echoed(exchange, job, result)
+            writer = TextLogprobsWriter(begins_hidden=echoed.begins_hidden)
+            text, tokens = echoed.text + text, [*echoed.tokens, *tokens]
+        logprobs = writer.write(tokens) if job.has_logprobs else None
+        reason = result.finish_reason
+        choices.append(
+            CompletionChoice(index=number, text=text, logprobs=logprobs, finish_reason=reason)
+        )
+    return job.completion(choices, usage_of(results))
+
+
+async def _chunks(
+    exchange: Exchange, job: _Job, *, with_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a stream. With `echo` the prompt comes first, its logprobs with it."""
+    usage: UnsetType | None = None if with_usage else UNSET
+    writers: dict[tuple[int, int], TextLogprobsWriter] = {}
+    scored: dict[tuple[int, int], list[TokenLogprob]] = {}
+    results: list[GenerationResult] = []
+    is_accepted = False
+    async with aclosing(_events(exchange, job)) as events:
+        async for told in events:
+            if not is_accepted:
+                is_accepted = True
+                yield comment("accepted")
+            place = told.index, told.sample
+            scored.setdefault(place, []).extend(told.prompt_logprobs or ())
+            text, tokens = told.text, _scored(told.logprobs)
+            has_output = bool(told.token_ids) or told.result is not None
+            if has_output and place not in writers:
+                writers[place] = TextLogprobsWriter()
+                if job.echo:
+                    echoed = await _echo_of(exchange, job, told.index, scored[place])
+                    writers[place] = TextLogprobsWriter(begins_hidden=echoed.begins_hidden)
+                    text, tokens = echoed.text + text, [*echoed.tokens, *tokens]
+            if told.result is not None:
+                results.append(told.result)
+            reason = told.result.finish_reason if told.result is not None else None
+            if not (text or tokens or reason):
+                continue
+            choice = CompletionChoice(
+                index=told.index * job.n + told.sample,
+                text=text,
+                logprobs=writers[place].write(tokens) if job.has_logprobs and tokens else None,
+                finish_reason=reason,
+            )
+            yield event(job.completion([choice], usage))
+    if with_usage:
+        yield event(job.completion([], usage_of(results)))
+    yield DONE
+
+
+_Tokens = list[tuple[int, str, TokenLogprob | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Echo:
+    """The prompt as a part of the answer."""
+
+    text: str
+    tokens: _Tokens
+
+    @property
+    def begins_hidden(self) -> bool:
+        """Whether the first token is no part of the text."""
+        return bool(self.tokens) and not self.text.startswith(self.tokens[0][1])
+
+
+async def _echoed(exchange: Exchange, job: _Job, result: GenerationResult) -> _Echo:
+    scored = [logprob for logprob in result.prompt_logprobs or () if logprob is not None]
+    return await _echo_of(exchange, job, result.index, scored, result.prompt_token_ids)
+
+
+async def _echo_of(
+    exchange: Exchange,
+    job: _Job,
+    index: int,
+    scored: Sequence[TokenLogprob],
+    token_ids: Sequence[int] | None = None,
+) -> _Echo:
+    """Return prompt number `index` with its logprobs, which its first token has none of."""
+    prompt = job.prompts[index]
+    client = exchange.service.client
+    if not job.has_logprobs and isinstance(prompt, str):
+        return _Echo(prompt, [])
+    if not isinstance(prompt, str):
+        token_ids = prompt
+    elif token_ids is None:
+        told = await client.tokenize(prompt, model=job.model, bos=job.options.get("bos", "auto"))
+        token_ids = told.token_ids
+    if not scored:  # only the first token's text is not known from its logprob
+        text = prompt if isinstance(prompt, str) else ""
+        pieces: list[str] = []
+        for start in range(0, len(token_ids), MAX_DETOKENIZED):
+            part = token_ids[start : start + MAX_DETOKENIZED]
+            answer = await client.detokenize(part, model=job.model)
+            pieces += answer.tokens
+            text += "" if isinstance(prompt, str) else answer.text
+        tokens: _Tokens = [(one, piece, None) for one, piece in zip(token_ids, pieces, strict=True)]
+        return _Echo(text, tokens if job.has_logprobs else [])
+    first = (await client.detokenize(token_ids[:1], model=job.model)).tokens[0]
+    tokens = [(token_ids[0], first, None), *_scored(scored)]
+    if isinstance(prompt, str):
+        return _Echo(prompt, tokens)
+    return _Echo((await client.detokenize(token_ids, model=job.model)).text, tokens)
+
+
+def _scored(logprobs: Sequence[TokenLogprob] | None) -> _Tokens:
+    return [(logprob.token_id, logprob.token, logprob) for logprob in logprobs or ()]

@@ -1,0 +1,127 @@
+"""Log-probabilities in both of OpenAI's forms.
+
+In each the chosen token stands among the likeliest ones, with the identical number: programs that
+score texts look for it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from shardnet.api.events import LikelyToken, TokenLogprob
+
+_INCOMPLETE = "\ufffd"
+"""What stands for a part of a character."""
+
+
+class TopLogprob(msgspec.Struct, kw_only=True):
+    """One of the likeliest tokens; `bytes` are null where they are not known."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ContentLogprob(TopLogprob, kw_only=True):
+    """The chosen token, and the likeliest ones in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    """Those of a chat completion, token by token."""
+
+    content: list[ContentLogprob]
+
+
+class TextLogprobs(msgspec.Struct, kw_only=True):
+    """Those of a completion: lists of one length. The first token of all has null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
+    """Write logprobs as chat completions have them."""
+    return ChatLogprobs(content=[_content(chosen) for chosen in logprobs])
+
+
+def _content(chosen: TokenLogprob) -> ContentLogprob:
+    top = [
+        TopLogprob(
+            token=likely.token,
+            logprob=_finite(likely.logprob),
+            bytes=list(chosen.bytes)
+            if likely.token_id == chosen.token_id
+            else _bytes(likely.token),
+        )
+        for likely in _top(chosen)
+    ]
+    return ContentLogprob(
+        token=chosen.token,
+        logprob=_finite(chosen.logprob),
+        bytes=list(chosen.bytes),
+        top_logprobs=top,
+    )
+
+
+def _top(chosen: TokenLogprob) -> tuple[LikelyToken, ...]:
+    """Return the likeliest tokens and, if any were asked for, the chosen one among them."""
+    if not chosen.top or any(likely.token_id == chosen.token_id for likely in chosen.top):
+        return chosen.top
+    return (*chosen.top, LikelyToken(chosen.token_id, chosen.token, chosen.logprob))
+
+
+def top_dict(chosen: TokenLogprob) -> dict[str, float]:
+    """Return the likeliest tokens by name, the chosen one among them.
+
+    Two tokens may read alike: of them the chosen one has the name, another one `token_id:ID`.
+    """
+    named = {token_name(chosen.token_id, chosen.token): _finite(chosen.logprob)}
+    for likely in chosen.top:
+        name = token_name(likely.token_id, likely.token)
+        if likely.token_id != chosen.token_id:
+            name = f"token_id:{likely.token_id}" if name in named else name
+            named[name] = _finite(likely.logprob)
+    return named
+
+
+def token_name(token_id: int, text: str) -> str:
+    """Return a token's text, or `token_id:ID` where that is no whole characters."""
+    return f"token_id:{token_id}" if _INCOMPLETE in text else text
+
+
+class TextLogprobsWriter:
+    """Makes the lists of a completion piece by piece; `text_offset` counts characters.
+
+    The first token may be one that begins a text and is no part of it: `begins_hidden`.
+    """
+
+    def __init__(self, *, begins_hidden: bool = False) -> None:
+        self._offset = 0
+        self._is_hidden = begins_hidden
+
+    def write(self, tokens: Sequence[tuple[int, str, TokenLogprob | None]]) -> TextLogprobs:
+        """Write the next tokens: id, text, and logprob unless it is the first of all."""
+        lists = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for token_id, text, logprob in tokens:
+            lists.tokens.append(token_name(token_id, text))
+            lists.text_offset.append(self._offset)
+            lists.token_logprobs.append(None if logprob is None else _finite(logprob.logprob))
+            lists.top_logprobs.append(None if logprob is None else top_dict(logprob))
+            self._offset += 0 if self._is_hidden else len(text)
+            self._is_hidden = False
+        return lists
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity: what cannot be drawn has the least float32."""
+    return max(logprob, -3.4028234663852886e38)
+
+
+def _bytes(text: str) -> list[int] | None:
+    return None if _INCOMPLETE in text else list(text.encode())

@@ -1,0 +1,108 @@
+"""The fields of a body that say how tokens are drawn, and when the text ends.
+
+Chat completions and completions share them. Unknown fields are ignored; null means left out.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shardnet.api.requests import GenerationOptions
+from shardnet.api.server.errors import refused
+from shardnet.types import MAX_LOGIT_BIASES, SamplingParams
+from shardnet.wire.framing.schema import MAX_POSITIONS
+
+MAX_SAMPLES: Final = 128
+"""Samples of one prompt."""
+
+_LEAST_TOP_P: Final = 1e-9
+"""What a top_p of 0 means: only the most likely token."""
+
+StopText = Annotated[str, Meta(min_length=1, max_length=4096)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream has beside the text."""
+
+    include_usage: bool | None = None
+
+
+class SamplingBody(msgspec.Struct, kw_only=True):
+    """Fields that both kinds of completions have; from `top_k` on they are not OpenAI's."""
+
+    model: Annotated[str, Meta(max_length=4096)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=64)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]],
+            Meta(max_length=MAX_LOGIT_BIASES),
+        ]
+        | None
+    ) = None
+    user: str | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**32 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: Annotated[list[Count], Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    speculate: Literal["off", "ngram"] | None = None
+    draft_tokens: Count | None = None
+    priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+    deadline_s: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    deterministic: bool | None = None
+
+
+def sampling_of(body: SamplingBody, n_logprobs: int | None) -> SamplingParams:
+    """Return how tokens are drawn. Without a seed it is another one each time."""
+    seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
+    return SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=max(0, body.top_k or 0),
+        top_p=1.0 if body.top_p is None else max(body.top_p, _LEAST_TOP_P),
+        min_p=body.min_p or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=tuple((body.logit_bias or {}).items()),
+        min_tokens=body.min_tokens or 0,
+        seed=seed,
+        n_logprobs=n_logprobs,
+    )
+
+
+def options_of(body: SamplingBody, max_tokens: int | None) -> GenerationOptions:
+    """Return the other options. `max_tokens` None is as many as the context holds."""
+    if body.draft_tokens and body.speculate in (None, "off"):
+        raise refused("draft_tokens needs speculate: give 'ngram'", "draft_tokens")
+    return GenerationOptions(
+        max_tokens=MAX_POSITIONS if max_tokens is None else max_tokens,
+        stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
+        stop_token_ids=body.stop_token_ids or [],
+        ignore_eos=bool(body.ignore_eos),
+        speculate=body.speculate or "off",
+        draft_tokens=body.draft_tokens or 0,
+        priority=body.priority or 0,
+        deadline_s=body.deadline_s,
+        deterministic=bool(body.deterministic),
+    )
+
+
+def wants_usage(body: SamplingBody) -> bool:
+    """Say whether a stream ends with a chunk that has the usage."""
+    return body.stream_options is not None and bool(body.stream_options.include_usage)

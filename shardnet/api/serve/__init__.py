@@ -1,0 +1,1 @@
+"""The whole HTTP server: every dialect on one socket."""

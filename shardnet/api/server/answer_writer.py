@@ -1,0 +1,74 @@
+"""Writes one answer: at once, or piece by piece with comments while nothing comes.
+
+Knows ASGI's messages. Must not know what is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from starlette.types import Send
+
+Headers = Sequence[tuple[str, str]]
+
+
+class AnswerWriter:
+    """Sends an answer with ASGI's `send`; `headers` go with every one."""
+
+    def __init__(self, send: Send, headers: Headers) -> None:
+        self._send = send
+        self._headers = headers
+        self._lock = asyncio.Lock()
+        self._media_type = ""
+        self._written = asyncio.Event()
+        self.status = 0
+        """The status that was sent, 0 before."""
+
+    async def whole(self, status: int, media_type: str, body: bytes, headers: Headers = ()) -> None:
+        """Send a whole answer."""
+        length = ("content-length", str(len(body)))
+        await self._start(status, media_type, [*headers, length])
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def begin(self, media_type: str) -> None:
+        """Prepare a stream: its headers go out with its first piece."""
+        self._media_type = media_type
+
+    async def piece(self, data: bytes) -> None:
+        """Send more of a stream."""
+        async with self._lock:
+            if not self.status:
+                # A proxy that collects an answer before passing it on would undo the stream.
+                headers = [("cache-control", "no-cache"), ("x-accel-buffering", "no")]
+                await self._start(200, self._media_type, headers)
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._written.set()
+
+    async def end(self) -> None:
+        """End a stream."""
+        async with self._lock:
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def keep_alive(
+        self, heartbeat: Callable[[], bytes] | None, first_s: float, every_s: float
+    ) -> None:
+        """Send headers after `first_s`, and `heartbeat` when nothing came for `every_s` seconds.
+
+        To be cancelled at the end of the stream.
+        """
+        wait_s = first_s
+        while True:
+            self._written.clear()
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._written.wait()
+            except TimeoutError:
+                await self.piece(heartbeat() if heartbeat is not None else b"")
+            wait_s = every_s
+
+    async def _start(self, status: int, media_type: str, headers: Headers) -> None:
+        self.status = status
+        every = [("content-type", media_type), *headers, *self._headers]
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in every]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})

@@ -1,0 +1,72 @@
+"""The ASGI application: a route for each endpoint, faults for every other path, CORS if wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from shardnet.api.server.endpoint import Dialect, Endpoint, Reply
+from shardnet.api.server.errors import Fault, HttpError
+from shardnet.api.server.handler import Handler
+from shardnet.api.server.openapi import openapi_endpoint
+from shardnet.api.server.service import Exchange, Service
+
+
+def make_app(service: Service, endpoints: Sequence[Endpoint[Any]], dialect: Dialect) -> ASGIApp:
+    """Make the application. Faults of paths that no endpoint has are written as `dialect` does."""
+    settings = service.settings
+    every = [*endpoints, openapi_endpoint(endpoints, dialect, settings.root_path)]
+    routes = [Route(one.path, Handler(service, one), methods=[one.method]) for one in every]
+    other = _unknown_endpoint(dialect, {one.path: one.method for one in every})
+    middleware = []
+    if settings.cors_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        )
+    app = Starlette(
+        routes=[*routes, Route("/{path:path}", Handler(service, other), methods=None)],
+        middleware=middleware,
+    )
+    return _below(app, settings.root_path) if settings.root_path else app
+
+
+def _unknown_endpoint(dialect: Dialect, methods: dict[str, str]) -> Endpoint[None]:
+    """Make the endpoint of every path that no other one has."""
+
+    async def refuse(exchange: Exchange, body: None) -> Reply:
+        path = "/" + exchange.path_parameters["path"]
+        if path in methods:
+            message, status = f"{path[:200]} is asked with {methods[path]}", 405
+            headers: tuple[tuple[str, str], ...] = (("allow", methods[path]),)
+        else:
+            message, status, headers = f"there is nothing at {path[:200]}", 404, ()
+        raise HttpError(
+            Fault(status=status, kind="invalid_request_error", message=message, headers=headers)
+        )
+
+    return Endpoint(
+        method="GET", path="/*", summary="", handle=refuse, dialect=dialect, is_open=True
+    )
+
+
+def _below(app: ASGIApp, root_path: str) -> ASGIApp:
+    """Let a proxy have the application below `root_path`, whether it strips that or not."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "root_path": root_path}
+        await app(scope, receive, send)
+
+    return call

@@ -1,0 +1,69 @@
+"""Reads the bodies of requests: at most so many bytes, then JSON, then a struct.
+
+A wrong value is refused by the name of its field. Must not know any dialect.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.types import Receive
+
+from shardnet.api.server.errors import Fault, HttpError, refused
+from shardnet.api.validation import find_refused
+
+Body = TypeVar("Body")
+
+_FIELD: Final = re.compile(r"(?:a (?:key|value) of )?([\w.\[\]]+)(?=:| is | has )")
+
+
+MAX_LISTS: Final = 1 << 20
+MAX_VALUES: Final = 2 << 20
+"""Most lists and objects, and most values, of one body: each takes 50 bytes of memory or more."""
+
+
+class Disconnected(Exception):
+    """The client went away before its body had come."""
+
+
+async def read_body(receive: Receive, headers: dict[bytes, bytes], most_bytes: int) -> bytes:
+    """Read a body. Raises HttpError 413 for one that is too large, Disconnected."""
+    announced = headers.get(b"content-length", b"0")
+    if announced.isdigit() and int(announced[:20]) > most_bytes:
+        raise _too_large(f"{most_bytes} bytes")
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Disconnected
+        body += message.get("body", b"")
+        if len(body) > most_bytes:
+            raise _too_large(f"{most_bytes} bytes")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def decode_body(raw: bytes, kind: type[Body]) -> Body:
+    """Decode JSON to a struct.
+
+    Raises HttpError 400, which names the first wrong field, 413 for a body of too many values.
+    """
+    n_lists = raw.count(b"[") + raw.count(b"{")
+    if n_lists > MAX_LISTS or raw.count(b",") > MAX_VALUES:  # those in texts are counted too
+        raise _too_large(f"{MAX_LISTS} lists or {MAX_VALUES} values")
+    try:
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except msgspec.ValidationError as error:
+            why = find_refused(msgspec.json.decode(raw), kind) or str(error)
+            found = _FIELD.match(why)
+            raise refused(why, found[1] if found else None) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise refused(f"the body is not JSON: {error}", code="invalid_json") from error
+
+
+def _too_large(most: str) -> HttpError:
+    message = f"the body has more than {most}"
+    return HttpError(Fault(status=413, kind="invalid_request_error", message=message))

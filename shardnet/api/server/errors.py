@@ -1,0 +1,116 @@
+"""What went wrong with an HTTP request: its status, and what the client is told.
+
+Knows which status each error of shardnet has. Each dialect writes it in its own form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from shardnet.errors import (
+    BusyError,
+    CapacityError,
+    CheckpointError,
+    ContextExceededError,
+    DeadlineError,
+    LinkError,
+    PeerFailedError,
+    PlanError,
+    QueueFullError,
+    ShardnetError,
+    UnsupportedModelError,
+    UsageError,
+)
+
+RETRY_S: Final = 2
+"""Seconds after which a client should ask again where it is not known when it would succeed."""
+
+CONTEXT_EXCEEDED: Final = "exceed_context_size_error"
+"""The type by which programs know that they have to shorten a conversation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """An error as a client sees it.
+
+    `kind` is OpenAI's type of error, `parameter` the wrong field of the body, `code` a word for
+    programs. `retry_s` is what Retry-After says, None for nothing. `n_prompt` and `n_context` are
+    the two numbers of a prompt that is too long, in tokens.
+    """
+
+    status: int
+    kind: str
+    message: str
+    parameter: str | None = None
+    code: str | None = None
+    retry_s: int | None = None
+    n_prompt: int | None = None
+    n_context: int | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class HttpError(Exception):
+    """Ends an HTTP request with a fault."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
+
+
+def refused(message: str, parameter: str | None = None, *, code: str | None = None) -> HttpError:
+    """Make the error 400 of a request that can never succeed; `parameter` is the wrong field."""
+    kind = "invalid_request_error"
+    return HttpError(Fault(status=400, kind=kind, message=message, parameter=parameter, code=code))
+
+
+def too_many(message: str) -> HttpError:
+    """Make the error 429 of a request that came while too many others run."""
+    return HttpError(
+        Fault(status=429, kind="rate_limit_error", message=message, retry_s=RETRY_S, code="busy")
+    )
+
+
+def fault_of(error: Exception) -> Fault:
+    """Return what a client is told of an error; 500 for a bug of ours."""
+    if isinstance(error, HttpError):
+        return error.fault
+    if isinstance(error, ContextExceededError):
+        return _context_exceeded(error)
+    text = str(error)
+    match error:
+        case QueueFullError():
+            return Fault(
+                status=429, kind="rate_limit_error", message=text, retry_s=RETRY_S, code="busy"
+            )
+        case UsageError() | CapacityError() | UnsupportedModelError():
+            return Fault(status=400, kind="invalid_request_error", message=text)
+        case CheckpointError():
+            return Fault(
+                status=404, kind="invalid_request_error", message=text, code="model_not_found"
+            )
+        case DeadlineError():
+            return Fault(status=504, kind="timeout_error", message=text)
+        case BusyError() | LinkError() | PeerFailedError() | PlanError():
+            return Fault(
+                status=503, kind="service_unavailable_error", message=text, retry_s=RETRY_S
+            )
+        case ShardnetError():
+            return Fault(status=500, kind="server_error", message=text)
+        case _:
+            message = f"internal error: {type(error).__name__}, a bug of shardnet"
+            return Fault(status=500, kind="server_error", message=message)
+
+
+def _context_exceeded(error: ContextExceededError) -> Fault:
+    message = (
+        f"the request ({error.n_prompt} tokens) exceeds the available context size "
+        f"({error.n_context} tokens): shorten the conversation"
+    )
+    return Fault(
+        status=400,
+        kind=CONTEXT_EXCEEDED,
+        message=message,
+        n_prompt=error.n_prompt,
+        n_context=error.n_context,
+    )

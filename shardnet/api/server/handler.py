@@ -1,0 +1,230 @@
+"""Handles the requests of one endpoint: key, limits, body, answer, errors, counters, log line.
+
+Knows the order of these, and that a request ends when its client goes away. Must not know what an
+endpoint does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Final
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from shardnet.api.server.answer_writer import AnswerWriter
+from shardnet.api.server.bodies import Disconnected, decode_body, read_body
+from shardnet.api.server.endpoint import Endpoint, Json, Reply, Stream, Text
+from shardnet.api.server.errors import RETRY_S, Fault, HttpError, fault_of, too_many
+from shardnet.api.server.keys import ApiKey
+from shardnet.api.server.service import Exchange, Service
+from shardnet.errors import ShardnetError, where
+
+_log = logging.getLogger(__name__)
+
+JSON_TYPE: Final = "application/json"
+CLIENT_LEFT: Final = 499
+"""The status in logs and counters of a request whose client went away."""
+
+_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Handler:
+    """An ASGI application for one endpoint."""
+
+    def __init__(self, service: Service, endpoint: Endpoint[Any]) -> None:
+        self._service = service
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        exchange = Exchange(
+            service=self._service,
+            request_id=_request_id(headers),
+            path_parameters=scope.get("path_params", {}),
+        )
+        writer = AnswerWriter(send, [("x-request-id", exchange.request_id)])
+        has_left = False
+        with self._counted():
+            try:
+                await self._checked(exchange, headers, receive, writer)
+            except Disconnected:
+                has_left = True
+            except Exception as error:
+                await self._fail(exchange, error, writer)
+        self._note_end(exchange, CLIENT_LEFT if has_left else writer.status)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        service = self._service
+        service.n_active += 1
+        service.metrics.active.set(service.n_active)
+        try:
+            yield
+        finally:
+            service.n_active -= 1
+            service.metrics.active.set(service.n_active)
+
+    async def _checked(
+        self,
+        exchange: Exchange,
+        headers: dict[bytes, bytes],
+        receive: Receive,
+        writer: AnswerWriter,
+    ) -> None:
+        """Check key and limits, read the body, and answer."""
+        endpoint, settings = self._endpoint, self._service.settings
+        keys = settings.keys
+        if keys and not endpoint.is_open:
+            exchange.key = _key_of(headers, self._service)
+        with keys.place(exchange.key if endpoint.counts else None) as has_place:
+            if not has_place:
+                assert exchange.key is not None
+                raise too_many(
+                    f"{exchange.key.most_requests} requests with the key '{exchange.key.name}' run "
+                    "already: it may have no more at once"
+                )
+            if endpoint.counts and self._service.n_active > settings.most_requests:
+                raise too_many(f"this server works on {settings.most_requests} requests already")
+            raw = await read_body(receive, headers, settings.most_body_bytes)
+            body = None if endpoint.body is None else decode_body(raw, endpoint.body)
+            await self._unless_left(receive, self._answer(exchange, body, writer))
+
+    async def _answer(self, exchange: Exchange, body: Any, writer: AnswerWriter) -> None:
+        reply: Reply = await self._endpoint.handle(exchange, body)
+        match reply:
+            case Json(value=value, status=status):
+                await writer.whole(status, JSON_TYPE, msgspec.json.encode(value))
+            case Text(text=text, media_type=media_type, status=status):
+                raw = text if isinstance(text, bytes) else text.encode()
+                await writer.whole(status, media_type, raw)
+            case Stream():
+                await self._stream(reply, writer)
+
+    async def _stream(self, stream: Stream, writer: AnswerWriter) -> None:
+        """Send a stream as it is made."""
+        settings = self._service.settings
+        writer.begin(stream.media_type)
+        keeping = writer.keep_alive(stream.heartbeat, settings.headers_s, settings.heartbeat_s)
+        async with _beside(keeping), aclosing(stream.chunks) as chunks:
+            async for chunk in chunks:
+                await writer.piece(chunk)
+        await writer.end()
+
+    async def _unless_left(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work; cancel it when the client goes away or the server stops.
+
+        Raises Disconnected then, or HttpError 503.
+        """
+        working = asyncio.create_task(work)
+        leaving = asyncio.create_task(_until_left(receive))
+        stopping = asyncio.create_task(self._service.until_stopped())
+        try:
+            await asyncio.wait({working, leaving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise Disconnected if leaving.done() else _stopping()
+        finally:
+            await _cancel(working, leaving, stopping)
+
+    async def _fail(self, exchange: Exchange, error: Exception, writer: AnswerWriter) -> None:
+        """Answer with an error, or end a stream with it that has begun."""
+        fault, dialect = self._fault_of(error), self._endpoint.dialect
+        if writer.status:
+            await writer.piece(dialect.fault_in_stream(fault))
+            await writer.end()
+            return
+        headers = [*fault.headers]
+        if fault.retry_s is not None:
+            headers.append(("retry-after", str(fault.retry_s)))
+        body = msgspec.json.encode(dialect.fault(fault))
+        await writer.whole(fault.status, JSON_TYPE, body, headers)
+
+    def _fault_of(self, error: Exception) -> Fault:
+        fault = fault_of(error)
+        if not isinstance(error, ShardnetError | HttpError):
+            _log.error("%s failed: %r in %s", self._endpoint.path, error, where(error))
+            _log.debug("in full:", exc_info=error)
+        return fault
+
+    def _note_end(self, exchange: Exchange, status: int) -> None:
+        endpoint, metrics = self._endpoint, self._service.metrics
+        took_s = time.monotonic() - exchange.began_s
+        key = exchange.key.name if exchange.key is not None else ""
+        metrics.requests.labels(endpoint.path, str(status), key).inc()
+        metrics.seconds.labels(endpoint.path).observe(took_s)
+        if endpoint.is_open and status < 400:
+            return  # a supervisor asks for it every few seconds
+        tokens = f" {exchange.n_prompt}+{exchange.n_generated} tokens" if endpoint.counts else ""
+        by = f" key {key}" if key else ""
+        self._service.settings.log(
+            f"{endpoint.method} {endpoint.path} {status} {took_s:.3f} s{tokens}{by} "
+            f"request {exchange.request_id}"
+        )
+
+
+def _request_id(headers: dict[bytes, bytes]) -> str:
+    """Return the id that the client gave, if it is a sound one, or make one."""
+    given = headers.get(b"x-request-id", b"").decode("latin-1")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _key_of(headers: dict[bytes, bytes], service: Service) -> ApiKey:
+    """Return the key that came with a request. Raises HttpError 401."""
+    scheme, _, secret = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    if scheme.lower() != "bearer":
+        secret = headers.get(b"x-api-key", b"").decode("latin-1")
+    key = service.settings.keys.find(secret.strip()) if secret else None
+    if key is None:
+        what = "is not one of this server's" if secret else "is missing"
+        raise HttpError(
+            Fault(
+                status=401,
+                kind="authentication_error",
+                message=f"the API key {what}: send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers=(("www-authenticate", "Bearer"),),
+            )
+        )
+    return key
+
+
+def _stopping() -> HttpError:
+    return HttpError(
+        Fault(
+            status=503,
+            kind="service_unavailable_error",
+            message="this server is being stopped",
+            retry_s=RETRY_S,
+        )
+    )
+
+
+async def _until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Do the work beside the context, and cancel it at its end."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        await _cancel(task)
+
+
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    """Cancel tasks and wait until they have ended, whatever they end with."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,94 @@
+"""API keys: who may ask, and how many requests each may have at once.
+
+Pure. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from shardnet.errors import ConfigurationError
+
+MAX_LIMIT = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """A key that programs send. `most_requests` is how many it may have at once, 0 for any."""
+
+    name: str
+    secret: str
+    most_requests: int = 0
+
+
+def parse_key(text: str, number: int) -> ApiKey:
+    """Read `KEY` or `NAME:KEY[:LIMIT]`. A key without a name is called by its `number`.
+
+    Raises ConfigurationError, which does not repeat the key, if it is neither.
+    """
+    parts = text.strip().split(":")
+    what = f"API key {number}"
+    if len(parts) > 3 or not all(part.isascii() and part.isprintable() for part in parts):
+        raise ConfigurationError(f"{what} is not KEY or NAME:KEY[:LIMIT]", remedy="correct it")
+    if len(parts) == 1:
+        parts = [str(number), *parts]
+    if not parts[0] or not parts[1]:
+        raise ConfigurationError(f"{what} has an empty part", remedy="write NAME:KEY[:LIMIT]")
+    limit = parts[2] if len(parts) == 3 else "0"
+    if not limit.isdecimal() or int(limit) > MAX_LIMIT:
+        raise ConfigurationError(
+            f"{what} has the limit '{limit}', which is no number", remedy="write NAME:KEY:8"
+        )
+    return ApiKey(name=parts[0], secret=parts[1], most_requests=int(limit))
+
+
+class Keyring:
+    """The keys of a server, and what runs with each."""
+
+    def __init__(self, keys: Sequence[ApiKey] = ()) -> None:
+        """Take the keys. Raises ConfigurationError where two have one name or one secret."""
+        self._keys = [(_digest(key.secret), key) for key in keys]
+        for what, values in (("name", [key.name for key in keys]), ("secret", [*self._keys])):
+            known = [value if isinstance(value, str) else value[0] for value in values]
+            if len(set(known)) < len(known):
+                raise ConfigurationError(
+                    f"two API keys have the same {what}", remedy="give each its own"
+                )
+        self._running: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, secret: str) -> ApiKey | None:
+        """Return the key with this secret, None if there is none.
+
+        How long that takes tells nothing of the secrets: digests of all are compared.
+        """
+        digest, found = _digest(secret), None
+        for known, key in self._keys:
+            if hmac.compare_digest(digest, known):
+                found = key
+        return found
+
+    @contextmanager
+    def place(self, key: ApiKey | None) -> Iterator[bool]:
+        """Count a request of `key` while it runs. Yields False if that has too many already."""
+        if key is None or not key.most_requests:
+            yield True
+        elif self._running[key.name] >= key.most_requests:
+            yield False
+        else:
+            self._running[key.name] += 1
+            try:
+                yield True
+            finally:
+                self._running[key.name] -= 1
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()

@@ -1,0 +1,123 @@
+"""The names by which programs ask for models, and what each means to the nodes.
+
+Knows the default model and what the nodes have. Must not know any dialect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Final
+
+from msgspec.structs import replace
+
+from shardnet.api.client import Client
+from shardnet.api.server.errors import Fault, HttpError
+from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.checkpoint.model_names import match, nearest_name
+from shardnet.errors import ShardnetError, UsageError
+from shardnet.wire.messages.plans import ModelChoice
+
+FRESH_S: Final = 30.0
+"""A list counts for so long."""
+LIST_S: Final = 2.0
+"""How long the nodes may take to name their models: a program that lists them waits."""
+MAX_LISTED: Final = 1000
+NAMED: Final = 5
+"""How many names an error lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model that may be asked for: its `name`, and the `choice` that the nodes are sent."""
+
+    name: str
+    choice: ModelChoice
+
+
+class ModelNames:
+    """Finds models by name, and lists them."""
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        current: Callable[[], ModelChoice | None] = lambda: None,
+    ) -> None:
+        """Take the client. The default model is what `current` returns, else its choice."""
+        self._client = client
+        self._clock = clock
+        self._current = current
+        self._listed: list[str] = []
+        self._listed_at_s = -FRESH_S
+        self._listing = asyncio.Lock()
+
+    @property
+    def default(self) -> ServedModel:
+        """The model of requests that name none."""
+        choice = self._current() or self._client.choice
+        path = PurePath(choice.model)
+        return ServedModel(name=path.name if path.is_absolute() else choice.model, choice=choice)
+
+    async def find(self, name: str | None) -> ServedModel:
+        """Return the model that `name` means, the default for none.
+
+        Raises HttpError 404, with names that would do, if there is none, 400 if it may be several.
+        """
+        default = self.default
+        if not name or name in (default.name, default.choice.model):
+            return default
+        served = {model.name: model for model in await self.list()}
+        try:
+            found = match(name, served)
+        except UsageError as error:
+            raise HttpError(_unknown(str(error))) from error
+        if found is not None:
+            return served[found]
+        near = nearest_name(name, served)
+        others = [other for other in (near, *served) if other]
+        known = ", ".join(dict.fromkeys(others[: NAMED + 1]))
+        more = f" and {len(served) - NAMED} more" if len(served) > NAMED else ""
+        raise HttpError(_unknown(f"there is no model '{name[:200]}'; there is {known}{more}"))
+
+    async def list(self) -> list[ServedModel]:
+        """List the default model, and all others that the nodes have."""
+        default = self.default
+        async with self._listing:
+            if self._clock() - self._listed_at_s >= FRESH_S:
+                await self._refresh()
+        others = [
+            ServedModel(name=name, choice=replace(self._client.choice, model=name))
+            for name in dict.fromkeys([*self._listed, DEFAULT_MODEL_NAME])
+            if name not in (default.name, default.choice.model)
+        ]
+        return [default, *others]
+
+    async def _refresh(self) -> None:
+        """Ask the nodes. What they do not say in time is what they said before."""
+        found: list[str] = []
+        try:
+            pieces = self._client.models(names_only=True)
+            async with asyncio.timeout(LIST_S), aclosing(pieces):
+                async for piece in pieces:
+                    found += [model.name for model in piece.models if not model.failure]
+                    if len(found) >= MAX_LISTED:
+                        break
+        except (ShardnetError, TimeoutError):
+            found = list(dict.fromkeys([*self._listed, *found]))
+        self._listed, self._listed_at_s = found, self._clock()
+
+
+def _unknown(message: str) -> Fault:
+    return Fault(
+        status=404,
+        kind="invalid_request_error",
+        message=message,
+        parameter="model",
+        code="model_not_found",
+    )

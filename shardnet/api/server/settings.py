@@ -1,0 +1,53 @@
+"""How an HTTP server is set up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shardnet.api.server.keys import Keyring
+
+MAX_BODY_BYTES = 16 << 20
+"""The largest body that is read: four times the longest conversation that a model takes."""
+
+MAX_REQUESTS = 1024
+"""Requests that a server works on at once."""
+
+HEADERS_S = 3.0
+"""A stream's status is sent after so long at the latest. Errors before it have their own."""
+
+HEARTBEAT_S = 8.0
+"""A stream in which nothing comes for so long gets a comment: programs give up after 10 s."""
+
+
+def _silent(line: str) -> None:
+    """Log nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Keys, limits and names. `log` takes one line.
+
+    `cors_origins` are the web sites whose pages may ask, "*" for all. `root_path` is where a proxy
+    has this server, "" for the root of its site.
+    """
+
+    keys: Keyring = field(default_factory=Keyring)
+    cors_origins: tuple[str, ...] = ()
+    root_path: str = ""
+    most_body_bytes: int = MAX_BODY_BYTES
+    most_requests: int = MAX_REQUESTS
+    headers_s: float = HEADERS_S
+    heartbeat_s: float = HEARTBEAT_S
+    log: Callable[[str], None] = _silent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """Where a server listens; `certificate` and `private_key` are files for TLS, "" for none."""
+
+    host: str
+    port: int
+    certificate: str = ""
+    private_key: str = ""
+    settings: Settings = field(default_factory=Settings)

@@ -1,0 +1,1 @@
+"""Constrained output: which tokens a grammar allows next."""

@@ -1,0 +1,106 @@
+"""A chat request on its way: what the nodes are sent, and what becomes of what the model writes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from support.cluster.scripted_node import ScriptedNode, client_of
+
+from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool, ToolCall
+from shardnet.api.chat.run import Accepted, ChatEvent, Ended, Piece, run_chat
+from shardnet.api.chat_formats.deltas import (
+    ContentDelta,
+    OutputDelta,
+    ReasoningDelta,
+    ToolCallDelta,
+    ToolCallStarted,
+)
+from shardnet.types import SamplingParams
+from shardnet.wire.messages.plans import ModelChoice
+
+CALL = '<tool_call>{"name": "weather", "arguments": {"at": 1}}</tool_call>'
+WEATHER = Tool(name="weather", description="of today", parameters={"type": "object"})
+
+
+def chat(*turns: ChatTurn, **fields: Any) -> ChatRequest:
+    return ChatRequest(
+        turns=turns,
+        model=ModelChoice(model="m"),
+        sampling=SamplingParams(),
+        options={"max_tokens": 5},
+        **fields,
+    )
+
+
+def user(text: str) -> ChatTurn:
+    return ChatTurn(role="user", content=text)
+
+
+async def collected(events: AsyncGenerator[ChatEvent, None]) -> list[ChatEvent]:
+    return [event async for event in events]
+
+
+def deltas_of(events: Sequence[ChatEvent], sample: int = 0) -> list[OutputDelta]:
+    pieces = [event for event in events if isinstance(event, Piece) and event.sample == sample]
+    return [delta for piece in pieces for delta in piece.deltas]
+
+
+def test_reasoning_content_and_calls_are_told_apart() -> None:
+    async def main() -> None:
+        text = f"<think>hm</think>Hi{CALL}{CALL}"
+        async with client_of(ScriptedNode()) as client:
+            for parallel, n_calls in ((True, 2), (False, 1)):
+                asked = chat(user(text), tools=(WEATHER,), parallel_tool_calls=parallel, n=2)
+                events = await collected(run_chat(client, asked, is_streamed=True))
+                assert isinstance(events[0], Accepted)
+                assert sum(isinstance(event, Accepted) for event in events) == 1
+                for sample in (0, 1):
+                    deltas = deltas_of(events, sample)
+                    told = {
+                        kind: "".join(d.text for d in deltas if isinstance(d, kind))
+                        for kind in (ReasoningDelta, ContentDelta)
+                    }
+                    assert told == {ReasoningDelta: "hm", ContentDelta: "Hi"}
+                    started = [d for d in deltas if isinstance(d, ToolCallStarted)]
+                    assert [d.name for d in started] == ["weather"] * n_calls
+                    assert len({d.call_id for d in started}) == n_calls
+                    assert None not in {d.call_id for d in started}
+                    assert [d.text for d in deltas if isinstance(d, ToolCallDelta)]
+                ends = [event for event in events if isinstance(event, Ended)]
+                assert [end.finish_reason for end in ends] == ["tool_calls"] * 2
+            # Without tools a call is text.
+            events = await collected(run_chat(client, chat(user(CALL)), is_streamed=False))
+            assert "".join(d.text for d in deltas_of(events) if isinstance(d, ContentDelta)) == CALL
+            assert isinstance(events[-1], Ended)
+            assert events[-1].finish_reason == "stop"
+
+    asyncio.run(main())
+
+
+def test_the_nodes_are_sent_the_whole_conversation() -> None:
+    async def main() -> None:
+        call = ToolCall(call_id="c1", name="weather", arguments='{"at": 1}')
+        turns = (
+            ChatTurn(role="assistant", reasoning="hm", tool_calls=(call,)),
+            ChatTurn(role="tool", content="sun", tool_call_id="c1", name="weather"),
+        )
+        asked = chat(*turns, tools=(WEATHER,), template_options={"enable_thinking": False})
+        node = ScriptedNode()
+        async with client_of(node) as client:
+            await collected(run_chat(client, asked, is_streamed=True))
+            sent = node.asked[-1]
+            assert sent.messages is not None
+            first, second = sent.messages
+            assert (first.content, first.reasoning_content) == (None, "hm")
+            assert (first.tool_calls[0].id, first.tool_calls[0].name) == ("c1", "weather")
+            assert (second.content, second.tool_call_id, second.name) == ("sun", "c1", "weather")
+            assert '"name": "weather"' in sent.tools
+            assert sent.template_options == [("enable_thinking", False)]
+            assert sent.keep_special_tokens
+            none = chat(*turns, tools=(WEATHER,), tool_choice="none")
+            await collected(run_chat(client, none, is_streamed=True))
+            assert node.asked[-1].tools == ""
+
+    asyncio.run(main())

@@ -1,0 +1,240 @@
+"""Chat completions: what a body means, and how deltas are written."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from support.servers.asgi_client import ask
+from support.servers.http_app import served
+
+from shardnet.api.chat.request import ChatTurn, ToolCall
+from shardnet.api.openai.chat_body import ChatBody, chat_request
+from shardnet.api.server.bodies import decode_body
+from shardnet.api.server.errors import HttpError
+from shardnet.constraints import Constraint
+from shardnet.wire.messages.plans import ModelChoice
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def request(**fields: Any) -> Any:
+    raw = msgspec.json.encode({"messages": HELLO, **fields})
+    return chat_request(decode_body(raw, ChatBody), ModelChoice(model="m"))
+
+
+def test_a_conversation_with_tools_is_read() -> None:
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"at": 1}'},
+    }
+    messages = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        },
+        {"role": "user", "content": "hi", "name": "ann"},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": "sun", "tool_call_id": "c1"},
+        {"role": "assistant", "reasoning": "well", "content": "it is"},
+    ]
+    tools = [
+        {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}},
+        {"type": "web_search"},
+    ]
+    asked = request(messages=messages, tools=tools, parallel_tool_calls=False)
+    assert asked.turns == (
+        ChatTurn(role="system", content="a\nb"),
+        ChatTurn(role="user", content="hi", name="ann"),
+        ChatTurn(
+            role="assistant",
+            reasoning="hm",
+            tool_calls=(ToolCall(call_id="c1", name="weather", arguments='{"at": 1}'),),
+        ),
+        ChatTurn(role="tool", content="sun", tool_call_id="c1"),
+        ChatTurn(role="assistant", reasoning="well", content="it is"),
+    )
+    assert [tool.name for tool in asked.tools] == ["weather"]
+    assert (asked.tool_choice, asked.parallel_tool_calls) == ("auto", False)
+    named = {"type": "function", "function": {"name": "weather"}}
+    forced = request(tools=tools, tool_choice=named)
+    assert (forced.tool_choice, forced.forced_tool) == ("required", "weather")
+
+
+def test_options_have_openais_names_and_defaults() -> None:
+    plain = request()
+    assert (plain.sampling.temperature, plain.sampling.n_logprobs, plain.n) == (1.0, None, 1)
+    assert plain.sampling.seed != request().sampling.seed
+    asked = request(
+        max_tokens=5,
+        max_completion_tokens=7,
+        temperature=0,
+        top_p=0,
+        top_k=-1,
+        seed=-1,
+        stop="x",
+        n=2,
+        logprobs=True,
+        top_logprobs=3,
+        logit_bias={"5": -100},
+        priority=7,
+        reasoning_effort="low",
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    assert (asked.options["max_tokens"], asked.options["stop"]) == (7, ["x"])
+    assert asked.sampling.top_p > 0
+    assert (asked.sampling.top_k, asked.sampling.seed) == (0, 2**64 - 1)
+    assert (asked.sampling.n_logprobs, asked.sampling.logit_bias) == (3, ((5, -100.0),))
+    assert (asked.n, asked.options["priority"]) == (2, 7)
+    assert asked.template_options == {"enable_thinking": False, "reasoning_effort": "low"}
+    asked.sampling.check()
+
+
+def test_response_formats_are_constraints() -> None:
+    assert request(response_format={"type": "text"}).options["constraint"] is None
+    any_json = request(response_format={"type": "json_object"}).options["constraint"]
+    assert any_json == Constraint(kind="json")
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array"}}}
+    by_schema = request(response_format=schema).options["constraint"]
+    assert by_schema == Constraint(kind="json_schema", text='{"type": "array"}')
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"functions": [{"name": "a"}]}, "functions"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {
+                "response_format": {"type": "json_object"},
+                "tools": [{"type": "function", "function": {"name": "a"}}],
+            },
+            "response_format",
+        ),
+        ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
+        ({"n": 1000}, "n"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        request(**fields)
+    assert (caught.value.fault.status, caught.value.fault.parameter) == (400, parameter)
+
+
+def test_an_answer_and_its_stream_say_the_same() -> None:
+    async def main() -> None:
+        async with served() as server:
+            body = {"messages": HELLO, "n": 2, "model": "tiny-llama"}
+            answer = (await ask(server.app, CHAT, body)).json
+            assert answer["model"] == "org/Tiny-Llama"
+            assert server.node.asked[-1].choice.model == "org/Tiny-Llama"
+            assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+            message = answer["choices"][0]["message"]
+            assert message == {"role": "assistant", "content": "hello", "refusal": None}
+            assert answer["choices"][1]["finish_reason"] == "stop"
+            usage = answer["usage"]
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, 8)
+            assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
+
+            options = {"include_usage": True}
+            streamed = {**body, "stream": True, "stream_options": options}
+            *chunks, last, done = (await ask(server.app, CHAT, streamed)).events
+            assert done == "[DONE]"
+            assert (last["choices"], last["usage"]) == ([], usage)
+            assert {chunk["usage"] for chunk in chunks} == {None}
+            assert len({chunk["id"] for chunk in [*chunks, last]}) == 1
+            for number in (0, 1):
+                mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == number]
+                assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+                assert "".join(c["delta"].get("content", "") for c in mine) == "hello"
+                assert [c["finish_reason"] for c in mine[:-1]] == [None] * (len(mine) - 1)
+                assert (mine[-1]["delta"], mine[-1]["finish_reason"]) == ({}, "stop")
+            plain = (await ask(server.app, CHAT, {**body, "stream": True})).events
+            assert all("usage" not in chunk for chunk in plain[:-1])
+
+    asyncio.run(main())
+
+
+def test_calls_and_reasoning_have_openais_form() -> None:
+    async def main() -> None:
+        text = '<think>hm</think><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+        body = {
+            "messages": [{"role": "user", "content": text}],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+        }
+        async with served() as server:
+            [choice] = (await ask(server.app, CHAT, body)).json["choices"]
+            assert choice["finish_reason"] == "tool_calls"
+            message = choice["message"]
+            assert (message["content"], message["reasoning"]) == (None, "hm")
+            assert message["reasoning_content"] == "hm"
+            [call] = message["tool_calls"]
+            assert call["id"].startswith("call_")
+            assert call["type"] == "function"
+            assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+
+            events = (await ask(server.app, CHAT, {**body, "stream": True})).events
+            deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+            thoughts = [(d.get("reasoning"), d.get("reasoning_content")) for d in deltas]
+            assert "".join(one for one, _ in thoughts if one) == "hm"
+            assert all(one == other for one, other in thoughts)
+            first, *rest = [part for d in deltas for part in d.get("tool_calls", ())]
+            assert (first["index"], first["type"], first["function"]["name"]) == (
+                0,
+                "function",
+                "f",
+            )
+            assert all("id" not in part and part["index"] == 0 for part in rest)
+            arguments = [part["function"]["arguments"] for part in (first, *rest)]
+            assert "".join(arguments) == '{"a": 1}'
+            assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
+
+    asyncio.run(main())
+
+
+def test_an_error_before_the_first_token_has_a_status_in_a_stream_too() -> None:
+    async def main() -> None:
+        async with served() as server:
+            for is_stream in (False, True):
+                body = {"messages": [{"role": "user", "content": "long"}], "stream": is_stream}
+                answer = await ask(server.app, CHAT, body)
+                assert answer.status == 400
+                error = answer.json["error"]
+                assert error["type"] == "exceed_context_size_error"
+                assert (error["n_prompt_tokens"], error["n_ctx"]) == (99, 64)
+
+    asyncio.run(main())
+
+
+def test_a_model_is_found_by_its_name_or_those_that_would_do_are_named() -> None:
+    async def main() -> None:
+        async with served() as server:
+            missing = await ask(server.app, CHAT, {"messages": HELLO, "model": "gpt-4"})
+            assert missing.status == 404
+            error = missing.json["error"]
+            assert (error["param"], error["code"]) == ("model", "model_not_found")
+            assert "shardnet/default, org/Tiny-Llama, org/Big-Llama" in error["message"]
+            listed = (await ask(server.app, "/v1/models")).json["data"]
+            names = ["shardnet/default", "org/Tiny-Llama", "org/Big-Llama"]
+            assert [model["id"] for model in listed] == names
+            one = await ask(server.app, "/v1/models/org/Tiny-Llama")
+            assert one.json["id"] == "org/Tiny-Llama"
+            assert (await ask(server.app, "/v1/models/other")).status == 404
+
+    asyncio.run(main())

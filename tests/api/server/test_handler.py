@@ -1,0 +1,294 @@
+"""One HTTP request: keys, limits, bodies, errors, clients that leave, streams that wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from support.servers.asgi_client import ask, asking
+from support.servers.http_app import served
+
+from shardnet.api.openai.faults import OPENAI
+from shardnet.api.server.app import make_app
+from shardnet.api.server.bodies import MAX_VALUES, decode_body
+from shardnet.api.server.endpoint import Endpoint, Reply, Stream, comment, event
+from shardnet.api.server.errors import HttpError
+from shardnet.api.server.keys import Keyring, parse_key
+from shardnet.api.server.service import Exchange
+from shardnet.api.server.settings import Settings
+from shardnet.errors import (
+    BusyError,
+    CapacityError,
+    CheckpointError,
+    ContextExceededError,
+    DeadlineError,
+    LinkClosedError,
+    PeerFailedError,
+    QueueFullError,
+    ShardnetError,
+    UsageError,
+)
+
+COMPLETIONS = "/v1/completions"
+
+
+def endpoint(handle: Callable[[Exchange, None], Awaitable[Reply]]) -> Endpoint[None]:
+    return Endpoint(method="GET", path="/", summary="", handle=handle, dialect=OPENAI)
+
+
+def keyring(*texts: str) -> Keyring:
+    return Keyring([parse_key(text, number) for number, text in enumerate(texts, 1)])
+
+
+def test_a_key_is_asked_for_but_by_whoever_watches() -> None:
+    async def main() -> None:
+        async with served(Settings(keys=keyring("alice:one"))) as server:
+            for headers in ({}, {"Authorization": "Bearer two"}, {"x-api-key": "two"}):
+                refused = await ask(server.app, "/v1/models", headers=headers)
+                assert refused.status == 401
+                assert refused.json["error"]["code"] == "invalid_api_key"
+                assert refused.headers["www-authenticate"] == "Bearer"
+            for headers in ({"Authorization": "Bearer one"}, {"x-api-key": "one"}):
+                assert (await ask(server.app, "/v1/models", headers=headers)).status == 200
+            assert (await ask(server.app, "/healthz")).status == 200
+            assert (await ask(server.app, "/metrics")).status == 401
+
+    asyncio.run(main())
+
+
+def test_a_key_has_its_requests_at_once_and_no_more() -> None:
+    async def main() -> None:
+        mine = {"headers": {"Authorization": "Bearer one"}}
+        async with served(Settings(keys=keyring("alice:one:1", "two"))) as server:
+            body = {"prompt": "wait", "stream": True}
+            async with asking(server.app, COMPLETIONS, body, **mine) as running:
+                await running.until_said(b'"w"')
+                refused = await ask(server.app, COMPLETIONS, {"prompt": "a"}, **mine)
+                assert refused.status == 429
+                assert int(refused.headers["retry-after"]) > 0
+                others = {"headers": {"Authorization": "Bearer two"}}
+                assert (await ask(server.app, COMPLETIONS, {"prompt": "a"}, **others)).status == 200
+            assert (await ask(server.app, COMPLETIONS, {"prompt": "a"}, **mine)).status == 200
+
+    asyncio.run(main())
+
+
+def test_an_id_is_taken_if_it_is_sound() -> None:
+    async def main() -> None:
+        log: list[str] = []
+        async with served(Settings(log=log.append)) as server:
+            for given, is_kept in (("my-id", True), ("x" * 129, False), ("a b", False)):
+                answer = await ask(server.app, "/v1/models", headers={"X-Request-Id": given})
+                assert (answer.headers["x-request-id"] == given) is is_kept
+                assert log[-1].endswith(f"request {answer.headers['x-request-id']}")
+                assert log[-1].startswith("GET /v1/models 200 ")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("body", "parameter", "words"),
+    [
+        (b"{", None, "the body is not JSON"),
+        (b"[" * 100_000, None, "the body is not JSON"),
+        (b'"\xff"', None, "the body is not JSON"),
+        (b"[]", None, "the value is []"),
+        ({}, "prompt", "prompt is missing"),
+        ({"prompt": "a", "temperature": "x"}, "temperature", "temperature is 'x': give a number"),
+        ({"prompt": "a", "temperature": -1}, "temperature", "give a number of at least 0"),
+        ({"prompt": "a", "n": 0}, "n", "give a whole number of at least 1"),
+        ({"prompt": "a", "stop": [""]}, "stop[0]", "stop[0] is ''"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "a key of logit_bias is 'x'"),
+        ({"prompt": [1, "a"]}, "prompt", "a list of several kinds"),
+        ({"prompt": []}, "prompt", "prompt is empty"),
+        ({"prompt": "a", "best_of": 2}, "best_of", "best_of must be n"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "suffix is not implemented"),
+        ({"prompt": "a", "draft_tokens": 2}, "draft_tokens", "needs speculate"),
+        ({"prompt": "a", "speculate": "/etc/passwd"}, "speculate", "give ngram or off"),
+    ],
+)
+def test_a_wrong_body_is_refused_by_the_name_of_its_field(
+    body: Any, parameter: str | None, words: str
+) -> None:
+    async def main() -> None:
+        async with served() as server:
+            answer = await ask(server.app, COMPLETIONS, body)
+            assert answer.status == 400
+            error = answer.json["error"]
+            assert words in error["message"]
+            assert error["param"] == parameter
+            assert server.node.asked == []
+
+    asyncio.run(main())
+
+
+def test_unknown_fields_and_nulls_are_passed_over() -> None:
+    async def main() -> None:
+        async with served() as server:
+            body = {"prompt": "ab", "nobody_knows": [1], "temperature": None, "stop": None}
+            answer = await ask(server.app, COMPLETIONS, body)
+            assert answer.json["choices"][0]["text"] == "ab"
+
+    asyncio.run(main())
+
+
+def test_a_body_has_a_limit_whether_announced_or_not() -> None:
+    async def main() -> None:
+        async with served(Settings(most_body_bytes=100)) as server:
+            body = {"prompt": "a" * 100}
+            for headers in ({}, {"content-length": "120"}, {"content-length": "9" * 30}):
+                answer = await ask(server.app, COMPLETIONS, body, headers=headers)
+                assert answer.status == 413
+            assert (await ask(server.app, COMPLETIONS, {"prompt": "a"})).status == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("value", [b"[]", b"1"])
+def test_a_body_of_too_many_values_is_refused_before_it_is_read(value: bytes) -> None:
+    raw = b'{"prompt":[' + (value + b",") * (MAX_VALUES + 1) + value + b"]}"
+    with pytest.raises(HttpError, match="the body has more than"):
+        decode_body(raw, dict)
+
+
+def test_other_paths_and_methods_are_refused_in_the_same_form() -> None:
+    async def main() -> None:
+        async with served() as server:
+            missing = await ask(server.app, "/v1/nothing")
+            assert (missing.status, missing.json["error"]["type"]) == (404, "invalid_request_error")
+            wrong = await ask(server.app, COMPLETIONS)
+            assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(is_stream: bool) -> None:
+    async def main() -> None:
+        log: list[str] = []
+        async with served(Settings(log=log.append)) as server:
+            body = {"prompt": "wait", "stream": is_stream}
+            async with asking(server.app, COMPLETIONS, body) as running:
+                await server.node.until_asked(1)
+                running.leave()
+                async with asyncio.timeout(30):
+                    await server.node.until_given_up(1)
+            assert log[-1].startswith(f"POST {COMPLETIONS} 499 ")
+            assert server.service.n_active == 0
+
+    asyncio.run(main())
+
+
+def test_a_server_that_stops_says_so_in_the_stream() -> None:
+    async def main() -> None:
+        async with served() as server:
+            body = {"prompt": "wait", "stream": True}
+            async with asking(server.app, COMPLETIONS, body) as running:
+                await running.until_said(b'"w"')
+                server.service.stop()
+                await running.until_said(b"[DONE]")
+                assert running.events[-2]["error"]["type"] == "service_unavailable_error"
+            answer = await ask(server.app, COMPLETIONS, {"prompt": "wait"})
+            assert (answer.status, answer.headers["retry-after"]) == (503, "2")
+
+    asyncio.run(main())
+
+
+CONTEXT = ContextExceededError.of("too long", 99, 64)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (CONTEXT, 400),
+        (UsageError("wrong"), 400),
+        (CapacityError("too much"), 400),
+        (CheckpointError("missing"), 404),
+        (QueueFullError("full"), 429),
+        (BusyError("another model"), 503),
+        (LinkClosedError("gone"), 503),
+        (PeerFailedError("gone"), 503),
+        (DeadlineError("late"), 504),
+        (ShardnetError("broken"), 500),
+        (ValueError("a bug"), 500),
+    ],
+)
+def test_every_error_has_its_status(error: Exception, status: int) -> None:
+    async def fail(exchange: Exchange, body: None) -> Reply:
+        raise error
+
+    async def main() -> None:
+        async with served() as server:
+            one = endpoint(fail)
+            answer = await ask(make_app(server.service, [one], OPENAI), "/")
+            assert answer.status == status
+            assert ("retry-after" in answer.headers) is (status in (429, 503))
+            if error is CONTEXT:
+                assert answer.json["error"] == {
+                    "code": 400,
+                    "type": "exceed_context_size_error",
+                    "n_prompt_tokens": 99,
+                    "n_ctx": 64,
+                    "param": None,
+                    "message": "the request (99 tokens) exceeds the available context size "
+                    "(64 tokens): shorten the conversation",
+                }
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_waits_has_headers_and_comments() -> None:
+    goes_on = asyncio.Event()
+
+    async def chunks(exchange: Exchange) -> AsyncGenerator[bytes, None]:
+        await goes_on.wait()
+        yield event(1)
+        raise PeerFailedError("a node is gone")
+
+    async def wait(exchange: Exchange, body: None) -> Reply:
+        exchange.note = "loading 5 %"
+        return Stream(chunks=chunks(exchange), heartbeat=lambda: comment(exchange.note))
+
+    async def main() -> None:
+        async with served(Settings(headers_s=0, heartbeat_s=0.001)) as server:
+            one = endpoint(wait)
+            async with asking(make_app(server.service, [one], OPENAI), "/") as waiting:
+                await waiting.until_said(b": loading 5 %\n\n: loading 5 %\n\n")
+                assert waiting.status == 200
+                assert waiting.headers["content-type"].startswith("text/event-stream")
+                goes_on.set()
+                await waiting.until_said(b"[DONE]")
+                first, failed, _ = waiting.events
+                assert first == 1
+                assert failed["error"]["message"] == "a node is gone"
+
+    asyncio.run(main())
+
+
+def test_a_proxy_may_have_the_server_below_its_root() -> None:
+    async def main() -> None:
+        async with served(Settings(root_path="/llm")) as server:
+            for path in ("/llm/v1/models", "/v1/models"):
+                assert (await ask(server.app, path)).status == 200
+            document = (await ask(server.app, "/llm/openapi.json")).json
+            assert document["servers"] == [{"url": "/llm"}]
+
+    asyncio.run(main())
+
+
+def test_pages_of_other_sites_may_ask_only_if_named() -> None:
+    async def main() -> None:
+        origin = {"headers": {"Origin": "https://chat.example"}}
+        async with served() as server:
+            answer = await ask(server.app, "/v1/models", **origin)
+            assert "access-control-allow-origin" not in answer.headers
+        async with served(Settings(cors_origins=("https://chat.example",))) as server:
+            answer = await ask(server.app, "/v1/models", **origin)
+            assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+            other = {"headers": {"Origin": "https://evil.example"}}
+            answer = await ask(server.app, "/v1/models", **other)
+            assert "access-control-allow-origin" not in answer.headers
+
+    asyncio.run(main())

@@ -1,0 +1,34 @@
+"""The whole HTTP application over a scripted node."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp
+from support.cluster.scripted_node import ScriptedNode, client_of
+
+from shardnet.api.serve.server import application
+from shardnet.api.server.model_names import ModelNames
+from shardnet.api.server.service import Service
+from shardnet.api.server.settings import Settings
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    """The application and what is behind it."""
+
+    app: ASGIApp
+    node: ScriptedNode
+    service: Service
+    log: list[str] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def served(settings: Settings | None = None) -> AsyncIterator[Served]:
+    """Serve a scripted node."""
+    node = ScriptedNode()
+    async with client_of(node) as client:
+        service = Service(client=client, settings=settings or Settings(), models=ModelNames(client))
+        yield Served(app=application(service), node=node, service=service)

@@ -1,0 +1,266 @@
+"""The HTTP server over a real ring of two nodes: what programs ask, and how they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import openai
+import pytest
+from support.system.nodes import Crew, Machine
+from support.system.parrot import Parrots
+
+from shardnet.api import Client, OutputParams, SamplingParams
+from shardnet.api.client import connect
+from shardnet.api.serve.server import serving
+from shardnet.api.server.keys import Keyring, parse_key
+from shardnet.api.server.settings import Listening, Settings
+from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.wire.messages.membership import RingLoad
+from shardnet.wire.messages.plans import ModelChoice
+
+CONTEXT = 32768
+DEADLINE_S = 120.0
+KEYS = Settings(keys=Keyring([parse_key("ann:one", 1)]))
+
+
+@asynccontextmanager
+async def served(
+    crew: Crew, model: str, settings: Settings | None = None, context: int = 0
+) -> AsyncIterator[tuple[str, Client]]:
+    """Serve a model on two of the nodes; give the URL and a client of the same ring."""
+    nodes = [crew.nodes[number].address for number in (0, 2)]
+    listening = Listening(host="127.0.0.1", port=0, settings=settings or Settings())
+    async with asyncio.timeout(DEADLINE_S), connect(nodes[0]) as client:
+        client.choice = ModelChoice(model=model, nodes=nodes, context=context)
+        async with serving(client, listening) as url:
+            yield url, client
+
+
+async def load_of(client: Client) -> RingLoad:
+    status = await client.status()
+    assert status.load is not None
+    return status.load
+
+
+async def until_idle(client: Client) -> RingLoad:
+    """Wait until nothing runs or waits on the ring; fails at the deadline of `served`."""
+    while (load := await load_of(client)).running or load.waiting:
+        pass
+    return load
+
+
+@asynccontextmanager
+async def asking(url: str, body: Any) -> AsyncIterator[asyncio.StreamReader]:
+    """Ask for a completion over a connection of its own, which ends with the context."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    raw = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+    try:
+        yield reader
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def test_the_openai_client_chats_and_streams(trio: Crew) -> None:
+    async def main() -> None:
+        async with (
+            served(trio, DEFAULT_MODEL_NAME, KEYS) as (url, _),
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="one", max_retries=0) as client,
+        ):
+            asked: Any = {
+                "model": (await client.models.list()).data[0].id,
+                "messages": [{"role": "user", "content": "It is a truth universally " * 60}],
+                "max_tokens": 6,
+                "temperature": 0,
+            }
+            answer = await client.chat.completions.create(
+                **asked, logprobs=True, top_logprobs=2, n=2
+            )
+            text = answer.choices[0].message.content
+            assert text
+            assert answer.choices[1].message.content == text
+            assert answer.choices[0].finish_reason == "length"
+            assert answer.choices[0].logprobs is not None
+            content = answer.choices[0].logprobs.content
+            assert content is not None
+            assert "".join(token.token for token in content) == text
+            for token in content:  # greedy: the chosen one is the likeliest
+                assert token.top_logprobs[0].logprob == token.logprob
+
+            stream = await client.chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}
+            )
+            chunks = [chunk async for chunk in stream]
+            told = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+            assert "".join(told) == text
+            usage = chunks[-1].usage
+            assert usage is not None
+            assert usage.completion_tokens == 6
+            assert usage.prompt_tokens_details is not None
+            assert usage.prompt_tokens_details.cached_tokens
+
+            properties = {"name": {"type": "string", "maxLength": 5}}
+            schema = {
+                "type": "object",
+                "properties": properties,
+                "required": ["name"],
+                "additionalProperties": False,
+            }
+            shaped = await client.chat.completions.create(
+                **{**asked, "max_tokens": 40},
+                response_format={
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": schema},
+                },
+            )
+            assert [*json.loads(shaped.choices[0].message.content or "")] == ["name"]
+
+            long: Any = {**asked, "messages": [{"role": "user", "content": "a b " * 4000}]}
+            for is_stream in (False, True):
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await client.chat.completions.create(**long, stream=is_stream)
+                error: Any = caught.value.body
+                assert error["type"] == "exceed_context_size_error"
+                assert error["n_prompt_tokens"] > error["n_ctx"] == 1024
+            with pytest.raises(openai.NotFoundError, match=DEFAULT_MODEL_NAME):
+                await client.chat.completions.create(**{**asked, "model": "gpt-4"})
+            with pytest.raises(openai.AuthenticationError):
+                await client.with_options(api_key="two").models.list()
+
+    asyncio.run(main())
+
+
+def test_prompts_are_scored_as_the_python_api_does(trio: Crew) -> None:
+    """As evaluation programs ask: lists of ids, echo, logprobs."""
+    prompts = [[5, 6, 7, 8], [290, 3, 3]]
+
+    async def main() -> None:
+        async with (
+            served(trio, DEFAULT_MODEL_NAME) as (url, direct),
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client,
+        ):
+            asked: Any = {"model": "", "prompt": prompts, "temperature": 0, "seed": 1}
+            answer = await client.completions.create(**asked, echo=True, max_tokens=1, logprobs=2)
+            expected = await direct.complete(
+                prompts,
+                SamplingParams(n_logprobs=2),
+                max_tokens=1,
+                outputs=OutputParams(n_prompt_logprobs=2),
+            )
+            for choice, result in zip(answer.choices, expected, strict=True):
+                assert result.prompt_logprobs is not None
+                assert result.logprobs is not None
+                scored: Any = choice.logprobs
+                every = [*result.prompt_logprobs, *result.logprobs]
+                assert scored.token_logprobs == [one and one.logprob for one in every]
+                assert scored.top_logprobs[0] is None
+                for token, own, top in zip(
+                    scored.tokens[1:],
+                    scored.token_logprobs[1:],
+                    scored.top_logprobs[1:],
+                    strict=True,
+                ):
+                    assert top[token] == own
+                assert choice.text == "".join(scored.tokens)
+            stream = await client.completions.create(
+                **asked, echo=True, max_tokens=1, logprobs=2, stream=True
+            )
+            texts, logprobs = ["", ""], [[], []]  # type: ignore[var-annotated]
+            async for chunk in stream:
+                [one] = chunk.choices
+                texts[one.index] += one.text
+                if one.logprobs is not None:
+                    logprobs[one.index] += one.logprobs.token_logprobs or []
+            assert texts == [choice.text for choice in answer.choices]
+            assert logprobs == [choice.logprobs.token_logprobs for choice in answer.choices]  # type: ignore[union-attr]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_slot(
+    trio: Crew, parrots: Parrots, is_stream: bool
+) -> None:
+    async def main() -> None:
+        log: list[str] = []
+        settings = Settings(log=log.append)
+        async with served(trio, str(parrots.alphabet), settings, CONTEXT) as (url, client):
+            body = {"prompt": "a" * (CONTEXT - 100), "stream": is_stream}
+            async with asking(url, body) as answer:
+                if is_stream:  # long before the first token
+                    assert b" 200 " in await answer.readline()
+                while not (load := (await client.status()).load) or not load.running:
+                    pass
+            load = await until_idle(client)
+            assert load.used_blocks == load.warm_blocks
+        assert "499" in log[-1]
+        assert "0+0 tokens" in log[-1]
+
+    asyncio.run(main())
+
+
+def test_of_many_at_once_none_is_lost_and_none_stays(trio: Crew, parrots: Parrots) -> None:
+    """Half of 64 clients go away at some time."""
+    chance = random.Random(1)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+
+    async def one(url: str, number: int) -> bool:
+        start = number % 26
+        body = {"prompt": letters[start], "max_tokens": 8, "temperature": 0, "stream": True}
+        async with asking(url, body) as answer:
+            if number % 2 == 0:
+                for _ in range(chance.randrange(0, 20)):
+                    await answer.readline()
+                return True
+            raw = (await answer.read()).decode()
+            lines = [line.removeprefix("data: ") for line in raw.splitlines() if "data: {" in line]
+            text = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+            assert text == (letters * 2)[start + 1 : start + 9]
+            assert "data: [DONE]" in raw
+            return False
+
+    async def main() -> None:
+        async with served(trio, str(parrots.alphabet)) as (url, client):
+            left = await asyncio.gather(*(one(url, number) for number in range(64)))
+            assert sum(left) == 32
+            load = await until_idle(client)
+            assert load.used_blocks == load.warm_blocks
+
+    asyncio.run(main())
+
+
+def fetch(url: str, body: Any = None) -> Any:
+    raw = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(url, raw, timeout=DEADLINE_S) as answer:
+        return json.load(answer)
+
+
+def test_a_node_and_a_command_serve_over_sockets(machine: Machine, parrots: Parrots) -> None:
+    [node] = machine.start_nodes("hugo", arguments=["--http", "127.0.0.1:0"])
+    asked = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+    ring = ("--nodes", node.address, "--model", str(parrots.alphabet))
+    command = machine.begin("serve", *ring, "--port", "0", "--json")
+    ready = json.loads(command.stdout.wait_for("\n"))
+    assert ready["event"] == "ready"
+    assert fetch(f"{ready['url']}/v1/completions", asked)["choices"][0]["text"] == "bcd"
+    # The node serves the model that its ring has, to requests that name none.
+    assert fetch(f"{node.ready['http']}/v1/models")["data"][0]["id"] == "alphabet"
+    assert fetch(f"{node.ready['http']}/v1/completions", asked)["model"] == "alphabet"
+    assert fetch(f"{node.ready['http']}/readyz")["model"] == str(parrots.alphabet)
+    command.signal(signal.SIGINT)
+    result = command.wait()
+    assert (result.code, result.stdout.count("\n")) == (0, 1)
+    assert "Traceback" not in result.stderr
+    open_to_all = machine.call("serve", "--host", "0.0.0.0", "--port", "0")
+    assert "give --api-key KEY, or listen on 127.0.0.1" in open_to_all.error

@@ -1,0 +1,200 @@
+"""Chat templates with tools: the text that transformers gives, in the manner of each family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from shardnet.errors import UsageError
+from shardnet.tokenizers.chat.chat_template import ChatTemplate, TemplateOptions
+from shardnet.tokenizers.chat.template_process import TemplateProcess
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Weather — now",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+ARGUMENTS = {"city": 'Zürich "old"', "days": 2, "deep": {"a": [1, None, True]}}
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "I should look.",
+        "tool_calls": [{"id": "call00001", "name": "get_weather", "arguments": ARGUMENTS}],
+    },
+    {"role": "tool", "content": "20 °C", "tool_call_id": "call00001", "name": "get_weather"},
+]
+
+# What is typical of each family: tools as JSON in a system message, calls as JSON or by argument.
+MARKED = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content is defined and enable_thinking is not false %}<think>
+{{ message.reasoning_content }}
+</think>
+{% endif %}
+{%- if message.content is string %}{{ message.content }}{% endif %}
+{%- for call in message.tool_calls %}{% set call = call.function %}
+<tool_call>
+{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+BY_ARGUMENT = """{%- macro shape(schema, depth) %}{{ schema.type }}{% for name, inner in
+(schema.properties or {}) | items %} {{ name }}:{{ shape(inner, depth + 1) }}{% endfor %}
+{%- endmacro %}
+{%- for tool in tools %}{{ tool.function.name }} {{ shape(tool.function.parameters, 0) }}
+{% endfor %}
+{%- for message in messages if message.role == "assistant" %}{% for call in message.tool_calls %}
+<function={{ call.function.name }}>
+{%- for name, value in call.function.arguments | items %}
+<parameter={{ name }}>
+{{ value if value is string else value | tojson | safe }}
+</parameter>
+{%- endfor %}
+</function>{% endfor %}{% endfor %}"""
+LISTED = """{{ bos_token }}{% if tools is not none and tools | length > 0 %}[AVAILABLE_TOOLS]
+{{- tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for message in messages %}
+{%- if message.tool_calls is defined %}[TOOL_CALLS][{% for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{ raise_exception("ids have nine characters") }}{% endif %}
+{{- call.function | tojson | trim("}") }}, "id": "{{ call.id }}"}
+{%- endfor %}]{{ eos_token }}
+{%- elif message.role == "tool" %}[TOOL_RESULTS]{"content": {{ message.content | tojson }},
+ "call_id": "{{ message.tool_call_id }}"}[/TOOL_RESULTS]
+{%- else %}[INST]{{ message["content"] }}[/INST]{% endif %}{% endfor %}"""
+CHANNELS = """<|start|>system<|message|>Reasoning: {{ reasoning_effort | default("medium") }}
+{%- if tools %} # Tools {% for tool in tools %}{{ tool.function.description }}
+{%- for name, value in tool.function.parameters.properties.items() %} {{ name }}: {{ value.type }}
+{%- endfor %}{% endfor %}{% endif %}<|end|>
+{%- for message in messages %}
+{%- if "tool_calls" in message %}{% set call = message.tool_calls[0].function %}
+<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>
+{{- call.arguments | tojson }}<|call|>
+{%- elif message.role == "tool" %}<|start|>functions.{{ message.name }} to=assistant<|message|>
+{{- message.content | tojson }}<|end|>
+{%- else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateProcess]:
+    """It runs before the first test begins."""
+    process = TemplateProcess()
+    empty = ChatTemplate(source="", where="t", tokens={})
+    assert process.render(empty, []) == ""
+    yield process
+    process.close()
+
+
+def told(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As messages travel: a call's arguments are JSON text."""
+    return [
+        {
+            **message,
+            "tool_calls": [
+                {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+                for call in message["tool_calls"]
+            ],
+        }
+        if "tool_calls" in message
+        else message
+        for message in talk
+    ]
+
+
+def nested(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As transformers expects messages."""
+    return [
+        {
+            **message,
+            "tool_calls": [
+                {
+                    "id": call["id"],
+                    "type": "function",
+                    "function": {"name": call["name"], "arguments": call["arguments"]},
+                }
+                for call in message["tool_calls"]
+            ],
+        }
+        if "tool_calls" in message
+        else message
+        for message in talk
+    ]
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"enable_thinking": False, "reasoning_effort": "high", "unused": 1.5}]
+)
+@pytest.mark.parametrize("source", [MARKED, BY_ARGUMENT, LISTED, CHANNELS])
+def test_tools_and_calls_give_the_text_that_transformers_gives(
+    process: TemplateProcess, source: str, values: dict[str, Any]
+) -> None:
+    [expected], _ = render_jinja_template(
+        [nested(TALK)],
+        chat_template=source,
+        tools=TOOLS,
+        add_generation_prompt=True,
+        **TOKENS,
+        **values,
+    )
+    options = TemplateOptions(tools=json.dumps(TOOLS), values=values)
+    template = ChatTemplate(source=source, where="chat_template.jinja", tokens=TOKENS)
+    assert process.render(template, told(TALK), options) == expected
+    assert "get_weather" in expected or source is CHANNELS
+
+
+@pytest.mark.parametrize("arguments", ["{broken", '"text"', "[1]", "{" * 70])
+def test_arguments_that_are_no_object_reach_the_template_as_they_came(
+    process: TemplateProcess, arguments: str
+) -> None:
+    template = ChatTemplate(
+        source="{{ messages[0].tool_calls[0].function.arguments }}", where="t", tokens={}
+    )
+    call = {"id": "", "name": "f", "arguments": arguments}
+    talk = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert process.render(template, talk) == arguments
+
+
+@pytest.mark.parametrize(
+    ("tools", "values", "words"),
+    [
+        ("{", {}, "the tools cannot be read"),
+        ('{"a": 1}', {}, "list of objects"),
+        ("[1]", {}, "list of objects"),
+        ("[" + '{"a":' * 64 + "1" + "}" * 64 + "]", {}, "nested 65 deep"),
+        ("", {"messages": 1}, "'messages' is not the name"),
+        ("", {"bos_token": "x"}, "'bos_token' is not the name"),
+        ("", {"a b": 1}, "'a b' is not the name"),
+    ],
+)
+def test_tools_and_options_that_cannot_be_used_are_the_clients_fault(
+    process: TemplateProcess, tools: str, values: dict[str, Any], words: str
+) -> None:
+    template = ChatTemplate(source="x", where="t", tokens=TOKENS)
+    options = TemplateOptions(tools=tools, values=values)
+    with pytest.raises(UsageError, match=words):
+        process.render(template, [{"role": "user", "content": ""}], options)
