@@ -16,9 +16,10 @@ from shardnet.api import Client, Message, connect
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.transport.loop import run
 
-TEMPLATE = """{%- for message in messages -%}
+TEMPLATE = """{%- for tool in tools or [] -%}{{ tool.function.name }}{%- endfor -%}
+{%- for message in messages -%}
 {{ '<' + message.role[0] + '>' + message.content }}
-{%- endfor -%}"""
+{%- endfor -%}{{ last }}"""
 """The parrot goes on after the last character of the last message."""
 
 
@@ -115,6 +116,25 @@ def test_messages_in_the_python_api(node: NodeProcess, talker: Path) -> None:
         [second] = await client.complete(messages, max_tokens=2)
         assert second.text == "no"
         assert second.usage.n_reused >= len(first.prompt_token_ids)
+        asked = client.generate(
+            [{"role": "user", "content": "x" * 400 + "a"}],
+            max_tokens=2,
+            tools=[{"type": "function", "function": {"name": "fff"}}],
+            template_options={"last": "ghi"},
+        )
+        events = [event async for event in asked]
+        (tail,) = {event.prompt_tail for event in events if event.prompt_tail}
+        assert (tail[-5:], len(tail), events[-1].token_ids) == ("xaghi", 64, ())
+        result = events[-1].result
+        assert result is not None
+        assert result.text == "jk"
+        assert len(result.prompt_token_ids) == len(first.prompt_token_ids) + 6
+        described = await client.describe_tokenizer()
+        assert described.template == TEMPLATE
+        special = {token.token_id: token.text for token in described.added if token.is_special}
+        assert special[described.eos_ids[0]].startswith("<")
+        with pytest.raises(UsageError, match="'messages' is not the name"):
+            await client.complete(messages, template_options={"messages": "x"})
         with pytest.raises(UsageError, match="give each a role and a content"):
             await client.complete([{"role": "user"}])  # type: ignore[list-item]
         (talker / "chat_template.jinja").write_text("{{ nothing.at_all }}")

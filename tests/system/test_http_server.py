@@ -112,7 +112,12 @@ def test_the_openai_client_chats_and_streams(trio: Crew) -> None:
             assert usage.prompt_tokens_details.cached_tokens
 
             properties = {"name": {"type": "string", "maxLength": 5}}
-            schema = {"type": "object", "properties": properties, "required": ["name"]}
+            schema = {
+                "type": "object",
+                "properties": properties,
+                "required": ["name"],
+                "additionalProperties": False,
+            }
             shaped = await client.chat.completions.create(
                 **{**asked, "max_tokens": 40},
                 response_format={

@@ -28,8 +28,10 @@ PROMPTS = (
     ' "frequency_penalty": 0.1}',
     '{"prompt": "No", "stop": ["."], "stop_token_ids": [0], "ignore_eos": true, "priority": 1,'
     ' "deadline_s": 100}',
+    '{"prompt": "In", "regex": "[0-9]{4}|soon", "max_tokens": 5}',
 )
 """One line of each kind that docs/usage.md names."""
+SCHEMA = '{"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}'
 
 
 @pytest.fixture
@@ -65,6 +67,7 @@ def shortly(command: list[str]) -> list[str]:
 @pytest.mark.parametrize("page", [README, USAGE], ids=["README.md", "usage.md"])
 def test_what_generates_generates(machine: Machine, page: Path) -> None:
     (machine.folder / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
+    (machine.folder / "person.json").write_text(SCHEMA, encoding="utf-8")
     found = telling(shown(page, "generate"))
     assert found
     for command in found:
@@ -77,6 +80,7 @@ def test_what_generates_generates(machine: Machine, page: Path) -> None:
         if "--prompts-file" in command:
             assert [answer["index"] for answer in answers] == list(range(len(PROMPTS)))
             assert answers[4]["sample_index"] == 2
+            assert re.fullmatch("[0-9]{4}|soon", answers[7]["text"])
         else:
             assert len(answers[0]["logprobs"][0]["top"]) == 3
 

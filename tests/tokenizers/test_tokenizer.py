@@ -167,6 +167,9 @@ def test_n_tokens_counts_added_tokens() -> None:
     assert tokenizer.has_token(tokenizer.n_tokens - 1)
     assert tokenizer.token_text(tokenizer.n_tokens - 2) == "my token"
     assert tokenizer.special_ids == {0, 1, 2, 3}
+    added = {text: special for _, text, special in tokenizer.added_tokens(256)}
+    assert (added["<|end|>"], added["my token"]) == (True, False)
+    assert [text for _, text, _ in tokenizer.added_tokens(7)] == [t for t in added if len(t) < 8]
 
 
 # --- files

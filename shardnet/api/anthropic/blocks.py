@@ -5,8 +5,9 @@ Pure. Must not know how a request is run.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -117,12 +118,15 @@ def _fill(block: Block, text: str) -> None:
 
 def _object(text: str) -> msgspec.Raw:
     """Return the text of a JSON object as it is; an empty object for what is none."""
-    raw = text.encode()
-    try:
-        msgspec.json.decode(raw, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        return _EMPTY
-    return msgspec.Raw(raw)
+    try:  # msgspec refuses numbers that other readers take
+        is_object = isinstance(json.loads(text, parse_constant=_refuse), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    return msgspec.Raw(text.encode()) if is_object else _EMPTY
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def stopped(ended: Ended, stops: Sequence[str], max_tokens: int) -> Stopped:

@@ -74,6 +74,11 @@ class JsonFollower:
         return self._end_scalar() if self._scalar and not self._open else ""
 
     @property
+    def n_unsettled(self) -> int:
+        """How many characters were taken and not yet returned."""
+        return len(self._scalar) + len(self._escape)
+
+    @property
     def _in_string(self) -> bool:
         return self._next == "string"
 
@@ -99,7 +104,7 @@ class JsonFollower:
             parts.append(self._escape)
             self._escape = ""
         elif not _ESCAPE_BEGINS.fullmatch(self._escape):
-            self.has_failed = True
+            self._escape, self.has_failed = self._escape[:-1], True
             return place
         return place + 1
 
@@ -127,7 +132,7 @@ class JsonFollower:
     def _end_scalar(self) -> str:
         scalar, self._scalar = self._scalar, ""
         if not _IS_SCALAR.fullmatch(scalar):
-            self.has_failed = True
+            self._scalar, self.has_failed = scalar, True
             return ""
         self._value_ended()
         return scalar

@@ -22,7 +22,7 @@ from shardnet.api.chat_formats.deltas import (
     ToolCallStarted,
 )
 from shardnet.api.chat_formats.json_text import JsonFollower, Tool
-from shardnet.api.chat_formats.marks import MarkFinder, Marks, TokenText
+from shardnet.api.chat_formats.marks import SURROGATES, MarkFinder, Marks, TokenText
 
 _T = TypeVar("_T")
 Steps: TypeAlias = Generator[None, None, _T]
@@ -117,6 +117,8 @@ class Reader(ABC):
         self._out: list[OutputDelta] = []
         self._held: list[OutputDelta] | None = None
         self._start = 0
+        self._given_at = 0
+        """Up to where the deltas of an attempt tell the text."""
         self._n_calls = 0
         self.content_text = _Prose(ContentDelta)
         self.reasoning_text = _Prose(ReasoningDelta)
@@ -167,8 +169,11 @@ class Reader(ABC):
 
     def cut(self) -> None:
         """Forget the text that was read, where nothing goes back to it."""
-        if self._held is None or self._is_given:
-            self._text, self._at, self._start = self._text[self._at :], 0, 0
+        if self._held is None:
+            self._text, self._at = self._text[self._at :], 0
+        elif self._is_given:
+            self._text, self._at = self._text[self._given_at :], self._at - self._given_at
+            self._given_at = 0
 
     def take(self, n: int = 1) -> None:
         """Take characters that were seen."""
@@ -200,7 +205,10 @@ class Reader(ABC):
         return True
 
     def until(self, ends: str) -> Steps[str]:
-        """Take a name, up to one of these characters, which stays. Raises NotACallError if long."""
+        """Take a name, up to one of these characters, which stays.
+
+        Raises NotACallError for one that is long or has marks in it.
+        """
         pattern = re.compile(f"[{re.escape(ends)}]")
         start = self._at
         while True:
@@ -208,8 +216,10 @@ class Reader(ABC):
             self._at = found.start() if found else len(self._text)
             if self._at - start > MAX_NAME:
                 raise NotACallError
+            if SURROGATES.search(self._text, start, self._at):
+                raise NotACallError
             if found:
-                return self.marks.plain(self._text[start : self._at])
+                return self._text[start : self._at]
             yield from self.need()
 
     def value(self, first: str, decide: Decide, sink: Sink) -> Steps[None]:
@@ -245,9 +255,11 @@ class Reader(ABC):
                 sink(rest)
                 return
             yield from self.need()
-            text, self._at = follower.feed(self._text, self._at)
+            text, end = follower.feed(self._text, self._at)
+            self._at = end - follower.n_unsettled
             if text:
                 sink(text)
+            self._at = end
             if follower.has_failed:
                 raise NotACallError
             self.cut()
@@ -278,6 +290,7 @@ class Reader(ABC):
             self._out += deltas
             return
         most = self.settings.max_calls
+        self._given_at = self._at
         self._held += (
             delta
             for delta in deltas
@@ -323,6 +336,7 @@ class Reader(ABC):
         was given out already stays: reading goes on behind it.
         """
         self._start, self._held, self._is_given = self._at, [], False
+        self._given_at = self._at
         n_calls = self._n_calls
         try:
             yield from steps
@@ -330,6 +344,7 @@ class Reader(ABC):
         except (NotACallError, OutputEndedError) as why:
             has_ended = isinstance(why, OutputEndedError)
             if self._is_given:
+                self._at = len(self._text) if has_ended else self._given_at
                 return True
             self._n_calls = n_calls
             if not has_ended or not drops:

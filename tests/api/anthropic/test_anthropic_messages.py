@@ -10,10 +10,13 @@ import pytest
 from support.servers.asgi_client import ask, asking
 from support.servers.http_app import served
 
+from shardnet.api.anthropic.answers import ToolUseBlock
+from shardnet.api.anthropic.blocks import whole_blocks
 from shardnet.api.anthropic.body import ContinuedBody
 from shardnet.api.anthropic.conversation import continued
 from shardnet.api.anthropic.faults import fault_answer
 from shardnet.api.chat.request import ChatTurn, ToolCall
+from shardnet.api.chat_formats.deltas import ToolCallDelta, ToolCallStarted
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError, fault_of
 from shardnet.api.server.keys import Keyring, parse_key
@@ -226,12 +229,8 @@ def test_calls_and_thinking_are_blocks_of_their_own() -> None:
             thinking, said, first, second = answer["content"]
             assert thinking == {"type": "thinking", "thinking": "hm", "signature": ""}
             assert said == text("I look.")
-            assert (first["type"], first["name"], first["input"]) == (
-                "tool_use",
-                "weather",
-                {"a": 1},
-            )
-            assert first["id"]
+            assert first.pop("id")
+            assert first == {"type": "tool_use", "name": "weather", "input": {"a": 1}}
             assert second["input"] == {}
 
             exchanged = await ask(server.app, MESSAGES, {**body, "stream": True})
@@ -261,6 +260,23 @@ def test_calls_and_thinking_are_blocks_of_their_own() -> None:
             assert told[-2]["delta"]["stop_reason"] == "tool_use"
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ('{"a": 1e999}', '{"a": 1e999}'),
+        ('{"a": NaN}', "{}"),
+        ("[1]", "{}"),
+        ('{"a', "{}"),
+        ('{"a":' * 100_000, "{}"),
+    ],
+)
+def test_the_input_of_a_call_is_an_object_whatever_was_written(written: str, meant: str) -> None:
+    deltas = [ToolCallStarted(0, "c", "f"), ToolCallDelta(0, written)]
+    [block] = whole_blocks(deltas)
+    assert isinstance(block, ToolUseBlock)
+    assert bytes(block.input) == meant.encode()
 
 
 def test_a_stream_that_waits_has_pings() -> None:

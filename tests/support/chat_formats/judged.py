@@ -6,7 +6,6 @@ for tokens that are marks: those are known, and stand where the text has them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -163,6 +162,13 @@ def events_of(fixture: Fixture) -> list[tuple[int, str]]:
     return found
 
 
+def has_spelled_marks(fixture: Fixture) -> bool:
+    """Whether the text has a mark that is written with other tokens."""
+    _, tokens = format_of(fixture)
+    ids = [n for n in fixture.output_token_ids or () if n in tokens]
+    return sum(fixture.raw_output.count(text.text) for text in tokens.values()) > len(ids)
+
+
 def _places(fixture: Fixture, marks: list[tuple[int, str]], n_ids: int) -> list[int]:
     """Where in the text each mark stands.
 
@@ -256,25 +262,20 @@ def joined(deltas: Sequence[OutputDelta]) -> ParseResult:
 def judge(fixture: Fixture, *, hold: int | None = HOLD, only: Sequence[str] = ()) -> Verdict:
     """Have the judge look at one fixture: at once as an answer, and streamed in every way."""
     tokens = events_of(fixture)
-    marks = set(format_of(fixture)[1])
+    special = {place for place, (n, _) in enumerate(tokens) if n in format_of(fixture)[1]}
     streams = {}
     for strategy in DEFAULT_STRATEGIES:
         if only and strategy.id not in only:
             continue
-        places = split(
-            list(range(len(tokens))),
-            strategy,
-            special={place for place, (n, _) in enumerate(tokens) if n in marks},
-        )
-        groups = [[tokens[place]] for group in places for place in group]
+        groups = [
+            [tokens[place] for place in group]
+            for group in split(list(range(len(tokens))), strategy, special=special)
+        ]
+        if has_spelled_marks(fixture):  # as a node sends them: a token an event
+            groups = [[token] for group in groups for token in group]
         streams[strategy.id] = parse(fixture, groups, hold)
     whole = parse(fixture, [[token] for token in tokens], None)
     rows = run_checks(fixture, family_for(fixture), Observation(nonstream=whole, streams=streams))
     bad = [row for row in rows if row.status not in (Status.PASS, Status.SOFT_PASS)]
     why = "; ".join(f"{row.check}/{row.strategy}: {row.detail}" for row in bad[:3])
     return Verdict(case_status(rows).value, why, whole)
-
-
-def tally(fixtures: Sequence[Fixture], hold: int | None = HOLD) -> Counter[tuple[str, str]]:
-    """Count fixtures by family and status."""
-    return Counter((each.family, judge(each, hold=hold).status) for each in fixtures)

@@ -142,7 +142,7 @@ _LOAD = RingLoad(
 def _text(message: Generate) -> str:
     if message.token_ids is not None:
         return "".join(map(chr, message.token_ids))
-    return message.messages[-1].content if message.messages else message.prompt
+    return message.messages[-1].content or "" if message.messages else message.prompt
 
 
 def _short_answers(message: Incoming) -> list[ControlMessage]:

@@ -39,10 +39,15 @@ class Said:
 
 @asynccontextmanager
 async def real_ring(
-    folder: Path, choice: KernelChoice, *, n_stages: int = 2, room_blocks: int = ROOM_BLOCKS
+    folder: Path,
+    choice: KernelChoice,
+    *,
+    n_stages: int = 2,
+    room_blocks: int = ROOM_BLOCKS,
+    n_layers: int = N_LAYERS,
 ) -> AsyncIterator[Engine]:
-    """Run a tiny checkpoint of 4 layers as a ring of `n_stages` over memory links."""
-    chain = StageChain.load(folder, even_split(N_LAYERS, n_stages), choice)
+    """Run a checkpoint, by default a tiny one of 4 layers, as a ring over memory links."""
+    chain = StageChain.load(folder, even_split(n_layers, n_stages), choice)
     computes = [
         TorchCompute(
             stage,

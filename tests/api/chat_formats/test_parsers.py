@@ -1,0 +1,353 @@
+"""Parsers: how ids and text are divided changes nothing, nothing is lost, nothing is raised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import soak
+from support.chat_formats.judged import joined
+
+from shardnet.api.chat_formats.choice import ToolChoice, with_ids
+from shardnet.api.chat_formats.deltas import (
+    ContentDelta,
+    OutputDelta,
+    ReasoningDelta,
+    ToolCallDelta,
+    ToolCallStarted,
+)
+from shardnet.api.chat_formats.formats import FORMATS, PLAIN, ChatFormat, choose_format
+from shardnet.api.chat_formats.json_text import json_of, read_tools
+from shardnet.api.chat_formats.marks import TokenText
+from shardnet.errors import UsageError
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "string"}, "n": {"type": "integer"}, "x": {}},
+            },
+        },
+    }
+    for name in ("f", "g")
+]
+BY_NAME = {each.name: each for each in [*FORMATS, PLAIN]}
+
+Events = list[tuple[int, str]]
+
+CALLS = {
+    "hermes": ["<tool_call>", '{"name": "f", "arguments": {"a": "é", "n": [1]}}', "</tool_call>"],
+    "qwen-xml": ["<tool_call>", "<function=f>\n<parameter=a>\né\n</parameter>\n</function>"],
+    "glm": ["<tool_call>", "f", "<arg_key>", "a", "</arg_key>", "<arg_value>", "é", "</arg_value>"],
+    "deepseek": [
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "f",
+        "<｜tool▁sep｜>",
+        '{"a": 1}',
+    ],
+    "deepseek-dsml": ['<｜DSML｜invoke name="f">', '<｜DSML｜parameter name="a">é'],
+    "mistral": ["[TOOL_CALLS]", "f", "[ARGS]", '{"a": "é"}', ' [{"name": "g"}]'],
+    "list": ["<|tool_call|>", '[{"name": "f", "arguments": {}}]'],
+    "llama": ["<|python_tag|>", '{"name": "f", "parameters": {"a": 1}}', "[g(a='x', n=[1])]", ";"],
+    "harmony": [
+        "<|channel|>",
+        "commentary to=functions.f",
+        "<|message|>",
+        '{"a": "é"}',
+        "<|call|>",
+    ],
+    "gemma": ["<|tool_call>", "call:f{a:", '<|"|>', "é", ",x:[1,{b:true}]", "}", "<tool_call|>"],
+    "kimi-k2": [
+        *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0"),
+        *("<|tool_call_argument_begin|>", '{"a": 1}'),
+    ],
+    "kimi-k3": [
+        "<|open|>",
+        'call tool="f"',
+        "<|sep|>",
+        'argument key="a" type="string"',
+        "<|close|>",
+    ],
+    "plain": ["<think>"],
+}
+"""Pieces of calls of each format, of which outputs are made."""
+TEXTS = {"<function=", "<｜DSML｜", "</｜DSML｜"}
+"""Marks that no tokenizer has as tokens."""
+PARTS = {"deepseek-dsml": ["｜DSML｜"]}
+ANYTHING = ["text", " ", "\n", "{", "}", '"', "</", "x<", '{"a": 1}', "ÿ", "<|im_end|>"]
+
+
+def tokens_of(written: ChatFormat) -> dict[int, TokenText]:
+    """The marks of a format as tokens, and one special token of another kind."""
+    texts = [*sorted({*written.reader.MARKS} - TEXTS), *PARTS.get(written.name, ()), "<|im_end|>"]
+    return {n: TokenText(text, text == "<|im_end|>") for n, text in enumerate(texts)}
+
+
+def events_of(written: ChatFormat, pieces: Sequence[str]) -> Events:
+    """Each piece as one token, marks as their own."""
+    ids = {token.text: n for n, token in tokens_of(written).items()}
+    return [(ids.get(piece, 1000), piece) for piece in pieces]
+
+
+def read(
+    written: ChatFormat,
+    feeds: Sequence[tuple[Sequence[int], str]],
+    *,
+    tools: Sequence[dict[str, Any]] = TOOLS,
+    **options: Any,
+) -> list[OutputDelta]:
+    parser = written.parser(tokens=tokens_of(written), tools=tools, **options)
+    deltas = [delta for ids, text in feeds for delta in parser.feed(ids, text)]
+    return [*deltas, *parser.finish()]
+
+
+def read_pieces(name: str, pieces: Sequence[str], **options: Any) -> list[OutputDelta]:
+    written = BY_NAME[name]
+    return read(written, [([n], text) for n, text in events_of(written, pieces)], **options)
+
+
+outputs = st.sampled_from(sorted(CALLS)).flatmap(
+    lambda name: st.tuples(
+        st.just(name),
+        st.lists(
+            st.one_of(
+                st.sampled_from([*CALLS[name], *BY_NAME[name].reader.MARKS]),
+                st.sampled_from(ANYTHING),
+            ),
+            max_size=14,
+        ),
+    )
+)
+
+
+@given(outputs, st.data(), st.sampled_from([0, 5, 512, None]))
+@settings(max_examples=soak.examples(60), deadline=None)
+def test_how_it_is_divided_changes_nothing(
+    output: tuple[str, list[str]], data: st.DataObject, hold: int | None
+) -> None:
+    """Tokens one by one, in groups, and with text that comes later than its ids."""
+    name, pieces = output
+    written = BY_NAME[name]
+    events = events_of(written, pieces)
+    expected = joined(read(written, [([n], text) for n, text in events], hold=hold))
+    feeds: list[tuple[list[int], str]] = []
+    late = ""
+    for n, text in events:
+        late += text
+        size = data.draw(st.integers(0, len(late)))
+        joins = feeds and data.draw(st.booleans())
+        ids = [*feeds.pop()[0], n] if joins and not feeds[-1][1] else [n]
+        feeds.append((ids, late[:size]))
+        late = late[size:]
+    feeds.append(([], late))
+    assert joined(read(written, feeds, hold=hold)) == expected
+
+
+@given(outputs)
+@settings(max_examples=soak.examples(60), deadline=None)
+def test_without_tools_nothing_is_lost(output: tuple[str, list[str]]) -> None:
+    """But marks of reasoning, headers, other special tokens, and space."""
+    name, pieces = output
+    if name in ("harmony", "kimi-k3"):
+        return  # their headers and tags are no text
+    deltas = read_pieces(name, pieces, tools=[])
+    assert all(isinstance(delta, ContentDelta | ReasoningDelta) for delta in deltas)
+    shown = "".join(d.text for d in deltas if isinstance(d, ContentDelta | ReasoningDelta))
+    dropped = [mark for pair in getattr(BY_NAME[name].reader, "THINK", ()) for mark in pair]
+    written = "".join(pieces)
+    for mark in (*dropped, "<|im_end|>"):
+        shown, written = shown.replace(mark, ""), written.replace(mark, "")
+    assert "".join(shown.split()) == "".join(written.split())
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    """Where nothing is held back: each piece of text that a token completes."""
+    pieces = ["<tool_call>", '{"name": "f", "arguments": ', '{"a": "b', "c", 'd", "n": 1', "}}"]
+    deltas = read_pieces("hermes", pieces, hold=0)
+    assert deltas == [
+        ToolCallStarted(0, None, "f"),
+        ToolCallDelta(0, '{"a": "b'),
+        ToolCallDelta(0, "c"),
+        ToolCallDelta(0, 'd", "n": '),
+        ToolCallDelta(0, "1}"),
+    ]
+
+
+def test_a_long_call_is_not_held_back_to_its_end() -> None:
+    parser = BY_NAME["qwen-xml"].parser(tokens=tokens_of(BY_NAME["qwen-xml"]), tools=TOOLS)
+    ids = {token.text: n for n, token in tokens_of(BY_NAME["qwen-xml"]).items()}
+    assert parser.feed([ids["<tool_call>"]], "<tool_call>") == []
+    assert parser.feed([1000], "<function=") == []
+    assert parser.feed([1000], "f>\n<parameter=a>\n" + "x" * 400) == []
+    started, *rest = parser.feed([1000], "y" * 400)
+    assert started == ToolCallStarted(0, None, "f")
+    assert "".join(d.text for d in rest if isinstance(d, ToolCallDelta)).endswith("y" * 400)
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("hermes", ["<tool_call>", "no JSON", "</tool_call>"]),
+        ("hermes", ["<tool_call>", '{"name": "f", "arguments": {"a" 1}}', "</tool_call>"]),
+        ("hermes", ["<tool_call>", '{"name": "f", "arguments": [1]}', "</tool_call>"]),
+        ("mistral", ["[TOOL_CALLS]", "f", "[ARGS]", "{1}"]),
+        ("glm", ["<tool_call>", "f", "<arg_value>", "1", "</tool_call>"]),
+        ("deepseek", ["<｜tool▁calls▁begin｜>", "f", "<｜tool▁sep｜>", "{}"]),
+        ("llama", ['{"name": "unknown", "parameters": {}}']),
+        ("llama", ['{"a": 1} is an object']),
+        ("llama", ["[1] says that"]),
+        ("gemma", ["<|tool_call>", "call:f no brace", "<tool_call|>"]),
+        (
+            "kimi-k2",
+            ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", "f", "<|tool_call_end|>"],
+        ),
+        ("qwen-xml", ["<tool_call>", "<function=f>", "no parameter", "</tool_call>"]),
+        ("list", ["<|tool_call|>", "text"]),
+    ],
+)
+@pytest.mark.parametrize("hold", [512, None])
+def test_what_is_no_call_is_content(name: str, pieces: list[str], hold: int | None) -> None:
+    result = joined(read_pieces(name, [*pieces, " And so on."], hold=hold))
+    assert result.tool_calls == ()
+    assert result.content == "".join(pieces) + " And so on."
+
+
+def test_a_mark_that_is_spelled_with_other_tokens_is_text() -> None:
+    """Even where all of it comes in the same event as the token itself."""
+    written = BY_NAME["mistral"]
+    ids = {token.text: n for n, token in tokens_of(written).items()}
+    parser = written.parser(tokens=tokens_of(written), tools=TOOLS)
+    deltas = [
+        *parser.feed([1000], "Write [TOOL_CALLS]f[ARGS]{} or "),
+        *parser.feed([ids["[TOOL_CALLS]"]], "[TOOL_CALLS][TOOL_CALLS]"),
+        *parser.feed([1000], "g"),
+        *parser.feed([ids["[ARGS]"]], "[ARGS]"),
+        *parser.feed([1000], '{"a": "[ARGS]"}'),
+        *parser.finish(),
+    ]
+    result = joined(deltas)
+    assert result.content == "Write [TOOL_CALLS]f[ARGS]{} or [TOOL_CALLS]"
+    assert [(c.name, c.arguments_raw) for c in result.tool_calls] == [("g", '{"a": "[ARGS]"}')]
+
+
+def test_a_stop_token_without_text_keeps_nothing_back() -> None:
+    written = BY_NAME["hermes"]
+    ids = {token.text: n for n, token in tokens_of(written).items()}
+    parser = written.parser(tokens=tokens_of(written), tools=TOOLS)
+    deltas = [*parser.feed([1000], "Hi <|im"), *parser.feed([ids["<|im_end|>"]], "")]
+    assert joined([*deltas, *parser.finish()]).content == "Hi <|im"
+
+
+@pytest.mark.parametrize(
+    ("tail", "pieces", "reasoning", "content"),
+    [
+        ("<|im_start|>assistant\n<think>\n", ["why", "\n", "</think>", "\n\nso"], "why", "so"),
+        ("<|im_start|>assistant\n", ["<think>", "\nwhy", "</think>", "so"], "why", "so"),
+        ("<think>\n\n</think>\n\n", ["so"], None, "so"),
+        ("what is <think>?<|im_end|>\n<|im_start|>assistant\n", ["so"], None, "so"),
+        ("", ["<think>", "cut off "], "cut off ", None),
+    ],
+)
+def test_reasoning_is_told_apart(
+    tail: str, pieces: list[str], reasoning: str | None, content: str | None
+) -> None:
+    result = joined(read_pieces("hermes", pieces, prompt_tail=tail))
+    assert (result.reasoning_content, result.content) == (reasoning, content)
+
+
+def test_at_most_one_call_where_there_may_be_one() -> None:
+    pieces = ["<tool_call>", '{"name": "f", "arguments": {}}', "</tool_call>"]
+    choice = ToolChoice(is_parallel=False)
+    calls = joined(read_pieces("hermes", pieces * 3, choice=choice)).tool_calls
+    assert [call.name for call in calls] == ["f"]
+    assert len(joined(read_pieces("hermes", pieces * 3)).tool_calls) == 3
+
+
+@pytest.mark.parametrize(("name", "opener"), [("hermes", "<tool_call>"), ("list", "<|tool_call|>")])
+def test_a_list_of_calls_behind_one_mark(name: str, opener: str) -> None:
+    objects = '[{"name": "f", "arguments": {"n": 1}}, {"name": "g", "arguments": "{}"}]'
+    result = joined(read_pieces(name, [opener, objects]))
+    assert [(c.name, c.arguments_raw) for c in result.tool_calls] == [
+        ("f", '{"n": 1}'),
+        ("g", "{}"),
+    ]
+    assert result.content is None
+
+
+def test_the_choice_of_tools() -> None:
+    tools = read_tools(TOOLS)
+    assert ToolChoice.of(None, {}).mode == "none"
+    assert ToolChoice.of(None, tools).mode == "auto"
+    named = ToolChoice.of({"type": "function", "function": {"name": "g"}}, tools)
+    assert ([*named.offered(tools)], len(named.shown(TOOLS))) == (["g"], 1)
+    none = ToolChoice.of("none", tools)
+    assert (none.offered(tools), none.shown(TOOLS)) == ({}, [])
+    assert ToolChoice.of("required", tools, is_parallel=False).max_calls == 1
+    with pytest.raises(UsageError, match="none of the tools"):
+        ToolChoice.of({"type": "function", "name": "h"}, tools)
+    with pytest.raises(UsageError, match="there are no tools"):
+        ToolChoice.of("required", {})
+    with pytest.raises(UsageError, match="must be none, auto"):
+        ToolChoice.of(7, tools)
+
+
+def test_calls_get_the_ids_that_their_format_wants() -> None:
+    started: list[OutputDelta] = [ToolCallStarted(1, None, "f"), ToolCallStarted(2, "own", "g")]
+
+    def ids(name: str) -> list[str | None]:
+        made = with_ids(started, name, lambda letters: letters[0])
+        return [delta.call_id for delta in made if isinstance(delta, ToolCallStarted)]
+
+    assert ids("mistral") == ["a" * 9, "own"]
+    assert ids("kimi-k2") == ["functions.f:1", "own"]
+    assert ids("hermes") == ["call_" + "a" * 24, "own"]
+
+
+def test_the_format_is_chosen_by_the_template_and_else_by_the_tokens() -> None:
+    assert choose_format("{{ x }}<tool_call>{{ tools }}", {}).name == "hermes"
+    assert choose_format("<tool_call><function=f><parameter=a>", {}).name == "qwen-xml"
+    assert choose_format("<tool_call><arg_key>", {}).name == "glm"
+    tokens = {5: TokenText("[TOOL_CALLS]", True)}
+    assert choose_format("", tokens).name == "mistral"
+    assert choose_format("{{ tools }}", tokens).name == "mistral"
+    assert choose_format("{{ messages }}", tokens) is PLAIN
+    for written in FORMATS:
+        assert choose_format(" ".join(written.signs), {}).name == written.name
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "expected"),
+    [
+        ("7", {"integer"}, "7"),
+        ("7", {"string"}, '"7"'),
+        ("7", {"string", "integer"}, "7"),
+        ("seven", {"integer"}, '"seven"'),
+        ("True", {"boolean"}, "true"),
+        ("null", {"string", "null"}, "null"),
+        ("NaN", set(), '"NaN"'),
+        ("1e999", {"number"}, "1e999"),
+        ('{"a": 1}', {"object"}, '{"a": 1}'),
+        ('{"a": 1}', {"array"}, '"{\\"a\\": 1}"'),
+        ("{'a': 1}", {"object"}, "\"{'a': 1}\""),
+        ("[" * 5000, set(), json.dumps("[" * 5000)),
+    ],
+)
+def test_a_bare_value_is_what_its_schema_says(text: str, types: set[str], expected: str) -> None:
+    assert json_of(text, frozenset(types)) == expected
+
+
+def test_a_schema_that_refers_to_itself_has_an_end() -> None:
+    schema: dict[str, Any] = {
+        "properties": {"a": {"$ref": "#/$defs/x"}},
+        "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/x"}, {"type": "null"}]}},
+    }
+    tool = read_tools([{"function": {"name": "f", "parameters": schema}}])["f"]
+    assert tool.types_of("a") <= {"null"}
