@@ -35,6 +35,9 @@ BILLING: Final = "x-anthropic-billing-header:"
 """How a block of the system prompt begins that is no part of it, and differs every time: with it
 no prompt would begin as the one before, and nothing of the KV cache could be used again."""
 
+_MOST_EFFORTS: Final = ("xhigh", "max")
+"""Efforts beyond those that chat templates know."""
+
 _LEAST_TOP_P: Final = 1e-9
 """What a top_p of 0 means: only the most likely token."""
 
@@ -126,7 +129,8 @@ def _template_options(body: ConversationBody) -> Mapping[str, OptionValue]:
     if body.thinking is not None and body.thinking.type != "adaptive":
         options["enable_thinking"] = options["thinking"] = body.thinking.type == "enabled"
     if body.output_config is not None and body.output_config.effort is not None:
-        options["reasoning_effort"] = body.output_config.effort
+        effort = body.output_config.effort
+        options["reasoning_effort"] = "high" if effort in _MOST_EFFORTS else effort
     return options
 
 

@@ -49,5 +49,9 @@ def fault_event(fault: Fault) -> bytes:
 
 
 ANTHROPIC: Final = Dialect(
-    name="anthropic", fault=fault_answer, fault_in_stream=fault_event, fault_type=FaultAnswer
+    name="anthropic",
+    fault=fault_answer,
+    fault_in_stream=fault_event,
+    fault_type=FaultAnswer,
+    id_headers=("x-request-id", "request-id"),
 )

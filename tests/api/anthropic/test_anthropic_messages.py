@@ -103,6 +103,8 @@ def test_options_have_anthropics_names_and_defaults() -> None:
     asked = request(output_config=shaped)
     assert asked.options["constraint"] == Constraint(kind="json_schema", text='{"type": "array"}')
     assert asked.template_options == {"reasoning_effort": "low"}
+    asked = request(output_config={"effort": "max"})
+    assert asked.template_options == {"reasoning_effort": "high"}
     for choice, meant in (
         ({"type": "any"}, ("required", "")),
         ({"type": "tool", "name": "weather"}, ("required", "weather")),
