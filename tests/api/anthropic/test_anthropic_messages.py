@@ -289,7 +289,7 @@ def test_a_stream_that_waits_has_pings() -> None:
                 "max_tokens": 9,
                 "stream": True,
             }
-            async with asking(server.app, MESSAGES, body) as running:
+            async with asyncio.timeout(30), asking(server.app, MESSAGES, body) as running:
                 await running.until_said(b'event: ping\ndata: {"type":"ping"}\n\n')
             assert server.node.given_up == ["wait"]
 
