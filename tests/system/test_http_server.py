@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from support.system.nodes import Crew, Machine
@@ -137,6 +138,45 @@ def test_the_openai_client_chats_and_streams(trio: Crew) -> None:
                 await client.chat.completions.create(**{**asked, "model": "gpt-4"})
             with pytest.raises(openai.AuthenticationError):
                 await client.with_options(api_key="two").models.list()
+
+    asyncio.run(main())
+
+
+def test_the_anthropic_client_counts_answers_and_streams(trio: Crew) -> None:
+    async def main() -> None:
+        async with (
+            served(trio, DEFAULT_MODEL_NAME, KEYS) as (url, _),
+            anthropic.AsyncAnthropic(base_url=url, api_key="one", max_retries=0) as client,
+        ):
+            conversation: Any = {
+                "model": DEFAULT_MODEL_NAME,
+                "system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}],
+                "messages": [{"role": "user", "content": "It is a truth universally " * 60}],
+            }
+            asked: Any = {**conversation, "max_tokens": 6, "extra_body": {"temperature": 0}}
+            counted = await client.messages.count_tokens(**conversation)
+            answer = await client.messages.create(**asked)
+            [block] = answer.content
+            assert block.type == "text"
+            assert block.text
+            assert (answer.stop_reason, bool(answer._request_id)) == ("max_tokens", True)
+            system = [{"type": "text", "text": "x-anthropic-billing-header: 2"}]
+            async with client.messages.stream(**{**asked, "system": system}) as stream:
+                assert "".join([text async for text in stream.text_stream]) == block.text
+                final = await stream.get_final_message()
+            assert (final.stop_reason, final.content[0].type) == ("max_tokens", "text")
+            usage = final.usage
+            assert usage.output_tokens == 6
+            assert usage.cache_read_input_tokens  # whatever the billing header says
+            assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
+
+            long: Any = {"messages": [{"role": "user", "content": "a b " * 4000}]}
+            with pytest.raises(anthropic.BadRequestError, match=r"too long: \d+ tokens > 1024"):
+                await client.messages.create(**{**asked, **long}, stream=True)
+            longer = await client.messages.count_tokens(**{**conversation, **long})
+            assert longer.input_tokens > 1024
+            with pytest.raises(anthropic.AuthenticationError):
+                await client.with_options(api_key="two").messages.create(**asked)
 
     asyncio.run(main())
 

@@ -18,6 +18,7 @@ from typing import Final
 import uvicorn
 from starlette.types import ASGIApp
 
+from shardnet.api.anthropic import endpoints as anthropic
 from shardnet.api.client import Client
 from shardnet.api.openai import endpoints as openai
 from shardnet.api.openai.faults import OPENAI
@@ -36,7 +37,8 @@ STOP_S: Final = 5
 
 def application(service: Service) -> ASGIApp:
     """Make the application with the endpoints of every dialect."""
-    return make_app(service, [*openai.endpoints(), *health.endpoints(OPENAI)], OPENAI)
+    every = [*openai.endpoints(), *anthropic.endpoints(), *health.endpoints(OPENAI)]
+    return make_app(service, every, OPENAI)
 
 
 @asynccontextmanager

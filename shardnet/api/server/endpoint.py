@@ -52,12 +52,16 @@ Reply = Json | Text | Stream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How a family of endpoints writes a fault: as an answer, and inside a stream."""
+    """How a family of endpoints writes a fault: as an answer, and inside a stream.
+
+    Answers have the id of the request in each of the `id_headers`.
+    """
 
     name: str
     fault: Callable[[Fault], object]
     fault_in_stream: Callable[[Fault], bytes]
     fault_type: type[msgspec.Struct]
+    id_headers: tuple[str, ...] = ("x-request-id",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,8 @@ class Handler:
             request_id=_request_id(headers),
             path_parameters=scope.get("path_params", {}),
         )
-        writer = AnswerWriter(send, [("x-request-id", exchange.request_id)])
+        names = self._endpoint.dialect.id_headers
+        writer = AnswerWriter(send, [(name, exchange.request_id) for name in names])
         has_left = False
         with self._counted():
             try:

@@ -1,0 +1,252 @@
+"""The chat request that a body means: turns, tools, thinking, sampling."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from shardnet.api.anthropic.body import (
+    BlockPart,
+    ContinuedBody,
+    ConversationBody,
+    OfferedTool,
+    TextPart,
+    TurnBody,
+)
+from shardnet.api.chat.request import (
+    ChatRequest,
+    ChatTurn,
+    OptionValue,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from shardnet.api.requests import GenerationOptions
+from shardnet.api.server.errors import refused
+from shardnet.constraints import Constraint
+from shardnet.errors import shown
+from shardnet.types import SamplingParams
+from shardnet.wire.messages.plans import ModelChoice
+
+BILLING: Final = "x-anthropic-billing-header:"
+"""How a block of the system prompt begins that is no part of it, and differs every time: with it
+no prompt would begin as the one before, and nothing of the KV cache could be used again."""
+
+_MOST_EFFORTS: Final = ("xhigh", "max")
+"""Efforts beyond those that chat templates know."""
+
+_LEAST_TOP_P: Final = 1e-9
+"""What a top_p of 0 means: only the most likely token."""
+
+
+def continued(body: ContinuedBody, model: ModelChoice) -> ChatRequest:
+    """Return the request that continues a conversation; `model` is what the nodes are sent.
+
+    Raises HttpError 400, which names the field, for what cannot be done.
+    """
+    last = len(body.messages) - 1
+    if body.messages[last].role == "assistant":
+        raise refused(
+            f"messages[{last}] is the assistant's: the beginning of an answer cannot be given, the "
+            "conversation must end with a user's message",
+            f"messages[{last}]",
+        )
+    request = counted(body, model)
+    top_p = 1.0 if body.top_p is None else max(body.top_p, _LEAST_TOP_P)
+    sampling = SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=body.top_k or 0,
+        top_p=top_p,
+        seed=secrets.randbits(63),
+    )
+    options = GenerationOptions(
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences or [],
+        constraint=_constraint(body, request.tools),
+    )
+    return replace(request, sampling=sampling, options=options)
+
+
+def counted(body: ConversationBody, model: ModelChoice) -> ChatRequest:
+    """Return the request whose prompt is the conversation.
+
+    Raises HttpError 400, which names the field, for what cannot be read.
+    """
+    tools = tuple(
+        Tool(
+            name=tool.name,
+            description=tool.description or "",
+            parameters=tool.input_schema,
+            strict=bool(tool.strict),
+        )
+        for tool in body.tools or ()
+        if tool.name and _is_custom(tool)
+    )
+    choice, forced = _tool_choice(body, tools)
+    is_one = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
+    return ChatRequest(
+        turns=tuple(_turns(body)),
+        model=model,
+        sampling=SamplingParams(),
+        options=GenerationOptions(),
+        tools=tools,
+        tool_choice=choice,
+        forced_tool=forced,
+        parallel_tool_calls=not is_one,
+        template_options=_template_options(body),
+    )
+
+
+def _is_custom(tool: OfferedTool) -> bool:
+    return tool.type in (None, "custom")
+
+
+def _tool_choice(body: ConversationBody, tools: Sequence[Tool]) -> tuple[ToolChoice, str]:
+    """Return how tools are chosen, and the name of the one that must be called."""
+    wanted = body.tool_choice
+    if wanted is None or wanted.type == "auto":
+        return "auto", ""
+    if wanted.type == "none":
+        return "none", ""
+    names = [tool.name for tool in tools]
+    if wanted.type == "tool":
+        if wanted.name not in names:
+            known = f"the tools are {shown(', '.join(names))}" if names else "there are no tools"
+            field = "tool_choice.name"
+            raise refused(f"{field} names no tool of this request: {known}", field)
+        return "required", wanted.name or ""
+    if not names:
+        raise refused("tool_choice is any, but there are no tools", "tool_choice")
+    return "required", ""
+
+
+def _template_options(body: ConversationBody) -> Mapping[str, OptionValue]:
+    """Return the options of the chat template; families have two names for thinking."""
+    options: dict[str, OptionValue] = {}
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        options["enable_thinking"] = options["thinking"] = body.thinking.type == "enabled"
+    if body.output_config is not None and body.output_config.effort is not None:
+        effort = body.output_config.effort
+        options["reasoning_effort"] = "high" if effort in _MOST_EFFORTS else effort
+    return options
+
+
+def _constraint(body: ContinuedBody, tools: Sequence[Tool]) -> Constraint | None:
+    """Return what the answer must match, None for any text."""
+    if body.output_config is None or body.output_config.format is None:
+        return None
+    if tools and (body.tool_choice is None or body.tool_choice.type != "none"):
+        field = "output_config.format"
+        raise refused(
+            f"an answer in an {field} has no room for tool calls: give tool_choice 'none', or no "
+            f"{field}",
+            field,
+        )
+    return Constraint.json_schema(body.output_config.format.schema)
+
+
+def _turns(body: ConversationBody) -> Iterator[ChatTurn]:
+    """Yield the turns: the system prompt, then those of each message."""
+    system = _system(body.system)
+    if system:
+        yield ChatTurn(role="system", content=system)
+    names: dict[str, str] = {}  # of tools, by the ids of their calls
+    last: ChatTurn | None = None
+    for number, message in enumerate(body.messages):
+        for turn in _turns_of(message, f"messages[{number}].content", names):
+            if last is not None and last.role == turn.role == "user":
+                last = replace(last, content=f"{last.content}\n{turn.content}")
+                continue  # templates may insist on turns that alternate
+            if last is not None:
+                yield last
+            last = turn
+    if last is not None:
+        yield last
+
+
+def _system(system: str | Sequence[TextPart] | None) -> str:
+    if system is None or isinstance(system, str):
+        return system or ""
+    texts = [_text(part, f"system[{place}]") for place, part in enumerate(system)]
+    for place, text in enumerate(texts):
+        if text.startswith(BILLING):
+            del texts[place]
+            break
+    return "\n".join(texts)
+
+
+def _turns_of(message: TurnBody, field: str, names: dict[str, str]) -> Iterator[ChatTurn]:
+    """Yield the turns of one message: the results of tools are turns of their own."""
+    if isinstance(message.content, str):
+        yield ChatTurn(role=message.role, content=message.content)
+        return
+    blocks = [(block, f"{field}[{place}]") for place, block in enumerate(message.content)]
+    if message.role == "assistant":
+        yield _assistant(blocks, names)
+        return
+    texts: list[str] = []
+    for block, where in blocks:
+        if block.type != "tool_result":
+            texts.append(_text(block, where))
+            continue
+        if texts:
+            yield ChatTurn(role=message.role, content="\n".join(texts))
+            texts = []
+        call_id = _needed(block.tool_use_id, where, "tool_use_id")
+        yield ChatTurn(
+            role="tool",
+            content=_result(block, where),
+            tool_call_id=call_id,
+            name=names.get(call_id, ""),
+        )
+    if texts or not blocks:
+        yield ChatTurn(role=message.role, content="\n".join(texts))
+
+
+def _assistant(blocks: Sequence[tuple[BlockPart, str]], names: dict[str, str]) -> ChatTurn:
+    """Return the turn of an answer, as the model wrote it; note what its calls are called."""
+    texts, thoughts, calls = [], [], []
+    for block, where in blocks:
+        match block.type:
+            case "thinking":
+                thoughts.append(block.thinking or "")
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                call_id = _needed(block.id, where, "id")
+                name = names[call_id] = _needed(block.name, where, "name")
+                arguments = json.dumps(block.input or {}, ensure_ascii=False)
+                calls.append(ToolCall(call_id=call_id, name=name, arguments=arguments))
+            case _:
+                texts.append(_text(block, where))
+    return ChatTurn(
+        role="assistant",
+        content="".join(texts),
+        reasoning="".join(thoughts),
+        tool_calls=tuple(calls),
+    )
+
+
+def _result(block: BlockPart, where: str) -> str:
+    """Return the text of a tool's result; templates have no other place for its failure."""
+    content = block.content or ""
+    if not isinstance(content, str):
+        parts = enumerate(content)
+        content = "\n".join(_text(part, f"{where}.content[{place}]") for place, part in parts)
+    return f"Error: {content}" if block.is_error else content
+
+
+def _text(part: TextPart | BlockPart, where: str) -> str:
+    if part.type != "text" or part.text is None:
+        what = "has no text" if part.type == "text" else f"is of type {shown(part.type)}"
+        raise refused(f"{where} {what}: only text is read", where)
+    return part.text
+
+
+def _needed(value: str | None, where: str, field: str) -> str:
+    if not value:
+        raise refused(f"{where}.{field} is missing", f"{where}.{field}")
+    return value
