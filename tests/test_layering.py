@@ -63,7 +63,7 @@ ROOMS: dict[str, list[str]] = {
         "diagnosis",
         "node",
     ],
-    "api": ["chat_formats", "", "chat", "server", "openai", "serve"],
+    "api": ["chat_formats", "", "chat", "server", "openai", "ollama", "serve"],
     "cli": ["output", "flags", "finding", "commands", ""],
 }
 MOST_FILES = 16

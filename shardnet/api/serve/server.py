@@ -19,6 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from shardnet.api.client import Client
+from shardnet.api.ollama import endpoints as ollama
 from shardnet.api.openai import endpoints as openai
 from shardnet.api.openai.faults import OPENAI
 from shardnet.api.server import health
@@ -36,7 +37,9 @@ STOP_S: Final = 5
 
 def application(service: Service) -> ASGIApp:
     """Make the application with the endpoints of every dialect."""
-    return make_app(service, [*openai.endpoints(), *health.endpoints(OPENAI)], OPENAI)
+    return make_app(
+        service, [*openai.endpoints(), *ollama.endpoints(), *health.endpoints(OPENAI)], OPENAI
+    )
 
 
 @asynccontextmanager
