@@ -31,7 +31,7 @@ _SUMMARIES: Final = {
     "plan": "Show the plan that would be used, and why.",
     "generate": "Generate on the ring and stream the text.",
     "chat": "Chat with the model: each line is a message, the answer streams.",
-    "serve": "Serve the model over HTTP, as OpenAI's API.",
+    "serve": "Serve the model over HTTP, as OpenAI's API and Ollama's.",
     "bench": "Measure the ring's speed, or the perplexity of a text.",
     "pull": "Download a model of the Hugging Face Hub to this machine.",
     "unload": "Free the model on every node of the ring.",
