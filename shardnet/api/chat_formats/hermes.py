@@ -7,7 +7,10 @@ from shardnet.api.chat_formats.reader import Steps
 
 
 class HermesReader(MarkedReader):
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one after the other."""
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one after the other.
+
+    Granite writes a list of objects between the marks.
+    """
 
     MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
     OPENERS = ("<tool_call>",)
@@ -19,9 +22,16 @@ class HermesReader(MarkedReader):
     def _call(self) -> Steps[None]:
         self.take()
         yield from self.skip_space()
+        is_list = yield from self.optional("[")
+        yield from self.skip_space()
         yield from self.call_object()
         yield from self.skip_space()
-        while (yield from self.peek()) == "{":
+        while (yield from self.peek()) in ("{", "," if is_list else "{"):
+            yield from self.optional(",")
+            yield from self.skip_space()
             yield from self.call_object()
+            yield from self.skip_space()
+        if is_list:
+            yield from self.expect("]")
             yield from self.skip_space()
         yield from self.optional(self.marks.char("</tool_call>"))

@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 from shardnet.constraints import ConstraintKind
 from shardnet.errors import UsageError
 from shardnet.guard.job_loop import serve
-from shardnet.tokenizers.grammar.vocabulary import Vocabulary, parser_limits
+from shardnet.tokenizers.grammar.vocabulary import NO_TOKEN, Vocabulary, parser_limits
 
 T = TypeVar("T")
 
@@ -112,6 +112,8 @@ def _refused(kind: ConstraintKind, why: str) -> UsageError:
     lines = why.strip().splitlines()
     details = [line for line in lines[1:] if line.startswith("error: ")]  # a regex's own
     reason = " ".join([*lines[:1], *details[:1]])
+    if reason == NO_TOKEN:
+        reason = "no token of this model can write what it allows"
     if kind != "lark":  # places are those of a grammar that its author has not seen
         reason = reason.partition("): ")[2] if reason.startswith("at ") else reason
     return UsageError(

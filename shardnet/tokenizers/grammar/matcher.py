@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from shardnet.constraints import MaskForm, TokenMask
 from shardnet.errors import RemoteProtocolError, UsageError
 from shardnet.model.sampling.token_masks import pack_mask
-from shardnet.tokenizers.grammar.vocabulary import parser_limits
+from shardnet.tokenizers.grammar.vocabulary import NO_TOKEN, parser_limits
 
 _FEW_BYTES = 256
 """Where one text is forced, no more tokens than this mask has can begin it."""
@@ -75,9 +75,9 @@ class GrammarMatcher:
         """
         if self._mask is None:
             self._mask = pack_mask(self._matcher.compute_bitmask(), self._n_ids)
-            if self._matcher.is_error():
+            if self._matcher.is_error() and self._matcher.stop_reason() != NO_TOKEN:
                 raise self._too_complex()
-            if self._mask.is_empty:
+            if self._mask.is_empty or self._matcher.is_error():
                 self._is_at_end = self._matcher.is_accepting()
                 if not self._is_at_end:
                     raise UsageError(
@@ -112,7 +112,7 @@ class GrammarMatcher:
         Other tokens may write the same, so they are drafts.
         """
         mask = self.mask()
-        if mask.form is not MaskForm.ALLOWED or not 0 < len(mask.data) <= _FEW_BYTES:
+        if mask.form is MaskForm.FORBIDDEN or len(mask.data) > _FEW_BYTES:
             return []
         text = self._matcher.compute_ff_bytes().decode("utf-8", "ignore")
         return self._tokenizer.greedy_tokenize(text)[:limit]

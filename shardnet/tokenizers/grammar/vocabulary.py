@@ -20,6 +20,10 @@ MAX_LEXER_STATES = 50_000
 """Of one request: some 100 MB."""
 
 
+NO_TOKEN = "NoExtensionBias"
+"""Why llguidance stops where a grammar goes on and no token can."""
+
+
 def parser_limits() -> LLParserLimits:
     """Return llguidance's limits on a grammar and on each of its masks, errors without excerpts."""
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)

@@ -271,6 +271,17 @@ def test_at_most_one_call_where_there_may_be_one() -> None:
     assert len(joined(read_pieces("hermes", pieces * 3)).tool_calls) == 3
 
 
+@pytest.mark.parametrize(("name", "opener"), [("hermes", "<tool_call>"), ("list", "<|tool_call|>")])
+def test_a_list_of_calls_behind_one_mark(name: str, opener: str) -> None:
+    objects = '[{"name": "f", "arguments": {"n": 1}}, {"name": "g", "arguments": "{}"}]'
+    result = joined(read_pieces(name, [opener, objects]))
+    assert [(c.name, c.arguments_raw) for c in result.tool_calls] == [
+        ("f", '{"n": 1}'),
+        ("g", "{}"),
+    ]
+    assert result.content is None
+
+
 def test_the_choice_of_tools() -> None:
     tools = read_tools(TOOLS)
     assert ToolChoice.of(None, {}).mode == "none"

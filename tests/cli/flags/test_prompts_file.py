@@ -21,8 +21,10 @@ from shardnet.api import (
     SamplingParams,
     Usage,
 )
+from shardnet.constraints import Constraint
 from shardnet.errors import CapacityError
 from shardnet_cli.flags.prompts_file import read_prompt, read_prompts
+from shardnet_cli.flags.sampling_options import SamplingOptions
 from shardnet_cli.output.generation_output import EventLines, ListedTexts
 
 SAMPLING = SamplingParams(temperature=0.5, seed=4)
@@ -268,3 +270,30 @@ def test_events_are_lines_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert (held["event"], held["text"], held["token_ids"]) == ("text", "!", [1])
     assert (end["event"], end["text"], end["token_ids"]) == ("finished", "b", [1])
     assert not lines.close()
+
+
+def test_a_line_may_say_what_its_output_must_match() -> None:
+    schema = read_prompt('{"prompt": "A", "json_schema": {"type": "object"}}', SAMPLING)
+    assert schema.options["constraint"] == Constraint.json_schema({"type": "object"})
+    pattern = read_prompt('{"prompt": "A", "regex": "a+"}', SAMPLING)
+    assert pattern.options["constraint"] == Constraint(kind="regex", text="a+")
+    with pytest.raises(ValueError, match="give one of json_schema, regex and grammar"):
+        read_prompt('{"prompt": "A", "regex": "a+", "grammar": "start: x"}', SAMPLING)
+
+
+def test_flags_say_what_the_output_must_match(tmp_path: Path) -> None:
+    file = tmp_path / "grammar.lark"
+    file.write_text('start: "a"\n', encoding="utf-8")
+    text = ' {"type": "object"}'
+    said = {
+        "grammar": (str(file), Constraint(kind="lark", text='start: "a"\n')),
+        "json_schema": (text, Constraint(kind="json_schema", text=text)),
+        "regex": ("a+", Constraint(kind="regex", text="a+")),
+    }
+    for name, (value, constraint) in said.items():
+        options = SamplingOptions(**{name: value})  # type: ignore[arg-type]
+        assert options.generation()["constraint"] == constraint
+    with pytest.raises(typer.BadParameter, match="choose one of --json-schema and --regex"):
+        SamplingOptions(json_schema="{}", regex="a").generation()
+    with pytest.raises(typer.BadParameter, match=r"none\.json: No such file"):
+        SamplingOptions(json_schema=str(tmp_path / "none.json")).generation()

@@ -4,24 +4,48 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
+from shardnet.constraints import MaskForm, RowMask, TokenMask
 from shardnet.errors import CapacityError, RemoteProtocolError
 from shardnet.runtime.ring import links
-from shardnet.runtime.ring.links import LinkSource, TailLink
+from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink
 from shardnet.runtime.ring.pipeline import StepAnswer
-from shardnet.runtime.stage.compute import ScoredToken, StepFailed
+from shardnet.runtime.stage.compute import (
+    Activations,
+    Samples,
+    ScoredToken,
+    StepArrived,
+    StepComputed,
+    StepFailed,
+)
+from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
-from shardnet.types import CloseSequence, Epoch, OutputKind, SequenceId, SlotId, TokenLogprobs
+from shardnet.types import (
+    CloseSequence,
+    Epoch,
+    MicroBatch,
+    OutputKind,
+    RowGroup,
+    SequenceId,
+    SlotId,
+    StepId,
+    TokenLogprobs,
+    WireDType,
+)
 from shardnet.wire.framing.frames import Frame
 from shardnet.wire.messages.extras import (
     Extras,
     PromptLogprobs,
     RowLogprobs,
+    RowTokenMask,
     StageTiming,
     TopLogprob,
     extras_frame,
+    read_extras,
+    read_masks,
 )
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
 from shardnet.wire.messages.sequences import sequence_frame
@@ -181,3 +205,49 @@ def test_operations_and_failed_steps_pass() -> None:
     assert isinstance(failed, StepFailed)
     assert failed.step == 6
     assert isinstance(failed.error, CapacityError)
+
+
+def test_masks_travel_with_the_rows_of_their_step() -> None:
+    group = RowGroup(sequence_id=SequenceId(1), slot=SlotId(0), position=4, n_rows=2, n_sampled=2)
+    batch = MicroBatch(
+        epoch=EPOCH,
+        step=StepId(3),
+        groups=(group,),
+        token_ids=(5, 6),
+        masks=(
+            RowMask(0, TokenMask(MaskForm.BITS, b"\x05\x01")),
+            RowMask(1, TokenMask(MaskForm.ALLOWED, bytes(8))),
+        ),
+    )
+    activations = Activations(payload=bytes(16), dtype=WireDType.FLOAT32, width=2)
+    sent: list[Frame] = []
+
+    class Wire:
+        def send(self, *frames: Frame) -> None:
+            sent.extend(frames)
+
+    sink = LinkSink(cast("Link", Wire()), EPOCH)
+    sink.send(StepComputed(batch=batch, result=activations, timings=()))
+    arrived = received(LinkSource, *sent)
+    assert isinstance(arrived, StepArrived)
+    assert arrived.batch == batch
+    sent.clear()
+    sink.send(
+        StepComputed(batch=batch, result=Samples(token_ids=[1, 2], logprobs=[None] * 2), timings=())
+    )
+    assert read_extras(sent[0]) == Extras()  # the tail sends none back
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        [RowTokenMask(2, 0, b"")],
+        [RowTokenMask(1, 0, b""), RowTokenMask(0, 0, b"")],
+        [RowTokenMask(0, 0, b""), RowTokenMask(0, 0, b"")],
+        [RowTokenMask(0, 1, bytes(3))],
+    ],
+    ids=["beyond", "order", "twice", "half"],
+)
+def test_masks_that_fit_no_row_are_the_peers_fault(masks: list[RowTokenMask]) -> None:
+    with pytest.raises(RemoteProtocolError, match="mask of"):
+        read_masks(masks, 2)
