@@ -16,18 +16,23 @@ MAX_STOPS: Final = 64
 StopText = Annotated[str, Meta(min_length=1, max_length=4096)]
 ModelName = Annotated[str, Meta(max_length=4096)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Exact = Annotated[float, Meta(ge=-(2**53), le=2**53)]
+"""What a float64 holds exactly of whole numbers."""
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
-    """How tokens are drawn, and when the text ends. Below 1, `num_predict` sets no limit."""
+    """How tokens are drawn, and when the text ends. Below 1, `num_predict` sets no limit.
 
-    num_predict: Annotated[int, Meta(ge=-2, le=2**32 - 1)] | None = None
-    num_ctx: int | None = None
+    Whole numbers may be written as 5.0: Home Assistant does.
+    """
+
+    num_predict: Annotated[float, Meta(ge=-2, le=2**32 - 1)] | None = None
+    num_ctx: float | None = None
     temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**32 - 1)] | None = None
+    top_k: Annotated[float, Meta(ge=-1, le=2**32 - 1)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Exact | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
     repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     presence_penalty: Penalty | None = None

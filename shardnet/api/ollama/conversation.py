@@ -93,13 +93,13 @@ def _sampling(options: OllamaOptions, n_logprobs: int | None) -> SamplingParams:
     is_random = options.seed is None or options.seed == -1
     return SamplingParams(
         temperature=TEMPERATURE if options.temperature is None else options.temperature,
-        top_k=TOP_K if options.top_k is None else max(0, options.top_k),
+        top_k=TOP_K if options.top_k is None else max(0, int(options.top_k)),
         top_p=TOP_P if options.top_p is None else max(options.top_p, _LEAST_TOP_P),
         min_p=options.min_p or 0.0,
         repetition_penalty=options.repeat_penalty or 1.0,
         presence_penalty=options.presence_penalty or 0.0,
         frequency_penalty=options.frequency_penalty or 0.0,
-        seed=secrets.randbits(63) if is_random else (options.seed or 0) % 2**64,
+        seed=secrets.randbits(63) if is_random else int(options.seed or 0) % 2**64,
         n_logprobs=n_logprobs,
     )
 
@@ -107,7 +107,7 @@ def _sampling(options: OllamaOptions, n_logprobs: int | None) -> SamplingParams:
 def _options(options: OllamaOptions) -> GenerationOptions:
     most = options.num_predict
     return GenerationOptions(
-        max_tokens=MAX_POSITIONS if most is None or most < 1 else most,
+        max_tokens=MAX_POSITIONS if most is None or most < 1 else int(most),
         stop=[options.stop] if isinstance(options.stop, str) else options.stop or [],
     )
 

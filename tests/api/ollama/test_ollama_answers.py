@@ -6,8 +6,10 @@ import asyncio
 import json
 from typing import Any
 
-from support.servers.asgi_client import Exchanged, ask
+from support.servers.asgi_client import Exchanged, ask, asking
 from support.servers.http_app import served
+
+from shardnet.api.server.settings import Settings
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 
@@ -137,5 +139,25 @@ def test_models_are_listed_and_described() -> None:
             paths = (await ask(server.app, "/openapi.json")).json["paths"]
             content = paths[CHAT]["post"]["responses"]["200"]["content"]
             assert {*content} == {"application/json", "application/x-ndjson"}
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_waits_has_lines_without_text_and_ends_with_its_error() -> None:
+    async def main() -> None:
+        settings = Settings(headers_s=0.01, heartbeat_s=0.01)
+        async with (
+            served(settings) as server,
+            asking(server.app, CHAT, saying("wait")) as waiting,
+        ):
+            await waiting.until_said(b'"content":"w"')
+            told = waiting.content.count(b"\n")
+            await waiting.until_said(b'"content":""')  # what every program can read
+            server.service.stop()
+            await waiting.until_said(b'"error"')
+            *more, last = lines(waiting)
+            assert len(more) > told
+            assert all(one["done"] is False for one in more)
+            assert last == {"error": "this server is being stopped"}
 
     asyncio.run(main())

@@ -61,7 +61,7 @@ def test_calls_and_results_without_ids_belong_together() -> None:
 
 
 def test_options_have_ollamas_names_and_defaults() -> None:
-    plain = chat(options={"num_predict": -1, "num_ctx": 4096, "mirostat": 0}, keep_alive="5m")
+    plain = chat(options={"num_predict": -1, "num_ctx": 4096.0, "mirostat": 0}, keep_alive="5m")
     drawn = plain.sampling
     assert (drawn.temperature, drawn.top_k, drawn.top_p) == (0.8, 40, 0.9)
     assert (drawn.repetition_penalty, drawn.min_p, drawn.n_logprobs) == (1.0, 0.0, None)
@@ -69,9 +69,9 @@ def test_options_have_ollamas_names_and_defaults() -> None:
     assert plain.options["max_tokens"] == MAX_POSITIONS
     assert (plain.options["constraint"], plain.template_options) == (None, {})
     options = {
-        "num_predict": 5,
+        "num_predict": 5.0,
         "temperature": 0,
-        "top_k": 3,
+        "top_k": 3.0,
         "top_p": 0,
         "min_p": 0.1,
         "seed": 7,
@@ -86,6 +86,8 @@ def test_options_have_ollamas_names_and_defaults() -> None:
     assert (asked.options["max_tokens"], asked.options["stop"]) == (5, ["x", "y"])
     thinking = {"enable_thinking": True, "thinking": True, "reasoning_effort": "low"}
     assert asked.template_options == thinking
+    assert chat(options={"seed": 7.0}).sampling.seed == 7
+    assert chat(options={"seed": 2**62 + 1}).sampling.seed == 2**62 + 1
     assert chat(think=False).template_options["enable_thinking"] is False
 
 
