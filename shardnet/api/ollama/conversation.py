@@ -50,7 +50,7 @@ def chat_request(body: OllamaChat, model: ModelChoice) -> ChatRequest:
         for tool in body.tools or ()
         if tool.type in (None, "function") and tool.function is not None
     )
-    if tools and body.format:
+    if tools and _has_form(body):
         raise refused("an answer in a format has no room for tool calls: leave one out", "format")
     return _request(body, _turns(body.messages or ()), model, tools)
 
@@ -112,13 +112,18 @@ def _options(options: OllamaOptions) -> GenerationOptions:
     )
 
 
+def _has_form(body: OllamaRequest) -> bool:
+    """Say whether the answer must match something. The schema {} is one: that of any JSON."""
+    return body.format is not None and body.format != ""
+
+
 def _constraint(body: OllamaRequest) -> Constraint | None:
     """Return what the answer must match, None for any text."""
-    if body.format is None or body.format == "":
+    if not _has_form(body):
         return None
     if body.format == "json":
         return Constraint(kind="json")
-    if isinstance(body.format, str):
+    if not isinstance(body.format, dict):
         raise refused(f"format is {shown(body.format)}: give 'json' or a JSON schema", "format")
     return Constraint.json_schema(body.format)
 
@@ -127,7 +132,7 @@ def _thinking(body: OllamaRequest) -> dict[str, OptionValue]:
     """Return what the chat template is told of reasoning, by the names that templates use."""
     if body.think is None:
         # A form that begins with the first token has no room for reasoning before it.
-        return {"enable_thinking": False, "thinking": False} if body.format else {}
+        return {"enable_thinking": False, "thinking": False} if _has_form(body) else {}
     options: dict[str, OptionValue] = {
         "enable_thinking": bool(body.think),
         "thinking": bool(body.think),
