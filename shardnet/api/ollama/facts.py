@@ -68,7 +68,7 @@ class ModelFacts:
             size_bytes=listed.size_bytes,
             context=min(context, most) if context and most else context or most,
             template=described.template if described is not None else "",
-            capabilities=_capabilities(described),
+            capabilities=capabilities_of(described),
         )
 
     async def _described(
@@ -110,7 +110,8 @@ class ModelFacts:
         self._listed_at_s = time.monotonic()
 
 
-def _capabilities(described: TokenizerDescribed | None) -> tuple[str, ...]:
+def capabilities_of(described: TokenizerDescribed | None) -> tuple[str, ...]:
+    """Return what a model can do in Ollama's words, by its chat template and added tokens."""
     if described is None:
         return ("completion",)
     tokens = {token.token_id: TokenText(token.text, token.is_special) for token in described.added}

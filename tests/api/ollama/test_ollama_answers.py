@@ -9,7 +9,9 @@ from typing import Any
 from support.servers.asgi_client import Exchanged, ask, asking
 from support.servers.http_app import served
 
+from shardnet.api.ollama.facts import capabilities_of
 from shardnet.api.server.settings import Settings
+from shardnet.wire.messages.chat import TokenizerDescribed
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 
@@ -141,6 +143,18 @@ def test_models_are_listed_and_described() -> None:
             assert {*content} == {"application/json", "application/x-ndjson"}
 
     asyncio.run(main())
+
+
+def test_capabilities_are_those_of_the_chat_template() -> None:
+    def can(template: str) -> tuple[str, ...]:
+        described = TokenizerDescribed(
+            request=0, bos_id=None, eos_ids=[], added=[], template=template
+        )
+        return capabilities_of(described)
+
+    assert can("{{ messages }}") == ("completion",)
+    assert can("{% if enable_thinking %}") == ("completion", "thinking")
+    assert can("{{ tools }} <tool_call> <think>") == ("completion", "tools", "thinking")
 
 
 def test_a_stream_that_waits_has_lines_without_text_and_ends_with_its_error() -> None:
