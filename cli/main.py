@@ -33,7 +33,8 @@ _SUMMARIES: Final = {
     "plan": "Show the plan that would be used, and why.",
     "generate": "Generate on the ring and stream the text.",
     "chat": "Chat with the model: each line is a message, the answer streams.",
-    "serve": "Serve the model over HTTP, as OpenAI's API.",
+    "serve": "Serve the model over HTTP, as OpenAI's API and Ollama's.",
+    "connect": "Print the settings with which a program asks a server.",
     "bench": "Measure the ring's speed, or the perplexity of a text.",
     "pull": "Download a model of the Hugging Face Hub to this machine.",
     "unload": "Free the model on every node of the ring.",
@@ -79,6 +80,10 @@ def _load(name: str) -> Callable[..., None] | typer.Typer:
             from .commands.serve import serve
 
             return serve
+        case "connect":
+            from .commands.connect import connect
+
+            return connect
         case "bench":
             from .commands.bench import bench
 

@@ -8,10 +8,11 @@ import random
 import signal
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import anthropic
+import ollama
 import openai
 import pytest
 from support.system.nodes import Crew, Machine
@@ -177,6 +178,46 @@ def test_the_anthropic_client_counts_answers_and_streams(trio: Crew) -> None:
             assert longer.input_tokens > 1024
             with pytest.raises(anthropic.AuthenticationError):
                 await client.with_options(api_key="two").messages.create(**asked)
+
+
+def test_the_ollama_client_chats_and_streams(trio: Crew) -> None:
+    async def main() -> None:
+        bearer = {"Authorization": "Bearer one"}
+        async with served(trio, DEFAULT_MODEL_NAME, KEYS) as (url, _), AsyncExitStack() as stack:
+            client = ollama.AsyncClient(host=url, headers=bearer)
+            stack.push_async_callback(client.close)
+            [name, *_] = [model.model or "" for model in (await client.list()).models]
+            shown = await client.show(f"{name}:latest")
+            assert "completion" in (shown.capabilities or ())
+            info = shown.modelinfo or {}
+            assert info[f"{info['general.architecture']}.context_length"] == 1024
+            assert name in [model.model for model in (await client.ps()).models]
+
+            asked: Any = {
+                "model": name,
+                "messages": [{"role": "user", "content": "It is a truth universally " * 20}],
+                "options": {"num_predict": 6, "temperature": 0},
+            }
+            answer = await client.chat(**asked)
+            text = answer.message.content
+            assert text
+            assert (answer.done_reason, answer.eval_count) == ("length", 6)
+            assert answer.total_duration
+            parts = [part async for part in await client.chat(**asked, stream=True)]
+            assert "".join(part.message.content or "" for part in parts) == text
+            assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+
+            schema = {"type": "object", "additionalProperties": False}
+            shaped = await client.generate(name, "an object", format=schema, options={"seed": 1})
+            assert json.loads(shaped.response) == {}
+            raw = await client.generate(name, "It is", raw=True, options=asked["options"])
+            assert raw.prompt_eval_count
+            assert raw.prompt_eval_count < (shaped.prompt_eval_count or 0)
+            assert (await client.generate(name)).done_reason == "load"
+            long = {**asked, "messages": [{"role": "user", "content": "a b " * 4000}]}
+            with pytest.raises(ollama.ResponseError, match="available context size") as caught:
+                await client.chat(**long)
+            assert caught.value.status_code == 400
 
     asyncio.run(main())
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from shardnet.api.anthropic import endpoints as anthropic
 from shardnet.api.client import Client
+from shardnet.api.ollama import endpoints as ollama
 from shardnet.api.openai import endpoints as openai
 from shardnet.api.openai.faults import OPENAI
 from shardnet.api.server import health
@@ -37,8 +38,8 @@ STOP_S: Final = 5
 
 def application(service: Service) -> ASGIApp:
     """Make the application with the endpoints of every dialect."""
-    every = [*openai.endpoints(), *anthropic.endpoints(), *health.endpoints(OPENAI)]
-    return make_app(service, every, OPENAI)
+    dialects = [*openai.endpoints(), *anthropic.endpoints(), *ollama.endpoints()]
+    return make_app(service, [*dialects, *health.endpoints(OPENAI)], OPENAI)
 
 
 @asynccontextmanager

@@ -69,7 +69,8 @@ class Endpoint(Generic[Body]):
     """One method of one path.
 
     `body` is the struct that the body is decoded to, None without one. `answer` and `chunk` are
-    what the OpenAPI document says of the answer, and of the events of a stream. Without `is_open` a
+    what the OpenAPI document says of the answer, and of the events of a stream, `chunk_type` that
+    one's media type. Without `is_open` a
     key is asked for; with `counts` it is a request in the sense of a key's limit.
     """
 
@@ -81,6 +82,7 @@ class Endpoint(Generic[Body]):
     body: type[Body] | None = None
     answer: Any = None
     chunk: Any = None
+    chunk_type: str = "text/event-stream"
     is_open: bool = False
     counts: bool = False
 

@@ -67,7 +67,7 @@ def _operation(endpoint: Endpoint[Any], path: str, schemas: dict[Any, Any]) -> d
     if endpoint.answer is not None:
         content["application/json"] = {"schema": schemas[endpoint.answer]}
     if endpoint.chunk is not None:
-        content["text/event-stream"] = {"schema": schemas[endpoint.chunk]}
+        content[endpoint.chunk_type] = {"schema": schemas[endpoint.chunk]}
     fault = {"application/json": {"schema": schemas[endpoint.dialect.fault_type]}}
     operation: dict[str, Any] = {
         "summary": endpoint.summary,

@@ -1,0 +1,122 @@
+"""The bodies of requests in Ollama's form. Unknown fields are ignored, null means left out."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from shardnet.types import MAX_LOGPROBS
+
+MAX_MESSAGES: Final = 1 << 14
+MAX_TOOLS: Final = 1024
+MAX_STOPS: Final = 64
+
+StopText = Annotated[str, Meta(min_length=1, max_length=4096)]
+ModelName = Annotated[str, Meta(max_length=4096)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Exact = Annotated[float, Meta(ge=-(2**53), le=2**53)]
+"""What a float64 holds exactly of whole numbers."""
+
+
+class OllamaOptions(msgspec.Struct, kw_only=True):
+    """How tokens are drawn, and when the text ends. Below 1, `num_predict` sets no limit.
+
+    Whole numbers may be written as 5.0: Home Assistant does.
+    """
+
+    num_predict: Annotated[float, Meta(ge=-2, le=2**32 - 1)] | None = None
+    num_ctx: float | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    top_k: Annotated[float, Meta(ge=-1, le=2**32 - 1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Exact | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+
+
+class OllamaRequest(msgspec.Struct, kw_only=True):
+    """What both kinds of generation take. `format` is "json" or a JSON schema."""
+
+    model: ModelName | None = None
+    stream: bool | None = None
+    options: OllamaOptions | None = None
+    format: str | dict[str, Any] | None = None
+    think: bool | Annotated[str, Meta(max_length=64)] | None = None
+    keep_alive: float | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class OllamaCalledFunction(msgspec.Struct, kw_only=True):
+    """A called function; `arguments` is an object."""
+
+    name: str
+    arguments: dict[str, Any] | None = None
+
+
+class OllamaToolCall(msgspec.Struct, kw_only=True):
+    """A call that the assistant made. Older programs send no ids back."""
+
+    function: OllamaCalledFunction
+    id: str | None = None
+
+
+class OllamaMessage(msgspec.Struct, kw_only=True):
+    """One message of the conversation."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=256)]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaFunction(msgspec.Struct, kw_only=True):
+    """A function that may be called; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class OllamaTool(msgspec.Struct, kw_only=True):
+    """A tool. Those of other types than function are passed over."""
+
+    type: str | None = None
+    function: OllamaFunction | None = None
+
+
+class OllamaChat(OllamaRequest, kw_only=True):
+    """The body of a chat; without messages the model is only loaded."""
+
+    messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[OllamaTool], Meta(max_length=MAX_TOOLS)] | None = None
+
+
+class OllamaGenerate(OllamaRequest, kw_only=True):
+    """The body of a generation; without a prompt the model is only loaded.
+
+    A `raw` prompt is continued as it is, another one answered by the model's chat template.
+    """
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    template: str | None = None
+    suffix: str | None = None
+    context: list[Any] | None = None
+    images: list[Any] | None = None
+
+
+class OllamaShow(msgspec.Struct, kw_only=True):
+    """Which model to describe; `name` is what `model` was called before."""
+
+    model: ModelName | None = None
+    name: ModelName | None = None

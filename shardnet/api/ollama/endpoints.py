@@ -1,0 +1,83 @@
+"""The endpoints of Ollama that there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardnet.api.ollama.answers import OllamaChatAnswer, OllamaGenerated
+from shardnet.api.ollama.body import OllamaChat, OllamaGenerate, OllamaShow
+from shardnet.api.ollama.faults import OLLAMA
+from shardnet.api.ollama.generating import STREAM_TYPE, chat, generate
+from shardnet.api.ollama.models import (
+    OllamaModels,
+    OllamaShown,
+    OllamaVersion,
+    Show,
+    running,
+    tags,
+    version,
+)
+from shardnet.api.server.endpoint import Endpoint
+
+
+def endpoints() -> list[Endpoint[Any]]:
+    """List these endpoints."""
+    return [
+        Endpoint(
+            method="GET",
+            path="/api/version",
+            summary="The version of Ollama's API",
+            handle=version,
+            dialect=OLLAMA,
+            answer=OllamaVersion,
+        ),
+        Endpoint(
+            method="GET",
+            path="/api/tags",
+            summary="The models that may be asked for",
+            handle=tags,
+            dialect=OLLAMA,
+            answer=OllamaModels,
+        ),
+        Endpoint(
+            method="GET",
+            path="/api/ps",
+            summary="The models that are loaded",
+            handle=running,
+            dialect=OLLAMA,
+            answer=OllamaModels,
+        ),
+        Endpoint(
+            method="POST",
+            path="/api/show",
+            summary="What is known of a model",
+            handle=Show(),
+            dialect=OLLAMA,
+            body=OllamaShow,
+            answer=OllamaShown,
+        ),
+        Endpoint(
+            method="POST",
+            path="/api/chat",
+            summary="Continue a conversation",
+            handle=chat,
+            dialect=OLLAMA,
+            body=OllamaChat,
+            answer=OllamaChatAnswer,
+            chunk=OllamaChatAnswer,
+            chunk_type=STREAM_TYPE,
+            counts=True,
+        ),
+        Endpoint(
+            method="POST",
+            path="/api/generate",
+            summary="Answer a prompt, or continue it as it is",
+            handle=generate,
+            dialect=OLLAMA,
+            body=OllamaGenerate,
+            answer=OllamaGenerated,
+            chunk=OllamaGenerated,
+            chunk_type=STREAM_TYPE,
+            counts=True,
+        ),
+    ]

@@ -1,0 +1,120 @@
+"""What there is to know of a model without switching to it.
+
+A program asks of every model that it is told of, and a ring has one at a time: only the default
+model may be loaded for it. Of others it is known what the nodes say, and what they were when they
+were used last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
+
+from shardnet.api.chat_formats.formats import choose_format
+from shardnet.api.chat_formats.marks import TokenText
+from shardnet.api.server.model_names import FRESH_S, MAX_LISTED, ServedModel
+from shardnet.api.server.service import Exchange
+from shardnet.errors import ShardnetError
+from shardnet.wire.messages.chat import TokenizerDescribed
+from shardnet.wire.messages.membership import ListedModel
+
+ASK_S: Final = 10.0
+"""How long nodes may take to open their models, or to load one: a program waits."""
+MAX_KNOWN: Final = 64
+_SIGNS: Final = ("enable_thinking", "reasoning_effort", "<think>", "[THINK]", "<|channel|>")
+"""What chat templates of models that reason have one of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of a model: `context` is 0 and `template` "" where it is not.
+
+    `capabilities` are Ollama's words.
+    """
+
+    family: str
+    form: str
+    size_bytes: int
+    context: int
+    template: str
+    capabilities: tuple[str, ...]
+
+
+class ModelFacts:
+    """Remembers what was found out."""
+
+    def __init__(self) -> None:
+        self._contexts: dict[str, int] = {}
+        self._listed: dict[str, ListedModel] = {}
+        self._listed_at_s: float | None = None
+        self._listing = asyncio.Lock()
+
+    async def of(self, exchange: Exchange, served: ServedModel) -> Facts:
+        """Find out about a model."""
+        listed = await self._listing_of(exchange, served)
+        described = None
+        with contextlib.suppress(ShardnetError, TimeoutError):
+            async with asyncio.timeout(ASK_S):
+                described = await self._described(exchange, served)
+        most = served.choice.context
+        context = self._contexts.get(served.choice.model, listed.context)
+        return Facts(
+            family=listed.family or "unknown",
+            form=listed.form,
+            size_bytes=listed.size_bytes,
+            context=min(context, most) if context and most else context or most,
+            template=described.template if described is not None else "",
+            capabilities=capabilities_of(described),
+        )
+
+    async def _described(
+        self, exchange: Exchange, served: ServedModel
+    ) -> TokenizerDescribed | None:
+        """Describe a model's tokenizer, if it is known or the model may be loaded for it."""
+        name, service = served.choice.model, exchange.service
+        if name in self._contexts and name in service.tokenizers:
+            return service.tokenizers[name][1]
+        if served == service.models.default:
+            described = await exchange.describe_tokenizer(model=served.choice)
+            told = await service.client.tokenize("Hello", model=served.choice)
+            if len(self._contexts) >= MAX_KNOWN:
+                del self._contexts[next(iter(self._contexts))]
+            self._contexts[name] = told.context
+            return described
+        return service.tokenizers[name][1] if name in service.tokenizers else None
+
+    async def _listing_of(self, exchange: Exchange, served: ServedModel) -> ListedModel:
+        async with self._listing:
+            at_s = self._listed_at_s
+            if at_s is None or time.monotonic() - at_s >= FRESH_S:
+                await self._refresh(exchange)
+        for name in (served.name, served.choice.model):
+            if name in self._listed:
+                return self._listed[name]
+        return ListedModel(name=served.name, store="")
+
+    async def _refresh(self, exchange: Exchange) -> None:
+        found: dict[str, ListedModel] = {}
+        with contextlib.suppress(ShardnetError, TimeoutError):
+            pieces = exchange.service.client.models()
+            async with asyncio.timeout(ASK_S), aclosing(pieces):
+                async for piece in pieces:
+                    found.update((model.name, model) for model in piece.models)
+                    if len(found) >= MAX_LISTED:
+                        break
+        self._listed = found or self._listed
+        self._listed_at_s = time.monotonic()
+
+
+def capabilities_of(described: TokenizerDescribed | None) -> tuple[str, ...]:
+    """Return what a model can do in Ollama's words, by its chat template and added tokens."""
+    if described is None:
+        return ("completion",)
+    tokens = {token.token_id: TokenText(token.text, token.is_special) for token in described.added}
+    has_tools = choose_format(described.template, tokens).has_tools
+    thinks = any(sign in described.template for sign in _SIGNS)
+    return ("completion", *["tools"] * has_tools, *["thinking"] * thinks)

@@ -1,0 +1,177 @@
+"""Answers in Ollama's form, whole and line by line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from support.servers.asgi_client import Exchanged, ask, asking
+from support.servers.http_app import served
+
+from shardnet.api.ollama.facts import capabilities_of
+from shardnet.api.server.settings import Settings
+from shardnet.wire.messages.chat import TokenizerDescribed
+
+CHAT, GENERATE = "/api/chat", "/api/generate"
+
+
+def saying(text: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "tiny-llama", "messages": [{"role": "user", "content": text}], **fields}
+
+
+def lines(answer: Exchanged) -> list[Any]:
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in answer.content.decode().splitlines()]
+
+
+def test_an_answer_and_its_lines_say_the_same() -> None:
+    async def main() -> None:
+        async with served() as server:
+            body = saying("hello", model="tiny-llama:latest")
+            whole = (await ask(server.app, CHAT, {**body, "stream": False})).json
+            assert server.node.asked[-1].choice.model == "org/Tiny-Llama"
+            assert whole["model"] == "tiny-llama:latest"
+            assert whole["message"] == {"role": "assistant", "content": "hello"}
+            assert (whole["done"], whole["done_reason"]) == (True, "stop")
+            assert (whole["prompt_eval_count"], whole["eval_count"]) == (2, 4)
+            assert {"total_duration", "load_duration", "eval_duration"} <= whole.keys()
+            assert whole["created_at"].endswith("Z")
+
+            *more, last = lines(await ask(server.app, CHAT, body))
+            assert "".join(one["message"]["content"] for one in more) == "hello"
+            assert all(not one["done"] and "eval_count" not in one for one in more)
+            assert (last["done"], last["message"]["content"]) == (True, "")
+            assert (last["prompt_eval_count"], last["eval_count"]) == (2, 4)
+
+            prompt = {"model": "tiny-llama", "prompt": "hello"}
+            *more, last = lines(await ask(server.app, GENERATE, prompt))
+            assert "".join(one["response"] for one in more) == "hello"
+            assert last["done_reason"] == "stop"
+            assert server.node.asked[-1].messages
+            raw = await ask(server.app, GENERATE, {**prompt, "raw": True, "stream": False})
+            assert (raw.json["response"], raw.json["eval_count"]) == ("hello", 4)
+            assert server.node.asked[-1].prompt == "hello"
+
+    asyncio.run(main())
+
+
+def test_a_call_comes_whole_with_an_object_and_reasoning_apart() -> None:
+    async def main() -> None:
+        text = (
+            '<think>hm</think>so<tool_call>{"name": "f", "arguments": {"a": [1]}}</tool_call>'
+            '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+        )
+        tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+        body = saying(text, tools=tools)
+        async with served() as server:
+            whole = (await ask(server.app, CHAT, {**body, "stream": False})).json
+            assert whole["done_reason"] == "stop"
+            message = whole["message"]
+            assert (message["content"], message["thinking"]) == ("so", "hm")
+            functions = [call["function"] for call in message["tool_calls"]]
+            assert functions == [
+                {"index": 0, "name": "f", "arguments": {"a": [1]}},
+                {"index": 1, "name": "g", "arguments": {}},
+            ]
+            told = [one["message"] for one in lines(await ask(server.app, CHAT, body))]
+            assert "".join(one.get("thinking", "") for one in told) == "hm"
+            assert "".join(one["content"] for one in told) == "so"
+            calls = [call for one in told for call in one.get("tool_calls", ())]
+            assert [call["function"] for call in calls] == functions
+            assert all(call["id"] for call in calls)
+
+    asyncio.run(main())
+
+
+def test_nothing_to_say_only_loads() -> None:
+    async def main() -> None:
+        async with served() as server:
+            for path, key in ((CHAT, "message"), (GENERATE, "response")):
+                answer = (await ask(server.app, path, {"model": "tiny-llama"})).json
+                assert (answer["done"], answer["done_reason"]) == (True, "load")
+                assert key in answer
+            assert not server.node.asked
+            unload = await ask(server.app, CHAT, {"model": "tiny-llama", "keep_alive": 0})
+            assert unload.status == 400
+            assert "shardnet unload" in unload.json["error"]
+
+    asyncio.run(main())
+
+
+def test_errors_are_a_text_with_a_status() -> None:
+    async def main() -> None:
+        async with served() as server:
+            for is_stream in (False, True):
+                long = await ask(server.app, CHAT, saying("long", stream=is_stream))
+                assert long.status == 400
+                assert "exceeds the available context size (64 tokens)" in long.json["error"]
+            missing = await ask(server.app, CHAT, saying("a", model="gpt:latest"))
+            assert missing.status == 404
+            assert "org/Tiny-Llama" in missing.json["error"]
+            images = await ask(server.app, GENERATE, {"prompt": "a", "images": ["aa"]})
+            assert (images.status, images.json["error"][:6]) == (400, "images")
+
+    asyncio.run(main())
+
+
+def test_models_are_listed_and_described() -> None:
+    async def main() -> None:
+        async with served() as server:
+            number = (await ask(server.app, "/api/version")).json["version"]
+            assert tuple(map(int, number.split("."))) >= (0, 6, 4)  # what VS Code asks for
+            models = (await ask(server.app, "/api/tags")).json["models"]
+            names = ["shardnet/default", "org/Tiny-Llama", "org/Big-Llama"]
+            assert [model["model"] for model in models] == names
+            assert all(len(model["digest"]) == 64 for model in models)
+
+            shown = (await ask(server.app, "/api/show", {"model": "shardnet/default"})).json
+            assert shown["capabilities"] == ["completion", "tools"]
+            family = shown["model_info"]["general.architecture"]
+            assert shown["model_info"][f"{family}.context_length"] == 64
+            # Of a model that was never used no more is asked than what the nodes say of it.
+            other = (await ask(server.app, "/api/show", {"name": "big-llama"})).json
+            assert other["capabilities"] == ["completion"]
+            await ask(server.app, CHAT, saying("a", model="big-llama", stream=False))
+            used = (await ask(server.app, "/api/show", {"model": "big-llama"})).json
+            assert used["capabilities"] == ["completion", "tools"]
+            assert (await ask(server.app, "/api/show", {"model": "other"})).status == 404
+
+            assert (await ask(server.app, "/api/ps")).json == {"models": []}
+            paths = (await ask(server.app, "/openapi.json")).json["paths"]
+            content = paths[CHAT]["post"]["responses"]["200"]["content"]
+            assert {*content} == {"application/json", "application/x-ndjson"}
+
+    asyncio.run(main())
+
+
+def test_capabilities_are_those_of_the_chat_template() -> None:
+    def can(template: str) -> tuple[str, ...]:
+        described = TokenizerDescribed(
+            request=0, bos_id=None, eos_ids=[], added=[], template=template
+        )
+        return capabilities_of(described)
+
+    assert can("{{ messages }}") == ("completion",)
+    assert can("{% if enable_thinking %}") == ("completion", "thinking")
+    assert can("{{ tools }} <tool_call> <think>") == ("completion", "tools", "thinking")
+
+
+def test_a_stream_that_waits_has_lines_without_text_and_ends_with_its_error() -> None:
+    async def main() -> None:
+        settings = Settings(headers_s=0.01, heartbeat_s=0.01)
+        async with (
+            served(settings) as server,
+            asking(server.app, CHAT, saying("wait")) as waiting,
+        ):
+            await waiting.until_said(b'"content":"w"')
+            told = waiting.content.count(b"\n")
+            await waiting.until_said(b'"content":""')  # what every program can read
+            server.service.stop()
+            await waiting.until_said(b'"error"')
+            *more, last = lines(waiting)
+            assert len(more) > told
+            assert all(one["done"] is False for one in more)
+            assert last == {"error": "this server is being stopped"}
+
+    asyncio.run(main())
