@@ -73,18 +73,6 @@ def _open_webui(served: Served) -> str:
     return _variables({"OPENAI_API_BASE_URL": served.openai, "OPENAI_API_KEY": served.key})
 
 
-def _codex(served: Served) -> str:
-    return (
-        f"model = {_text(served.model)}\n"
-        'model_provider = "shardnet"\n\n'
-        "[model_providers.shardnet]\n"
-        'name = "shardnet"\n'
-        f"base_url = {_text(served.openai)}\n"
-        f"env_key = {_text(KEY_VARIABLE)}\n"
-        'wire_api = "responses"'
-    )
-
-
 def _claude_code(served: Served) -> str:
     return _variables(
         {
@@ -168,11 +156,6 @@ PROGRAMS: Final[Mapping[str, Program]] = MappingProxyType(
             where="the environment of Open WebUI",
             write=_open_webui,
             note="in a container, the address must be one that reaches this machine from there",
-        ),
-        "codex": Program(
-            where="~/.codex/config.toml",
-            write=_codex,
-            note=f"the key is read from {KEY_VARIABLE}; Codex asks for /v1/responses",
         ),
         "claude-code": Program(
             where="the shell that starts claude",

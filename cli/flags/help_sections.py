@@ -18,6 +18,7 @@ SECTIONS: Final = MappingProxyType(
         "Which model, and how": (
             *("--model", "--model-folder", "--layers", "--context", "--dtype", "--wire-dtype"),
             *("--quant", "--kv-dtype", "--stream-layers", "--optimise"),
+            "--ignore-unknown-config",
         ),
         "Where a model runs": (
             *("--nodes", "--local", "--peer", "--no-mdns", "--key-file", "--insecure"),
@@ -31,12 +32,17 @@ SECTIONS: Final = MappingProxyType(
             *("--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty"),
             *("--presence-penalty", "--frequency-penalty", "--logit-bias", "--seed"),
         ),
+        "The form of a text": ("--json-schema", "--regex", "--grammar"),
         "The end of a text": (
             *("--max-tokens", "--min-tokens", "--stop", "--stop-token-id", "--ignore-eos"),
         ),
         "Speculation and determinism": ("--speculate", "--draft-tokens", "--deterministic"),
         "Output": (
             *("--json", "--logprobs", "--prompt-logprobs", "--jsonl", "--keep-special-tokens"),
+        ),
+        "HTTP": (
+            *("--http", "--api-key", "--api-key-file", "--cors-origin", "--root-path"),
+            *("--tls-cert", "--tls-key"),
         ),
     }
 )

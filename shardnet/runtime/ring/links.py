@@ -165,11 +165,11 @@ class LinkSink:
         )
 
     def _extras(self, computed: StepComputed) -> Frame:
-        result = computed.result
+        result, masks = computed.result, computed.batch.masks
         extras = Extras(
             timings=list(computed.timings),
             routing=list(computed.routing),
-            masks=mask_rows(computed.batch.masks),
+            masks=mask_rows(masks) if masks else [],
         )
         if isinstance(result, Samples):
             extras = Extras(

@@ -232,9 +232,10 @@ class Scheduler:
         mask_bytes = 0
         for n_left, sequence in zip(range(len(secured), 0, -1), secured, strict=True):
             drafts, masks = _masked(sequence, self._drafts(sequence, spare // n_left))
-            mask_bytes += sum(len(mask.data) for mask in masks)
-            if rows and mask_bytes > MAX_STEP_MASK_BYTES:
-                break  # the others go with the next step
+            if masks:
+                mask_bytes += sum(len(mask.data) for mask in masks)
+                if rows and mask_bytes > MAX_STEP_MASK_BYTES:
+                    break  # the others go with the next step
             spare -= len(drafts)
             rows.append(
                 _Rows(

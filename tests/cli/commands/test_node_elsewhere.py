@@ -102,6 +102,7 @@ def run_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             peers=(),
             no_mdns=True,
             access=Access(insecure=True),
+            http=None,
             as_json=False,
             until_stdin_closes=how != "Ctrl-C",
         )

@@ -42,7 +42,7 @@ def test_nodes_are_lines_and_long_parts_stand_alone() -> None:
     assert max(map(len, shown)) <= 80
     assert "b" * 40 in shown
     assert "    NVIDIA GeForce RTX 3090" in shown
-    assert f"    rank 0, layers 0-16 of {STAGE.model}" in shown
+    assert f"    rank 0, layers 0-15 of {STAGE.model}" in shown
     assert len(node_lines(nodes, None)) == 4
 
 
