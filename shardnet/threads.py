@@ -6,16 +6,21 @@ process for ever. Knows threads and futures only. Must not know what the jobs do
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+EXIT_S: Final = 1.0
+"""The longest that the end of the process waits for running jobs."""
 
 
 class DaemonThreads:
@@ -35,6 +40,7 @@ class DaemonThreads:
         self._starting = threading.Lock()
         self._is_closed = False
         weakref.finalize(self, self._jobs.put, None).atexit = False
+        _ALL.add(self)
 
     def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue a job; the future holds its result, or what it raised as `contained`.
@@ -81,10 +87,28 @@ class DaemonThreads:
                 job.future.cancel()
         self._jobs.put(None)
 
-    def join(self) -> None:
-        """Wait for the threads to end, after `close`."""
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for the threads to end, after `close`; at most `timeout_s` for all."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join()
+            thread.join(None if end is None else max(0.0, end - time.monotonic()))
+
+
+_ALL: Final[weakref.WeakSet[DaemonThreads]] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_jobs() -> None:
+    """Let running jobs end, for EXIT_S seconds.
+
+    Python ends daemon threads where they next want its lock: inside torch that aborts the process.
+    """
+    end = time.monotonic() + EXIT_S
+    every = [*_ALL]
+    for threads in every:
+        threads.close()
+    for threads in every:
+        threads.join(max(0.0, end - time.monotonic()))
 
 
 class _Job:

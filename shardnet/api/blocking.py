@@ -174,11 +174,15 @@ class _LoopThread:
         if self._ended.done():
             asked.close()
             raise LinkClosedError("the client is closed", remedy="call it inside its `with` block")
-        future = asyncio.run_coroutine_threadsafe(asked, self._loop)
+        future: Future[T] | None = None
         try:
+            future = asyncio.run_coroutine_threadsafe(asked, self._loop)
             return future.result()
-        finally:
-            future.cancel()  # if Ctrl-C ended the wait
+        finally:  # Ctrl-C may come at any point
+            if future is None:
+                asked.close()
+            else:
+                future.cancel()
 
     def iterate(
         self, events: AsyncGenerator[GenerationEvent, None]

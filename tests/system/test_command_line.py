@@ -88,9 +88,9 @@ def test_plan_for_many_sequences_says_so(trio: Crew, parrots: Parrots) -> None:
 
 
 def test_plan_loads_nothing(trio: Crew, parrots: Parrots) -> None:
-    before = [node.log.count("loaded layers") for node in trio.nodes]
+    before = [node.log.count("loaded layer") for node in trio.nodes]
     trio.machine.run("plan", "--model", str(parrots.signs), "--nodes", trio.addresses())
-    assert [node.log.count("loaded layers") for node in trio.nodes] == before
+    assert [node.log.count("loaded layer") for node in trio.nodes] == before
 
 
 def test_generate_json_has_the_keys_of_the_contract(trio: Crew, parrots: Parrots) -> None:

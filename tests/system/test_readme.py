@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.soak import cases
 from support.system.nodes import Machine, open_machine
 from test_documents import USAGE, commands
 
@@ -64,7 +65,7 @@ def shortly(command: list[str]) -> list[str]:
     return command if "--max-tokens" in command else [*command, "--max-tokens", "3"]
 
 
-@pytest.mark.parametrize("page", [README, USAGE], ids=["README.md", "usage.md"])
+@pytest.mark.parametrize("page", cases([README], [USAGE]), ids=lambda page: page.name)
 def test_what_generates_generates(machine: Machine, page: Path) -> None:
     (machine.folder / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
     (machine.folder / "person.json").write_text(SCHEMA, encoding="utf-8")
