@@ -52,6 +52,9 @@ COPIED = frozenset(
 a machine without copies, with --local, or where something is typed."""
 
 
+Layers = Sequence[tuple[int, int]]
+
+
 class Output:
     """What a process writes to one of its pipes, as it comes.
 
@@ -456,9 +459,12 @@ class Crew:
         """Run `shardnet generate` to its end, inside this process."""
         return self.machine.call("generate", prompt, "--model", str(model), *arguments)
 
-    def says(self, prompt: str, model: Path, *numbers: int) -> str:
-        """Three tokens that these nodes make, asked for without a process of its own."""
-        return asyncio.run(_text(prompt, model, self.addresses(*numbers).split(",")))
+    def says(self, prompt: str, model: Path, *numbers: int, layers: Layers = ()) -> str:
+        """Three tokens that these nodes make, asked for without a process of its own.
+
+        `layers` are those of each stage; none: as planned.
+        """
+        return asyncio.run(_text(prompt, model, self.addresses(*numbers).split(","), layers))
 
     def say_at_once(self, requests: Sequence[tuple[str, Path]], *numbers: int) -> list[str]:
         """What these nodes answer to prompts for models at one moment: texts, or refusals."""
@@ -484,8 +490,8 @@ class Crew:
         return running
 
 
-async def _text(prompt: str, model: Path, addresses: list[str]) -> str:
-    choice = ModelChoice(model=str(model), nodes=addresses)
+async def _text(prompt: str, model: Path, addresses: list[str], layers: Layers = ()) -> str:
+    choice = ModelChoice(model=str(model), nodes=addresses, layers=[*layers])
     async with connect(addresses[0]) as client:
         [result] = await client.complete(prompt, model=choice, max_tokens=3)
         return result.text
