@@ -64,28 +64,8 @@ INLINE float squares(const float *values, int64_t n) {
     return sums[0];
 }
 
-#define TARGET
-#define LANES 4
-#define NAME(x) x##_portable
-#include "recurrence_body.h"
-
-#if defined(__x86_64__)
-#undef TARGET
-#undef LANES
-#undef NAME
-#define LANES 8
-#define TARGET __attribute__((target("avx2,fma,f16c")))
-#define NAME(x) x##_avx2
-#include "recurrence_body.h"
-
-#undef TARGET
-#undef LANES
-#undef NAME
-#define LANES 16
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
-#define NAME(x) x##_avx512
-#include "recurrence_body.h"
-#endif
+#define BODY "recurrence_body.h"
+#include "each_isa.h"
 
 static const struct recurrence_steps *steps_for(const struct team *team) {
 #if defined(__x86_64__)

@@ -136,28 +136,8 @@ struct steps {
 #define C4 0.0013933688f
 #define C5 0.00019899334f
 
-#define TARGET
-#define LANES 4
-#define NAME(x) x##_portable
-#include "sublayers_body.h"
-
-#if defined(__x86_64__)
-#undef TARGET
-#undef LANES
-#undef NAME
-#define LANES 8
-#define TARGET __attribute__((target("avx2,fma,f16c")))
-#define NAME(x) x##_avx2
-#include "sublayers_body.h"
-
-#undef TARGET
-#undef LANES
-#undef NAME
-#define LANES 16
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
-#define NAME(x) x##_avx512
-#include "sublayers_body.h"
-#endif
+#define BODY "sublayers_body.h"
+#include "each_isa.h"
 
 static const struct steps *steps_for(const struct team *team) {
 #if defined(__x86_64__)
