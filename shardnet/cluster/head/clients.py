@@ -241,14 +241,18 @@ class Clients:
         async with self._leading(control, message.request, message.choice) as lead:
             if lead is not None:
                 chats = self._disk.at(f"the chat template of {lead.plan.facts.path}")
-                control.send(await chats.run(lambda: described(message, lead)))
+                job = partial(described, message, lead)
+                control.send(await chats.run(job, alive=time.monotonic))
 
     async def _prompt(self, message: Generate, lead: Lead) -> list[int]:
         """Return the token ids of a prompt."""
-        # A chat template is an untrusted program: it must not delay other prompts.
+        job = partial(prompt_ids, message, lead)
+        if message.messages is None:
+            return await self._reader.run(job)
+        # A chat template is an untrusted program: it must not delay other prompts. Its process has
+        # limits of its own, so that the disk is not blamed for the time it takes.
         chats = self._disk.at(f"the chat template of {lead.plan.facts.path}")
-        run = self._reader.run if message.messages is None else chats.run
-        return await run(lambda: prompt_ids(message, lead))
+        return await chats.run(job, alive=time.monotonic)
 
     async def _stream(self, control: ControlLink, message: Generate, lead: Lead) -> None:
         prompt = await self._prompt(message, lead)

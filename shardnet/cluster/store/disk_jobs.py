@@ -142,9 +142,9 @@ class DiskPlace:
         self._jobs = jobs
         self._place = place
 
-    async def run(self, job: Callable[[], T]) -> T:
-        """Run a job; raises as DiskJobs.run."""
-        return await self._jobs.run(self._place, job)
+    async def run(self, job: Callable[[], T], alive: Callable[[], object] = lambda: None) -> T:
+        """Run a job; see DiskJobs.run."""
+        return await self._jobs.run(self._place, job, alive)
 
     def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
         """Queue a job; see DiskJobs.submit."""
