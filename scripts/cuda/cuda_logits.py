@@ -129,7 +129,8 @@ class SmallModel:
             cuts = [0, *range(self._trial.n_prompt, len(self._ids) + 1)]
             parts = [_answer(stage, a, self._ids[a:b]) for a, b in pairwise(cuts)]
             wide = way.quantization is not None or way.kv_dtype is not KvDType.AUTO
-            dtype = DType.BFLOAT16 if wide else stage.choice.dtype
+            narrowest = stage.choice.hidden_dtype or stage.choice.dtype
+            dtype = DType.BFLOAT16 if wide else narrowest
             plain = PlainLlama(Checkpoint.open(self._folder), way.quantization)
             want = plain.logits(self._ids)
             yield _verdict(way.name, [torch.cat(parts).double().cpu()], [want], dtype)

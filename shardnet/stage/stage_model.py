@@ -219,7 +219,15 @@ class StageModel:
         self._check_token_ids(batch)
         if batch.n_rows == 0:
             return torch.empty(0, self.width, device=self.device), None
-        step = plan_step(batch, self.kv, self._context, self.dtype, self._windows, run.experts)
+        narrower = self.choice.hidden_dtype
+        step = plan_step(
+            batch,
+            self.kv,
+            self._context,
+            self.dtype,
+            run.experts,
+            None if narrower is None else torch_dtype(narrower),
+        )
         if run.hidden is None:
             return self._family.embed(step), step
         return run.hidden.to(self.device, self.dtype), step

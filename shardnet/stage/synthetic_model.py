@@ -168,7 +168,6 @@ class SyntheticModel:
             for cached in self._kv.layer(_SLOT, layer):
                 cached.zero_()
         self._vocab_size = sample.vocab_size
-        self._windows = sample.distinct_windows(layers)
         self._dtype = dtype
         self._device = device
         self._n_steps = 0
@@ -185,7 +184,7 @@ class SyntheticModel:
         batch = _batch(position, n_rows, self._vocab_size, self._n_steps)
         self._kv.assume_end(_SLOT, position)
         began = self._now()
-        step = plan_step(batch, self._kv, CONTEXT, self._dtype, self._windows)
+        step = plan_step(batch, self._kv, CONTEXT, self._dtype)
         planned = self._now()
         hidden = self._family.embed(step)
         embedded = self._now()

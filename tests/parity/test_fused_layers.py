@@ -33,13 +33,13 @@ def rows(slot: int, position: int, n_rows: int) -> Rows:
 
 def batches() -> Iterator[tuple[bool, tuple[Rows, ...]]]:
     """Steps, and whether they go through all layers in one call."""
-    yield False, (rows(0, 0, N_PROMPT),)
+    yield True, (rows(0, 0, N_PROMPT),)
     yield True, (rows(1, 0, 5), rows(2, 0, 1))
     yield True, (rows(0, N_PROMPT, 1),)
     yield True, (rows(0, N_PROMPT + 1, 1), rows(1, 5, 1), rows(2, 1, 17))
-    yield False, (rows(0, N_PROMPT + 2, 1), rows(3, 0, N_PROMPT))
+    yield True, (rows(0, N_PROMPT + 2, 1), rows(3, 0, N_PROMPT))
     yield True, (rows(0, N_PROMPT + 3, 1),)
-    yield False, (rows(1, 6, N_PROMPT),)
+    yield True, (rows(1, 6, N_PROMPT),)
     yield True, (rows(0, N_PROMPT + 4, 1),)  # of the kind of those before the chunk
     many = [rows(slot, 0, 30) for slot in (4, 5, 6)]
     assert sum(len(one.ids) for one in many) > _MAX_ROWS
@@ -117,7 +117,7 @@ def test_what_comes_out_lasts_and_what_goes_in_stays(joined: list[bool], tmp_pat
     width = stage.width
     hidden = torch.randn(2, width, generator=torch.Generator().manual_seed(1)).bfloat16()
     before = hidden.clone()
-    step = plan_step(batch_of([rows(0, 0, 2)]), stage.kv, 64, stage.dtype, (), None)
+    step = plan_step(batch_of([rows(0, 0, 2)]), stage.kv, 64, stage.dtype)
     first = [out.clone() for out in stage._family.walk(hidden, step)][-1]
     kept = list(stage._family.walk(hidden, step))[-1]
     again = list(stage._family.walk(hidden + 1, step))[-1]
@@ -148,7 +148,7 @@ def test_layers_that_the_library_has_not_all_of_are_not_joined(tmp_path: Path) -
 def test_rows_that_do_not_belong_to_the_step_are_refused(tmp_path: Path) -> None:
     folder = make_decoder(tmp_path, "mistral", dtype=torch.bfloat16, **CASES["mistral"])
     [stage] = load(folder, DType.BFLOAT16).stages
-    step = plan_step(batch_of([rows(0, 0, 2)]), stage.kv, 64, stage.dtype, (), None)
+    step = plan_step(batch_of([rows(0, 0, 2)]), stage.kv, 64, stage.dtype)
     wide = torch.zeros(2, stage.width + 1).bfloat16()
     with pytest.raises(ValueError, match=f"library needs {stage.width} columns"):
         list(stage._family.walk(wide, step))

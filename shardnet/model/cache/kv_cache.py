@@ -105,6 +105,11 @@ class KvCache:
         return self._dtype
 
     @property
+    def n_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self._n_kv_heads
+
+    @property
     def is_quantized(self) -> bool:
         """Whether rows are stored quantised."""
         return self._is_quantized

@@ -110,8 +110,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
 
 def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.expert_mlps import ClampedMlp
-    from shardnet.model.layers.experts import SoftmaxRouter, SparseMlp
+    from shardnet.model.layers.experts import ClampedMlp, SoftmaxRouter, SparseMlp
     from shardnet.model.layers.modules import SelfAttention
 
     experts = config.experts

@@ -106,8 +106,7 @@ def load_shared_mlp(
     config: ModelConfig, weights: WeightSource, layer: int, experts: Experts
 ) -> SparseMlp:
     """Take the parameters of `shared_mlp`."""
-    from shardnet.model.layers.expert_mlps import SharedExpert
-    from shardnet.model.layers.experts import SoftmaxRouter, SparseMlp
+    from shardnet.model.layers.experts import SharedExpert, SoftmaxRouter, SparseMlp
     from shardnet.model.layers.modules import GatedMlp
 
     mlp = f"model.layers.{layer}.mlp"

@@ -1,8 +1,8 @@
 """The attention sub-layer in one call of the compiled library.
 
 Knows the parts of the call and the layout of its buffers. Must not know which sub-layers the
-library can compute: fused/sublayers.py does. For soft-capped scores, sinks and prompt chunks, torch
-attends between two calls of the library.
+library can compute: fused/sublayers.py does. Where the library cannot read the KV cache, torch
+attends between two calls of it.
 
 Axes in shape comments: T rows of the micro-batch, H query heads, D head size, E hidden size.
 """
@@ -12,12 +12,10 @@ from __future__ import annotations
 import ctypes
 from copy import copy
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.fused.structs import (
     AFTER,
     ATTEND,
@@ -31,15 +29,12 @@ from shardnet.model.fused.structs import (
 )
 from shardnet.model.kernels.library import SCRATCH, NativeKernels
 from shardnet.model.kernels.linear import NativeLinear
-from shardnet.model.layers.attention import ForwardStep, attend_chunk, attention
+from shardnet.model.layers.attention import ForwardStep, attention
 from shardnet.model.layers.decoder_layer import Residual
 from shardnet.model.layers.modules import SelfAttention
+from shardnet.model.layers.native_attention import attend_struct, bind_slots
 from shardnet.model.layers.norms import HeadNorm
 from shardnet.model.layers.rotary import Rotary
-from shardnet.types import kv_groups
-
-_LANES: Final = 16
-"""The library's vector width in columns: quantised groups must be multiples of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,15 +83,12 @@ class NativeAttention:
         self._call = kernels.function(
             "shardnet_attention", ctypes.POINTER(AttentionStruct), ctypes.c_int32
         )
-        scale = own.kind.scale
+        attend = attend_struct(own.kind, own.n_heads, own.n_kv_heads, own.head_size, own.head_size)
+        attend.row_stride = n_heads * own.head_size
         self._arguments = AttentionStruct(
             residual=ResidualStruct.of(residual, output.shape[0], kernels),
             head_norm=NormStruct.of(qk_norm, own.n_heads + own.n_kv_heads, own.head_size),
-            n_heads=own.n_heads,
-            n_kv_heads=own.n_kv_heads,
-            head_size=own.head_size,
-            window=own.kind.window or 0,
-            scale=own.head_size**-0.5 if scale is None else scale,
+            attend=attend,
         )
 
     @property
@@ -138,57 +130,33 @@ class NativeAttention:
             scratch.attended().copy_(self._attend_in_torch(scratch.projected(), index, step))
             self._call(arguments, AFTER)
             return out
-        if step.native_spans is not None and not step.native_spans.has_chunks:
-            self._call(arguments, BEFORE | STORE | ATTEND | AFTER)
-            return out
-        self._call(arguments, BEFORE | STORE | ATTEND)
-        self._attend_chunks(scratch.projected(), scratch.attended(), index, step)
-        self._call(arguments, AFTER)
+        self._call(arguments, BEFORE | STORE | ATTEND | AFTER)
         return out
 
     def bind_step(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> bool:
         """Point the arguments to the positions and slots of a step with rows [T, E].
 
-        Returns whether the library can attend for all rows but prompt chunks. Raises ValueError if
-        rows, rotary tables and step do not match.
+        Returns whether the library can attend. Raises ValueError if rows, rotary tables and step do
+        not match.
         """
-        self._check_call(hidden, index, rotary, step)
+        self._check_call(hidden, rotary, step)
         arguments, native_spans = self._arguments, step.native_spans
         arguments.cos = rotary.cos.data_ptr()
         arguments.sin = rotary.sin.data_ptr()
         arguments.n_rotated = rotary.cos.shape[-1]
-        arguments.layer = index
-        if native_spans is None or not self._can_attend(step.kv):
+        if native_spans is None:
             return False
-        arguments.spans = native_spans.address
-        arguments.n_spans = len(native_spans.slots)
-        return True
+        return bind_slots(arguments.attend, native_spans, index, step.kv)
 
-    def _check_call(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> None:
+    def _check_call(self, hidden: Tensor, rotary: Rotary, step: ForwardStep) -> None:
         """Raise ValueError if the library would read or write out of bounds."""
         cos, sin, n_rows = rotary.cos, rotary.sin, hidden.shape[0]
         if len(cos) != n_rows or cos.shape != sin.shape or cos.shape[-1] > self._own.head_size:
             raise ValueError(f"rotary tables {list(cos.shape)}, {list(sin.shape)} of {n_rows} rows")
         if not cos.dtype is sin.dtype is step.kv.dtype is hidden.dtype:
             raise ValueError(f"rows are {hidden.dtype}; {cos.dtype}, {step.kv.dtype} go with them")
-        native_spans = step.native_spans
-        if native_spans is None:
-            return
-        if step.spans[-1].end != n_rows or index >= len(native_spans.slots[0]):
-            raise ValueError(f"layer {index} and {n_rows} rows are not those of the step")
-
-    def _can_attend(self, kv: KvCache) -> bool:
-        """Describe how the slots store keys and values. False if the library cannot read them."""
-        arguments, size = self._arguments, self._own.head_size
-        arguments.group = 0
-        arguments.row_bytes = size * kv.dtype.itemsize
-        if kv.is_quantized:
-            n_groups, group = kv_groups(size)
-            if group % _LANES or n_groups * group != size:
-                return False
-            arguments.group = group
-            arguments.row_bytes = size + n_groups * torch.bfloat16.itemsize
-        return self._own.kind.is_plain
+        if step.native_spans is not None and step.native_spans.n_rows != n_rows:
+            raise ValueError(f"{n_rows} rows are not the {step.native_spans.n_rows} of the step")
 
     def scratch_bytes(self, hidden: Tensor) -> int:
         """Return the scratch memory of a call with rows like `hidden`, in bytes."""
@@ -203,8 +171,8 @@ class NativeAttention:
         projected, attended, linear_scratch, _ = self._parts(hidden)
         begin = scratch.data_ptr()
         arguments.residual.inner = begin
-        arguments.projected = begin + projected
-        arguments.attended = begin + attended
+        arguments.projected = arguments.attend.queries = begin + projected
+        arguments.attend.attended = begin + attended
         arguments.scratch = begin + linear_scratch
         n_looking, n_attended = self._qkv.shape[0], self._output.shape[1]
         return _AttentionScratch(
@@ -235,14 +203,3 @@ class NativeAttention:
         queries, keys = projected[:, : own.n_heads], projected[:, own.n_heads : n_rotated]
         attended = attention(queries, keys, projected[:, n_rotated:], index, step, own.kind)
         return attended.view(-1, own.n_heads, own.head_size)
-
-    def _attend_chunks(
-        self, projected: Tensor, attended: Tensor, index: int, step: ForwardStep
-    ) -> None:
-        own = self._own
-        widths = (own.head_size, own.head_size)
-        for span in step.spans:
-            if span.masks is not None:
-                queries = projected[span.start : span.end, : own.n_heads]
-                chunk = attend_chunk(queries, span, index, step, own.kind, widths)
-                attended[span.start : span.end] = chunk

@@ -86,7 +86,7 @@ class DecoderStage:
                 yield from [whole] * len(self._layers)
                 return
         for index, (layer, rope) in enumerate(self._layers):
-            hidden = layer(hidden, index, rotaries[rope], step)
+            hidden = step.after_layer(layer(hidden, index, rotaries[rope], step))
             yield hidden
 
     def normed(self, hidden: Tensor) -> Tensor:

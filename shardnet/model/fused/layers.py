@@ -101,16 +101,21 @@ class NativeLayers:
     ) -> Tensor | None:
         """Run all layers, each with its own rotary tables: [T, E] to [T, E], on the CPU.
 
-        Returns None if the library cannot compute all of it: with prompt chunks and with many rows.
+        Returns None if the library cannot compute all of it, and with many rows.
         Raises ValueError if rows, rotary tables and step do not match.
         """
-        if step.native_spans is None or step.native_spans.has_chunks or len(hidden) > _MAX_ROWS:
+        if step.native_spans is None or len(hidden) > _MAX_ROWS:
+            return None
+        if step.hidden_dtype not in (None, torch.bfloat16):
             return None
         workspace = self._workspace_for(hidden)
         workspace.rows.copy_(hidden)
-        for index, ((attention, _), rotary) in enumerate(zip(self._layers, rotaries, strict=True)):
+        for index, ((attention, mlp), rotary) in enumerate(
+            zip(self._layers, rotaries, strict=True)
+        ):
             if not attention.bind_step(workspace.rows, index, rotary, step):
                 return None
+            mlp.arguments.residual.rounds = step.hidden_dtype is not None
         self._call(self._structs, len(self._layers))
         return workspace.rows.clone()
 

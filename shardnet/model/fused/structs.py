@@ -23,6 +23,7 @@ from shardnet.model.kernels.library import (
 )
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.decoder_layer import Residual
+from shardnet.model.layers.native_attention import AttendStruct
 from shardnet.model.layers.norms import HeadNorm, Norm
 
 BEFORE: Final = 1
@@ -31,8 +32,6 @@ ATTEND: Final = 4
 AFTER: Final = 8
 """The parts of the attention sub-layer that one call may compute: norm, projections and rotation;
 storing keys and values; attention of decode rows; output projection and residual."""
-MAX_HEAD: Final = 256
-"""The largest head size that the library supports."""
 ACTIVATIONS: Final = {
     Activation.SILU: 0,
     Activation.GELU_TANH: 1,
@@ -75,6 +74,7 @@ class ResidualStruct(ctypes.Structure):
         ("width", ctypes.c_int64),
         ("multiplier", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
+        ("rounds", ctypes.c_int32),
         ("team", Team),
     )
 
@@ -111,18 +111,8 @@ class AttentionStruct(ctypes.Structure):
         ("cos", ctypes.c_void_p),
         ("sin", ctypes.c_void_p),
         ("projected", ctypes.c_void_p),
-        ("attended", ctypes.c_void_p),
-        ("spans", ctypes.c_void_p),
-        ("n_spans", ctypes.c_int64),
-        ("layer", ctypes.c_int64),
-        ("n_heads", ctypes.c_int64),
-        ("n_kv_heads", ctypes.c_int64),
-        ("head_size", ctypes.c_int64),
         ("n_rotated", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("row_bytes", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-        ("scale", ctypes.c_float),
+        ("attend", AttendStruct),
     )
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 from shardnet.model.fused.attention import NativeAttention
 from shardnet.model.fused.mlp import NativeMlp
-from shardnet.model.fused.structs import ACTIVATIONS, MAX_HEAD
+from shardnet.model.fused.structs import ACTIVATIONS
 from shardnet.model.kernels.library import NativeKernels
 from shardnet.model.kernels.linear import is_native
 from shardnet.model.layers.decoder_layer import Layer, Sublayer
+from shardnet.model.layers.native_attention import MAX_HEAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,10 @@ class KernelChoice:
     native_dtype: DType = DType.BFLOAT16
     """With the compiled library, the dtype of the checkpoint's weights: it is kept in memory."""
 
+    hidden_dtype: DType | None = None
+    """What hidden states are rounded to after each layer, if that is not `dtype`: the dtype of the
+    ring, where this device computes in a wider one."""
+
     @property
     def stored_dtype(self) -> DType:
         """The dtype that stored weights need in order to be used without conversion."""
@@ -251,11 +255,13 @@ def probe(
 
     `auto` follows the checkpoint. A CPU never computes in float16 (slower than bfloat16 and
     float32): an automatic choice takes bfloat16 instead, a requested float16 is computed in float32
-    and rounded at the stage's border. bfloat16 without oneDNN's packed kernel is many times slower
+    and rounded after each layer. bfloat16 without oneDNN's packed kernel is many times slower
     than float32 at several rows, so it is computed in float32 too. `quantization` is taken as
     given: every device computes with quantised weights.
     """
     choice = _probe_dtype(device, requested, checkpoint_dtype)
+    if requested != "auto" and requested is not choice.dtype:
+        choice = replace(choice, hidden_dtype=requested)
     return choice if quantization is None else replace(choice, quantization=quantization)
 
 

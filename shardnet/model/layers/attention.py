@@ -9,95 +9,53 @@ heads per KV head.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.errors import CapacityError
-from shardnet.model.cache.kv_cache import KvCache, SlotAddresses
-from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS
+from shardnet.model.layers.native_attention import AttentionKind, NativeSpans, native_attend
 from shardnet.types import MicroBatch, RowGroup, SlotId
 
+PLAIN = AttentionKind()
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionKind:
-    """The variant of attention of one layer.
 
-    `window`: how many positions a row attends to, itself included; None is all. `scale` multiplies
-    the scores, None is 1 / sqrt(D). `soft_cap` c turns a score x into c * tanh(x / c). `sinks` are
-    extra scores without a value, one for each head: they take part in the softmax only.
+class ChunkMasks:
+    """What the rows of a prompt chunk must not attend to, where torch attends them together.
+
+    One mask for each window of the layers, made when the first of them needs it.
     """
 
-    window: int | None = None
-    scale: float | None = None
-    soft_cap: float | None = None
-    sinks: Tensor | None = None  # [KV heads, G, 1], float32
+    def __init__(self, group: RowGroup, dtype: torch.dtype, device: torch.device) -> None:
+        self._group = group
+        self._dtype = dtype
+        self._device = device
+        self._masks: dict[int | None, Tensor] = {}
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether torch's fused kernel supports it: no soft cap, no sinks."""
-        return self.soft_cap is None and self.sinks is None
-
-    @classmethod
-    def of(cls, config: ModelConfig, layer: int) -> AttentionKind:
-        """Read the variant of the absolute `layer` from the config."""
-        return cls(
-            window=config.window(layer),
-            scale=config.attention_scale,
-            soft_cap=config.attention_soft_cap,
-        )
-
-
-PLAIN = AttentionKind()
+    def of(self, window: int | None) -> Tensor:
+        """Return [T, P] over the keys from the first that any row sees; additive, 0 or -inf."""
+        if window not in self._masks:
+            self._masks[window] = _mask(self._group, window, self._dtype, self._device)
+        return self._masks[window]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """The rows `[start, end)` of one slot; `position` is the first one's.
 
-    `masks` is None for rows attended one by one, else one mask for each window of the stage's
-    layers: [T, P] over the keys from the first that any row sees, additive, 0 or -inf.
+    `masks` is None for rows that torch attends one by one.
     """
 
     slot: SlotId
     start: int
     end: int
     position: int
-    masks: Mapping[int | None, Tensor] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativeSpans:
-    """Spans as the compiled library reads them, `struct span` of csrc/sublayers.c."""
-
-    spans: npt.NDArray[np.int64]  # [spans, 5]
-    slots: tuple[SlotAddresses, ...]
-    """The tables that `spans` points to: see KvCache.addresses."""
-    address: int
-    """Address of `spans`, valid as long as this object lives."""
-    has_chunks: bool
-
-    @classmethod
-    def of(cls, spans: Sequence[Span], kv: KvCache) -> NativeSpans:
-        """Make the table of the spans' rows and slots."""
-        slots = tuple(kv.addresses(span.slot) for span in spans)
-        table = [
-            (slot.ctypes.data, span.start, span.end, span.position, span.masks is not None)
-            for span, slot in zip(spans, slots, strict=True)
-        ]
-        numbers = np.array(table, np.int64)
-        return cls(
-            spans=numbers,
-            slots=slots,
-            address=numbers.ctypes.data,
-            has_chunks=any(span.masks is not None for span in spans),
-        )
+    masks: ChunkMasks | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +64,8 @@ class ForwardStep:
 
     `experts`, unless None, collects the experts [T, K] that the rows were routed to, by layer,
     counted from 0 within the stage. `native_spans` are `spans` for the compiled library, None on
-    devices other than the CPU.
+    devices other than the CPU. `hidden_dtype` is that of the ring where the device computes in a
+    wider one.
     """
 
     token_ids: Tensor  # [T], int64
@@ -115,6 +74,16 @@ class ForwardStep:
     kv: KvCache
     experts: dict[int, Tensor] | None = None
     native_spans: NativeSpans | None = None
+    hidden_dtype: torch.dtype | None = None
+
+    def after_layer(self, hidden: Tensor) -> Tensor:
+        """Round what a layer returns to the ring's dtype: a border between stages rounds no more.
+
+        [T, E] in the compute dtype, in and out.
+        """
+        if self.hidden_dtype is None:
+            return hidden
+        return hidden.to(self.hidden_dtype).to(hidden.dtype)
 
     def record_experts(self, layer: int, experts: Tensor) -> None:
         """Record the experts [T, K] of a layer, if they are collected."""
@@ -127,14 +96,14 @@ def plan_step(
     kv: KvCache,
     context: int,
     dtype: torch.dtype,
-    windows: Iterable[int | None] = (None,),
     experts: dict[int, Tensor] | None = None,
+    hidden_dtype: torch.dtype | None = None,
 ) -> ForwardStep:
     """Grow the slots of `batch` and prepare the inputs that its layers share.
 
-    `context` is the limit of positions per sequence, `dtype` that of the masks, `windows` the
-    distinct windows of the layers, `experts` as in ForwardStep. Raises CapacityError for a position
-    beyond `context`, and if the KV cache is full.
+    `context` is the limit of positions per sequence, `dtype` that of the masks, `experts` and
+    `hidden_dtype` as in ForwardStep. Raises CapacityError for a position beyond `context`, and if
+    the KV cache is full.
     """
     spans = []
     positions: list[int] = []
@@ -151,7 +120,7 @@ def plan_step(
         positions.extend(range(group.position, end_position))
         masks = None
         if group.n_rows > MAX_EXACT_ROWS:
-            masks = {window: _mask(group, window, dtype, kv.device) for window in windows}
+            masks = ChunkMasks(group, dtype, kv.device)
         spans.append(
             Span(
                 slot=group.slot,
@@ -167,8 +136,15 @@ def plan_step(
         spans=tuple(spans),
         kv=kv,
         experts=experts,
-        native_spans=NativeSpans.of(spans, kv) if kv.device.type == "cpu" else None,
+        native_spans=_native_spans(spans, kv),
+        hidden_dtype=hidden_dtype,
     )
+
+
+def _native_spans(spans: Sequence[Span], kv: KvCache) -> NativeSpans | None:
+    if kv.device.type != "cpu":
+        return None
+    return NativeSpans.of([(span.slot, span.start, span.end, span.position) for span in spans], kv)
 
 
 def _mask(group: RowGroup, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -197,43 +173,25 @@ def attention(
     device; `layer` counts from 0 within the stage. Values of 0 columns are read from the keys.
     Returns [T, H x D].
 
-    Groups of at most 32 rows are attended row by row, so that a row's bits are those of a decode
-    step in any batch; longer groups are prompt chunks.
+    The compiled library gives a row the same bits in any batch and chunk. Torch attends groups of
+    at most 32 rows row by row, so that a row's bits are those of a decode step; longer groups are
+    prompt chunks.
     """
     n_rows, n_heads, head_size = queries.shape
     kv, widths = step.kv, (keys.shape[-1], values.shape[-1])
     slots = [kv.layer(span.slot, layer) for span in step.spans]  # [KV heads, P, W] each
     firsts = [kv.first(span.slot, layer) for span in step.spans]  # their first positions
     _store(kv.quantize(keys), kv.quantize(values), slots, firsts, step.spans)
+    if step.native_spans is not None:
+        native = native_attend(queries, widths[1], layer, step.native_spans, kv, kind)
+        if native is not None:
+            return native
     grouped = queries.view(n_rows, 1, keys.shape[1], -1, head_size).unbind(0)  # [1, KV heads, G, D]
     parts: list[Tensor] = []
     for span in step.spans:
-        if span.masks is None:
-            parts += _attend_rows(grouped, span, _seen(step, span, layer, kind, widths), kind)
-        else:
-            own = queries[span.start : span.end]
-            attended = attend_chunk(own, span, layer, step, kind, widths)
-            parts.append(attended.view(-1, *grouped[0].shape[1:]))
+        parts += _attend_span(grouped, span, _seen(step, span, layer, kind, widths), kind)
     whole = torch.cat(parts) if len(parts) > 1 else parts[0]  # [T, KV heads, G, D]
     return whole.reshape(n_rows, n_heads * head_size)
-
-
-def attend_chunk(
-    queries: Tensor,
-    span: Span,
-    layer: int,
-    step: ForwardStep,
-    kind: AttentionKind,
-    widths: tuple[int, int],
-) -> Tensor:
-    """Attend a prompt chunk over its slot, which already holds the chunk's keys and values.
-
-    `queries` are those of the span, [T, H, D], `widths` the columns of keys and values. Returns
-    [T, H, D].
-    """
-    assert span.masks is not None, "a span without masks is attended row by row"
-    seen = _seen(step, span, layer, kind, widths)
-    return _attend_chunk(queries, *seen, span.masks[kind.window], kind)
 
 
 def _seen(
@@ -280,10 +238,17 @@ def _store(
     torch._foreach_copy_(targets, parts)
 
 
-def _attend_rows(
+def _attend_span(
     grouped: Sequence[Tensor], span: Span, seen: tuple[Tensor, Tensor], kind: AttentionKind
 ) -> list[Tensor]:
-    """Attend the rows of a span one by one; the last key seen is the last row's own."""
+    """Attend the rows of a span, together or one by one.
+
+    `grouped` are queries [1, KV heads, G, D] of all rows, `seen` keys and values [KV heads, P, D];
+    the last key seen is the last row's own. Returns [rows, KV heads, G, D] tensors.
+    """
+    if span.masks is not None:
+        own = torch.cat(list(grouped[span.start : span.end]))
+        return [_attend_chunk(own, *seen, span.masks.of(kind.window), kind)]
     keys, values = seen[0].unsqueeze(0), seen[1].unsqueeze(0)  # [1, KV heads, P, D]
     if span.end - span.start == 1:
         return [_attend_row(grouped[span.start], keys, values, kind)]
@@ -291,8 +256,9 @@ def _attend_rows(
     for row in range(span.start, span.end):
         end = keys.shape[2] - (span.end - row) + 1
         first = 0 if kind.window is None else max(0, end - kind.window)
-        own = (keys.narrow(2, first, end - first), values.narrow(2, first, end - first))
-        parts.append(_attend_row(grouped[row], *own, kind))
+        own_keys = keys.narrow(2, first, end - first)
+        own_values = values.narrow(2, first, end - first)
+        parts.append(_attend_row(grouped[row], own_keys, own_values, kind))
     return parts
 
 
@@ -306,10 +272,9 @@ def _attend_row(query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind
 def _attend_chunk(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kind: AttentionKind
 ) -> Tensor:
-    """Attend a prompt chunk: [T, H, D] over [KV heads, P, D]; KV heads are the batch axis."""
-    n_rows, n_heads, head_size = queries.shape
-    n_kv_heads, n_positions, _ = keys.shape
-    grouped = queries.view(n_rows, n_kv_heads, -1, head_size).permute(1, 2, 0, 3)
+    """Attend a prompt chunk: [T, KV heads, G, D] over [KV heads, P, D]; KV heads are the batch."""
+    n_kv_heads, n_positions, head_size = keys.shape
+    grouped = queries.permute(1, 2, 0, 3)
     if kind.is_plain:
         spread = (n_kv_heads, grouped.shape[1], n_positions, head_size)  # G by stride 0
         attended = F.scaled_dot_product_attention(
@@ -324,7 +289,7 @@ def _attend_chunk(
         for head, rows in enumerate(grouped):  # one at a time, to bound the memory of scores
             sinks = None if kind.sinks is None else kind.sinks[head, :, None]  # [G, 1, 1]
             attended[head] = _attend_unfused(rows, keys[head], values[head], mask, kind, sinks)
-    return attended.permute(2, 0, 1, 3).reshape(n_rows, n_heads, head_size)
+    return attended.permute(2, 0, 1, 3)
 
 
 def _attend_unfused(

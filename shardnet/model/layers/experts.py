@@ -1,4 +1,4 @@
-"""A router and its experts, in place of a layer's MLP.
+"""A router and its experts, in place of a layer's MLP, and experts that are no usual gated MLP.
 
 Knows how experts are chosen and their outputs combined. Must not know parameter names, stages or
 who records the routing.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardnet.model.config.model_config import Experts
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.modules import Mlp
+from shardnet.model.layers.modules import GatedMlp, Mlp
 from shardnet.model.layers.norms import row_sigmoid
 
 
@@ -143,3 +143,36 @@ def _weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
     for place in range(outputs.shape[1]):
         total += outputs[:, place] * weights[:, place, None]
     return total.to(outputs.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedMlp:
+    """Gate and up, both clamped, the gate times its own sigmoid, up plus 1 (gpt-oss).
+
+    The gate is at most `limit`, up within -`limit` and `limit`; `alpha` multiplies the gate within
+    the sigmoid.
+    """
+
+    limit: float
+    alpha: float
+    gate_up_proj: Linear
+    down_proj: Linear
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Compute [T, E] from [T, E], each row for itself."""
+        gate, up = self.gate_up_proj(hidden).chunk(2, -1)  # [T, intermediate] each
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit)
+        return self.down_proj(row_sigmoid(gate * self.alpha).mul_(gate) * up.add_(1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExpert:
+    """An expert whose output is weighted by the sigmoid of its own gate (Qwen2-MoE)."""
+
+    expert: GatedMlp
+    gate: Linear
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Compute [T, E] from [T, E], each row for itself."""
+        return self.expert(hidden).mul_(row_sigmoid(self.gate(hidden)))

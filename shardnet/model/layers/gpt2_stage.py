@@ -41,7 +41,7 @@ class Gpt2Stage:
     def walk(self, hidden: Tensor, step: ForwardStep) -> Iterator[Tensor]:
         """Run the layers one by one, each when its output is asked for: [T, E] in and out."""
         for index, layer in enumerate(self._layers):
-            hidden = layer(hidden, index, step)
+            hidden = step.after_layer(layer(hidden, index, step))
             yield hidden
 
     def normed(self, hidden: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from shardnet.model.config.model_config import Latent, ModelConfig
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.attention import AttentionKind, ForwardStep, attention
+from shardnet.model.layers.attention import ForwardStep, attention
+from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.attention import AttentionKind, ForwardStep, attention
+from shardnet.model.layers.attention import ForwardStep, attention
+from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.model.layers.norms import HeadNorm, activate
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource

@@ -22,6 +22,7 @@ from shardnet.model.fused import structs
 from shardnet.model.kernels import library, packing
 from shardnet.model.kernels.recurrence import RecurrenceStruct
 from shardnet.model.layers.attention import plan_step
+from shardnet.model.layers.native_attention import MAX_HEAD, AttendStruct
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 
 SOURCES = Path(__file__).parents[3] / "shardnet" / "model" / "kernels" / "csrc"
@@ -41,6 +42,7 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "look_up": packing._LookUp,
     "norm": structs.NormStruct,
     "residual": structs.ResidualStruct,
+    "attend": AttendStruct,
     "attention_call": structs.AttentionStruct,
     "mlp_call": structs.MlpStruct,
     "layer": structs.LayerStruct,
@@ -99,7 +101,6 @@ def test_tables_of_spans_and_slots_have_the_columns_of_their_structs() -> None:
         ("start", ctypes.c_int64),
         ("end", ctypes.c_int64),
         ("position", ctypes.c_int64),
-        ("is_chunk", ctypes.c_int64),
     ]
     kv = KvCache(2, 3, 8, torch.float32, torch.device("cpu"), 16, windows=(None, 4))
     kv.ensure(SlotId(7), 1300)
@@ -108,13 +109,13 @@ def test_tables_of_spans_and_slots_have_the_columns_of_their_structs() -> None:
         for slot, at, n in ((3, 0, 40), (7, 1300, 2))
     )
     batch = MicroBatch(epoch=Epoch(1), step=StepId(1), groups=groups, token_ids=range(42))
-    native_spans = plan_step(batch, kv, 2000, torch.float32, (None, 4)).native_spans
+    native_spans = plan_step(batch, kv, 2000, torch.float32).native_spans
     assert native_spans is not None
-    assert native_spans.has_chunks
+    assert native_spans.n_rows == 42
     tables = [kv.addresses(slot) for slot in (SlotId(3), SlotId(7))]
     assert native_spans.spans.tolist() == [
-        [tables[0].ctypes.data, 0, 40, 0, 1],
-        [tables[1].ctypes.data, 40, 42, 1300, 0],
+        [tables[0].ctypes.data, 0, 40, 0],
+        [tables[1].ctypes.data, 40, 42, 1300],
     ]
     for layer in (0, 1):
         keys, values = kv.layer(SlotId(7), layer)
@@ -142,7 +143,7 @@ def test_numbers_stand_for_the_same_on_both_sides() -> None:
         assert number == constant(in_c)
     in_c = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
     assert {dtype: constant(name) for dtype, name in in_c.items()} == packing._TYPES
-    assert constant("MAX_HEAD") == structs.MAX_HEAD
+    assert constant("MAX_HEAD") == MAX_HEAD
     assert constant("PANEL") == panel_form.PANEL
     assert constant("UNIT") == panel_form.UNIT
     names = {"BFLOAT16": "BF16", "FLOAT16": "F16"}

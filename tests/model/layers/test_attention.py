@@ -11,7 +11,8 @@ from support.rings.stage_chain import Rows, batch_of
 from torch import Tensor
 
 from shardnet.model.cache.kv_cache import KvCache
-from shardnet.model.layers.attention import AttentionKind, attention, plan_step
+from shardnet.model.layers.attention import attention, plan_step
+from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.types import KvDType, MicroBatch, SlotId
 
 CPU = torch.device("cpu")
@@ -79,7 +80,7 @@ def test_each_row_sees_its_own_slot_up_to_itself(
         draw(n_rows, n_kv_heads),
         draw(n_rows, n_kv_heads),
     )
-    step = plan_step(batch(*sizes), kv, 400, torch.float32, [None, kind.window])
+    step = plan_step(batch(*sizes), kv, 400, torch.float32)
     for slot, (past_keys, past_values) in enumerate(past):
         cached_keys, cached_values = kv.layer(SlotId(slot), 0)
         cached_keys[:, : len(past_keys)] = kv.quantize(past_keys).transpose(0, 1)
@@ -119,7 +120,7 @@ def test_rows_of_a_small_group_have_the_bits_of_decode_steps(
             cached[:, :position] = kv.quantize(past[:position]).transpose(0, 1)
         out = []
         for start, count in sizes:
-            step = plan_step(batch((start, count)), kv, 400, torch.float32, [kind.window])
+            step = plan_step(batch((start, count)), kv, 400, torch.float32)
             own = slice(start, start + count)
             some = queries[start - position : start - position + count]
             out.append(attention(some, keys[own], values[own], 0, step, kind))
@@ -133,7 +134,7 @@ def test_a_window_counts_the_row_itself() -> None:
     """Values are one-hot by position and all scores equal: the output names what was seen."""
     n_rows, window = 40, 3
     kv = KvCache(1, 1, 40, torch.float32, CPU, room_blocks=1)
-    step = plan_step(batch((0, n_rows)), kv, 40, torch.float32, [window])
+    step = plan_step(batch((0, n_rows)), kv, 40, torch.float32)
     zeros = torch.zeros(n_rows, 1, 40)
     positions = torch.eye(40)[:, None]
     attended = attention(zeros, zeros, positions, 0, step, AttentionKind(window=window))

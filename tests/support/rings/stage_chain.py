@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.fused.decode_graphs import Capture
-from shardnet.model.kernels.codec import pack_rows, unpack_rows
+from shardnet.model.kernels.codec import pack_rows, torch_dtype, unpack_rows
 from shardnet.model.kernels.linear import KernelChoice, probe
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
@@ -111,6 +111,8 @@ class StageChain:
         """
         batch = batch_of(groups)
         for stage in self.stages:
+            if hidden is not None:  # as the wire does
+                hidden = hidden.to(torch_dtype(stage.choice.hidden_dtype or stage.choice.dtype))
             hidden = stage.forward(batch, hidden)
         assert hidden is not None
         return hidden

@@ -1,9 +1,14 @@
-/* Included by sublayers_body.h: how decode rows attend over the keys and values in their slots.
+/* Included by sublayers_body.h: how rows attend over the keys and values in their slots.
  *
- * One row and some query heads of one KV head at a time. For KEYS keys at a time: scores, running softmax, and the
- * weighted sum of values. Keys are transposed into columns, so that a vector holds one column of many keys: scores need
- * no horizontal sums, and each transposed column serves all queries.
+ * A tile is some consecutive rows of a slot with the query heads that share one KV head. Keys come in blocks of KEYS
+ * positions, counted from position 0 whatever a row sees of them: scores, running softmax, weighted sum of values. A
+ * block's keys are transposed into columns, so that a vector holds one column of many keys: scores need no horizontal
+ * sums, and each column serves all queries of the tile. A row's bits are the same in any tile, that of a decode step
+ * too: each score is added column by column, each output position by position, and what a row does not see is neither
+ * added nor counted.
  */
+
+#define QUERIES (LANES == 16 ? 8 : 4) /* that share each load of keys or values */
 
 /* A part of a value's 32 bits: the first or second of two bfloat16, or one of four int8, which `scales` are for. */
 INLINE TARGET lanes NAME(part)(uints bits, int part, const enum kind kind, lanes scales) {
@@ -12,13 +17,17 @@ INLINE TARGET lanes NAME(part)(uints bits, int part, const enum kind kind, lanes
     return __builtin_convertvector((ints)(bits << (24 - 8 * part)) >> 24, lanes) * scales;
 }
 
-/* Transposes up to LANES keys of `n_words` 32-bit words: the keys' first words, then their second ones. Lanes beyond
- * `n` repeat the last key. */
-INLINE TARGET void NAME(transpose)(uints *columns, const char *rows, int64_t stride, int n, int64_t n_words) {
-    for (int lane = 0; lane < LANES; lane += 4) {
+/* Transposes LANES keys of `n_words` 32-bit words from row `begin` on: columns [n_words][KEYS]. Rows outside
+ * [low, high) are not read: the nearest one takes their place. */
+INLINE TARGET void NAME(transpose)(uint32_t *columns, const char *rows, int64_t stride, int begin, int low, int high,
+                                   int64_t n_words) {
+    for (int lane = begin; lane < begin + LANES; lane += 4) {
         const char *from[4];
-        for (int i = 0; i < 4; i++) from[i] = rows + (lane + i < n ? lane + i : n - 1) * stride;
-        char *to = (char *)columns + 4 * lane;
+        for (int i = 0; i < 4; i++) {
+            const int row = lane + i < low ? low : lane + i < high ? lane + i : high - 1;
+            from[i] = rows + row * stride;
+        }
+        uint32_t *to = columns + lane;
         int64_t word = 0;
         for (; word + 4 <= n_words; word += 4) {
             quad rows4[4], pairs[4];
@@ -30,203 +39,360 @@ INLINE TARGET void NAME(transpose)(uints *columns, const char *rows, int64_t str
             for (int i = 0; i < 2; i++) {
                 const quad even = PICK(pairs[i], pairs[i + 2], 0, 1, 4, 5);
                 const quad odd = PICK(pairs[i], pairs[i + 2], 2, 3, 6, 7);
-                memcpy(to + (word + 2 * i) * (int64_t)sizeof(uints), &even, sizeof even);
-                memcpy(to + (word + 2 * i + 1) * (int64_t)sizeof(uints), &odd, sizeof odd);
+                memcpy(to + (word + 2 * i) * KEYS, &even, sizeof even);
+                memcpy(to + (word + 2 * i + 1) * KEYS, &odd, sizeof odd);
             }
         }
         for (; word < n_words; word++)
-            for (int i = 0; i < 4; i++) memcpy(to + word * (int64_t)sizeof(uints) + 4 * i, from[i] + 4 * word, 4);
+            for (int i = 0; i < 4; i++) memcpy(to + word * KEYS + i, from[i] + 4 * word, 4);
     }
 }
 
-/* Scores [n_queries][KEYS] of up to LANES keys for queries [head_size][n_queries]. */
-INLINE TARGET void NAME(score)(const struct attention_call *call, const char *keys, int n, const float *queries,
-                               float *scores, const int n_queries, const enum kind kind) {
+/* The scales [groups][KEYS] of the keys [low, high). */
+INLINE TARGET void NAME(read_scales)(const struct attend *call, const char *keys, int low, int high,
+                                     float (*scales)[KEYS]) {
+    for (int64_t group = 0; group < call->head_size / call->group; group++)
+        for (int i = low; i < high; i++) {
+            uint16_t scale;
+            memcpy(&scale, keys + i * call->row_bytes + call->head_size + group * 2, 2);
+            scales[group][i] = from_bf16(scale);
+        }
+}
+
+/* Scores [n_queries][KEYS] of some vectors of keys for queries [head_size][n_queries]. */
+INLINE TARGET void NAME(score_some)(const struct attend *call, const uint32_t *columns, const float (*scales)[KEYS],
+                                    const float *queries, float *scores, const int n_vectors, const int n_queries,
+                                    const enum kind kind) {
     const int per_word = kind == INT8 ? 4 : kind == BFLOAT16 ? 2 : 1;
     const int64_t n_words = call->head_size / per_word;
-    uints columns[MAX_HEAD];
-    const int n_apart = n_queries > 2 ? 1 : per_word;
-    lanes sums[MAX_QUERIES][4] = {{{0}}}, scales = {0};
-    NAME(transpose)(columns, keys, call->row_bytes, n, n_words);
+    lanes sums[8][8] = {{{0}}}, own_scales[8] = {{0}};
+    int64_t of_group = 0, group = 0;
     for (int64_t word = 0; word < n_words; word++) {
-        if (kind == INT8 && word * 4 % call->group == 0) {
-            const char *from = keys + call->head_size + word * 4 / call->group * 2;
-            float apart[LANES];
-            for (int i = 0; i < LANES; i++) {
-                uint16_t scale;
-                memcpy(&scale, from + (i < n ? i : n - 1) * call->row_bytes, 2);
-                apart[i] = from_bf16(scale);
-            }
-            memcpy(&scales, apart, sizeof scales);
+        if (kind == INT8 && of_group == 0) {
+            for (int v = 0; v < n_vectors; v++) memcpy(&own_scales[v], &scales[group][v * LANES], sizeof(lanes));
+            of_group = call->group;
+            group++;
         }
+        of_group -= per_word;
         for (int part = 0; part < per_word; part++) {
-            const lanes column = NAME(part)(columns[word], part, kind, scales);
             const float *query = queries + (word * per_word + part) * n_queries;
-            for (int q = 0; q < n_queries; q++) sums[q][part % n_apart] += column * query[q];
+            lanes column[8];
+            for (int v = 0; v < n_vectors; v++) {
+                uints bits;
+                memcpy(&bits, columns + word * KEYS + v * LANES, sizeof bits);
+                column[v] = NAME(part)(bits, part, kind, own_scales[v]);
+            }
+            for (int q = 0; q < n_queries; q++)
+                for (int v = 0; v < n_vectors; v++)
+                    sums[q][v] = NAME(fused)(column[v], NAME(broadcast)(query[q]), sums[q][v]);
         }
     }
-    for (int q = 0; q < n_queries; q++) {
-        for (int i = 1; i < n_apart; i++) sums[q][0] += sums[q][i];
-        memcpy(scores + q * KEYS, &sums[q][0], sizeof(lanes));
+    for (int q = 0; q < n_queries; q++)
+        for (int v = 0; v < n_vectors; v++) memcpy(scores + q * KEYS + v * LANES, &sums[q][v], sizeof(lanes));
+}
+
+/* Scores of the keys [begin, end), multiples of LANES, eight sums at a time. */
+INLINE TARGET void NAME(score)(const struct attend *call, const uint32_t *columns, const float (*scales)[KEYS],
+                               int begin, int end, const float *queries, float *scores, const int n_queries,
+                               const enum kind kind) {
+    const int n_vectors = 8 / n_queries;
+    int i = begin;
+    for (; i + n_vectors * LANES <= end; i += n_vectors * LANES)
+        NAME(score_some)
+        (call, columns + i, (const float(*)[KEYS])(&scales[0][i]), queries, scores + i, n_vectors, n_queries, kind);
+    for (; i < end; i += LANES)
+        NAME(score_some)
+        (call, columns + i, (const float(*)[KEYS])(&scales[0][i]), queries, scores + i, 1, n_queries, kind);
+}
+
+/* Caps the scores of the keys [begin, end): tanh by e^2x. */
+INLINE TARGET void NAME(cap)(float *scores, int begin, int end, float soft_cap) {
+    for (int i = begin; i < end; i += LANES) {
+        lanes some;
+        memcpy(&some, scores + i, sizeof some);
+        some = soft_cap - 2.0f * soft_cap / (1.0f + NAME(exponential)(2.0f * some));
+        memcpy(scores + i, &some, sizeof some);
     }
+}
+
+/* Turns the scores of a block into softmax weights relative to the largest score so far, and what is not in
+ * [begin, end) into 0. Returns the factor by which earlier weights shrink. */
+INLINE TARGET float NAME(softmax)(float *scores, int begin, int end, float *best, lanes *sums) {
+    const lanes none = (lanes){0} - INFINITY;
+    const int first = begin / PARTS * PARTS;
+    lanes most = none;
+    for (int i = first; i < end; i += LANES) {
+        lanes some;
+        memcpy(&some, scores + i, sizeof some);
+        const ints place = NAME(numbers)() + i;
+        some = NAME(select)((place >= begin) & (place < end), some, none);
+        memcpy(scores + i, &some, sizeof some);
+        most = NAME(select)(~(some <= most), some, most); /* NaN, too */
+    }
+    const float largest = NAME(largest)(most);
+    float less = 1.0f;
+    if (!(largest <= *best)) {
+        const lanes shrunk = NAME(exponential)(NAME(broadcast)(*best - largest));
+        less = shrunk[0];
+        *best = largest;
+        for (int r = 0; r < REGISTERS; r++) sums[r] *= less;
+    }
+    for (int i = first; i < end; i += PARTS)
+        for (int r = 0; r < REGISTERS; r++) {
+            lanes some;
+            memcpy(&some, scores + i + r * LANES, sizeof some);
+            const ints place = NAME(numbers)() + (i + r * LANES);
+            const ints is_seen = (place >= begin) & (place < end);
+            some = (lanes)(is_seen & (ints)NAME(exponential)(some - *best));
+            sums[r] += some;
+            memcpy(scores + i + r * LANES, &some, sizeof some);
+        }
+    return less;
 }
 
 /* Loads and dequantises columns of a value in its slot. */
-INLINE TARGET lanes NAME(value)(const struct attention_call *call, const char *row, int64_t begin, int n,
+INLINE TARGET lanes NAME(value)(const struct attend *call, const char *row, int64_t begin, int n,
                                 const enum kind kind) {
     if (kind != INT8) return NAME(load)(row, begin, n, kind == BFLOAT16);
     uint16_t scale;
     bytes narrow;
     memcpy(&narrow, row + begin, sizeof narrow);
-    memcpy(&scale, row + call->head_size + begin / call->group * 2, 2);
+    memcpy(&scale, row + call->value_size + begin / call->group * 2, 2);
     return __builtin_convertvector(__builtin_convertvector(narrow, ints), lanes) * from_bf16(scale);
 }
 
-/* totals = totals * less + weights * values, for `n` values and some of their columns; weights: [n_queries][KEYS]. */
-INLINE TARGET void NAME(weigh_columns)(const struct attention_call *call, const char *row, int n, const float *weights,
-                                       const float *less, float (*totals)[MAX_HEAD], int64_t begin, int width,
-                                       const int n_vectors, const int n_queries, const enum kind kind) {
-    lanes sums[MAX_QUERIES][4];
+/* totals += weights * values, for `n_keys` values, some of their columns, and the first `n` queries of `n_queries`;
+ * weights: [n_queries][KEYS]. */
+INLINE TARGET void NAME(weigh_columns)(const struct attend *call, const char *row, int n_keys, const float *weights,
+                                       float (*totals)[MAX_HEAD], int n, int64_t begin, int width, const int n_vectors,
+                                       const int n_queries, const enum kind kind) {
+    lanes sums[8][8] = {{{0}}};
     for (int q = 0; q < n_queries; q++)
-        for (int c = 0; c < n_vectors; c++) {
-            memcpy(&sums[q][c], &totals[q][begin + c * LANES], sizeof(lanes));
-            sums[q][c] *= less[q];
-        }
-    for (int i = 0; i < n; i++, row += call->row_bytes, weights++)
-        for (int c = 0; c < n_vectors; c++) {
-            const lanes value = NAME(value)(call, row, begin + c * LANES, width, kind);
-            for (int q = 0; q < n_queries; q++) sums[q][c] += weights[q * KEYS] * value;
-        }
+        for (int v = 0; v < n_vectors; v++)
+            if (q < n) memcpy(&sums[q][v], &totals[q][begin + v * LANES], sizeof(lanes));
+    for (int i = 0; i < n_keys; i++, row += call->value_bytes, weights++) {
+        lanes value[8];
+        for (int v = 0; v < n_vectors; v++) value[v] = NAME(value)(call, row, begin + v * LANES, width, kind);
+        for (int q = 0; q < n_queries; q++)
+            for (int v = 0; v < n_vectors; v++)
+                sums[q][v] = NAME(fused)(NAME(broadcast)(weights[q * KEYS]), value[v], sums[q][v]);
+    }
     for (int q = 0; q < n_queries; q++)
-        for (int c = 0; c < n_vectors; c++) memcpy(&totals[q][begin + c * LANES], &sums[q][c], sizeof(lanes));
+        for (int v = 0; v < n_vectors; v++)
+            if (q < n) memcpy(&totals[q][begin + v * LANES], &sums[q][v], sizeof(lanes));
 }
 
-INLINE TARGET void NAME(weigh)(const struct attention_call *call, const char *values, int n, const float *weights,
-                               const float *less, float (*totals)[MAX_HEAD], const int n_queries,
-                               const enum kind kind) {
-    const int n_vectors = n_queries > 4 ? 1 : n_queries > 2 ? 2 : 4; /* enough independent sums to hide latency */
-    const int64_t size = call->head_size;
+/* All columns, eight sums at a time. */
+INLINE TARGET void NAME(weigh)(const struct attend *call, const char *values, int n_keys, const float *weights,
+                               float (*totals)[MAX_HEAD], int n, const int n_queries, const enum kind kind) {
+    const int n_vectors = 8 / n_queries;
+    const int64_t size = call->value_size;
     int64_t c = 0;
     for (; c + n_vectors * LANES <= size; c += n_vectors * LANES)
-        NAME(weigh_columns)(call, values, n, weights, less, totals, c, LANES, n_vectors, n_queries, kind);
+        NAME(weigh_columns)(call, values, n_keys, weights, totals, n, c, LANES, n_vectors, n_queries, kind);
     for (; c < size; c += LANES)
-        NAME(weigh_columns)(call, values, n, weights, less, totals, c, of_last(size, c), 1, n_queries, kind);
+        NAME(weigh_columns)(call, values, n_keys, weights, totals, n, c, of_last(size, c), 1, n_queries, kind);
 }
 
-/* Turns scores of `n` keys into softmax weights relative to the largest score so far. Returns the factor by which
- * earlier weights shrink. */
-INLINE TARGET float NAME(softmax)(float *scores, int n, float *best, lanes *sum) {
-    const lanes none = (lanes){0} - INFINITY;
-    lanes most = none;
-    for (int i = 0; i < n; i += LANES) {
-        lanes some;
-        memcpy(&some, scores + i, sizeof some);
-        const ints is_there = NAME(numbers)() < n - i;
-        some = (lanes)((is_there & (ints)some) | (~is_there & (ints)none));
-        memcpy(scores + i, &some, sizeof some);
-        const ints is_more = ~(some <= most); /* true for NaN, too */
-        most = (lanes)((is_more & (ints)some) | (~is_more & (ints)most));
+
+/* The number of queries that `n` are padded to. */
+INLINE TARGET int NAME(padded)(int n) { return n <= 2 ? n : n <= 4 ? 4 : 8; }
+
+#define KIND(name, kind)                                                                                             \
+    static NOINLINE TARGET void NAME(score_##name)(const struct attend *call, const uint32_t *columns,               \
+                                                   const float(*scales)[KEYS], int begin, int end,                   \
+                                                   const float *queries, float *scores, int n) {                     \
+        for (int q = 0; q < n; q += QUERIES) {                                                                       \
+            const int some = n - q < QUERIES ? n - q : QUERIES;                                                      \
+            SCORE(1, kind) SCORE(2, kind) SCORE(4, kind) SCORE(8, kind)                                              \
+        }                                                                                                            \
+    }                                                                                                                \
+    static NOINLINE TARGET void NAME(weigh_##name)(const struct attend *call, const char *values, int n_keys,        \
+                                                   const float *weights, float(*totals)[MAX_HEAD], int n) {          \
+        for (int q = 0; q < n; q += QUERIES) {                                                                       \
+            const int some = n - q < QUERIES ? n - q : QUERIES;                                                      \
+            WEIGH(1, kind) WEIGH(2, kind) WEIGH(4, kind) WEIGH(8, kind)                                              \
+        }                                                                                                            \
     }
-    const float largest = NAME(largest)(most);
-    float less = 1.0f;
-    if (!(largest <= *best)) {
-        const lanes shrunk = NAME(exponential)((lanes){0} + (*best - largest));
-        less = shrunk[0];
-        *best = largest;
-    }
-    *sum *= less;
-    for (int i = 0; i < n; i += LANES) {
-        lanes some;
-        memcpy(&some, scores + i, sizeof some);
-        const ints is_there = NAME(numbers)() < n - i;
-        some = (lanes)(is_there & (ints)NAME(exponential)(some - *best));
-        *sum += some;
-        memcpy(scores + i, &some, sizeof some);
-    }
-    return less;
+#define SCORE(number, kind)                                                                                          \
+    if (number <= QUERIES && NAME(padded)(some) == number)                                                           \
+        NAME(score)                                                                                                  \
+        (call, columns, scales, begin, end, queries + q * call->head_size, scores + q * KEYS, number, kind);
+#define WEIGH(number, kind)                                                                                          \
+    if (number <= QUERIES && NAME(padded)(some) == number)                                                           \
+        NAME(weigh)(call, values, n_keys, weights + q * KEYS, totals + q, some, number, kind);
+KIND(float32, FLOAT32)
+KIND(bfloat16, BFLOAT16)
+KIND(int8, INT8)
+#undef KIND
+#undef SCORE
+#undef WEIGH
+
+/* Some rows of a span with `n_heads` query heads of one KV head: a query for each row and head, in this order. */
+struct NAME(tile) {
+    const struct attend *call;
+    int64_t first_position; /* of the first row */
+    int n_rows, n_heads, n;
+    float best[TILE];
+    lanes sums[TILE][REGISTERS];
+    float scores[TILE + 8][KEYS]; /* as many queries as are padded to */
+    float totals[TILE][MAX_HEAD];
+    float queries[TILE * MAX_HEAD];
+    float scales[MAX_HEAD / PARTS][KEYS];
+    uint32_t columns[MAX_HEAD * KEYS];
+};
+
+/* The positions that a tile's row sees of those from `block` on: [begin, end). */
+INLINE void NAME(seen)(const struct NAME(tile) *tile, int row, int64_t block, int *begin, int *end) {
+    const int64_t position = tile->first_position + row, window = tile->call->window;
+    const int64_t first = window && position >= window ? position - window + 1 : 0;
+    *begin = first <= block ? 0 : first - block < KEYS ? (int)(first - block) : KEYS;
+    *end = position < block ? 0 : position + 1 - block < KEYS ? (int)(position + 1 - block) : KEYS;
 }
 
-/* Attends one row with `n` query heads of a group, padded to `n_queries`. */
-INLINE TARGET void NAME(attend_group)(const struct attention_call *call, const struct span *span, int64_t row,
-                                      int64_t kv_head, int64_t first_query, int n, const int n_queries,
-                                      const enum kind kind) {
-    const int is_bf16 = call->residual.is_bf16;
-    const int64_t size = call->head_size, stride = call->row_bytes;
+/* Adds the values that `n` rows from `row` on see, weighted. */
+INLINE TARGET void NAME(weigh_rows)(struct NAME(tile) *tile, const char *values, int row, int n, int begin, int end) {
+    const struct attend *call = tile->call;
+    const int query = row * tile->n_heads, n_queries = n * tile->n_heads;
+    if (begin >= end) return;
+    values += begin * call->value_bytes;
+    if (call->group)
+        NAME(weigh_int8)
+        (call, values, end - begin, &tile->scores[query][begin], tile->totals + query, n_queries);
+    else if (call->is_bf16)
+        NAME(weigh_bfloat16)
+        (call, values, end - begin, &tile->scores[query][begin], tile->totals + query, n_queries);
+    else
+        NAME(weigh_float32)
+        (call, values, end - begin, &tile->scores[query][begin], tile->totals + query, n_queries);
+}
+
+/* Attends over the KEYS positions from `block` on; `keys` and `values` are where position `block` is, or would be. */
+static NOINLINE TARGET void NAME(attend_block)(struct NAME(tile) *tile, const char *keys, const char *values,
+                                               int64_t block) {
+    const struct attend *call = tile->call;
+    const int per_word = call->group ? 4 : call->is_bf16 ? 2 : 1;
+    int low, high, common, ignored;
+    NAME(seen)(tile, 0, block, &low, &ignored);
+    NAME(seen)(tile, tile->n_rows - 1, block, &ignored, &high);
+    const int begin = low / LANES * LANES, end = (high + LANES - 1) / LANES * LANES;
+    for (int i = begin; i < end; i += LANES) {
+        if (i + AHEAD + LANES <= high) prefetch(keys, call->row_bytes, i + AHEAD, i + AHEAD + LANES);
+        prefetch(values, call->value_bytes, i < low ? low : i, i + LANES < high ? i + LANES : high);
+        NAME(transpose)(tile->columns, keys, call->row_bytes, i, low, high, call->head_size / per_word);
+    }
+    if (call->group) {
+        NAME(read_scales)(call, keys, low, high, tile->scales);
+        NAME(score_int8)
+        (call, tile->columns, (const float(*)[KEYS])tile->scales, begin, end, tile->queries, tile->scores[0], tile->n);
+    } else if (call->is_bf16) {
+        NAME(score_bfloat16)
+        (call, tile->columns, (const float(*)[KEYS])tile->scales, begin, end, tile->queries, tile->scores[0], tile->n);
+    } else {
+        NAME(score_float32)
+        (call, tile->columns, (const float(*)[KEYS])tile->scales, begin, end, tile->queries, tile->scores[0], tile->n);
+    }
+    for (int row = 0; row < tile->n_rows; row++) {
+        int first, last;
+        NAME(seen)(tile, row, block, &first, &last);
+        for (int query = row * tile->n_heads; first < last && query < (row + 1) * tile->n_heads; query++) {
+            if (call->soft_cap > 0) NAME(cap)(tile->scores[query], begin, end, call->soft_cap);
+            const float less =
+                NAME(softmax)(tile->scores[query], first, last, &tile->best[query], tile->sums[query]);
+            for (int64_t i = 0; less != 1 && i < call->value_size; i += LANES) {
+                lanes total;
+                memcpy(&total, &tile->totals[query][i], sizeof total);
+                total *= less;
+                memcpy(&tile->totals[query][i], &total, sizeof total);
+            }
+        }
+    }
+    /* What all rows see is weighted for all at once, the positions before and behind for each row. */
+    NAME(seen)(tile, tile->n_rows - 1, block, &low, &ignored);
+    NAME(seen)(tile, 0, block, &ignored, &common);
+    for (int row = 0; row < tile->n_rows; row++) {
+        int first, last;
+        NAME(seen)(tile, row, block, &first, &last);
+        NAME(weigh_rows)(tile, values, row, 1, first, common > low ? low : last);
+    }
+    if (common <= low) return;
+    NAME(weigh_rows)(tile, values, 0, tile->n_rows, low, common);
+    for (int row = 0; row < tile->n_rows; row++) {
+        int first, last;
+        NAME(seen)(tile, row, block, &first, &last);
+        NAME(weigh_rows)(tile, values, row, 1, common, last);
+    }
+}
+
+/* Attends `n_rows` rows of a span from `row` on, with `n_heads` query heads from `head` on. */
+static NOINLINE TARGET void NAME(attend_tile)(const struct attend *call, const struct span *span, int64_t row,
+                                              int n_rows, int64_t kv_head, int64_t head, int n_heads) {
+    const int is_bf16 = call->is_bf16;
+    const int64_t size = call->head_size;
     const struct slot_layer *stored = &span->layers[call->layer];
-    const int64_t position = span->position + row - span->start;
-    const int64_t first = call->window && position >= call->window ? position - call->window + 1 : 0;
-    const int64_t begin = (kv_head * stored->capacity + first - stored->first) * stride;
-    const int64_t n_seen = position - first + 1;
-    const int64_t head = kv_head * (call->n_heads / call->n_kv_heads) + first_query;
-    const int64_t row_heads = call->n_heads + 2 * call->n_kv_heads;
-    const char *keys = (char *)stored->keys + begin, *values = (char *)stored->values + begin;
-    float queries[MAX_HEAD * MAX_QUERIES], scores[MAX_QUERIES * KEYS], totals[MAX_QUERIES][MAX_HEAD];
-    float best[MAX_QUERIES], less[MAX_QUERIES] = {0};
-    lanes sums[MAX_QUERIES];
-    for (int q = 0; q < n_queries; q++) {
-        const char *query = at(call->projected, (row * row_heads + head + q) * size, is_bf16);
-        best[q] = -INFINITY;
-        sums[q] = (lanes){0};
-        for (int64_t i = 0; i < size; i++)
-            queries[i * n_queries + q] = q < n ? number(query, i, is_bf16) * call->scale : 0;
-        for (int64_t i = 0; i < size; i += LANES) memset(&totals[q][i], 0, sizeof(lanes));
-    }
-    for (int64_t seen = 0; seen < n_seen; seen += KEYS, keys += KEYS * stride, values += KEYS * stride) {
-        const int n_keys = n_seen - seen < KEYS ? (int)(n_seen - seen) : KEYS;
-        for (int i = 0; i < n_keys; i += LANES) {
-            const int n_lanes = of_last(n_keys, i);
-            if (seen + i + AHEAD + LANES <= n_seen) prefetch(keys, stride, i + AHEAD, i + AHEAD + LANES);
-            prefetch(values, stride, i, i + n_lanes);
-            NAME(score)(call, keys + i * stride, n_lanes, queries, scores + i, n_queries, kind);
+    const float scale = call->soft_cap > 0 ? call->scale / call->soft_cap : call->scale;
+    struct NAME(tile) tile;
+    tile.call = call;
+    tile.first_position = span->position + row - span->start;
+    tile.n_rows = n_rows;
+    tile.n_heads = n_heads;
+    tile.n = n_rows * n_heads;
+    for (int i = 0; i < tile.n; i++) {
+        const int of_chunk = tile.n - i / QUERIES * QUERIES;
+        const int n_queries = NAME(padded)(of_chunk < QUERIES ? of_chunk : QUERIES);
+        const int64_t own = head + i % n_heads;
+        const char *query = at(call->queries, (row + i / n_heads) * call->row_stride + own * size, is_bf16);
+        float *to = tile.queries + i / QUERIES * QUERIES * size + i % QUERIES;
+        for (int64_t c = 0; c < size; c++) {
+            to[c * n_queries] = number(query, c, is_bf16) * scale;
+            if (i == tile.n - 1)
+                for (int pad = i % QUERIES + 1; pad < n_queries; pad++) to[c * n_queries + pad - i % QUERIES] = 0;
         }
-        for (int q = 0; q < n; q++) less[q] = NAME(softmax)(scores + q * KEYS, n_keys, &best[q], &sums[q]);
-        NAME(weigh)(call, values, n_keys, scores, less, totals, n_queries, kind);
+        tile.best[i] = call->sinks ? call->sinks[own] : -INFINITY;
+        for (int r = 0; r < REGISTERS; r++) tile.sums[i][r] = (lanes){0};
+        if (call->sinks) tile.sums[i][0][0] = 1;
+        for (int64_t c = 0; c < call->value_size; c += LANES) memset(&tile.totals[i][c], 0, sizeof(lanes));
     }
-    for (int q = 0; q < n; q++) {
-        const float scale = 1.0f / NAME(sum)(sums[q]);
-        for (int64_t i = 0; i < size; i += LANES) {
+    const int64_t last = tile.first_position + n_rows - 1;
+    const int64_t first =
+        call->window && tile.first_position >= call->window ? tile.first_position - call->window + 1 : 0;
+    for (int64_t block = first / KEYS * KEYS; block <= last; block += KEYS) {
+        const int64_t place = kv_head * stored->capacity + block - stored->first;
+        const char *values = call->values_are_keys ? stored->keys : stored->values;
+        NAME(attend_block)
+        (&tile, (char *)stored->keys + place * call->row_bytes, values + place * call->value_bytes, block);
+    }
+    for (int i = 0; i < tile.n; i++) {
+        const float part = 1.0f / NAME(sum)(tile.sums[i]);
+        const int64_t to = ((row + i / n_heads) * call->n_heads + head + i % n_heads) * call->value_size;
+        for (int64_t c = 0; c < call->value_size; c += LANES) {
             lanes total;
-            memcpy(&total, &totals[q][i], sizeof total);
-            NAME(save_either)
-            (call->attended, (row * call->n_heads + head + q) * size + i, of_last(size, i), total * scale, is_bf16);
+            memcpy(&total, &tile.totals[i][c], sizeof total);
+            NAME(save_either)(call->attended, to + c, of_last(call->value_size, c), total * part, is_bf16);
         }
     }
 }
 
-/* One function per number of query heads, so that the compiler unrolls. */
-#define ATTEND(name, kind)                                                                                          \
-    static NOINLINE TARGET void NAME(name)(const struct attention_call *call, const struct span *span, int64_t row, \
-                                           int64_t kv_head, int64_t query, int n) {                                 \
-        if (n == 1)                                                                                                 \
-            NAME(attend_group)(call, span, row, kv_head, query, n, 1, kind);                                        \
-        else if (n == 2)                                                                                            \
-            NAME(attend_group)(call, span, row, kv_head, query, n, 2, kind);                                        \
-        else if (n <= 4)                                                                                            \
-            NAME(attend_group)(call, span, row, kv_head, query, n, 4, kind);                                        \
-        else                                                                                                        \
-            NAME(attend_group)(call, span, row, kv_head, query, n, 8, kind);                                        \
-    }
-ATTEND(attend_float32, FLOAT32)
-ATTEND(attend_bfloat16, BFLOAT16)
-ATTEND(attend_int8, INT8)
-#undef ATTEND
-
-/* An item is one row and one KV head. */
+/* An item is a tile's rows and a KV head. */
 static TARGET void NAME(attend)(const void *argument, int64_t begin, int64_t end) {
-    const struct attention_call *call = argument;
-    const int64_t n_group = call->n_heads / call->n_kv_heads;
+    const struct attend *call = argument;
+    const int64_t n_group = call->n_heads / call->n_kv_heads, rows = tile_rows(call);
+    const struct span *span = call->spans;
+    int64_t before = 0; /* tiles of the spans before */
     for (int64_t item = begin; item < end; item++) {
-        const int64_t row = item / call->n_kv_heads, kv_head = item % call->n_kv_heads;
-        const struct span *span = span_of(call, row);
-        if (span->is_chunk) continue;
-        for (int64_t query = 0; query < n_group; query += MAX_QUERIES) {
-            const int n = n_group - query < MAX_QUERIES ? (int)(n_group - query) : MAX_QUERIES;
-            if (call->group)
-                NAME(attend_int8)(call, span, row, kv_head, query, n);
-            else if (call->residual.is_bf16)
-                NAME(attend_bfloat16)(call, span, row, kv_head, query, n);
-            else
-                NAME(attend_float32)(call, span, row, kv_head, query, n);
+        const int64_t tile = item / call->n_kv_heads, kv_head = item % call->n_kv_heads;
+        for (;; span++) {
+            const int64_t own = (span->end - span->start + rows - 1) / rows;
+            if (tile < before + own) break;
+            before += own;
+        }
+        const int64_t row = span->start + (tile - before) * rows;
+        const int n_rows = (int)(span->end - row < rows ? span->end - row : rows);
+        for (int64_t query = 0; query < n_group; query += TILE) {
+            const int n = n_group - query < TILE ? (int)(n_group - query) : TILE;
+            NAME(attend_tile)(call, span, row, n_rows, kv_head, kv_head * n_group + query, n);
         }
     }
 }
+
+#undef QUERIES

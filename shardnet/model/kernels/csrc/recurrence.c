@@ -2,23 +2,11 @@
  *
  * kernels/recurrence.py makes the struct. Rows are computed one after the other, each in the same order of operations:
  * a row's bits depend on the rows before it, and neither on how many are computed in a call nor on the threads, which
- * have heads of their own. Sums add each column by itself or in 16 parts, whatever the instruction set.
+ * have heads of their own. Sums add each column by itself or in PARTS parts, whatever the instruction set.
  */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
-#include "linear.h"
-
-#if defined(__clang__)
-#pragma clang fp contract(fast)
-#else
-#pragma GCC optimize("fp-contract=fast")
-#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
-#endif
-
-#define PARTS 16       /* of a sum over a head */
 #define UNIT_EPS 1e-6f /* added to the squared length of a query or key */
 #define ROWS_AT_ONCE 8 /* pieces are large enough to be worth waking a thread for */
 #define WORK_AT_ONCE 65536

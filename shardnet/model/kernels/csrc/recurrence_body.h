@@ -1,53 +1,14 @@
 /* Included by recurrence.c once for each instruction set, given by TARGET and NAME; its vectors have LANES lanes. */
 
-typedef float NAME(lanes) __attribute__((vector_size(4 * LANES)));
-typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
-#define lanes NAME(lanes)
-#define ints NAME(ints)
+#include "vectors_body.h"
+
 #define BLOCK (4 * LANES)
 
-INLINE TARGET lanes NAME(load)(const float *from, int n) {
-    lanes wide = {0};
-    if (n == LANES)
-        memcpy(&wide, from, sizeof wide);
-    else
-        memcpy(&wide, from, (size_t)n * 4);
-    return wide;
-}
-
-INLINE TARGET void NAME(save)(float *to, lanes wide, int n) {
-    if (n == LANES)
-        memcpy(to, &wide, sizeof wide);
-    else
-        memcpy(to, &wide, (size_t)n * 4);
-}
-
-/* x times its sigmoid. e^-x is correct to two units in the last place, by a polynomial on half of ln 2 to both sides
- * (Chebyshev points), and -x is clamped to [-87.3, 88]. */
-INLINE TARGET lanes NAME(silu)(lanes x) {
-    const lanes low = (lanes){0} - 87.3f, high = (lanes){0} + 88.0f;
-    lanes y = -x;
-    const ints is_low = y < low, is_high = y > high;
-    y = (lanes)((is_low & (ints)low) | (is_high & (ints)high) | (~(is_low | is_high) & (ints)y));
-    const lanes shifted = y * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds to a whole number */
-    const lanes whole = shifted - 12582912.0f;
-    const lanes rest = (y - whole * 0.693359375f) + whole * 2.12194440e-4f; /* ln 2 in two parts */
-    lanes power = (lanes){0} + 0.00019899334f;
-    power = power * rest + 0.0013933688f;
-    power = power * rest + 0.008333298f;
-    power = power * rest + 0.041666463f;
-    power = power * rest + 0.16666667f;
-    power = power * rest + 0.5f;
-    power = power * (rest * rest) + rest + 1.0f;
-    const ints scale = ((ints)shifted - 0x4b400000 + 127) << 23;
-    return x / (1.0f + power * (lanes)scale);
-}
-
-/* Applies it to `n` values in place. */
+/* Multiplies `n` values by their sigmoids, in place. */
 INLINE TARGET void NAME(activate)(float *values, int64_t n) {
     for (int64_t i = 0; i < n; i += LANES) {
-        const int width = n - i < LANES ? (int)(n - i) : LANES;
-        NAME(save)(values + i, NAME(silu)(NAME(load)(values + i, width)), width);
+        const int width = of_last(n, i);
+        NAME(save_floats)(values + i, width, NAME(silu)(NAME(load_floats)(values + i, width)));
     }
 }
 
@@ -94,17 +55,18 @@ INLINE TARGET void NAME(update)(float *state, int64_t stride, int64_t key_size, 
     lanes held[4] = {0}, read[4] = {0}, difference[4];
     for (int64_t i = 0; i < key_size; i++)
         for (int at = 0; at < n_vectors; at++)
-            held[at] += NAME(load)(state + i * stride + at * LANES, n) * key[i];
+            held[at] = NAME(fused)(NAME(load_floats)(state + i * stride + at * LANES, n), NAME(broadcast)(key[i]), held[at]);
     for (int at = 0; at < n_vectors; at++)
-        difference[at] = (NAME(load)(values + at * LANES, n) - held[at] * decay) * write;
+        difference[at] = NAME(fused)(held[at], NAME(broadcast)(-decay), NAME(load_floats)(values + at * LANES, n)) * write;
     for (int64_t i = 0; i < key_size; i++)
         for (int at = 0; at < n_vectors; at++) {
             float *place = state + i * stride + at * LANES;
-            const lanes updated = NAME(load)(place, n) * decay + difference[at] * key[i];
-            NAME(save)(place, updated, n);
-            read[at] += updated * query[i];
+            const lanes added = difference[at] * key[i];
+            const lanes updated = NAME(fused)(NAME(load_floats)(place, n), NAME(broadcast)(decay), added);
+            NAME(save_floats)(place, n, updated);
+            read[at] = NAME(fused)(updated, NAME(broadcast)(query[i]), read[at]);
         }
-    for (int at = 0; at < n_vectors; at++) NAME(save)(values + at * LANES, read[at], n);
+    for (int at = 0; at < n_vectors; at++) NAME(save_floats)(values + at * LANES, n, read[at]);
 }
 
 /* Normalizes a head's outputs and multiplies them by their gate. */
@@ -160,6 +122,5 @@ static TARGET void NAME(recur)(const void *argument, int64_t begin, int64_t end)
 
 static const struct recurrence_steps NAME(recurrence) = {.convolve = NAME(convolve), .recur = NAME(recur)};
 
-#undef lanes
-#undef ints
 #undef BLOCK
+#include "vectors_end.h"

@@ -6,27 +6,21 @@
  * rotation, activation and sum. A row's bits depend neither on the other rows of the batch nor on the threads.
  */
 
-#include <math.h>
 #include <stddef.h>
-#include <stdint.h>
-#include <string.h>
 
-#include "linear.h"
+#include "vectors.h"
 
 #if defined(__clang__)
-#pragma clang fp contract(fast)
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#pragma GCC optimize("fp-contract=fast")
-#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (quad){__VA_ARGS__})
 #endif
 
 #define NOINLINE __attribute__((noinline)) /* compiled once, rather than wherever it is called */
-#define MAX_HEAD 256                       /* columns of a head */
-#define MAX_QUERIES 8                      /* query heads of a group that share each load of keys */
-#define KEYS 128                           /* scored before their values are weighted and summed */
-#define AHEAD 32                           /* keys to prefetch before they are scored */
+#define MAX_HEAD 576  /* columns of a head */
+#define TILE 32       /* queries that are attended together: of consecutive rows and the heads of a group */
+#define KEYS 128      /* scored before their values are weighted and summed: a block of positions */
+#define AHEAD 32      /* keys to prefetch before they are transposed */
 
 typedef uint32_t quad __attribute__((vector_size(16)));
 
@@ -50,6 +44,7 @@ struct residual {
     int64_t n_rows, width;
     float multiplier;
     int32_t is_bf16; /* all rows, keys and values: else they are float32 */
+    int32_t rounds;  /* float32 that go out to numbers of bfloat16 */
     struct team team;
 };
 
@@ -64,7 +59,24 @@ struct slot_layer {
 struct span {
     const struct slot_layer *layers;
     int64_t start, end, position;
-    int64_t is_chunk; /* a prompt chunk: torch attends over it */
+};
+
+/* Attention of rows over the keys and values in their slots. */
+struct attend {
+    const void *queries; /* [n_rows, n_heads, head_size], `row_stride` values from row to row */
+    void *attended;      /* [n_rows, n_heads, value_size] */
+    const float *sinks;  /* [n_heads]: scores without a value, or NULL */
+    const struct span *spans;
+    int64_t n_spans, layer, row_stride, n_heads, n_kv_heads, head_size;
+    int64_t value_size;              /* columns of a value */
+    int64_t row_bytes, value_bytes;  /* of one key, one value in a slot */
+    int64_t window;                  /* positions that a row attends to, itself among them; 0 is all */
+    int64_t group; /* columns that share a scale: a multiple of PARTS; 0 where nothing is quantised */
+    struct team team;
+    float scale;
+    float soft_cap; /* c: a score x becomes c * tanh(x / c); 0 is none */
+    int32_t is_bf16;
+    int32_t values_are_keys; /* the slots hold no values: they are the keys' columns */
 };
 
 struct attention_call {
@@ -74,12 +86,8 @@ struct attention_call {
     int8_t *scratch;       /* for the linear layers */
     const void *cos, *sin; /* [n_rows, n_rotated] */
     void *projected;       /* queries, keys and values, scratch [n_rows, n_heads + 2 * n_kv_heads, head_size] */
-    void *attended;        /* [n_rows, n_heads, head_size] */
-    const struct span *spans;
-    int64_t n_spans, layer, n_heads, n_kv_heads, head_size, n_rotated, window;
-    int64_t row_bytes; /* of one key or value in a slot */
-    int64_t group;     /* columns that share a scale: a multiple of LANES; 0 where nothing is quantised */
-    float scale;
+    int64_t n_rotated;
+    struct attend attend; /* its queries are those in `projected` */
 };
 
 struct mlp_call {
@@ -97,7 +105,7 @@ struct layer {
     struct mlp_call *mlp;
 };
 
-INLINE const struct span *span_of(const struct attention_call *call, int64_t row) {
+INLINE const struct span *span_of(const struct attend *call, int64_t row) {
     const struct span *span = call->spans;
     while (row >= span->end) span++;
     return span;
@@ -119,6 +127,12 @@ INLINE float number(const void *values, int64_t index, int is_bf16) {
     return value;
 }
 
+/* Rows of a span that are attended together. */
+INLINE int64_t tile_rows(const struct attend *call) {
+    const int64_t rows = TILE * call->n_kv_heads / call->n_heads;
+    return rows > 0 ? rows : 1;
+}
+
 /* Prefetches the rows [begin, end) of a head's keys or values. */
 INLINE void prefetch(const char *rows, int64_t stride, int64_t begin, int64_t end) {
     for (int64_t i = begin * stride; i < end * stride; i += 64) __builtin_prefetch(rows + i);
@@ -127,14 +141,6 @@ INLINE void prefetch(const char *rows, int64_t stride, int64_t begin, int64_t en
 struct steps {
     work_function normalize, add, rotate, attend, activate;
 };
-
-/* (e^x - 1 - x) / x^2 on half of ln 2 to both sides, by Chebyshev points: two units in the last place for e^x. */
-#define C0 0.5f
-#define C1 0.16666667f
-#define C2 0.041666463f
-#define C3 0.008333298f
-#define C4 0.0013933688f
-#define C5 0.00019899334f
 
 #define BODY "sublayers_body.h"
 #include "each_isa.h"
@@ -173,15 +179,22 @@ static void add_residual(const struct steps *steps, const struct residual *resid
     shardnet_parallel_for(&residual->team, steps->add, residual, residual->n_rows, ROWS_AT_ONCE);
 }
 
-static int64_t most_seen(const struct attention_call *call) {
-    int64_t most = 1;
+/* Attends in tiles, each of some rows of a span and one KV head. */
+static void attend(const struct attend *call) {
+    const int64_t rows = tile_rows(call);
+    int64_t n_tiles = 0, work = 1;
     for (int64_t i = 0; i < call->n_spans; i++) {
         const struct span *span = &call->spans[i];
         int64_t seen = span->position + span->end - span->start;
         if (call->window && seen > call->window) seen = call->window;
-        if (!span->is_chunk && seen > most) most = seen;
+        const int64_t n_rows = span->end - span->start < rows ? span->end - span->start : rows;
+        const int64_t own = seen * n_rows * call->head_size * call->n_heads / call->n_kv_heads;
+        if (own > work) work = own;
+        n_tiles += (span->end - span->start + rows - 1) / rows;
     }
-    return most;
+    const int64_t piece = WORK_AT_ONCE / work;
+    shardnet_parallel_for(&call->team, steps_for(&call->team)->attend, call, n_tiles * call->n_kv_heads,
+                          piece > 0 ? piece : 1);
 }
 
 /* --- called from Python, which has checked everything in the structs. */
@@ -191,20 +204,21 @@ void shardnet_attention(struct attention_call *call, int32_t parts) {
     const struct steps *steps = steps_for(&residual->team);
     if (parts & BEFORE) {
         multiply(call->qkv, residual, call->scratch, normalize(steps, residual), call->projected);
-        if (!(parts & STORE)) call->n_spans = 0;
+        if (!(parts & STORE)) call->attend.n_spans = 0;
         shardnet_parallel_for(&residual->team, steps->rotate, call, residual->n_rows, ROWS_AT_ONCE);
     }
     if (parts & ATTEND) {
-        const int64_t work = most_seen(call) * call->head_size * call->n_heads / call->n_kv_heads;
-        const int64_t piece = WORK_AT_ONCE / work;
-        shardnet_parallel_for(&residual->team, steps->attend, call, residual->n_rows * call->n_kv_heads,
-                              piece > 0 ? piece : 1);
+        call->attend.is_bf16 = residual->is_bf16;
+        call->attend.team = residual->team;
+        attend(&call->attend);
     }
     if (parts & AFTER) {
-        multiply(call->output, residual, call->scratch, call->attended, residual->inner);
+        multiply(call->output, residual, call->scratch, call->attend.attended, residual->inner);
         add_residual(steps, residual);
     }
 }
+
+void shardnet_attend(const struct attend *call) { attend(call); }
 
 void shardnet_mlp(struct mlp_call *call) {
     const struct residual *residual = &call->residual;

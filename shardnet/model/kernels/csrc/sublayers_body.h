@@ -1,23 +1,11 @@
 /* Included by sublayers.c once for each instruction set, given by TARGET and NAME; its vectors have LANES lanes. */
 
-typedef float NAME(lanes) __attribute__((vector_size(4 * LANES)));
-typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
-typedef uint32_t NAME(uints) __attribute__((vector_size(4 * LANES)));
+#include "vectors_body.h"
+
 typedef uint16_t NAME(shorts) __attribute__((vector_size(2 * LANES)));
 typedef int8_t NAME(bytes) __attribute__((vector_size(LANES)));
-#define lanes NAME(lanes)
-#define ints NAME(ints)
-#define uints NAME(uints)
 #define shorts NAME(shorts)
 #define bytes NAME(bytes)
-#define of_last(width, begin) ((width) - (begin) < LANES ? (int)((width) - (begin)) : LANES)
-
-INLINE TARGET ints NAME(numbers)(void) {
-    static const int32_t counted[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    ints numbers;
-    memcpy(&numbers, counted, sizeof numbers);
-    return numbers;
-}
 
 INLINE TARGET lanes NAME(load)(const void *values, int64_t begin, int n, const int is_bf16) {
     const char *from = at(values, begin, is_bf16);
@@ -29,30 +17,27 @@ INLINE TARGET lanes NAME(load)(const void *values, int64_t begin, int n, const i
             memcpy(&narrow, from, (size_t)n * 2);
         return (lanes)(__builtin_convertvector(narrow, uints) << 16);
     }
-    lanes wide = {0};
-    if (n == LANES)
-        memcpy(&wide, from, sizeof wide);
-    else
-        memcpy(&wide, from, (size_t)n * 4);
-    return wide;
+    return NAME(load_floats)((const float *)from, n);
+}
+
+/* The nearest bfloat16, as the upper half of 32 bits. */
+INLINE TARGET uints NAME(rounded)(lanes wide) {
+    const uints bits = (uints)wide;
+    const uints is_nan = (uints)(wide != wide);
+    const uints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+    return (is_nan & (bits | 0x400000) & 0xffff0000) | (~is_nan & rounded);
 }
 
 INLINE TARGET void NAME(save)(void *values, int64_t begin, int n, lanes wide, const int is_bf16) {
     char *to = at(values, begin, is_bf16);
     if (is_bf16) {
-        const uints bits = (uints)wide;
-        const uints is_nan = (uints)(wide != wide);
-        const uints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-        const uints kept = (is_nan & (bits >> 16 | 0x40)) | (~is_nan & rounded);
-        const shorts narrow = __builtin_convertvector(kept, shorts);
+        const shorts narrow = __builtin_convertvector(NAME(rounded)(wide) >> 16, shorts);
         if (n == LANES)
             memcpy(to, &narrow, sizeof narrow);
         else
             memcpy(to, &narrow, (size_t)n * 2);
-    } else if (n == LANES) {
-        memcpy(to, &wide, sizeof wide);
     } else {
-        memcpy(to, &wide, (size_t)n * 4);
+        NAME(save_floats)((float *)to, n, wide);
     }
 }
 
@@ -67,49 +52,16 @@ INLINE TARGET void NAME(save_either)(void *values, int64_t begin, int n, lanes w
         NAME(save)(values, begin, n, wide, 0);
 }
 
-/* Sum and maximum over a vector's lanes, in a fixed order. */
-INLINE TARGET float NAME(sum)(lanes wide) {
-    float values[LANES];
-    memcpy(values, &wide, sizeof values);
-    for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) values[i] += values[i + step];
-    return values[0];
-}
-
-INLINE TARGET float NAME(largest)(lanes wide) {
-    float values[LANES];
-    memcpy(values, &wide, sizeof values);
-    for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) values[i] = values[i + step] > values[i] ? values[i + step] : values[i];
-    return values[0];
-}
-
-/* e^x to two units in the last place; x is clamped to [-87.3, 88]. */
-INLINE TARGET lanes NAME(exponential)(lanes x) {
-    const lanes low = (lanes){0} - 87.3f, high = (lanes){0} + 88.0f;
-    const ints is_low = x<low, is_high = x> high;
-    x = (lanes)((is_low & (ints)low) | (is_high & (ints)high) | (~(is_low | is_high) & (ints)x));
-    const lanes shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds to a whole number */
-    const ints power = (ints)shifted - 0x4b400000;
-    const lanes whole = shifted - 12582912.0f;
-    const lanes rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f; /* ln 2 in two parts */
-    lanes y = (lanes){0} + C5;
-    y = y * rest + C4;
-    y = y * rest + C3;
-    y = y * rest + C2;
-    y = y * rest + C1;
-    y = y * rest + C0;
-    y = y * (rest * rest) + rest + 1.0f;
-    return y * (lanes)((uints)(power + 127) << 23);
-}
-
 INLINE TARGET void NAME(norm_row)(const struct norm *norm, const void *weight, const void *in, void *out, int64_t width,
                                   const int is_bf16) {
-    lanes squares = {0};
-    for (int64_t i = 0; i < width; i += LANES) {
-        const lanes x = NAME(load)(in, i, of_last(width, i), is_bf16);
-        squares += x * x;
-    }
+    lanes squares[REGISTERS] = {{0}};
+    for (int64_t i = 0; i < width; i += PARTS)
+        for (int r = 0; r < REGISTERS; r++) {
+            const int64_t begin = i + r * LANES;
+            if (begin >= width) break;
+            const lanes x = NAME(load)(in, begin, of_last(width, begin), is_bf16);
+            squares[r] = NAME(fused)(x, x, squares[r]);
+        }
     const float scale = 1.0f / sqrtf(NAME(sum)(squares) / (float)width + norm->eps);
     for (int64_t i = 0; i < width; i += LANES) {
         const int n = of_last(width, i);
@@ -142,8 +94,10 @@ INLINE TARGET void NAME(add_some)(const struct residual *r, int64_t begin, int64
         if (r->after.weight) NAME(norm_row)(&r->after, r->after.weight, inner, inner, r->width, is_bf16);
         for (int64_t i = 0; i < r->width; i += LANES) {
             const int n = of_last(r->width, i);
-            const lanes more = NAME(load)(inner, i, n, is_bf16) * r->multiplier;
-            NAME(save)(out, i, n, NAME(load)(hidden, i, n, is_bf16) + more, is_bf16);
+            const lanes more = NAME(load)(inner, i, n, is_bf16), own = NAME(load)(hidden, i, n, is_bf16);
+            lanes sum = NAME(fused)(more, NAME(broadcast)(r->multiplier), own);
+            if (r->rounds) sum = (lanes)NAME(rounded)(sum);
+            NAME(save)(out, i, n, sum, is_bf16);
         }
     }
 }
@@ -165,13 +119,13 @@ INLINE TARGET void NAME(rotate_head)(void *head, const void *cos, const void *si
         const lanes a = NAME(load)(head, i, n, is_bf16), b = NAME(load)(head, half + i, n, is_bf16);
         const lanes cos_a = NAME(load)(cos, i, n, is_bf16), cos_b = NAME(load)(cos, half + i, n, is_bf16);
         const lanes sin_a = NAME(load)(sin, i, n, is_bf16), sin_b = NAME(load)(sin, half + i, n, is_bf16);
-        NAME(save)(head, i, n, a * cos_a + b * sin_a, is_bf16);
-        NAME(save)(head, half + i, n, b * cos_b + a * sin_b, is_bf16);
+        NAME(save)(head, i, n, NAME(fused)(b, sin_a, a * cos_a), is_bf16);
+        NAME(save)(head, half + i, n, NAME(fused)(a, sin_b, b * cos_b), is_bf16);
     }
 }
 
 /* Quantises a key or value as in cache/kv_quantization.py, to the same bits. */
-INLINE TARGET void NAME(quantize_head)(const struct attention_call *call, const void *head, int8_t *to,
+INLINE TARGET void NAME(quantize_head)(const struct attend *call, const void *head, int8_t *to,
                                        const int is_bf16) {
     const lanes none = {0}, magic = none + 12582912.0f; /* 1.5 * 2^23: adding it rounds to even */
     for (int64_t begin = 0; begin < call->head_size; begin += call->group) {
@@ -200,8 +154,9 @@ INLINE TARGET void NAME(quantize_head)(const struct attention_call *call, const 
 
 /* Normalises and rotates each head of a row; stores its keys and values in its slot. */
 INLINE TARGET void NAME(rotate_row)(const struct attention_call *call, int64_t row, const int is_bf16) {
-    const int64_t size = call->head_size, n_rotated_heads = call->n_heads + call->n_kv_heads;
-    char *heads = at(call->projected, row * (n_rotated_heads + call->n_kv_heads) * size, is_bf16);
+    const struct attend *attend = &call->attend;
+    const int64_t size = attend->head_size, n_rotated_heads = attend->n_heads + attend->n_kv_heads;
+    char *heads = at(call->projected, row * attend->row_stride, is_bf16);
     const char *cos = at(call->cos, row * call->n_rotated, is_bf16);
     const char *sin = at(call->sin, row * call->n_rotated, is_bf16);
     for (int64_t head = 0; head < n_rotated_heads; head++) {
@@ -212,20 +167,20 @@ INLINE TARGET void NAME(rotate_row)(const struct attention_call *call, int64_t r
              is_bf16);
         NAME(rotate_head)(own, cos, sin, call->n_rotated, is_bf16);
     }
-    if (!call->n_spans) return;
-    const struct span *span = span_of(call, row);
-    const struct slot_layer *stored = &span->layers[call->layer];
+    if (!attend->n_spans) return;
+    const struct span *span = span_of(attend, row);
+    const struct slot_layer *stored = &span->layers[attend->layer];
     const int64_t place = span->position + row - span->start - stored->first;
-    for (int64_t head = 0; head < call->n_kv_heads; head++) {
-        const int64_t to = (head * stored->capacity + place) * call->row_bytes;
-        const char *key = at(heads, (call->n_heads + head) * size, is_bf16);
+    for (int64_t head = 0; head < attend->n_kv_heads; head++) {
+        const int64_t to = (head * stored->capacity + place) * attend->row_bytes;
+        const char *key = at(heads, (attend->n_heads + head) * size, is_bf16);
         const char *value = at(heads, (n_rotated_heads + head) * size, is_bf16);
-        if (call->group) {
-            NAME(quantize_head)(call, key, (int8_t *)stored->keys + to, is_bf16);
-            NAME(quantize_head)(call, value, (int8_t *)stored->values + to, is_bf16);
+        if (attend->group) {
+            NAME(quantize_head)(attend, key, (int8_t *)stored->keys + to, is_bf16);
+            NAME(quantize_head)(attend, value, (int8_t *)stored->values + to, is_bf16);
         } else {
-            memcpy((char *)stored->keys + to, key, (size_t)call->row_bytes);
-            memcpy((char *)stored->values + to, value, (size_t)call->row_bytes);
+            memcpy((char *)stored->keys + to, key, (size_t)attend->row_bytes);
+            memcpy((char *)stored->values + to, value, (size_t)attend->row_bytes);
         }
     }
 }
@@ -242,9 +197,9 @@ static TARGET void NAME(rotate_rows)(const void *argument, int64_t begin, int64_
 #include "attention_body.h"
 
 INLINE TARGET lanes NAME(activated)(lanes x, int activation) {
-    if (activation == SILU) return x / (1.0f + NAME(exponential)(-x));
+    if (activation == SILU) return NAME(silu)(x);
     if (activation == GELU_TANH) {
-        const lanes inner = (x + 0.044715f * (x * x * x)) * 0.797884561f; /* sqrt(2 / pi) */
+        const lanes inner = NAME(fused)(NAME(broadcast)(0.044715f), x * x * x, x) * 0.797884561f; /* sqrt(2 / pi) */
         return x - x / (1.0f + NAME(exponential)(2.0f * inner));          /* tanh by e^2x */
     }
     return (lanes)((ints)x & ~(x < 0));
@@ -271,9 +226,6 @@ static TARGET void NAME(activate)(const void *argument, int64_t begin, int64_t e
 
 static const struct steps NAME(steps) = {NAME(normalize), NAME(add), NAME(rotate_rows), NAME(attend), NAME(activate)};
 
-#undef lanes
-#undef ints
-#undef uints
 #undef shorts
 #undef bytes
-#undef of_last
+#include "vectors_end.h"

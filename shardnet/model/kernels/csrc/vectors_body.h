@@ -1,0 +1,96 @@
+/* Included once for each instruction set, given by TARGET, NAME and LANES: vectors of floats, and what is computed with
+ * them the same way on all: every multiplication that is added to something is fused, and sums over a row are added in
+ * PARTS parts, so that bits do not depend on the instruction set. */
+
+typedef float NAME(lanes) __attribute__((vector_size(4 * LANES)));
+typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
+typedef uint32_t NAME(uints) __attribute__((vector_size(4 * LANES)));
+#define lanes NAME(lanes)
+#define ints NAME(ints)
+#define uints NAME(uints)
+#define of_last(width, begin) ((width) - (begin) < LANES ? (int)((width) - (begin)) : LANES)
+#define REGISTERS (PARTS / LANES) /* that hold the parts of a sum */
+
+/* a * b + c, rounded once. */
+INLINE TARGET lanes NAME(fused)(lanes a, lanes b, lanes c) {
+#if LANES == 16
+    return (lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8
+    return (lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (lanes)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    lanes sum;
+    for (int i = 0; i < LANES; i++) sum[i] = fused_alone(a[i], b[i], c[i]);
+    return sum;
+#endif
+}
+
+INLINE TARGET lanes NAME(broadcast)(float value) { return (lanes){0} + value; }
+
+INLINE TARGET lanes NAME(select)(ints where, lanes yes, lanes no) {
+    return (lanes)((where & (ints)yes) | (~where & (ints)no));
+}
+
+INLINE TARGET ints NAME(numbers)(void) {
+    static const int32_t counted[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ints numbers;
+    memcpy(&numbers, counted, sizeof numbers);
+    return numbers;
+}
+
+INLINE TARGET lanes NAME(load_floats)(const float *from, int n) {
+    lanes wide = {0};
+    if (n == LANES)
+        memcpy(&wide, from, sizeof wide);
+    else
+        memcpy(&wide, from, (size_t)n * 4);
+    return wide;
+}
+
+INLINE TARGET void NAME(save_floats)(float *to, int n, lanes wide) {
+    if (n == LANES)
+        memcpy(to, &wide, sizeof wide);
+    else
+        memcpy(to, &wide, (size_t)n * 4);
+}
+
+/* The sum of PARTS parts, in a fixed order. */
+INLINE TARGET float NAME(sum)(const lanes *parts) {
+    float values[PARTS];
+    memcpy(values, parts, sizeof values);
+    for (int step = PARTS / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) values[i] += values[i + step];
+    return values[0];
+}
+
+INLINE TARGET float NAME(largest)(lanes wide) {
+    float values[LANES];
+    memcpy(values, &wide, sizeof values);
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) values[i] = values[i + step] > values[i] ? values[i + step] : values[i];
+    return values[0];
+}
+
+/* e^x to two units in the last place, by (e^x - 1 - x) / x^2 on half of ln 2 to both sides (Chebyshev points); x is
+ * clamped to [-87.3, 88]. */
+INLINE TARGET lanes NAME(exponential)(lanes x) {
+    const lanes low = NAME(broadcast)(-87.3f), high = NAME(broadcast)(88.0f), magic = NAME(broadcast)(12582912.0f); /* 1.5 * 2^23 */
+    x = NAME(select)(x < low, low, NAME(select)(x > high, high, x));
+    const lanes shifted = NAME(fused)(x, NAME(broadcast)(1.44269504f), magic); /* rounds to a whole number */
+    const ints power = (ints)shifted - 0x4b400000;
+    const lanes whole = shifted - magic;
+    lanes rest = NAME(fused)(whole, NAME(broadcast)(-0.693359375f), x); /* ln 2 in two parts */
+    rest = NAME(fused)(whole, NAME(broadcast)(2.12194440e-4f), rest);
+    lanes y = NAME(broadcast)(0.00019899334f);
+    y = NAME(fused)(y, rest, NAME(broadcast)(0.0013933688f));
+    y = NAME(fused)(y, rest, NAME(broadcast)(0.008333298f));
+    y = NAME(fused)(y, rest, NAME(broadcast)(0.041666463f));
+    y = NAME(fused)(y, rest, NAME(broadcast)(0.16666667f));
+    y = NAME(fused)(y, rest, NAME(broadcast)(0.5f));
+    y = NAME(fused)(y, rest * rest, rest) + 1.0f;
+    return y * (lanes)((uints)(power + 127) << 23);
+}
+
+/* x times its sigmoid. */
+INLINE TARGET lanes NAME(silu)(lanes x) { return x / (1.0f + NAME(exponential)(-x)); }

@@ -1,0 +1,188 @@
+"""Attention over the slots of a KV cache by the compiled library.
+
+Knows the struct of csrc/sublayers.c and how slots store keys and values. Must not know layers,
+parameter names or scheduling.
+
+Axes in shape comments: T rows of the micro-batch, H query heads, D head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardnet.model.cache.kv_cache import KvCache, SlotAddresses
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.kernels.library import Team, check_memory, is_bf16, native_kernels
+from shardnet.types import SlotId, kv_groups
+
+MAX_HEAD: Final = 576
+"""The most columns of a query that the library attends with: DeepSeek's latents."""
+_PARTS: Final = 16
+"""Groups of quantised columns must be multiples of the library's widest vector."""
+
+
+class AttendStruct(ctypes.Structure):
+    """`struct attend` of csrc/sublayers.c."""
+
+    _fields_ = (
+        ("queries", ctypes.c_void_p),
+        ("attended", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        ("spans", ctypes.c_void_p),
+        ("n_spans", ctypes.c_int64),
+        ("layer", ctypes.c_int64),
+        ("row_stride", ctypes.c_int64),
+        ("n_heads", ctypes.c_int64),
+        ("n_kv_heads", ctypes.c_int64),
+        ("head_size", ctypes.c_int64),
+        ("value_size", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+        ("value_bytes", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("team", Team),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+        ("is_bf16", ctypes.c_int32),
+        ("values_are_keys", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKind:
+    """The variant of attention of one layer.
+
+    `window`: how many positions a row attends to, itself included; None is all. `scale` multiplies
+    the scores, None is 1 / sqrt(D). `soft_cap` c turns a score x into c * tanh(x / c). `sinks` are
+    extra scores without a value, one for each head: they take part in the softmax only.
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None  # [KV heads, G, 1], float32
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's fused kernel supports it: no soft cap, no sinks."""
+        return self.soft_cap is None and self.sinks is None
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> AttentionKind:
+        """Read the variant of the absolute `layer` from the config."""
+        return cls(
+            window=config.window(layer),
+            scale=config.attention_scale,
+            soft_cap=config.attention_soft_cap,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeSpans:
+    """The rows of each slot in a step as the library reads them, `struct span`."""
+
+    spans: npt.NDArray[np.int64]  # [spans, 4]
+    slots: tuple[SlotAddresses, ...]
+    """The tables that `spans` points to: see KvCache.addresses."""
+    address: int
+    """Address of `spans`, valid as long as this object lives."""
+    n_rows: int
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[SlotId, int, int, int]], kv: KvCache) -> NativeSpans:
+        """Make the table of spans: slot, first row, end, first row's position."""
+        slots = tuple(kv.addresses(slot) for slot, *_ in rows)
+        table = [(slot.ctypes.data, *row[1:]) for slot, row in zip(slots, rows, strict=True)]
+        numbers = np.array(table, np.int64)
+        return cls(spans=numbers, slots=slots, address=numbers.ctypes.data, n_rows=rows[-1][2])
+
+
+def attend_struct(
+    kind: AttentionKind, n_heads: int, n_kv_heads: int, head_size: int, value_size: int
+) -> AttendStruct:
+    """Set the fields that are the same in every call. Values of 0 columns are read from the keys.
+
+    `kind` must outlive the struct, which points to its sinks. Raises ValueError for other sinks
+    than one for each head.
+    """
+    sinks = kind.sinks
+    if sinks is not None:
+        check_memory("the sinks", sinks, n_heads * 4, torch.float32)
+    return AttendStruct(
+        sinks=None if sinks is None else sinks.data_ptr(),
+        row_stride=n_heads * head_size,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_size=head_size,
+        value_size=value_size or head_size,
+        values_are_keys=value_size == 0,
+        window=kind.window or 0,
+        scale=head_size**-0.5 if kind.scale is None else kind.scale,
+        soft_cap=kind.soft_cap or 0.0,
+    )
+
+
+def bind_slots(struct: AttendStruct, spans: NativeSpans, layer: int, kv: KvCache) -> bool:
+    """Point to the slots of a step. Returns False if the library cannot read how they are stored.
+
+    Raises ValueError if the slots have no such layer.
+    """
+    if layer >= len(spans.slots[0]):
+        raise ValueError(f"layer {layer} is not among those of the step's slots")
+    sizes = (struct.head_size, struct.value_size)
+    widths = []
+    struct.group = 0
+    for size in sizes:
+        width = size * kv.dtype.itemsize
+        if kv.is_quantized:
+            n_groups, group = kv_groups(size)
+            if group % _PARTS or n_groups * group != size or struct.group not in (0, group):
+                return False
+            struct.group = group
+            width = size + n_groups * torch.bfloat16.itemsize
+        widths.append(width)
+    struct.row_bytes, struct.value_bytes = widths
+    struct.spans = spans.address
+    struct.n_spans = len(spans.slots)
+    struct.layer = layer
+    return True
+
+
+def native_attend(
+    queries: Tensor,
+    value_size: int,
+    layer: int,
+    spans: NativeSpans,
+    kv: KvCache,
+    kind: AttentionKind,
+) -> Tensor | None:
+    """Attend with queries [T, H, D] over slots that hold the keys and values of all T rows.
+
+    Values of `value_size` 0 are read from the keys. Returns [T, H x value columns], or None if the
+    library is not there or cannot: other devices and dtypes, larger heads.
+    """
+    kernels = native_kernels() if queries.device.type == "cpu" else None
+    n_rows, n_heads, head_size = queries.shape
+    if kernels is None or queries.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if head_size > MAX_HEAD or head_size % 2 or kv.dtype is not queries.dtype:
+        return None
+    struct = attend_struct(kind, n_heads, kv.n_kv_heads, head_size, value_size)
+    if n_rows != spans.n_rows or not bind_slots(struct, spans, layer, kv):
+        return None
+    rows = queries.contiguous()
+    attended = rows.new_empty(n_rows, n_heads * struct.value_size)
+    struct.queries, struct.attended = rows.data_ptr(), attended.data_ptr()
+    struct.is_bf16 = is_bf16(rows)
+    struct.team = kernels.team
+    struct.team.n_threads = torch.get_num_threads()
+    kernels.function("shardnet_attend", ctypes.POINTER(AttendStruct))(struct)
+    return attended
