@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.soak import cases
 from support.system.nodes import Machine, open_machine
 from support.system.parrot import Parrots
 
@@ -40,7 +41,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
         yield machine
 
 
-@pytest.mark.parametrize("local", [0, 2])
+@pytest.mark.parametrize("local", cases([0], [2]))
 def test_a_run_without_a_node_is_kept_on_the_machine(
     machine: Machine, parrots: Parrots, local: int
 ) -> None:

@@ -156,7 +156,7 @@ def test_one_gguf_of_many_is_pulled_and_used_by_name(machine: Machine, hub: Hub)
     assert fetched(hub) == set(parts)
     hub.fails_with = 503
     arguments = ("generate", "--token-ids", "5,6", "--max-tokens", "4", "--json")
-    by_name = machine.run(*arguments, "--model", "lab/ggufs:f32", "--local", "2").json
+    by_name = machine.run(*arguments, "--model", "lab/ggufs:f32").json
     assert by_name["token_ids"] == machine.run(*arguments, "--model", str(source)).json["token_ids"]
 
 
