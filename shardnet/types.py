@@ -80,6 +80,9 @@ class DType(enum.Enum):
         return 4 if self is DType.FLOAT32 else 2
 
 
+ANY_ROWS = 2**31 - 1
+"""As a number of rows up to which bits do not depend on a batch: any number."""
+
 INT8_GROUP_COLUMNS = 64
 """Columns of a row that share one scale on an int8 wire; a row's last group may have fewer."""
 

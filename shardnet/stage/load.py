@@ -23,7 +23,7 @@ from shardnet.model.families.stage_tensors import StageTensors, stage_tensors
 from shardnet.model.fused.decode_graphs import Capture
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.device_memory import capacity_error_for
-from shardnet.model.kernels.linear import KernelChoice
+from shardnet.model.kernels.linear import MAX_EXACT_ROWS, KernelChoice
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes, streamed_layers
 from shardnet.stage.estimate.packed_sizes import packed_sizes
 from shardnet.stage.estimate.stored_dtype import check_streamable, stored_dtype, weight_form
@@ -81,6 +81,7 @@ def load_stage(
         with weights.writer:
             family = load_family_stage(config, layers, weights, context, dtype, device, capture)
     kv = _kv_cache(config, layers, dtype, device, room_blocks, kv_dtype)
+    most = weights.exact_rows if family.is_exact(kv) else MAX_EXACT_ROWS
     weights.stream.start()
     form = weight_form(checkpoint, choice)
     forms = _stored_forms(checkpoint, tensors)
@@ -95,7 +96,7 @@ def load_stage(
         choice,
         kv,
         context=context,
-        exact_rows=weights.exact_rows,
+        exact_rows=min(most, weights.exact_rows),
         weight_bytes=stage_weight_bytes(config, layers, form, weights.stream.n_layers),
         stream=weights.stream,
         writer=weights.writer,

@@ -41,7 +41,7 @@ from shardnet.stage.streaming.buffers import find_buffers
 from shardnet.stage.streaming.layer_stream import FilePart, LayerStream
 from shardnet.stage.streaming.streamed_linear import StoredLinear, StreamedLinear
 from shardnet.stage.tensor_reader import Progress, TensorReader
-from shardnet.types import DType
+from shardnet.types import ANY_ROWS, DType
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,11 @@ class StageWeights:
 
     @property
     def exact_rows(self) -> int:
-        """As probed, or 1 if a linear of this stage turned out not to be batch-invariant."""
-        return self._tests.exact_rows
+        """As probed, or 1 if a linear of this stage turned out not to be batch-invariant.
+
+        ANY_ROWS if the compiled library computes all of them.
+        """
+        return ANY_ROWS if self._tests.all_native else self._tests.exact_rows
 
     def linear(
         self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
@@ -332,6 +335,8 @@ class _BatchInvarianceTests:
     def __init__(self, exact_rows: int, device: torch.device) -> None:
         """Start with the probed `exact_rows`."""
         self.exact_rows = exact_rows
+        self.all_native = True
+        """Whether all linears so far are the compiled library's."""
         self._device = device
         self._seen: set[tuple[int, int, DType, type[Linear]]] = set()
 
@@ -345,6 +350,7 @@ class _BatchInvarianceTests:
 
     def test(self, name: str, linear: Linear, choice: KernelChoice) -> None:
         """Test a linear, unless one of its kind was tested."""
+        self.all_native = self.all_native and linear.is_native
         if self.is_new(linear, choice) and not is_batch_invariant(linear, choice, self._device):
             log.warning(
                 "%s: on this machine the last bits of a token depend on how many are computed at "

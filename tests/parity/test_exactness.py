@@ -13,7 +13,7 @@ from support.rings.stage_chain import CPU, Rows, StageChain, even_split, probed,
 from support.soak import cases
 
 from shardnet.model.kernels.linear import KernelChoice
-from shardnet.types import DType, LayerRange
+from shardnet.types import ANY_ROWS, DType, LayerRange
 
 N_LAYERS = 4
 MAKERS: dict[str, Callable[..., Path]] = {"llama": make_llama, "gpt2": make_gpt2}
@@ -54,6 +54,37 @@ def test_every_split_gives_the_same_bits(folder: Path, choice: KernelChoice) -> 
         parts = StageChain.load(folder, ranges, choice).generate(prompts, 6)
         for expected, logits in zip(whole, parts, strict=True):
             assert torch.equal(logits, expected), f"split {[str(part) for part in ranges]}"
+
+
+@pytest.mark.parametrize("family", cases(["llama", "gemma2"], ["qwen3", "gpt_oss", "granite"]))
+def test_a_prompt_has_the_same_bits_in_chunks_of_any_size(family: str, tmp_path: Path) -> None:
+    """As one chunk, as decode steps, and on several stages with another number of threads."""
+    folder = make_decoder(tmp_path, family, dtype=torch.bfloat16, num_hidden_layers=N_LAYERS)
+    choice = probed(CPU, DType.BFLOAT16, DType.BFLOAT16)
+    whole = StageChain.load(folder, [LayerRange(0, N_LAYERS)], choice)
+    if whole.stages[0].exact_rows < ANY_ROWS:
+        pytest.skip("the library does not compute this on this machine")
+    parts = StageChain.load(folder, even_split(N_LAYERS, 3), choice)
+    prompt = random_prompt(140, 300)
+
+    def logits(chain: StageChain, slot: int, size: int) -> torch.Tensor:
+        return torch.cat(
+            [
+                chain.step(Rows(slot=slot, position=start, ids=ids, n_sampled=len(ids)))
+                for start in range(0, len(prompt), size)
+                for ids in [prompt[start : start + size]]
+            ]
+        )
+
+    expected = logits(whole, 0, len(prompt))
+    for slot, size in enumerate((1, 7, 64), start=1):
+        assert torch.equal(logits(whole, slot, size), expected)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(logits(parts, 0, 33), expected)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_row_keeps_its_bits_in_any_batch(any_folder: Path, choice: KernelChoice) -> None:

@@ -107,7 +107,7 @@ def test_the_library_stays_near_and_splits_change_nothing(case: str, tmp_path: P
     most = 0.2 if has_experts else 0.07  # tokens are rounded to int8; some visit other experts then
     assert float((logits - expected).norm() / expected.norm()) < most
     assert torch.equal(StageChain.load(packed, even_split(2, 2)).prefill(0, prompt), logits)
-    assert whole.stages[0].exact_rows == 32
+    assert whole.stages[0].exact_rows >= 32
 
 
 @pytest.mark.skipif(native_kernels() is None, reason="no library was built here")

@@ -111,4 +111,4 @@ def test_compiled_products_stay_near_and_splits_change_nothing(
     assert float((logits - want).norm() / want.norm()) < most
     split = StageChain.load(folder, even_split(n_layers, n_layers), choice_of(kind))
     assert torch.equal(split.prefill(0, prompt), logits)
-    assert whole.stages[0].exact_rows == 32
+    assert whole.stages[0].exact_rows >= 32

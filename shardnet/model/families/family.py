@@ -11,6 +11,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
 from shardnet.model.config.model_config import ModelConfig
@@ -47,6 +48,12 @@ class FamilyStage(Protocol):
         """Run the layers one by one, each when its output is asked for: [T, E] in, out after each.
 
         The output of a layer is overwritten by the next layer's; that of the last one stays.
+        """
+
+    def is_exact(self, kv: KvCache) -> bool:
+        """Whether a row's bits do not depend on the other rows, as far as its linears' do not.
+
+        So it is where the compiled library attends. `kv` holds the stage's slots.
         """
 
     def normed(self, hidden: Tensor) -> Tensor:

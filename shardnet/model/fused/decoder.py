@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.fused.decode_graphs import Capture, DecodeGraphs
 from shardnet.model.fused.layers import NativeLayers
@@ -20,6 +21,7 @@ from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import Layer
+from shardnet.model.layers.native_attention import can_attend
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.rotary import rotary_tables
 from shardnet.model.layers.tables import Table
@@ -63,6 +65,8 @@ class DecoderStage:
             natives.append(native)
             self._layers.append((native.replace_in(layer), distinct.index(rope)))
         self._joined = NativeLayers.of(natives, kernels)
+        self._attends = all(native.attention is not None for native in natives)
+        self._head_size = config.head_size
         self._graphs: DecodeGraphs | None = None
         if capture is not None:  # steps of few rows replay graphs of the layers that allow it
             self._graphs = DecodeGraphs(self._layers, self._tables, capture)
@@ -88,6 +92,10 @@ class DecoderStage:
         for index, (layer, rope) in enumerate(self._layers):
             hidden = step.after_layer(layer(hidden, index, rotaries[rope], step))
             yield hidden
+
+    def is_exact(self, kv: KvCache) -> bool:
+        """Whether the compiled library attends in all layers."""
+        return self._attends and can_attend(self._head_size, kv)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Apply the final norm: [R, E] in and out."""

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep, attention
+from shardnet.model.layers.native_attention import can_attend
 from shardnet.model.layers.norms import Norm, activate
 from shardnet.model.layers.tables import Table
 from shardnet.model.layers.weight_source import WeightSource
@@ -43,6 +45,10 @@ class Gpt2Stage:
         for index, layer in enumerate(self._layers):
             hidden = step.after_layer(layer(hidden, index, step))
             yield hidden
+
+    def is_exact(self, kv: KvCache) -> bool:
+        """Whether the compiled library attends."""
+        return can_attend(self._layers[0].head_size, kv)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Apply the final norm: [R, E] in and out."""

@@ -137,23 +137,23 @@ def bind_slots(struct: AttendStruct, spans: NativeSpans, layer: int, kv: KvCache
     """
     if layer >= len(spans.slots[0]):
         raise ValueError(f"layer {layer} is not among those of the step's slots")
-    sizes = (struct.head_size, struct.value_size)
-    widths = []
-    struct.group = 0
-    for size in sizes:
-        width = size * kv.dtype.itemsize
-        if kv.is_quantized:
-            n_groups, group = kv_groups(size)
-            if group % _PARTS or n_groups * group != size or struct.group not in (0, group):
-                return False
-            struct.group = group
-            width = size + n_groups * torch.bfloat16.itemsize
-        widths.append(width)
-    struct.row_bytes, struct.value_bytes = widths
+    keys = _stored_row(struct.head_size, kv)
+    values = _stored_row(struct.value_size, kv)
+    if keys is None or values is None or keys.group != values.group:
+        return False
+    struct.group, struct.row_bytes, struct.value_bytes = keys.group, keys.n_bytes, values.n_bytes
     struct.spans = spans.address
     struct.n_spans = len(spans.slots)
     struct.layer = layer
     return True
+
+
+def can_attend(head_size: int, kv: KvCache) -> bool:
+    """Say whether the library attends with heads of `head_size` columns over these slots."""
+    is_computed = kv.dtype in (torch.float32, torch.bfloat16) and kv.device.type == "cpu"
+    is_head = head_size <= MAX_HEAD and head_size % 2 == 0
+    is_read = _stored_row(head_size, kv) is not None
+    return is_computed and is_head and is_read and native_kernels() is not None
 
 
 def native_attend(
@@ -169,11 +169,9 @@ def native_attend(
     Values of `value_size` 0 are read from the keys. Returns [T, H x value columns], or None if the
     library is not there or cannot: other devices and dtypes, larger heads.
     """
-    kernels = native_kernels() if queries.device.type == "cpu" else None
+    kernels = native_kernels()
     n_rows, n_heads, head_size = queries.shape
-    if kernels is None or queries.dtype not in (torch.float32, torch.bfloat16):
-        return None
-    if head_size > MAX_HEAD or head_size % 2 or kv.dtype is not queries.dtype:
+    if kernels is None or not can_attend(head_size, kv) or kv.dtype is not queries.dtype:
         return None
     struct = attend_struct(kind, n_heads, kv.n_kv_heads, head_size, value_size)
     if n_rows != spans.n_rows or not bind_slots(struct, spans, layer, kv):
@@ -186,3 +184,21 @@ def native_attend(
     struct.team.n_threads = torch.get_num_threads()
     kernels.function("shardnet_attend", ctypes.POINTER(AttendStruct))(struct)
     return attended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredRow:
+    """A key or value in a slot: its bytes, and columns that share a scale (0: not quantised)."""
+
+    n_bytes: int
+    group: int
+
+
+def _stored_row(size: int, kv: KvCache) -> _StoredRow | None:
+    """Describe rows of `size` columns in the slots; None if the library cannot read them."""
+    if not kv.is_quantized:
+        return _StoredRow(n_bytes=size * kv.dtype.itemsize, group=0)
+    n_groups, group = kv_groups(size)
+    if group % _PARTS or n_groups * group != size:
+        return None
+    return _StoredRow(n_bytes=size + n_groups * torch.bfloat16.itemsize, group=group)

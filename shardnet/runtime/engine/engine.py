@@ -34,7 +34,7 @@ from shardnet.runtime.scheduling.sequences import (
 )
 from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.runtime.stage.compute import StepFailed
-from shardnet.types import CloseSequence, LiveState, OpenSequence, SequenceId
+from shardnet.types import ANY_ROWS, CloseSequence, LiveState, OpenSequence, SequenceId
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +128,8 @@ class Engine:
                 max_tokens=request.max_tokens,
                 stop_ids=request.stop_ids,
                 priority=request.priority,
-                deterministic=request.deterministic,
+                deterministic=request.deterministic
+                and self._scheduler.limits.exact_rows < ANY_ROWS,
                 whole_prompt=request.outputs.needs_whole_prompt,
                 sampling=request.sampling,
                 outputs=request.outputs,

@@ -56,7 +56,8 @@ class StepLimits:
 
     `chunk_rows` prompt rows while no sequence decodes, at most `mixed_rows` beside decode rows. A
     step of up to `cheap_rows` rows costs about as much as one row, so drafts fill it up to there.
-    `exact_rows` limits the batches of deterministic sequences (design decision 4).
+    `exact_rows` limits the batches of deterministic sequences (design decision 4); with ANY_ROWS
+    nothing needs to be limited.
     """
 
     chunk_rows: int = PREFILL_CHUNK_ROWS
