@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -60,7 +60,15 @@ class _Sampling(SamplingOptions):
     "shardnet chat --local 2 --temperature 0 < questions.txt",
 )
 @takes_groups
-def chat(*, ring: _Ring, access: Access, sampling: _Sampling) -> None:
+def chat(
+    *,
+    ring: _Ring,
+    access: Access,
+    sampling: _Sampling,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Show answers as they are, not as markdown.")
+    ] = False,
+) -> None:
     """Chat with the model: each line is a message, the answer streams.
 
     Needs a model with a chat template. Enter sends, Alt-Enter begins a new line, pasted text is one
@@ -76,7 +84,7 @@ def chat(*, ring: _Ring, access: Access, sampling: _Sampling) -> None:
         from shardnet.api.blocking import opened
 
         with opened(_client(wanted)) as client:
-            _talk(Conversation(client, params, options, sampling.system))
+            _talk(Conversation(client, params, options, sampling.system, plain=plain))
 
 
 def warn_of_base_model(model: str) -> None:

@@ -28,6 +28,7 @@ from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.placement.words import size
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import ConfigurationError
+from shardnet.plugins import COMPUTES, installed_names
 
 from ..finding.mdns import mdns_interfaces
 from ..flags.cluster_access import Access
@@ -126,7 +127,7 @@ def node(
             "--device",
             autocompletion=one_of("auto", "cpu", "cuda"),
             metavar="auto|cpu|cuda",
-            help="Compute device; auto takes a GPU where there is one.",
+            help="Compute device; auto takes a GPU where there is one. Also the name of a plug-in.",
             envvar="SHARDNET_DEVICE",
         ),
     ] = "auto",
@@ -195,7 +196,7 @@ def node(
 
     Prints one line when it is ready. A node keeps its layers of a model loaded between requests.
     """
-    check_choice("--device", device, ("auto", "cpu", "cuda"))
+    check_choice("--device", device, ("auto", "cpu", "cuda", *installed_names(COMPUTES)))
     _check_name(name)
     keep_offline(offline)
     keep_model_folders(model_folder)

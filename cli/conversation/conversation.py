@@ -19,8 +19,9 @@ from shardnet.types import SamplingParams
 from shardnet.wire.messages.plans import PlanReply
 from shardnet.wire.messages.sequences import RecommendedSampling
 
-from ..output.exit_codes import StreamedText, counted, say, write_out
+from ..output.exit_codes import counted, say
 from ..output.progress import LoadBars
+from .markdown_answer import open_answer
 
 if TYPE_CHECKING:
     from shardnet.api.blocking import BlockingClient
@@ -37,7 +38,10 @@ class _Totals:
 
 
 class Conversation:
-    """The messages so far, and the options with which the next answer is generated."""
+    """The messages so far, and the options with which the next answer is generated.
+
+    At a terminal answers are rendered as markdown, unless `plain`.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,8 @@ class Conversation:
         sampling: SamplingParams,
         options: GenerationOptions,
         system: str,
+        *,
+        plain: bool = False,
     ) -> None:
         self._client = client
         self._sampling = sampling
@@ -52,6 +58,7 @@ class Conversation:
         self._messages: list[Message] = []
         self._n_retries = 0
         self._ring_is_known = False
+        self._plain = plain
         self._totals = _Totals()
         self.system = system
 
@@ -118,7 +125,7 @@ class Conversation:
 
     def _answer(self, text: str) -> None:
         asked: Message = {"role": "user", "content": text}
-        answer, shown, closing = "", StreamedText(), ""
+        answer, shown, closing = "", open_answer(plain=self._plain), ""
         sampling = replace(
             self._sampling, sample_index=self._sampling.sample_index + self._n_retries
         )
@@ -151,14 +158,14 @@ class Conversation:
                         if event.result is not None:
                             self._totals.last = event.result
                             closing = f"({_closing_words(event.result)})"
-            write_out()
+            shown.finish()
             say(closing)
         except ShardnetError:
             self._totals.n_answers -= 1
             shown.break_off()
             raise
         except KeyboardInterrupt:
-            write_out()
+            shown.finish()
             say("(stopped)")
         self._messages += [asked, {"role": "assistant", "content": answer}]
 

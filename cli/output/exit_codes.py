@@ -84,10 +84,18 @@ def write_out(text: object = "", *, end: str = "\n") -> None:
     Raises BrokenPipeError when the reader is gone, ShardnetError when it cannot be written for
     another reason, such as a full disk.
     """
-    if sys.stdout.isatty():
-        text = str(text).replace("\r", "").translate(_IN_TEXTS)
+    write_raw((printable(str(text)) if sys.stdout.isatty() else str(text)) + end)
+
+
+def printable(text: str) -> str:
+    """Escape control characters but line ends and tabs."""
+    return text.replace("\r", "").translate(_IN_TEXTS)
+
+
+def write_raw(text: str) -> None:
+    """Write on standard output and flush, as it is; raises what `write_out` does."""
     try:
-        print(text, end=end, flush=True)
+        print(text, end="", flush=True)
     except OSError as error:
         _silence(sys.stdout)
         if isinstance(error, BrokenPipeError):
@@ -108,6 +116,10 @@ class StreamedText:
         write_out(text, end=end)
         if written := text + end:
             self._line_is_open = not written.endswith("\n")
+
+    def finish(self) -> None:
+        """End the line."""
+        self.write("\n")
 
     def break_off(self) -> None:
         """End an unfinished line on a terminal, so that other output starts on a new one."""

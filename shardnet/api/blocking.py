@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from shardnet.api import connections
 from shardnet.api.client import GREEDY, Client
@@ -24,6 +24,9 @@ from shardnet.transport.loop import run
 from shardnet.types import SamplingParams
 from shardnet.wire.messages.membership import StatusReply
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
+
+if TYPE_CHECKING:
+    from shardnet.runtime.stage.plugin import ComputePlugin
 
 T = TypeVar("T")
 
@@ -117,10 +120,13 @@ def connect(
 
 
 def in_process(
-    *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
+    *,
+    model: str | ModelChoice = DEFAULT_MODEL_NAME,
+    threads: int = 0,
+    device: str | ComputePlugin = "auto",
 ) -> AbstractContextManager[BlockingClient]:
     """Run a node inside this process; see `shardnet.api.in_process`."""
-    return opened(connections.in_process(model=model, threads=threads))
+    return opened(connections.in_process(model=model, threads=threads, device=device))
 
 
 def local_ring(

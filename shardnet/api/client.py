@@ -38,13 +38,13 @@ from shardnet.api.requests import (
 )
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.errors import LinkClosedError, RemoteProtocolError, ShardnetError
+from shardnet.errors import LinkClosedError, LinkError, RemoteProtocolError, ShardnetError
 from shardnet.transport import tcp
 from shardnet.transport.address import split_address
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.types import SamplingParams
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
-from shardnet.wire.messages.control import Done, Redirect
+from shardnet.wire.messages.control import ControlMessage, Done, Redirect
 from shardnet.wire.messages.generation import LastRun, LastRunRequest, Unload
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
@@ -65,6 +65,7 @@ HANDSHAKE_S = 5.0
 """Deadline for the TLS and Hello handshake, in seconds."""
 
 Ask = PlanRequest | LastRunRequest | Unload | Tokenize | Detokenize | DescribeTokenizer
+Request = Ask | ReportRequest | ListModels
 Answer = TypeVar("Answer", PlanReply, LastRun, Done, Tokenized, Detokenized, TokenizerDescribed)
 
 GREEDY = SamplingParams()
@@ -95,8 +96,8 @@ class Client:
     """A client of one node. Use `shardnet.api.connect`, or `open_client` over an open link.
 
     `identity` authenticates the links to redirect addresses. `choice` is the model, with its nodes,
-    for calls that name none. Calls may run concurrently. A call on a link that has ended opens a
-    new one with `redial`, where that is given.
+    for calls that name none. Calls may run concurrently. A call on a link that has ended, or that
+    ends before any answer, opens a new one with `redial`, where that is given.
     """
 
     def __init__(
@@ -123,9 +124,16 @@ class Client:
 
     async def status(self, *, with_peers: bool = False) -> StatusReply:
         """Return the node's own status and, `with_peers`, those of the nodes it knows."""
+        message = Status(request=0, with_peers=with_peers)
         control = await self._reach()
-        message = Status(request=control.next_request(), with_peers=with_peers)
-        return await control.ask(message, StatusReply)
+        try:
+            numbered = replace(message, request=control.next_request())
+            return await control.ask(numbered, StatusReply)
+        except LinkError:  # as in `_conversation`
+            if not _has_ended(control):
+                raise
+        control = await self._reach()
+        return await control.ask(replace(message, request=control.next_request()), StatusReply)
 
     async def report(
         self, *, probe: bool = False, with_peers: bool = False, model: str = ""
@@ -137,11 +145,8 @@ class Client:
         AuthenticationError where the node answers members of its cluster only, LinkError when the
         link ends.
         """
-        control = await self._reach()
-        message = ReportRequest(
-            request=control.next_request(), probe=probe, with_peers=with_peers, model=model
-        )
-        async with control.conversation(message) as answers:
+        message = ReportRequest(request=0, probe=probe, with_peers=with_peers, model=model)
+        async with self._conversation(message) as (_, answers):
             async for answer in answers:
                 if not isinstance(answer, ReportReply):
                     return
@@ -155,11 +160,8 @@ class Client:
         With `names_only` no model is opened. Yields the lists as they come: some models of one
         node, or why it does not say. Raises LinkError when the link ends.
         """
-        control = await self._reach()
-        message = ListModels(
-            request=control.next_request(), with_peers=with_peers, names_only=names_only
-        )
-        async with control.conversation(message) as answers:
+        message = ListModels(request=0, with_peers=with_peers, names_only=names_only)
+        async with self._conversation(message) as (_, answers):
             async for answer in answers:
                 if not isinstance(answer, ModelsListed):
                     return
@@ -233,7 +235,7 @@ class Client:
         """
         requests = make_requests(prompts, sampling, self._chosen(model), n=n, **options)
         hooks = Hooks(should_stop=should_stop, on_plan=on_plan, on_loading=on_loading)
-        generations = Generations(requests, self._ids, self._reach, self._link_to, hooks)
+        generations = Generations(requests, self._ids, self._reach, hooks)
         events = generations.events()
         return _raising(events) if is_single(prompts) and n == 1 else events
 
@@ -307,10 +309,9 @@ class Client:
         redirects, and the error that the node reports.
         """
         check_request(message)
-        control = await self._reach()
+        address = ""
         for _ in range(MAX_REDIRECTS + 1):
-            numbered = replace(message, request=control.next_request())
-            async with control.conversation(numbered) as answers:
+            async with self._conversation(message, address) as (control, answers):
                 while isinstance(answer := await anext(answers), NodeProgress):
                     if on_progress is not None:
                         on_progress(answer)
@@ -320,11 +321,37 @@ class Client:
                 raise RemoteProtocolError(
                     f"{control.peer_name} answered with an unexpected {type(answer).__name__}"
                 )
-            control = await self._link_to(answer.address)
+            address = answer.address
         raise too_many_redirects(self.address)
 
-    async def _reach(self) -> ControlLink:
-        """Return the link to the node, opened again if it has ended. Raises LinkError."""
+    @asynccontextmanager
+    async def _conversation(
+        self, message: Request, address: str = ""
+    ) -> AsyncIterator[tuple[ControlLink, AsyncIterator[ControlMessage]]]:
+        """Number and send a request; yield the link that it went over, and its answers.
+
+        If that link ends before any answer, the request goes once more over a new one: the node may
+        have cut it while this program's event loop stood still, which then learns it too late.
+        """
+        for may_repeat in (True, False):
+            control = await self._reach(address)
+            numbered = replace(message, request=control.next_request())
+            async with control.conversation(numbered) as answers:
+                try:
+                    first = await anext(answers)
+                except LinkError:
+                    if not may_repeat or not _has_ended(control):
+                        raise
+                    continue
+                yield control, _preceded(first, answers)
+                return
+
+    async def _reach(self, address: str = "") -> ControlLink:
+        """Return the link to the node, or to another one at `address`, opened again if it has
+        ended. Raises LinkError.
+        """
+        if address:
+            return await self._link_to(address)
         if self._redial is None or not _has_ended(self._control):
             return self._control
         async with self._dialling:
@@ -347,6 +374,14 @@ class Client:
             link.abort("the client was closed")
             raise LinkClosedError(f"{link.peer_address}: the client was closed meanwhile")
         return await self._links.enter_async_context(_serving(link))
+
+
+async def _preceded(
+    first: ControlMessage, answers: AsyncIterator[ControlMessage]
+) -> AsyncIterator[ControlMessage]:
+    yield first
+    async for answer in answers:
+        yield answer
 
 
 async def _raising(

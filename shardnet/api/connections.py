@@ -25,6 +25,7 @@ from shardnet.errors import ConfigurationError, UsageError
 from shardnet.wire.messages.plans import ModelChoice
 
 if TYPE_CHECKING:  # not every client needs the library behind it
+    from shardnet.runtime.stage.plugin import ComputePlugin
     from shardnet.transport.identity import Identity
 
 THIS_PROCESS = "this process"
@@ -78,13 +79,17 @@ async def connect(
 
 @asynccontextmanager
 async def in_process(
-    *, model: str | ModelChoice = DEFAULT_MODEL_NAME, threads: int = 0
+    *,
+    model: str | ModelChoice = DEFAULT_MODEL_NAME,
+    threads: int = 0,
+    device: str | ComputePlugin = "auto",
 ) -> AsyncIterator[Client]:
     """Run a node inside this process, without a socket, and yield its client.
 
-    It computes with `threads` threads, 0 for one per core.
+    It computes with `threads` threads, 0 for one per core, on a `device` as `shardnet node
+    --device` takes it, or by a plug-in. Raises ConfigurationError for a device that is not here.
     """
-    async with node_in_process(threads, None) as client:
+    async with node_in_process(threads, None, device) as client:
         client.choice = _choice(model)
         yield client
 
@@ -141,18 +146,21 @@ def import_node() -> None:
 
 
 @asynccontextmanager
-async def node_in_process(threads: int, identity: Identity | None) -> AsyncIterator[Client]:
+async def node_in_process(
+    threads: int, identity: Identity | None, device: str | ComputePlugin = "auto"
+) -> AsyncIterator[Client]:
     """Run a node inside this process; `identity` authenticates its links to other nodes."""
     from shardnet.cluster.machine.folders import cache_dir
-    from shardnet.cluster.machine.profile import MemoryBudget, find_device, make_node_id
+    from shardnet.cluster.machine.profile import Device, MemoryBudget, find_device, make_node_id
     from shardnet.cluster.node.node import running
     from shardnet.cluster.node.settings import NodeSettings
     from shardnet.cluster.store.model_cache import ModelCache
 
+    found = find_device(device) if isinstance(device, str) else Device.of_plugin(device)
     settings = NodeSettings(
         node=make_node_id(),
         name=THIS_PROCESS,
-        budget=MemoryBudget(device=find_device("auto"), asked_bytes=None),
+        budget=MemoryBudget(device=found, asked_bytes=None),
         threads=threads,
         peers=(),
         local_nodes=LocalNodes(runtime_dir(os.environ)),

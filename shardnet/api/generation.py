@@ -76,8 +76,13 @@ class _Running:
 
     request: Request
     view: ActiveRequest
+    address: str = ""
+    """Where it was redirected to, "" for the node of the client."""
     control: ControlLink | None = None
     number: int = 0
+    is_answered: bool = False
+    is_repeated: bool = False
+    """Whether it was sent twice, since the first link ended before any answer."""
     n_redirects: int = 0
     n_reused: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -231,26 +236,26 @@ def _append(held: RowData, rows: RowData) -> bool:
 
 
 class Generations:
-    """The requests of one call. They are sent on the link that `reach` returns; `link_to` connects
-    to redirect addresses.
+    """The requests of one call. They are sent on the link that `reach` returns for "", or for the
+    address that they were redirected to.
 
     The first request is sent alone until a ring has accepted it. If no ring can be opened, the
-    others fail with the same error, without planning and loading again for each.
+    others fail with the same error, without planning and loading again for each. A request whose
+    link ends before any answer is sent once more: the link may have been cut long before, while the
+    event loop stood still.
     """
 
     def __init__(
         self,
         requests: Iterable[Request],
         ids: Iterator[int],
-        reach: Callable[[], Awaitable[ControlLink]],
-        link_to: Callable[[str], Awaitable[ControlLink]],
+        reach: Callable[[str], Awaitable[ControlLink]],
         hooks: Hooks,
     ) -> None:
         self._waiting = deque(requests)
         self._ids = ids
         self._reach = reach
         self._first: ControlLink
-        self._link_to = link_to
         self._hooks = hooks
         self._running: dict[int, _Running] = {}
         self._answers: asyncio.Queue[tuple[int, _Answer]] = asyncio.Queue()
@@ -260,7 +265,7 @@ class Generations:
     async def events(self) -> AsyncGenerator[GenerationEvent, None]:
         """Run all requests and yield their events. Closing the iterator cancels those that run."""
         try:
-            self._first = await self._reach()
+            self._first = await self._reach("")
         except ShardnetError as error:
             while self._waiting:
                 yield self._next().failed(error)
@@ -308,6 +313,13 @@ class Generations:
 
     async def _take(self, running: _Running, answer: _Answer) -> GenerationEvent | None:
         """Handle an answer; None if it is no event of the request itself."""
+        if isinstance(answer, LinkError) and not (running.is_answered or running.is_repeated):
+            running.is_repeated = True
+            event = await self._send_to(running, running.address)
+            if event is not None:
+                self._end(running, give_up=False)
+            return event
+        running.is_answered = True
         match answer:
             case PlanReply():
                 self._report_plan(answer)
@@ -326,14 +338,24 @@ class Generations:
 
     async def _follow(self, running: _Running, address: str) -> GenerationEvent | None:
         """Send the request to the node at `address`; return an event if that fails."""
-        running.detach(give_up=False)
         running.n_redirects += 1
         if running.n_redirects > MAX_REDIRECTS:
             return running.failed(too_many_redirects(address))
+        running.is_answered = running.is_repeated = False
+        return await self._send_to(running, address)
+
+    async def _send_to(self, running: _Running, address: str) -> GenerationEvent | None:
+        """Send the request to the node at `address`, "" for the client's; return an event if that
+        fails.
+        """
+        running.detach(give_up=False)
+        running.address = address
         try:
-            control = await self._link_to(address)
+            control = await self._reach(address)
         except ShardnetError as error:
             return running.failed(error)
+        if not address:
+            self._first = control
         self._send(running, control)
         return None
 

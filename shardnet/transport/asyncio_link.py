@@ -32,7 +32,7 @@ from shardnet.wire.connection.connection import (
     ProgressReported,
 )
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
-from shardnet.wire.messages.handshake import Hello, Purpose
+from shardnet.wire.messages.handshake import Hello, Purpose, error_frame
 
 
 class AsyncioLink(asyncio.BufferedProtocol):
@@ -307,13 +307,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
             self._abort_transport()
             return
         if self._idle.is_over(now, reading=not self._reading_paused, unsent_bytes=unsent_bytes):
-            self._end(
-                PeerSilentError(
-                    f"nothing came for {self._options.silence_s:g} s; the peer is frozen, "
-                    "or the network between is cut"
-                )
-            )
-            self._abort_transport()
+            self._cut_for_silence()
             return
         if not self._sent_since_tick and not self._writing_paused:
             epoch, step = self._options.progress()
@@ -322,6 +316,27 @@ class AsyncioLink(asyncio.BufferedProtocol):
             )
         self._sent_since_tick = False
         self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+    def _cut_for_silence(self) -> None:
+        """End the link. Tell why to a peer that may come to itself and read on, but not on a data
+        link: its ring is broken, and the next one must not wait.
+        """
+        silence_s = self._options.silence_s
+        self._end(
+            PeerSilentError(
+                f"nothing came for {silence_s:g} s; the peer is frozen, or the network between "
+                "is cut"
+            )
+        )
+        if self.peer.purpose is Purpose.DATA:
+            self._abort_transport()
+            return
+        told = PeerSilentError(
+            f"nothing came from this side for {silence_s:g} s: it stood still, or the network "
+            "between was cut"
+        )
+        self._write(self._connection.send(error_frame(told)))
+        self._linger()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

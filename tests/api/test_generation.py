@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 
 import pytest
 from support.cluster.scripted_node import ScriptedNode, client_of, serving
 
-from shardnet.api import ActiveRequest, GenerationEvent, RequestState, SamplingParams
+from shardnet.api import ActiveRequest, Client, GenerationEvent, RequestState, SamplingParams
 from shardnet.api import client as client_module
 from shardnet.api.generation import WINDOW
 from shardnet.errors import (
     CapacityError,
     ContextExceededError,
+    LinkClosedError,
     LinkError,
     PeerFailedError,
     PeerUnreachableError,
@@ -315,6 +316,68 @@ def test_a_link_that_ended_is_opened_again_for_the_next_call() -> None:
                 results = await asyncio.gather(*(client.complete("ab") for _ in range(3)))
                 assert [result.text for [result] in results] == ["ab"] * 3
                 assert (await client.status()).node.name == "scripted"
+
+    asyncio.run(main())
+
+
+def test_a_call_on_a_link_that_was_cut_unnoticed_is_asked_again() -> None:
+    """As after a cell of a notebook that took longer than a node waits for its client."""
+
+    async def listed(client: Client) -> list[str]:
+        return [model.name async for listed in client.models() for model in listed.models]
+
+    calls: list[tuple[Callable[[Client], Awaitable[object]], int]] = [
+        (lambda client: client.complete(["ab"] * 3), 3),
+        (lambda client: client.status(), 0),
+        (lambda client: client.tokenize("ab"), 0),
+        (listed, 0),
+    ]
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            nodes = [ScriptedNode() for _ in calls]
+            links = [await stack.enter_async_context(serving(node)) for node in nodes]
+            begun = iter(zip(nodes, links, strict=True))
+
+            async def redial() -> Link:
+                return next(begun)[1]
+
+            first = ScriptedNode()
+            link = await stack.enter_async_context(serving(first))
+            client = await stack.enter_async_context(client_module.open_client(link, redial=redial))
+            befores = [first, *nodes[:-1]]
+            for before, node, (call, n_asked) in zip(befores, nodes, calls, strict=True):
+                before.link.abort("cut off")
+                assert not client._control.link.closed  # this side does not know yet
+                assert await call(client)
+                assert len(node.asked) == n_asked
+            assert first.asked == []
+
+    asyncio.run(main())
+
+
+def test_a_request_is_asked_twice_at_most() -> None:
+    """Whatever ends its links may have to do with it."""
+    n_dialled = 0
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+
+            async def redial() -> Link:
+                nonlocal n_dialled
+                n_dialled += 1
+                node = ScriptedNode()
+                link = await stack.enter_async_context(serving(node))
+                node.link.abort("cut off")
+                return link
+
+            link = await redial()
+            async with client_module.open_client(link, redial=redial) as client:
+                for call in (client.complete("ab"), client.status(), client.tokenize("ab")):
+                    before = n_dialled
+                    with pytest.raises(LinkClosedError):
+                        await call
+                    assert n_dialled - before <= 2
 
     asyncio.run(main())
 

@@ -6,8 +6,6 @@ The tail loads the tokenizer itself, so stages are loaded here as a node loads t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models.checkpoints import N_TOKENS, VOCAB_SIZE, make_llama
 from support.rings.stage_chain import even_split, random_prompt
-from support.rings.torch_rings import request, run, tokens_of
+from support.rings.torch_rings import LoadedStages, load_stages, request, run, tokens_of
 from transformers import AutoModelForCausalLM
 
-from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.runtime.engine.outputs import PromptLogprobsReady
 from shardnet.runtime.engine.requests import TokenGenerated
-from shardnet.runtime.stage.compute import StageCompute
-from shardnet.runtime.stage.loading import StageOrder, load
-from shardnet.types import DType, OutputParams, RoutingShape, SamplingParams
+from shardnet.types import OutputParams, SamplingParams
 
 ADDED_ID = 310
 HOLES = [n for n in range(N_TOKENS, VOCAB_SIZE) if n != ADDED_ID]
@@ -32,19 +27,6 @@ HOLES = [n for n in range(N_TOKENS, VOCAB_SIZE) if n != ADDED_ID]
 
 MAX_TOKENS = 24
 PROMPTS = [random_prompt(n, N_TOKENS, seed=n) for n in (5, 17, 40)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
-    """What `torch_rings.run` needs to know of stages."""
-
-    computes: Sequence[StageCompute]
-    vocab_size: int = VOCAB_SIZE
-    context: int = 512
-    window: int | None = None
-    routing: RoutingShape | None = None
-    state_slots: int | None = None
-    exact_rows: int = 1
 
 
 @pytest.fixture(scope="module")
@@ -68,34 +50,13 @@ def reference(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def load_stages(folder: Path, n_stages: int) -> Stages:
-    orders = [
-        StageOrder(
-            model=str(folder),
-            folder=folder,
-            model_id=Checkpoint.open(folder).model_id,
-            layers=layers,
-            dtype=DType.FLOAT32,
-            context=512,
-            is_tail=layers.end == 4,
-            device="cpu",
-        )
-        for layers in even_split(4, n_stages)
-    ]
-    loaded = [load(order, 1 << 30, lambda *_: None) for order in orders]
-    return Stages(
-        computes=[stage.compute for stage in loaded],
-        exact_rows=min(stage.exact_rows for stage in loaded),
-    )
-
-
 @pytest.fixture(scope="module")
-def splits(folder: Path) -> list[Stages]:
-    return [load_stages(folder, n_stages) for n_stages in (1, 2, 3)]
+def splits(folder: Path) -> list[LoadedStages]:
+    return [load_stages(folder, even_split(4, n_stages)) for n_stages in (1, 2, 3)]
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2])
-def stages(request: pytest.FixtureRequest, splits: list[Stages]) -> Stages:
+def stages(request: pytest.FixtureRequest, splits: list[LoadedStages]) -> LoadedStages:
     return splits[request.param]
 
 
@@ -127,7 +88,7 @@ def test_the_rows_would_win_if_they_were_not_masked(reference: Any) -> None:
     ],
 )
 def test_greedy_text_is_that_of_transformers_without_the_rows(
-    splits: list[Stages], reference: Any, params: SamplingParams, settings: dict[str, Any]
+    splits: list[LoadedStages], reference: Any, params: SamplingParams, settings: dict[str, Any]
 ) -> None:
     want = [
         transformers_tokens(reference, prompt, suppress_tokens=HOLES, **settings)
@@ -147,7 +108,7 @@ SAMPLED = [
 
 
 def test_sampled_text_has_none_of_the_rows_and_is_alike_on_every_split(
-    splits: list[Stages],
+    splits: list[LoadedStages],
 ) -> None:
     wanted = [request(PROMPTS[1], MAX_TOKENS, params) for params in SAMPLED]
     drawn = [
@@ -158,7 +119,7 @@ def test_sampled_text_has_none_of_the_rows_and_is_alike_on_every_split(
     assert len({tuple(tokens) for tokens in drawn[0]}) == len(SAMPLED)
 
 
-def test_logprobs_are_over_the_tokens_alone(stages: Stages, reference: Any) -> None:
+def test_logprobs_are_over_the_tokens_alone(stages: LoadedStages, reference: Any) -> None:
     params = SamplingParams(n_logprobs=3)
     outputs = OutputParams(n_prompt_logprobs=0)
     (events,) = run(stages, request(PROMPTS[2], 4, params, outputs=outputs))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace as changed
 from typing import Any, cast
 
 import uvloop
+from msgspec.structs import replace
 
 from shardnet.errors import ShardnetError
 from shardnet.transport.asyncio_link import AsyncioLink
@@ -17,15 +19,30 @@ from shardnet.transport.listener import Listener
 from shardnet.transport.memory import join, memory_pair
 from shardnet.transport.tcp import connect, listen
 from shardnet.transport.tls import TlsTransport
-from shardnet.wire.framing.frames import PREAMBLE, Frame, Limits, pack_frame
-from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, hello_frame
+from shardnet.wire.framing.frames import (
+    HEADER,
+    PREAMBLE,
+    Frame,
+    FrameKind,
+    Limits,
+    pack_frame,
+    unpack_header,
+)
+from shardnet.wire.messages.handshake import (
+    ErrorReport,
+    Hello,
+    PeerRole,
+    Purpose,
+    hello_frame,
+    read_error,
+)
 
 uvloop.new_event_loop().close()  # its first loop opens a pipe that the process keeps
 
 OPTIONS = LinkOptions(handshake_s=20, silence_s=60, close_s=20)
 """Generous, so that a slow machine fails no test; tests that wait for an end shorten theirs."""
 
-SMALL_BUFFERS = replace(OPTIONS, receive_frames=1, socket_buffer_bytes=4096)
+SMALL_BUFFERS = changed(OPTIONS, receive_frames=1, socket_buffer_bytes=4096)
 
 
 def hello(node: str = "a", purpose: Purpose = Purpose.DATA) -> Hello:
@@ -81,12 +98,26 @@ class RawPeer(asyncio.BufferedProtocol):
         del self.received[:n]
         return data
 
-    async def shake_hands(self) -> None:
-        """Play the initiator until the link is up."""
+    async def read_error(self) -> ErrorReport:
+        """Wait for an ERROR frame; heartbeats may come before it."""
+        kind = FrameKind.HEARTBEAT
+        while kind is FrameKind.HEARTBEAT:
+            header = unpack_header(
+                memoryview(await self.read(HEADER.size)),
+                allowed=frozenset({FrameKind.HEARTBEAT, FrameKind.ERROR}),
+                limits=Limits(),
+                state="in a test",
+            )
+            kind, meta = header.kind, await self.read(header.meta_length)
+        return read_error(Frame(kind=kind, meta=meta))
+
+    async def shake_hands(self, purpose: Purpose = Purpose.DATA) -> None:
+        """Play the initiator, a node or for control links a client, until the link is up."""
+        role = PeerRole.CLIENT if purpose is Purpose.CONTROL else PeerRole.NODE
         self.send(PREAMBLE)
         assert await self.read(len(PREAMBLE)) == PREAMBLE
-        self.send(raw(hello_frame(hello("raw"))))
-        await self.read(len(raw(hello_frame(hello("b")))))
+        self.send(raw(hello_frame(replace(hello("raw", purpose), role=role))))
+        await self.read(len(raw(hello_frame(hello("b", purpose)))))
 
 
 @dataclass
@@ -117,7 +148,7 @@ class Harness:
         options: LinkOptions = OPTIONS,
     ) -> Listener:
         """A TCP listener that is closed at the end of the scenario."""
-        options = replace(options, identity=self.identity)
+        options = changed(options, identity=self.identity)
         listener = await listen(
             "127.0.0.1", 0, hello("b"), on_link, on_failure=on_failure, options=options
         )
@@ -136,7 +167,7 @@ class Harness:
         self, listener: Listener, options: LinkOptions = OPTIONS, node: str = "a"
     ) -> Link:
         """A link to a listener of this harness."""
-        options = replace(options, identity=self.identity)
+        options = changed(options, identity=self.identity)
         return await connect("127.0.0.1", listener.port, hello(node), options=options)
 
     async def raw_connect(self, listener: Listener) -> RawPeer:
@@ -169,10 +200,12 @@ class Harness:
 
         return peer, wait_up()
 
-    async def raw_up(self, options: LinkOptions = OPTIONS) -> tuple[RawPeer, Link]:
+    async def raw_up(
+        self, options: LinkOptions = OPTIONS, purpose: Purpose = Purpose.DATA
+    ) -> tuple[RawPeer, Link]:
         """A raw peer that has shaken hands, and the link."""
         peer, up = await self.raw(options)
-        await peer.shake_hands()
+        await peer.shake_hands(purpose)
         return peer, await up
 
 

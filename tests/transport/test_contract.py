@@ -26,7 +26,7 @@ from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
 from shardnet.transport.tcp import connect
 from shardnet.wire.framing.frames import HEADER, MIB, PREAMBLE, Frame, FrameKind
-from shardnet.wire.messages.handshake import Purpose, error_frame, hello_frame, read_error
+from shardnet.wire.messages.handshake import Purpose, error_frame, hello_frame
 
 
 @pytest.fixture(params=HARNESSES.values(), ids=HARNESSES.keys())
@@ -427,6 +427,23 @@ def test_a_peer_that_falls_silent(harness: Harness, sent: int) -> None:
     harness.run(scenario)
 
 
+def test_a_silent_peer_is_told_why_its_control_link_ends(harness: Harness) -> None:
+    """It may have stood still, and read on later."""
+
+    async def scenario(harness: Harness) -> None:
+        options = replace(OPTIONS, silence_s=0.2)
+        peer, link = await harness.raw_up(options, Purpose.CONTROL)
+        with pytest.raises(PeerSilentError, match=r"raw .*: nothing came for 0\.2 s"):
+            await link.receive()
+        report = await peer.read_error()
+        assert report.code == PeerSilentError.code
+        assert "nothing came from this side for 0.2 s" in report.message
+        peer.transport.close()
+        await link.close()
+
+    harness.run(scenario)
+
+
 def test_a_silent_peer_does_not_hold_drain(harness: Harness) -> None:
     async def scenario(harness: Harness) -> None:
         peer, link = await harness.raw_up(replace(OPTIONS, silence_s=0.2))
@@ -457,10 +474,7 @@ def test_a_peer_that_breaks_the_protocol_is_told_why(
         peer.send(data + bytes(100_000))
         with pytest.raises(RemoteProtocolError, match=f"raw .*: .*{what}"):
             await link.receive()
-        magic, kind, _, meta_length, *_ = HEADER.unpack(await peer.read(HEADER.size))
-        assert (magic, kind) == (0x4E53, FrameKind.ERROR)
-        meta = await peer.read(meta_length)
-        assert what in read_error(Frame(kind=FrameKind.ERROR, meta=meta)).message
+        assert what in (await peer.read_error()).message
         peer.transport.close()
         await link.close()
 

@@ -10,10 +10,10 @@ import contextlib
 import errno
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -23,8 +23,10 @@ from shardnet.api.client import Client
 from shardnet.api.ollama import endpoints as ollama
 from shardnet.api.openai import endpoints as openai
 from shardnet.api.openai.faults import OPENAI
+from shardnet.api.serve.added_endpoints import check_added, installed_endpoints
 from shardnet.api.server import health
 from shardnet.api.server.app import make_app
+from shardnet.api.server.endpoint import Endpoint
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.service import Service
 from shardnet.api.server.settings import Listening
@@ -36,10 +38,15 @@ STOP_S: Final = 5
 """Whole seconds that running requests have to end when a server stops."""
 
 
-def application(service: Service) -> ASGIApp:
-    """Make the application with the endpoints of every dialect."""
+def application(service: Service, added: Sequence[Endpoint[Any]] = ()) -> ASGIApp:
+    """Make the application with the endpoints of every dialect, and those that are `added`.
+
+    Raises ConfigurationError for one of these whose path is taken.
+    """
     dialects = [*openai.endpoints(), *anthropic.endpoints(), *ollama.endpoints()]
-    return make_app(service, [*dialects, *health.endpoints(OPENAI)], OPENAI)
+    own = [*dialects, *health.endpoints(OPENAI)]
+    check_added(own, added)
+    return make_app(service, [*own, *added], OPENAI)
 
 
 @asynccontextmanager
@@ -48,18 +55,21 @@ async def serving(
     listening: Listening,
     *,
     current: Callable[[], ModelChoice | None] = lambda: None,
+    added: Sequence[Endpoint[Any]] = (),
 ) -> AsyncIterator[str]:
     """Serve HTTP until the context ends; yield the URL.
 
-    Requests that name no model get what `current` returns, else the client's choice. Those that
-    still run at the end are told, and have STOP_S seconds. Raises ConfigurationError where the
-    address or the files for TLS cannot be used.
+    `added` are endpoints beside shardnet's own and those of installed packages. Requests that name
+    no model get what `current` returns, else the client's choice. Those that still run at the end
+    are told, and have STOP_S seconds. Raises ConfigurationError where the address, the files for
+    TLS or what a package adds cannot be used.
     """
     models = ModelNames(client, current=current)
     service = Service(client=client, settings=listening.settings, models=models)
+    app = application(service, [*installed_endpoints(), *added])
     bound = _bind(listening.host, listening.port)
     try:
-        server = _Server(_config(application(service), listening))
+        server = _Server(_config(app, listening))
     except BaseException:
         bound.close()
         raise

@@ -23,6 +23,7 @@ from shardnet.cluster.machine.container import (
 )
 from shardnet.cluster.machine.local_nodes import this_network
 from shardnet.errors import ConfigurationError
+from shardnet.runtime.stage.plugin import ComputePlugin, installed_compute, installed_computes
 from shardnet.types import DType, NodeId
 
 MEMORY_SHARE = 0.85
@@ -56,10 +57,12 @@ def available_cores() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A compute device: `kind` is cpu or cuda, `dtypes` those it computes natively, best first.
+    """A compute device: `kind` is cpu, cuda or a plug-in's name, `dtypes` those it computes
+    natively, best first.
 
     `isa` is the instruction set of the compiled kernels, or a word of kernels.py; "" where there
     are none to have: on a GPU, and on Windows. `torch` names the version and the CPU that it sees.
+    `plugin` computes in place of torch.
     """
 
     kind: str
@@ -67,18 +70,39 @@ class Device:
     dtypes: tuple[DType, ...]
     isa: str = ""
     torch: str = ""
+    plugin: ComputePlugin | None = None
+
+    @classmethod
+    def of_plugin(cls, plugin: ComputePlugin) -> Device:
+        """Make the device of a plug-in."""
+        return cls(
+            kind=plugin.name,
+            description=plugin.description,
+            dtypes=plugin.dtypes,
+            plugin=plugin,
+        )
+
+    @property
+    def for_torch(self) -> str:
+        """Where torch computes what a plug-in does not: draft models."""
+        return self.kind if self.plugin is None else "cpu"
 
 
 def find_device(requested: str) -> Device:
     """Find the device that --device names; `auto` takes a GPU if there is one.
 
-    Raises ConfigurationError if the device does not exist here or is of an unknown kind.
+    Raises ConfigurationError if the device does not exist here, is of an unknown kind, or is a
+    plug-in's that cannot be used.
     """
     import torch
 
     if requested not in ("auto", "cpu", "cuda"):
+        plugins = installed_computes()
+        if requested in plugins:
+            return Device.of_plugin(installed_compute(requested))
+        *others, last = ("auto", "cpu", "cuda", *plugins)
         raise ConfigurationError(
-            f"--device {requested} is unknown", remedy="choose auto, cpu or cuda"
+            f"--device {requested} is unknown", remedy=f"choose {', '.join(others)} or {last}"
         )
     has_cuda = torch.cuda.is_available()
     if requested == "cuda" and not has_cuda:
@@ -149,13 +173,20 @@ class MemoryBudget:
         the number of nodes that share this machine.
         """
         if self.asked_bytes is not None:
-            most = container_limit_bytes() if self.device.kind == "cpu" else None
+            most = container_limit_bytes() if self._is_host_memory else None
             return self.asked_bytes if most is None else min(self.asked_bytes, most)
         available = self.available_bytes() + used_bytes
         return int(available * MEMORY_SHARE / max(1, n_nodes_here))
 
+    @property
+    def _is_host_memory(self) -> bool:
+        plugin = self.device.plugin
+        return self.device.kind == "cpu" if plugin is None else plugin.free_bytes is None
+
     def available_bytes(self) -> int:
         """Return the free memory of the device now; on a CPU within the container's limit."""
+        if self.device.plugin is not None and self.device.plugin.free_bytes is not None:
+            return self.device.plugin.free_bytes()
         if self.device.kind == "cuda":
             import torch
 

@@ -70,9 +70,14 @@ class NodeBenchmark:
 
         `asker` names the sender of the config in errors. `on_progress` takes (bytes done, bytes in
         all). Raises BusyError if nothing is known and sequences are open here, CheckpointError for
-        a config this node cannot read, UsageError for an unknown dtype or more threads than this
-        node has cores, CapacityError without the memory to measure in.
+        a config this node cannot read, UsageError for an unknown dtype, more threads than this
+        node has cores or a plug-in that computes, CapacityError without the memory to measure in.
         """
+        if self._orders.device.plugin is not None:
+            raise UsageError(
+                f"{self._orders.device.description} is a plug-in, which cannot be measured",
+                remedy="say with --nodes and --layers what it is to compute",
+            )
         config, dtype, quantization, key = self._subject(message, asker)
         kv_dtype = KvDType(message.kv_dtype)
         known = self._cache.get(key)

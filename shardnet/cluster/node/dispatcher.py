@@ -17,7 +17,7 @@ from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.supervision import supervised
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.sharing.sharing import Sharing
-from shardnet.errors import ProtocolError, ShardnetError
+from shardnet.errors import PeerSilentError, ProtocolError, ShardnetError
 from shardnet.transport.link import Link
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
 
@@ -92,13 +92,13 @@ class Dispatcher:
         await asyncio.gather(*(link.close() for link in self._client_links))
 
     async def _serve_client(self, link: Link) -> None:
-        """Serve a client until it leaves. Log one that breaks the protocol."""
+        """Serve a client until it leaves. Log one that breaks the protocol or falls silent."""
         self._client_links.add(link)
         try:
             await ControlLink(link, self._handle).serve()
         except ShardnetError as error:
-            link.abort("the client has gone")
-            if isinstance(error, ProtocolError):
+            if isinstance(error, ProtocolError | PeerSilentError):
                 self._log(f"dropped the client at {link.peer_address}: {error}")
+            await link.close()  # not at once: it may still read why
         finally:
             self._client_links.discard(link)

@@ -127,7 +127,11 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
     """Build what loads a stage, and what measures this node, over its links."""
     peers = links.peers
     disk = DiskJobs("shardnet-disk", niceness=10)
-    host = StageHost(dial=links.dial_data, packs=settings.cache / PACKS_FOLDER)
+    host = StageHost(
+        dial=links.dial_data,
+        packs=settings.cache / PACKS_FOLDER,
+        plugin=settings.budget.device.plugin,
+    )
     sharing = Sharing(
         node=settings.node,
         name=settings.name,
@@ -200,7 +204,7 @@ def build_services(
     head = Head(node=settings.node, host=stage.host, planner=planner, builder=builder)
     drafts = Drafts(
         disk=stage.disk,
-        device=settings.budget.device.kind,
+        device=settings.budget.device.for_torch,
         spare_bytes=stage.own.memory_free_bytes,
         threads=stage.own.threads,
     )

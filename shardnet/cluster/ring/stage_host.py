@@ -27,6 +27,7 @@ from shardnet.runtime.stage.loading import (
     release_freed_memory,
     set_compute_threads,
 )
+from shardnet.runtime.stage.plugin import ComputePlugin
 from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.transport.link import Link
 from shardnet.transport.loop import finish
@@ -46,12 +47,15 @@ CLOSE_S = 2.0
 class StageHost:
     """Holds at most one loaded stage and one ring membership. `dial` opens its data links.
 
-    Quantised weights are kept below the folder `packs`.
+    Quantised weights are kept below the folder `packs`. A `plugin` computes in place of torch.
     """
 
-    def __init__(self, *, dial: DialData, packs: Path | None = None) -> None:
+    def __init__(
+        self, *, dial: DialData, packs: Path | None = None, plugin: ComputePlugin | None = None
+    ) -> None:
         self._dial = dial
         self._packs = packs
+        self._plugin = plugin
         self._compute = Executor("shardnet-compute")
         self._loader = DiskJobs("shardnet-load", niceness=10, silence_s=LOAD_SILENCE_S)
         self._changing = asyncio.Lock()
@@ -269,7 +273,7 @@ class StageHost:
             return await self._to_its_end(
                 self._loader.submit(
                     order.folder,
-                    lambda: load(order, memory_bytes, reporter.report, self._packs),
+                    lambda: load(order, memory_bytes, reporter.report, self._packs, self._plugin),
                     alive=lambda: reporter.n_reports,
                 ),
                 reporter,

@@ -32,6 +32,7 @@ from shardnet.model.config.fields import unknown_keys_error
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.stage.compute import StageCompute
+from shardnet.runtime.stage.plugin import ComputePlugin, PluggedStage, StageJob
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
@@ -272,8 +273,9 @@ def load(
     memory_bytes: int,
     progress: Callable[[int, int], None],
     packs: Path | None = None,
+    plugin: ComputePlugin | None = None,
 ) -> LoadedStage:
-    """Load one stage into at most `memory_bytes`, its KV cache included.
+    """Load one stage into at most `memory_bytes`, its KV cache included, with torch or a `plugin`.
 
     Quantised weights are cached below the folder `packs`. `progress` is called with (bytes done,
     total bytes) and may raise to cancel.
@@ -282,26 +284,47 @@ def load(
     no such stage, CapacityError if the stage does not fit its memory, and the errors of reading the
     checkpoint.
     """
-    from shardnet.runtime.stage.torch_compute import StreamingCompute, TorchCompute
-
     started = time.perf_counter()
     stamped = stamp(order.folder)
     checkpoint = Checkpoint.open(order.folder, ignore_unknown=order.ignore_unknown)
     check_model_id(order.folder, checkpoint.model_id, order.model_id)
     _check_order(order, checkpoint.config)
-    model, room_blocks = _load_model(
-        order, checkpoint, memory_bytes, progress, _pack_cache(order, stamped, packs)
+    job = StageJob(
+        order=order,
+        checkpoint=checkpoint,
+        sampler=_sampler(order.folder, checkpoint.config) if order.is_tail else None,
+        memory_bytes=memory_bytes,
+        progress=progress,
     )
-    release_freed_memory()  # quantising leaves some behind
-    sampler = _sampler(order.folder, checkpoint.config) if model.last else None
-    make_compute = StreamingCompute if model.streams else TorchCompute
+    if plugin is not None:
+        loaded = plugin.load(job)
+    else:
+        loaded = _load_with_torch(job, _pack_cache(order, stamped, packs))
     return LoadedStage(
         order=order,
         stamp=stamped,
-        compute=make_compute(model, sampler, WireDType.own(order.dtype)),
+        compute=loaded.compute,
+        weight_bytes=loaded.weight_bytes,
+        room_blocks=loaded.room_blocks,
+        load_s=time.perf_counter() - started,
+        kernel=loaded.kernel,
+        exact_rows=loaded.exact_rows,
+    )
+
+
+def _load_with_torch(job: StageJob, packs: PackCache | None) -> PluggedStage:
+    """Load a stage as a plug-in does."""
+    from shardnet.runtime.stage.torch_compute import StreamingCompute, TorchCompute
+
+    model, room_blocks = _load_model(
+        job.order, job.checkpoint, job.memory_bytes, job.progress, packs
+    )
+    release_freed_memory()  # quantising leaves some behind
+    make_compute = StreamingCompute if model.streams else TorchCompute
+    return PluggedStage(
+        compute=make_compute(model, job.sampler, WireDType.own(job.order.dtype)),
         weight_bytes=model.weight_bytes,
         room_blocks=room_blocks,
-        load_s=time.perf_counter() - started,
         kernel=model.kernel,
         exact_rows=model.exact_rows,
     )

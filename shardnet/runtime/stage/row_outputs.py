@@ -8,18 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
 from shardnet.model.kernels.codec import to_bytes
 from shardnet.model.sampling.sampler import Sampler
 from shardnet.runtime.stage.compute import ScoredToken
-from shardnet.stage.stage_model import StageModel
 from shardnet.types import OpenSequence, OutputKind, RowGroup, SlotId
 from shardnet.wire.payloads.rows import RowBlock
 
 _PIECE_ROWS = 64
 """Rows whose logits are computed at once: with 128 000 columns they take 33 MB."""
+
+
+class TailModel(Protocol):
+    """What the last stage computes of hidden states [R, E]."""
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Apply final norm and LM head: float32 [R, V]."""
+
+    def normed(self, rows: Tensor) -> Tensor:
+        """Apply the final norm: [R, E]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +64,7 @@ class _Carried:
 class RowOutputs:
     """The outputs of the sequences that asked for some."""
 
-    def __init__(self, model: StageModel, sampler: Sampler) -> None:
+    def __init__(self, model: TailModel, sampler: Sampler) -> None:
         self._model = model
         self._sampler = sampler
         self._carried: dict[SlotId, _Carried] = {}

@@ -15,8 +15,8 @@ from shardnet.model.sampling.penalties import RowContext, needs_context
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.sampling.token_history import TokenHistory
 from shardnet.runtime.stage.compute import Samples
-from shardnet.runtime.stage.row_outputs import Given, GroupRows, RowOutputs
-from shardnet.stage.stage_model import StageModel, sampled_rows
+from shardnet.runtime.stage.row_outputs import Given, GroupRows, RowOutputs, TailModel
+from shardnet.stage.stage_model import sampled_rows
 from shardnet.types import MicroBatch, OpenSequence, RowGroup, SlotId
 
 Owners = Mapping[SlotId, OpenSequence]
@@ -28,7 +28,7 @@ class SamplingStage:
     `owners` are the sequences that own slots now: the stage keeps them.
     """
 
-    def __init__(self, model: StageModel, sampler: Sampler, owners: Owners) -> None:
+    def __init__(self, model: TailModel, sampler: Sampler, owners: Owners) -> None:
         self._model = model
         self._sampler = sampler
         self._owners = owners

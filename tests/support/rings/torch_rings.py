@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,19 @@ from shardnet.runtime.engine.requests import (
     TokenGenerated,
 )
 from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
-from shardnet.runtime.stage.compute import Samples
+from shardnet.runtime.stage.compute import Samples, StageCompute
+from shardnet.runtime.stage.loading import StageOrder, load
+from shardnet.runtime.stage.plugin import ComputePlugin
 from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.types import (
     STATE_SLOTS,
+    DType,
     Epoch,
     KvDType,
     LayerRange,
     MicroBatch,
     OpenSequence,
+    RoutingShape,
     RowGroup,
     SamplingParams,
     SequenceId,
@@ -91,6 +96,49 @@ class TorchStages:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedStages:
+    """Stages that were loaded as a node loads them."""
+
+    computes: Sequence[StageCompute]
+    vocab_size: int
+    context: int = CONTEXT
+    window: int | None = None
+    routing: RoutingShape | None = None
+    state_slots: int | None = None
+    exact_rows: int = 1
+
+
+def load_stages(
+    folder: Path, ranges: Sequence[LayerRange], plugins: Sequence[ComputePlugin | None] = ()
+) -> LoadedStages:
+    """Load the stages of a dense model without windows in float32, each by its plug-in if any."""
+    checkpoint = Checkpoint.open(folder)
+    loaded = [
+        load(
+            StageOrder(
+                model=str(folder),
+                folder=folder,
+                model_id=checkpoint.model_id,
+                layers=layers,
+                dtype=DType.FLOAT32,
+                context=CONTEXT,
+                is_tail=layers.end == checkpoint.config.n_layers,
+                device="cpu",
+            ),
+            1 << 30,
+            lambda *_: None,
+            plugin=plugin,
+        )
+        for layers, plugin in zip(ranges, plugins or [None] * len(ranges), strict=True)
+    ]
+    return LoadedStages(
+        computes=[stage.compute for stage in loaded],
+        vocab_size=checkpoint.config.vocab_size,
+        exact_rows=min(stage.exact_rows for stage in loaded),
+    )
+
+
 def request(
     prompt: Sequence[int], max_tokens: int, sampling: SamplingParams | None = None, **rest: Any
 ) -> GenerationRequest:
@@ -105,7 +153,7 @@ def request(
 
 
 def run(
-    stages: TorchStages,
+    stages: TorchStages | LoadedStages,
     *requests: GenerationRequest,
     chunk_rows: int = 16,
     room_blocks: int = 64,

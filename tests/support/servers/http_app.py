@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.types import ASGIApp
 from support.cluster.scripted_node import ScriptedNode, client_of
 
 from shardnet.api.serve.server import application
+from shardnet.api.server.endpoint import Endpoint
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.service import Service
 from shardnet.api.server.settings import Settings
@@ -26,9 +28,11 @@ class Served:
 
 
 @asynccontextmanager
-async def served(settings: Settings | None = None) -> AsyncIterator[Served]:
-    """Serve a scripted node."""
+async def served(
+    settings: Settings | None = None, added: Sequence[Endpoint[Any]] = ()
+) -> AsyncIterator[Served]:
+    """Serve a scripted node, also by the `added` endpoints."""
     node = ScriptedNode()
     async with client_of(node) as client:
         service = Service(client=client, settings=settings or Settings(), models=ModelNames(client))
-        yield Served(app=application(service), node=node, service=service)
+        yield Served(app=application(service, added), node=node, service=service)
