@@ -92,9 +92,7 @@ async def count_tokens(exchange: Exchange, body: ConversationBody) -> Reply:
     served = await exchange.service.models.find(body.model)
     messages, options = chat_prompt(counted(body, served.choice))
     try:
-        told = await exchange.service.client.tokenize(
-            messages, model=served.choice, on_progress=exchange.loading, **options
-        )
+        told = await exchange.tokenize(messages, model=served.choice, **options)
     except ContextExceededError as error:
         if not error.n_prompt:
             raise

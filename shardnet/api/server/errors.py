@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from shardnet.api.switching.model_switch import NotReadyError
 from shardnet.errors import (
     BusyError,
     CapacityError,
@@ -91,6 +92,14 @@ def fault_of(error: Exception) -> Fault:
             )
         case DeadlineError():
             return Fault(status=504, kind="timeout_error", message=text)
+        case NotReadyError(retry_s=retry_s):
+            return Fault(
+                status=503,
+                kind="service_unavailable_error",
+                message=text,
+                retry_s=retry_s,
+                code="model_not_ready",
+            )
         case BusyError() | LinkError() | PeerFailedError() | PlanError():
             return Fault(
                 status=503, kind="service_unavailable_error", message=text, retry_s=RETRY_S

@@ -31,4 +31,7 @@ async def served(settings: Settings | None = None) -> AsyncIterator[Served]:
     node = ScriptedNode()
     async with client_of(node) as client:
         service = Service(client=client, settings=settings or Settings(), models=ModelNames(client))
-        yield Served(app=application(service), node=node, service=service)
+        try:
+            yield Served(app=application(service), node=node, service=service)
+        finally:
+            await service.close()
