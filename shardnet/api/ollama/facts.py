@@ -1,8 +1,8 @@
 """What there is to know of a model without switching to it.
 
 A program asks of every model that it is told of, and a ring has one at a time: only the default
-model may be loaded for it, and no other one unloaded. Of others it is known what the nodes say, and what they were when they
-were used last.
+model may be loaded for it, and no other one unloaded. Of others it is known what the nodes say, and
+what they were when they were used last.
 """
 
 from __future__ import annotations

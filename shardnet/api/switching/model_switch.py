@@ -108,6 +108,11 @@ class ModelSwitch:
         return _told(self._opening) if self._opening is not None else ""
 
     @property
+    def n_waiting(self) -> int:
+        """Requests that wait for their model."""
+        return len(self._waiting)
+
+    @property
     def is_rebuilding(self) -> bool:
         """Whether a ring that broke is being built again."""
         return self._is_rebuilding
@@ -234,7 +239,8 @@ class ModelSwitch:
         doing = self.doing
         for ticket, waiting in self._waiting.items():
             n_ahead = self._turns.n_ahead(ticket)
-            ahead = f"waiting for {n_ahead} requests to {self._turns.model}" if n_ahead else ""
+            requests = "request" if n_ahead == 1 else "requests"
+            ahead = f"waiting for {n_ahead} {requests} to {self._turns.model}" if n_ahead else ""
             waiting.note(doing or ahead or f"waiting for the turn of {ticket.model}")
 
     def _open(self, choice: ModelChoice) -> None:

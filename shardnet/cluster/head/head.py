@@ -87,6 +87,11 @@ class Head:
         return None if elsewhere is None else ModelChoice(model=elsewhere.model)
 
     @property
+    def idle_s(self) -> float | None:
+        """Seconds since a request used the ring last, 0 while one does, None without a ring."""
+        return self._lead.ring.idle_s if self.model is not None and self._lead else None
+
+    @property
     def n_requests(self) -> int:
         """Requests that wait or run on the ring."""
         return self._lead.ring.engine.n_active if self.model is not None and self._lead else 0

@@ -30,7 +30,9 @@ async def served(settings: Settings | None = None) -> AsyncIterator[Served]:
     """Serve a scripted node."""
     node = ScriptedNode()
     async with client_of(node) as client:
-        service = Service(client=client, settings=settings or Settings(), models=ModelNames(client))
+        settings = settings or Settings()
+        names = ModelNames(client, may_switch=settings.may_switch)
+        service = Service(client=client, settings=settings, models=names)
         try:
             yield Served(app=application(service), node=node, service=service)
         finally:
