@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from shardnet.api.switching.model_switch import NotReadyError
 from shardnet.errors import (
     BusyError,
     CapacityError,
@@ -92,7 +91,7 @@ def fault_of(error: Exception) -> Fault:
             )
         case DeadlineError():
             return Fault(status=504, kind="timeout_error", message=text)
-        case NotReadyError(retry_s=retry_s):
+        case BusyError(retry_s=retry_s) if retry_s:
             return Fault(
                 status=503,
                 kind="service_unavailable_error",

@@ -104,7 +104,7 @@ class Exchange:
     async def use(self, model: str | ModelChoice | None = None) -> ModelChoice:
         """Wait until the ring has a model, the default for None; return what nodes are sent.
 
-        Raises what ModelSwitch.admit raises: NotReadyError where the client would hear nothing.
+        Raises what ModelSwitch.admit raises: BusyError where the client would hear nothing.
         """
         choice = self._chosen(model)
         if self._place is None or self._place.model != choice.model:

@@ -31,12 +31,6 @@ LEAST_KEPT_S: Final = 5.0
 """A model that another program uses is not unloaded; it is tried again after so long at least."""
 
 
-class NotReadyError(BusyError):
-    """The ring has not got the model yet. `retry_s` is when to ask again, in whole seconds."""
-
-    retry_s = RETRY_S
-
-
 @dataclass(frozen=True, slots=True)
 class Keep:
     """How long a model stays loaded that no request uses, None for ever."""
@@ -136,7 +130,7 @@ class ModelSwitch:
         """Wait until the ring has the model, and keep it there until `leave` is called.
 
         `note` gets what the request waits for; `keep` counts for the model from now on, None is the
-        usual. Raises NotReadyError after `patience_s` seconds, at once while a ring that broke is
+        usual. Raises BusyError after `patience_s` seconds, at once while a ring that broke is
         built again, never for None; and what loading raises.
         """
         if patience_s is not None and self._is_rebuilding and self._turns.model == choice.model:
@@ -192,7 +186,8 @@ class ModelSwitch:
         """End all that is going on. No request may wait any more."""
         self._is_closed = True
         opening, self._opening = self._opening, None
-        tasks = [one for one in (opening and opening.task, self._unloading) if one is not None]
+        loading = opening.task if opening is not None else None
+        tasks = [task for task in (loading, self._unloading) if task is not None]
         for timer in (self._due, self._unload_due):
             if timer is not None:
                 timer.cancel()
@@ -295,7 +290,7 @@ class ModelSwitch:
                 self._log(f"{opening.model} was loaded in {took_s:.1f} s")
         self._move()
 
-    def _not_ready(self, model: str) -> NotReadyError:
+    def _not_ready(self, model: str) -> BusyError:
         """Make the error of a request that waits no longer for its model."""
         opening = self._opening
         retry_s = float(RETRY_S)
@@ -307,7 +302,7 @@ class ModelSwitch:
                 retry_s = self._took_s.get(model, spent_s) - spent_s
         why = "a node of its ring was lost: " if self._is_rebuilding else ""
         doing = self.doing or f"requests to {self._turns.model} run"
-        error = NotReadyError(f"{model} is not ready: {why}{doing}", remedy="ask again")
+        error = BusyError(f"{model} is not ready: {why}{doing}", remedy="ask again")
         error.retry_s = min(MOST_RETRY_S, max(1, round(retry_s)))
         return error
 

@@ -113,7 +113,8 @@ class Turns:
         if not self.is_open:
             return []
         latest_s = self._latest_s(now_s)
-        granted, waiting = [], []
+        granted: list[Ticket] = []
+        waiting: list[Ticket] = []
         for ticket in self._waiting:
             may_run = ticket.model == self.model and ticket.arrived_s <= latest_s
             (granted if may_run else waiting).append(ticket)
