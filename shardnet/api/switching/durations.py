@@ -7,8 +7,8 @@ from typing import Final
 
 MOST_S: Final = 366 * 86400.0
 _UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_PART: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s|m|h|d)")
-_NUMBER: Final = re.compile(r"\d{1,9}(?:\.\d{1,9})?")
+_PART: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h|d)")
+_NUMBER: Final = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 MOST_CHARACTERS: Final = 64
 
 

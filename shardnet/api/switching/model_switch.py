@@ -211,7 +211,7 @@ class ModelSwitch:
             if not waiting.granted.done():
                 waiting.granted.set_result(None)
         if turns.model != model:
-            self._is_rebuilding = False
+            self._is_rebuilding, self._keep = False, self._usual
         if self._opening is not None and self._opening.model != turns.model:
             assert self._opening.task is not None
             self._opening.task.cancel()

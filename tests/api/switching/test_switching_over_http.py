@@ -196,10 +196,14 @@ def test_a_client_that_gives_up_early_does_not_undo_the_loading() -> None:
             stream = saying("hello", BIG, stream=True)
             async with asking(there.server.app, COMPLETIONS, stream) as first:
                 await first.until_said(b"loading 40 %")
-            assert there.n_given_up == 0
-            there.may_load.set()
-            assert (await ask(there.server.app, COMPLETIONS, stream)).status == 200
-            assert there.loaded == [BIG]
+            other = saying("hello", TINY, stream=True)
+            async with asking(there.server.app, COMPLETIONS, other) as waits:
+                await waits.until_said(f": {BIG}: loading 40 %".encode())
+                assert there.n_given_up == 0
+                there.may_load.set()
+                assert await text_of(await ask(there.server.app, COMPLETIONS, stream)) == "hello"
+                assert await text_of(waits) == "hello"
+            assert there.loaded == [BIG, TINY]
 
     asyncio.run(main())
 
