@@ -77,7 +77,7 @@ class _Flags:
     no_mdns: bool
     access: Access
     http: Listening | None
-    idle_unload_s: float | None
+    idle_unload_s: float | None = None
     as_json: bool
     until_stdin_closes: bool
 
