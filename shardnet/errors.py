@@ -157,9 +157,13 @@ class ContextExceededError(CapacityError):
 
 
 class BusyError(ShardnetError):
-    """The node serves another ring while requests run."""
+    """The node serves another ring while requests run.
+
+    `retry_s` is when to ask again, in whole seconds, 0 where that is not known. It does not travel.
+    """
 
     code = 22
+    retry_s: int = 0
 
 
 class TakenError(BusyError):

@@ -78,6 +78,7 @@ class _Flags:
     no_mdns: bool
     access: Access
     http: Listening | None
+    idle_unload_s: float | None = None
     as_json: bool
     until_stdin_closes: bool
 
@@ -213,6 +214,8 @@ def node(
         no_mdns=no_mdns,
         access=access,
         http=http_options.listening(*split_http(http)) if http else None,
+        # Where programs say how long models stay, the HTTP server counts.
+        idle_unload_s=None if http else http_options.idle_unload_s(),
         as_json=as_json,
         until_stdin_closes=until_stdin_closes,
     )
@@ -273,6 +276,7 @@ async def _run(flags: _Flags) -> None:
         share_rate=flags.share_rate,
         log=say,
         identity=identity,
+        idle_unload_s=flags.idle_unload_s,
         discovery=None
         if flags.no_mdns
         else Discovery(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from typing import Annotated
@@ -62,29 +61,22 @@ async def _run(host: str, port: int, http: HttpOptions, wanted: Wanted, *, as_js
     stopping = stop_signal(until_stdin_closes=False)
     async with open_target(wanted) as target:
         target.client.choice = target.choice
-        async with serving(target.client, listening) as url:
+        model = target.choice.model
+
+        def loaded(error: ShardnetError | None) -> None:
+            failure = f"warning: {model} cannot be served now: {error}"
+            say(f"{model} is loaded" if error is None else failure)
+
+        async with serving(target.client, listening, on_loaded=loaded) as url:
             if as_json:
                 _write_ready(target, url)
             else:
                 n_keys = len(listening.settings.keys)
                 keys = counted(n_keys, "API key") if n_keys else "no API key"
-                write_out(f"serving {target.choice.model} at {url}/v1 ({keys})")
-            loading = asyncio.create_task(_load(target))
+                write_out(f"serving {model} at {url}/v1 ({keys})")
             await stopping.wait()
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
     if not as_json:
         say("server stopped")
-
-
-async def _load(target: Target) -> None:
-    """Have the ring built before the first request comes."""
-    try:
-        await target.client.tokenize("Hello")
-    except ShardnetError as error:
-        say(f"warning: {target.choice.model} cannot be served now: {error}")
-    else:
-        say(f"{target.choice.model} is loaded")
 
 
 def _write_ready(target: Target, url: str) -> None:

@@ -43,6 +43,7 @@ SECTIONS: Final = MappingProxyType(
         "HTTP": (
             *("--http", "--api-key", "--api-key-file", "--cors-origin", "--root-path"),
             *("--tls-cert", "--tls-key"),
+            *("--switch", "--idle-unload"),
         ),
     }
 )

@@ -11,10 +11,12 @@ import typer
 
 from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.settings import Listening, Settings
+from shardnet.api.switching.durations import parse_duration
 from shardnet.errors import ConfigurationError
 
 from ..output.exit_codes import say
-from .options import is_loopback
+from .completion import one_of
+from .options import check_choice, is_loopback
 
 MAX_KEY_FILE_BYTES = 1 << 20
 
@@ -82,6 +84,28 @@ class HttpOptions:
         ),
     ] = ""
 
+    switch: Annotated[
+        str,
+        typer.Option(
+            "--switch",
+            autocompletion=one_of("idle", "never"),
+            metavar="idle|never",
+            help="What a request for another model does: idle waits until the ring has nothing to "
+            "do, then changes its model; never refuses.",
+            envvar="SHARDNET_SWITCH",
+        ),
+    ] = "idle"
+    idle_unload: Annotated[
+        str,
+        typer.Option(
+            "--idle-unload",
+            metavar="30m",
+            help="Free a model that no request has used for so long. Default: keep it.",
+            envvar="SHARDNET_IDLE_UNLOAD",
+            show_default=False,
+        ),
+    ] = ""
+
     def listening(self, host: str, port: int) -> Listening:
         """Say where to listen, and how.
 
@@ -103,7 +127,17 @@ class HttpOptions:
             settings=settings,
         )
 
+    def idle_unload_s(self) -> float | None:
+        """Return --idle-unload in seconds, None without it. Raises typer.BadParameter."""
+        if not self.idle_unload:
+            return None
+        try:
+            return parse_duration(self.idle_unload)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--idle-unload") from error
+
     def _settings(self) -> Settings:
+        check_choice("--switch", self.switch, ("idle", "never"))
         if bool(self.tls_cert) != bool(self.tls_key):
             raise typer.BadParameter("give both or neither", param_hint="--tls-cert, --tls-key")
         root = self.root_path.rstrip("/")
@@ -116,6 +150,8 @@ class HttpOptions:
             cors_origins=tuple(self.cors_origin or ()),
             root_path=root,
             log=say,
+            may_switch=self.switch == "idle",
+            idle_unload_s=self.idle_unload_s(),
         )
 
     def _file_lines(self) -> list[str]:

@@ -205,9 +205,12 @@ class Client:
         message = DescribeTokenizer(request=0, choice=self._chosen(model))
         return await self._follow(message, TokenizerDescribed, on_progress)
 
-    async def unload(self) -> None:
-        """Free the model on every node of the ring. Raises BusyError while requests run."""
-        await self._follow(Unload(request=0), Done)
+    async def unload(self, *, model: str = "", idle_s: float = 0.0) -> None:
+        """Free the model on every node of the ring; with `model` only if the ring has that one.
+
+        Raises BusyError while requests run, and if one ended less than `idle_s` seconds ago.
+        """
+        await self._follow(Unload(request=0, model=model, idle_s=idle_s), Done)
 
     def generate(
         self,

@@ -8,6 +8,7 @@ import random
 import signal
 import urllib.request
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
@@ -339,6 +340,20 @@ def test_a_node_and_a_command_serve_over_sockets(machine: Machine, parrots: Parr
     assert fetch(f"{node.ready['http']}/v1/models")["data"][0]["id"] == "alphabet"
     assert fetch(f"{node.ready['http']}/v1/completions", asked)["model"] == "alphabet"
     assert fetch(f"{node.ready['http']}/readyz")["model"] == str(parrots.alphabet)
+    # Another model is loaded when it is asked for, also while requests come for the first one.
+    other = {**asked, "model": DEFAULT_MODEL_NAME}
+    with ThreadPoolExecutor(4) as pool:
+        bodies = [asked, other, {**asked, "model": "alphabet"}, other]
+        urls = [ready["url"], ready["url"], ready["url"], node.ready["http"]]
+        told = [*pool.map(fetch, [f"{url}/v1/completions" for url in urls], bodies)]
+    texts = [answer["choices"][0]["text"] for answer in told]
+    assert texts == ["bcd", texts[1], "bcd", texts[1]]
+    assert texts[1] != "bcd"
+    loaded = [model["model"] for model in fetch(f"{node.ready['http']}/api/ps")["models"]]
+    for model in loaded:
+        freed = fetch(f"{node.ready['http']}/api/generate", {"model": model, "keep_alive": 0})
+        assert freed["done_reason"] == "unload"
+    assert fetch(f"{node.ready['http']}/readyz")["model"] is None
     command.signal(signal.SIGINT)
     result = command.wait()
     assert (result.code, result.stdout.count("\n")) == (0, 1)

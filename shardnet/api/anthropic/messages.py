@@ -22,7 +22,7 @@ from shardnet.api.anthropic.conversation import continued, counted
 from shardnet.api.chat.request import ChatRequest
 from shardnet.api.chat.run import Accepted, Ended, Piece, chat_prompt, run_chat
 from shardnet.api.chat_formats.deltas import OutputDelta
-from shardnet.api.server.endpoint import Json, Reply, Stream, named_event
+from shardnet.api.server.endpoint import Json, Reply, Stream, comment, named_event
 from shardnet.api.server.service import Exchange
 from shardnet.errors import ContextExceededError
 
@@ -47,7 +47,7 @@ async def continue_messages(exchange: Exchange, body: ContinuedBody) -> Reply:
     )
     if body.stream:
         chunks = _chunks(exchange, body, request, answer)
-        return Stream(chunks=chunks, heartbeat=lambda: _event(Ping()))
+        return Stream(chunks=chunks, heartbeat=lambda: comment(exchange.note) + _event(Ping()))
     deltas: list[OutputDelta] = []
     async with aclosing(run_chat(exchange, request, is_streamed=False)) as events:
         async for told in events:
@@ -92,9 +92,7 @@ async def count_tokens(exchange: Exchange, body: ConversationBody) -> Reply:
     served = await exchange.service.models.find(body.model)
     messages, options = chat_prompt(counted(body, served.choice))
     try:
-        told = await exchange.service.client.tokenize(
-            messages, model=served.choice, on_progress=exchange.loading, **options
-        )
+        told = await exchange.tokenize(messages, model=served.choice, **options)
     except ContextExceededError as error:
         if not error.n_prompt:
             raise

@@ -110,9 +110,10 @@ class AnswerForm:
         return OllamaChatAnswer(message=message, **common)
 
 
-def now() -> str:
-    """Return the time as Ollama writes it."""
-    return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
+def now(ahead_s: float = 0.0) -> str:
+    """Return the time, or a later one, as Ollama writes it."""
+    at = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=ahead_s)
+    return at.isoformat().replace("+00:00", "Z")
 
 
 def count(line: OllamaLine, end: Ended) -> None:

@@ -1,8 +1,8 @@
 """What there is to know of a model without switching to it.
 
 A program asks of every model that it is told of, and a ring has one at a time: only the default
-model may be loaded for it. Of others it is known what the nodes say, and what they were when they
-were used last.
+model may be loaded for it, and no other one unloaded. Of others it is known what the nodes say, and
+what they were when they were used last.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class ModelFacts:
         name, service = served.choice.model, exchange.service
         if name in self._contexts and name in service.tokenizers:
             return service.tokenizers[name][1]
-        if served == service.models.default:
+        if served == service.models.default and service.switch.model in ("", name):
             described = await exchange.describe_tokenizer(model=served.choice)
-            told = await service.client.tokenize("Hello", model=served.choice)
+            told = await exchange.tokenize([0], model=served.choice)
             if len(self._contexts) >= MAX_KNOWN:
                 del self._contexts[next(iter(self._contexts))]
             self._contexts[name] = told.context

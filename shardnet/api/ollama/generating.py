@@ -31,6 +31,8 @@ from shardnet.api.server.endpoint import Json, Reply, Stream
 from shardnet.api.server.errors import refused
 from shardnet.api.server.model_names import ServedModel
 from shardnet.api.server.service import Exchange
+from shardnet.api.switching.durations import MOST_S, parse_duration
+from shardnet.api.switching.model_switch import Keep
 
 STREAM_TYPE = "application/x-ndjson"
 
@@ -40,6 +42,7 @@ async def chat(exchange: Exchange, body: OllamaChat) -> Reply:
     served = await find_model(exchange.service.models, body.model)
     form = AnswerForm(body.model or served.name, is_chat=True)
     request = chat_request(body, served.choice)
+    exchange.keep = _keep(body)
     if not body.messages:
         return await _load(exchange, body, served, form)
     return await _reply(exchange, body, form, run_chat(exchange, request, is_streamed=False))
@@ -50,6 +53,7 @@ async def generate(exchange: Exchange, body: OllamaGenerate) -> Reply:
     served = await find_model(exchange.service.models, body.model)
     form = AnswerForm(body.model or served.name, is_chat=False)
     request = generate_request(body, served.choice)
+    exchange.keep = _keep(body)
     if not body.prompt:
         return await _load(exchange, body, served, form)
     if body.raw:
@@ -63,12 +67,29 @@ async def _load(
     exchange: Exchange, body: OllamaRequest, served: ServedModel, form: AnswerForm
 ) -> Reply:
     """Have the model loaded, as a request that says nothing asks for."""
-    if body.keep_alive in (0, "0", "0s"):
-        raise refused("a model is unloaded by 'shardnet unload', not by keep_alive", "keep_alive")
-    await exchange.service.client.tokenize(
-        "Hello", model=served.choice, on_progress=exchange.loading
-    )
+    if exchange.keep is not None and exchange.keep.seconds == 0:
+        await exchange.service.switch.unload(served.choice.model)
+        return Json(value=form.write(done_reason="unload"))
+    await exchange.use(served.choice)
     return Json(value=form.write(done_reason="load"))
+
+
+def _keep(body: OllamaRequest) -> Keep | None:
+    """Return how long the model is to stay loaded, None where the body does not say.
+
+    Raises HttpError 400 for what is no duration.
+    """
+    given = body.keep_alive
+    if given is None or given == "":
+        return None
+    if isinstance(given, str):
+        if given.startswith("-") and given[1:2].isdigit():
+            return Keep(None)
+        try:
+            return Keep(parse_duration(given))
+        except ValueError as error:
+            raise refused(f"keep_alive: {error}", "keep_alive") from error
+    return Keep(None if given < 0 else min(float(given), MOST_S))
 
 
 async def _reply(

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from shardnet.api.ollama.answers import now
 from shardnet.api.ollama.body import OllamaShow
 from shardnet.api.ollama.facts import Facts, ModelFacts
 from shardnet.api.ollama.names import find_model
@@ -90,9 +91,10 @@ async def running(exchange: Exchange, body: None) -> Reply:
     status = await exchange.service.client.status(with_peers=True)
     loaded = [info.stage.model for info in (status.node, *status.peers) if info.stage is not None]
     models = []
+    expires_s = exchange.service.switch.expires_s
     for path in dict.fromkeys(loaded):
         model = _model(names.get(path) or PurePath(path).name)
-        model.expires_at, model.size_vram = _NEVER, 0
+        model.expires_at, model.size_vram = _NEVER if expires_s is None else now(expires_s), 0
         models.append(model)
     return Json(value=OllamaModels(models=models))
 

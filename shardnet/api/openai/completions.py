@@ -249,29 +249,28 @@ async def _echo_of(
 ) -> _Echo:
     """Return prompt number `index` with its logprobs, which its first token has none of."""
     prompt = job.prompts[index]
-    client = exchange.service.client
     if not job.has_logprobs and isinstance(prompt, str):
         return _Echo(prompt, [])
     if not isinstance(prompt, str):
         token_ids = prompt
     elif token_ids is None:
-        told = await client.tokenize(prompt, model=job.model, bos=job.options.get("bos", "auto"))
+        told = await exchange.tokenize(prompt, model=job.model, bos=job.options.get("bos", "auto"))
         token_ids = told.token_ids
     if not scored:  # only the first token's text is not known from its logprob
         text = prompt if isinstance(prompt, str) else ""
         pieces: list[str] = []
         for start in range(0, len(token_ids), MAX_DETOKENIZED):
             part = token_ids[start : start + MAX_DETOKENIZED]
-            answer = await client.detokenize(part, model=job.model)
+            answer = await exchange.detokenize(part, model=job.model)
             pieces += answer.tokens
             text += "" if isinstance(prompt, str) else answer.text
         tokens: _Tokens = [(one, piece, None) for one, piece in zip(token_ids, pieces, strict=True)]
         return _Echo(text, tokens if job.has_logprobs else [])
-    first = (await client.detokenize(token_ids[:1], model=job.model)).tokens[0]
+    first = (await exchange.detokenize(token_ids[:1], model=job.model)).tokens[0]
     tokens = [(token_ids[0], first, None), *_scored(scored)]
     if isinstance(prompt, str):
         return _Echo(prompt, tokens)
-    return _Echo((await client.detokenize(token_ids, model=job.model)).text, tokens)
+    return _Echo((await exchange.detokenize(token_ids, model=job.model)).text, tokens)
 
 
 def _scored(logprobs: Sequence[TokenLogprob] | None) -> _Tokens:

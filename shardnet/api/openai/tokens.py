@@ -55,10 +55,10 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 async def tokenizer_info(exchange: Exchange, body: None) -> Reply:
     """Describe the tokenizer of the default model."""
-    choice, client = exchange.service.models.default.choice, exchange.service.client
+    choice = exchange.service.models.default.choice
     told = await exchange.describe_tokenizer(model=choice)
     ids = [*([] if told.bos_id is None else [told.bos_id]), *told.eos_ids[:1]]
-    texts = (await client.detokenize(ids, model=choice)).tokens if ids else []
+    texts = (await exchange.detokenize(ids, model=choice)).tokens if ids else []
     bos = texts.pop(0) if told.bos_id is not None else None
     return Json(
         value=TokenizerInfo(
@@ -74,11 +74,10 @@ async def tokenize(exchange: Exchange, body: TokenizeBody) -> Reply:
     served = await exchange.service.models.find(body.model)
     if not body.prompt:
         return Json(value=Tokens(tokens=[], count=0, max_model_len=0))
-    told = await exchange.service.client.tokenize(
+    told = await exchange.tokenize(
         body.prompt,
         model=served.choice,
         bos="off" if body.add_special_tokens is False else "auto",
-        on_progress=exchange.loading,
     )
     ids = told.token_ids
     return Json(value=Tokens(tokens=ids, count=len(ids), max_model_len=told.context))
@@ -87,6 +86,5 @@ async def tokenize(exchange: Exchange, body: TokenizeBody) -> Reply:
 async def detokenize(exchange: Exchange, body: DetokenizeBody) -> Reply:
     """Return the text of token ids."""
     served = await exchange.service.models.find(body.model)
-    client = exchange.service.client
-    told = await client.detokenize(body.tokens, keep_special_tokens=True, model=served.choice)
+    told = await exchange.detokenize(body.tokens, keep_special_tokens=True, model=served.choice)
     return Json(value=Detokenized(prompt=told.text))

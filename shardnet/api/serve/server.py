@@ -30,7 +30,7 @@ from shardnet.api.server.endpoint import Endpoint
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.service import Service
 from shardnet.api.server.settings import Listening
-from shardnet.errors import ConfigurationError
+from shardnet.errors import ConfigurationError, ShardnetError
 from shardnet.transport.address import format_address
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -54,17 +54,20 @@ async def serving(
     client: Client,
     listening: Listening,
     *,
-    current: Callable[[], ModelChoice | None] = lambda: None,
+    current: Callable[[], ModelChoice | None] | None = None,
+    on_loaded: Callable[[ShardnetError | None], None] | None = None,
     added: Sequence[Endpoint[Any]] = (),
 ) -> AsyncIterator[str]:
     """Serve HTTP until the context ends; yield the URL.
 
     `added` are endpoints beside shardnet's own and those of installed packages. Requests that name
-    no model get what `current` returns, else the client's choice. Those that still run at the end
-    are told, and have STOP_S seconds. Raises ConfigurationError where the address, the files for
-    TLS or what a package adds cannot be used.
+    no model get what `current` returns, else the client's choice. With `on_loaded` the default
+    model is loaded at once, and that is called at the end with the error, if there was one.
+    Requests that still run at the end are told, and have STOP_S seconds. Raises ConfigurationError
+    where the address, the files for TLS or what a package adds cannot be used.
     """
-    models = ModelNames(client, current=current)
+    may_switch = listening.settings.may_switch
+    models = ModelNames(client, current=current, may_switch=may_switch)
     service = Service(client=client, settings=listening.settings, models=models)
     app = application(service, [*installed_endpoints(), *added])
     bound = _bind(listening.host, listening.port)
@@ -76,6 +79,7 @@ async def serving(
     host, port = bound.getsockname()[:2]
     scheme = "https" if listening.certificate else "http"
     task = asyncio.create_task(server.serve(sockets=[bound]))
+    loading = asyncio.create_task(_load(service, on_loaded)) if on_loaded is not None else None
     try:
         await server.until_started(task)
         yield f"{scheme}://{format_address(host, port)}{listening.settings.root_path}"
@@ -83,6 +87,20 @@ async def serving(
         service.stop()
         server.should_exit = True
         await task
+        if loading is not None:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+        await service.close()
+
+
+async def _load(service: Service, on_loaded: Callable[[ShardnetError | None], None]) -> None:
+    """Have the default model loaded before the first request comes."""
+    try:
+        service.switch.leave(await service.switch.admit(service.models.default.choice))
+    except ShardnetError as error:
+        on_loaded(error)
+    else:
+        on_loaded(None)
 
 
 class _Server(uvicorn.Server):

@@ -91,6 +91,14 @@ def fault_of(error: Exception) -> Fault:
             )
         case DeadlineError():
             return Fault(status=504, kind="timeout_error", message=text)
+        case BusyError(retry_s=retry_s) if retry_s:
+            return Fault(
+                status=503,
+                kind="service_unavailable_error",
+                message=text,
+                retry_s=retry_s,
+                code="model_not_ready",
+            )
         case BusyError() | LinkError() | PeerFailedError() | PlanError():
             return Fault(
                 status=503, kind="service_unavailable_error", message=text, retry_s=RETRY_S

@@ -61,6 +61,8 @@ class Handler:
                 has_left = True
             except Exception as error:
                 await self._fail(exchange, error, writer)
+            finally:
+                exchange.leave()
         self._note_end(exchange, CLIENT_LEFT if has_left else writer.status)
 
     @contextlib.contextmanager
@@ -108,11 +110,12 @@ class Handler:
                 raw = text if isinstance(text, bytes) else text.encode()
                 await writer.whole(status, media_type, raw)
             case Stream():
-                await self._stream(reply, writer)
+                await self._stream(exchange, reply, writer)
 
-    async def _stream(self, stream: Stream, writer: AnswerWriter) -> None:
+    async def _stream(self, exchange: Exchange, stream: Stream, writer: AnswerWriter) -> None:
         """Send a stream as it is made."""
         settings = self._service.settings
+        exchange.hears = stream.heartbeat is not None
         writer.begin(stream.media_type)
         keeping = writer.keep_alive(stream.heartbeat, settings.headers_s, settings.heartbeat_s)
         async with _beside(keeping), aclosing(stream.chunks) as chunks:

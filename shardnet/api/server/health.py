@@ -22,7 +22,11 @@ async def alive(exchange: Exchange, body: None) -> Reply:
 
 
 async def ready(exchange: Exchange, body: None) -> Reply:
-    """Say whether the node answers: without it no request succeeds."""
+    """Say whether the node answers, and whether its ring is whole: else no request succeeds."""
+    switch = exchange.service.switch
+    if switch.is_rebuilding:
+        reason = f"a node of the ring was lost: {switch.doing}"
+        return Json(value={"status": "unavailable", "reason": reason}, status=503)
     status = await _status(exchange)
     if isinstance(status, str):
         return Json(value={"status": "unavailable", "reason": status}, status=503)
@@ -33,6 +37,7 @@ async def ready(exchange: Exchange, body: None) -> Reply:
             "node": status.node.name,
             "version": status.node.version,
             "model": stage.model if stage is not None else None,
+            "loading": switch.doing or None,
         }
     )
 

@@ -47,12 +47,19 @@ class ModelNames:
         client: Client,
         *,
         clock: Callable[[], float] = time.monotonic,
-        current: Callable[[], ModelChoice | None] = lambda: None,
+        current: Callable[[], ModelChoice | None] | None = None,
+        may_switch: bool = True,
     ) -> None:
-        """Take the client. The default model is what `current` returns, else its choice."""
+        """Take the client.
+
+        The default model is what `current` returns or returned last, else the client's choice.
+        Without `may_switch` there is no other one, unless `current` says that there is none.
+        """
         self._client = client
         self._clock = clock
         self._current = current
+        self._may_switch = may_switch
+        self._last: ModelChoice | None = None
         self._listed: list[str] = []
         self._listed_at_s = -FRESH_S
         self._listing = asyncio.Lock()
@@ -60,7 +67,8 @@ class ModelNames:
     @property
     def default(self) -> ServedModel:
         """The model of requests that name none."""
-        choice = self._current() or self._client.choice
+        self._last = (self._current() if self._current else None) or self._last
+        choice = self._last or self._client.choice
         path = PurePath(choice.model)
         return ServedModel(name=path.name if path.is_absolute() else choice.model, choice=choice)
 
@@ -83,6 +91,8 @@ class ModelNames:
         others = [other for other in (near, *served) if other]
         known = ", ".join(dict.fromkeys(others[: NAMED + 1]))
         more = f" and {len(served) - NAMED} more" if len(served) > NAMED else ""
+        if self._is_fixed:
+            more = ", and this server does not change the model of the ring (--switch never)"
         raise HttpError(_unknown(f"there is no model '{name[:200]}'; there is {known}{more}"))
 
     async def list(self) -> list[ServedModel]:
@@ -91,12 +101,19 @@ class ModelNames:
         async with self._listing:
             if self._clock() - self._listed_at_s >= FRESH_S:
                 await self._refresh()
+        if self._is_fixed:
+            return [default]
         others = [
             ServedModel(name=name, choice=replace(self._client.choice, model=name))
             for name in dict.fromkeys([*self._listed, DEFAULT_MODEL_NAME])
             if name not in (default.name, default.choice.model)
         ]
         return [default, *others]
+
+    @property
+    def _is_fixed(self) -> bool:
+        """Whether the ring has a model that it keeps."""
+        return not self._may_switch and (self._current is None or self._current() is not None)
 
     async def _refresh(self) -> None:
         """Ask the nodes. What they do not say in time is what they said before."""

@@ -6,26 +6,43 @@ Knows how generated tokens are counted. Must not know HTTP, nor any dialect.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Final, Unpack
+from typing import Final, TypeVar, Unpack
+
+from msgspec.structs import replace
 
 from shardnet.api.client import Client
 from shardnet.api.events import GenerationEvent
-from shardnet.api.requests import GenerationOptions, Prompts
+from shardnet.api.requests import GenerationOptions, Message, Prompt, Prompts
 from shardnet.api.server.keys import ApiKey
 from shardnet.api.server.metrics import Metrics
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.settings import Settings
+from shardnet.api.switching.model_switch import PATIENCE_S, Keep, ModelSwitch
+from shardnet.api.switching.turns import Ticket
+from shardnet.errors import (
+    BusyError,
+    LinkError,
+    PeerFailedError,
+    QueueFullError,
+    ShardnetError,
+)
 from shardnet.types import SamplingParams
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
+from shardnet.wire.messages.tokens import Detokenized, Tokenized
 
 TOKENIZER_FRESH_S: Final = 60.0
 """What is known of a tokenizer counts for so long: files may change."""
 MAX_TOKENIZERS: Final = 8
+MAX_DISPLACED: Final = 3
+"""How often a request begins again that found another program's model on the ring."""
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +57,14 @@ class Service:
     """Requests that are being answered."""
     tokenizers: dict[str, tuple[float, TokenizerDescribed]] = field(default_factory=dict)
     """What is known of the tokenizers of models, and since when."""
+    switch: ModelSwitch = field(init=False)
+    """What has the ring load the models that are asked for."""
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        keep = Keep(settings.idle_unload_s)
+        self.switch = ModelSwitch(self.client, keep=keep, log=settings.log)
 
     def stop(self) -> None:
         """End all requests: each gets an error that says so."""
@@ -50,12 +74,19 @@ class Service:
         """Wait until `stop` is called."""
         await self._stopping.wait()
 
+    async def close(self) -> None:
+        """End what goes on beside requests. None may come any more."""
+        await self.switch.close()
+
 
 @dataclass(slots=True, kw_only=True)
 class Exchange:
     """One HTTP request on its way. Generates as a client does, and counts.
 
-    `note` says what it waits for, for a stream's comments.
+    `note` says what it waits for, for a stream's comments; `hears` whether the client gets those.
+    `keep` is how long its model stays loaded after it, None for as long as usual.
+
+    What needs the ring waits until that has the model, which it keeps until the exchange ends.
     """
 
     service: Service
@@ -64,8 +95,33 @@ class Exchange:
     began_s: float = field(default_factory=time.monotonic)
     key: ApiKey | None = None
     note: str = "waiting"
+    hears: bool = False
+    keep: Keep | None = None
     n_prompt: int = 0
     n_generated: int = 0
+    _place: Ticket | None = None
+
+    async def use(self, model: str | ModelChoice | None = None) -> ModelChoice:
+        """Wait until the ring has a model, the default for None; return what nodes are sent.
+
+        Raises what ModelSwitch.admit raises: BusyError where the client would hear nothing.
+        """
+        choice = self._chosen(model)
+        if self._place is None or self._place.model != choice.model:
+            self.leave()
+            self._place = await self.service.switch.admit(
+                choice,
+                note=self._wait_for,
+                patience_s=None if self.hears else PATIENCE_S,
+                keep=self.keep,
+            )
+        return choice
+
+    def leave(self) -> None:
+        """Let the ring have other models."""
+        place, self._place = self._place, None
+        if place is not None:
+            self.service.switch.leave(place)
 
     async def generate(
         self,
@@ -77,25 +133,77 @@ class Exchange:
         **options: Unpack[GenerationOptions],
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Generate as `shardnet.api.Client.generate` does."""
-        events = self.service.client.generate(
-            prompts, sampling, n=n, model=model, on_loading=self.loading, **options
+        choice, n_displaced = self._chosen(model), 0
+        while True:
+            await self.use(choice)
+            has_begun = False
+            events = self.service.client.generate(
+                prompts, sampling, n=n, model=choice, on_loading=self.loading, **options
+            )
+            last_s: dict[int, float] = {}
+            try:
+                async with aclosing(events):
+                    async for event in events:
+                        if event.error is not None:
+                            if not has_begun and _is_displaced(event.error):
+                                raise event.error
+                            self._note_failure(choice, event.error)
+                        has_begun = True
+                        self._count(event, last_s)
+                        yield event
+            except ShardnetError as error:
+                self._note_failure(choice, error)
+                n_displaced += 1
+                if has_begun or not _is_displaced(error) or n_displaced > MAX_DISPLACED:
+                    raise
+            else:
+                return
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[int] | Sequence[Message] | Prompt,
+        *,
+        model: str | ModelChoice | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Tokenized:
+        """Return token ids as `shardnet.api.Client.tokenize` does."""
+        client = self.service.client
+        return await self._ask(
+            model,
+            lambda choice: client.tokenize(
+                prompt, model=choice, on_progress=self.loading, **options
+            ),
         )
-        last_s: dict[int, float] = {}
-        async with aclosing(events):
-            async for event in events:
-                self._count(event, last_s)
-                yield event
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        keep_special_tokens: bool = False,
+        model: str | ModelChoice | None = None,
+    ) -> Detokenized:
+        """Return text as `shardnet.api.Client.detokenize` does."""
+        client = self.service.client
+        return await self._ask(
+            model,
+            lambda choice: client.detokenize(
+                token_ids, keep_special_tokens=keep_special_tokens, model=choice
+            ),
+        )
 
     async def describe_tokenizer(
         self, *, model: str | ModelChoice | None = None
     ) -> TokenizerDescribed:
         """Describe a tokenizer as `shardnet.api.Client.describe_tokenizer` does."""
         known, client = self.service.tokenizers, self.service.client
-        name = model if isinstance(model, str) else (model or client.choice).model
+        name = self._chosen(model).model
         now = time.monotonic()
         if name in known and now - known[name][0] < TOKENIZER_FRESH_S:
             return known[name][1]
-        described = await client.describe_tokenizer(model=model, on_progress=self.loading)
+        described = await self._ask(
+            model,
+            lambda choice: client.describe_tokenizer(model=choice, on_progress=self.loading),
+        )
         known.pop(name, None)
         known[name] = (now, described)
         if len(known) > MAX_TOKENIZERS:
@@ -107,6 +215,38 @@ class Exchange:
         self.note = progress.phase
         if progress.total_bytes:
             self.note += f" {100 * progress.done_bytes // progress.total_bytes} %"
+
+    def _wait_for(self, what: str) -> None:
+        self.note = what
+
+    def _chosen(self, model: str | ModelChoice | None) -> ModelChoice:
+        if isinstance(model, str):
+            return replace(self.service.client.choice, model=model)
+        return self.service.client.choice if model is None else model
+
+    async def _ask(
+        self,
+        model: str | ModelChoice | None,
+        ask: Callable[[ModelChoice], Awaitable[Answer]],
+    ) -> Answer:
+        """Ask a short question of the ring that has the model."""
+        choice = self._chosen(model)
+        for n_displaced in itertools.count(1):
+            await self.use(choice)
+            try:
+                return await ask(choice)
+            except ShardnetError as error:
+                self._note_failure(choice, error)
+                if not _is_displaced(error) or n_displaced > MAX_DISPLACED:
+                    raise
+        raise AssertionError
+
+    def _note_failure(self, choice: ModelChoice, error: ShardnetError) -> None:
+        """Have the model loaded again if the ring has broken, or has got another model."""
+        is_broken = isinstance(error, PeerFailedError | LinkError)
+        if is_broken or _is_displaced(error):
+            self.leave()
+            self.service.switch.lost(choice.model, is_broken=is_broken)
 
     def _count(self, event: GenerationEvent, last_s: dict[int, float]) -> None:
         metrics = self.service.metrics
@@ -129,3 +269,8 @@ class Exchange:
             metrics.prompt_tokens.inc(usage.n_prompt)
             metrics.cached_tokens.inc(usage.n_reused)
             self.n_prompt += usage.n_prompt
+
+
+def _is_displaced(error: ShardnetError) -> bool:
+    """Say whether another program's requests use the ring, with another model."""
+    return isinstance(error, BusyError) and not isinstance(error, QueueFullError)

@@ -29,7 +29,8 @@ class Settings:
     """Keys, limits and names. `log` takes one line.
 
     `cors_origins` are the web sites whose pages may ask, "*" for all. `root_path` is where a proxy
-    has this server, "" for the root of its site.
+    has this server, "" for the root of its site. Without `may_switch` the ring keeps the model it
+    has. One that no request has used for `idle_unload_s` seconds is unloaded, never for None.
     """
 
     keys: Keyring = field(default_factory=Keyring)
@@ -40,6 +41,8 @@ class Settings:
     headers_s: float = HEADERS_S
     heartbeat_s: float = HEARTBEAT_S
     log: Callable[[str], None] = _silent
+    may_switch: bool = True
+    idle_unload_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

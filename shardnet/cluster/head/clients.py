@@ -157,7 +157,9 @@ class Clients:
 
     async def unload(self, control: ControlLink, message: Unload) -> None:
         """Free the model of the ring that this node leads, or reply Redirect."""
-        elsewhere = await self._head.unload()
+        choice = ModelChoice(model=message.model)
+        model = (await self._settled(choice)).model if message.model else ""
+        elsewhere = await self._head.unload(model, message.idle_s)
         if elsewhere is None:
             control.send(Done(request=message.request))
         else:

@@ -87,6 +87,11 @@ class Head:
         return None if elsewhere is None else ModelChoice(model=elsewhere.model)
 
     @property
+    def idle_s(self) -> float | None:
+        """Seconds since a request used the ring last, 0 while one does, None without a ring."""
+        return self._lead.ring.idle_s if self.model is not None and self._lead else None
+
+    @property
     def n_requests(self) -> int:
         """Requests that wait or run on the ring."""
         return self._lead.ring.engine.n_active if self.model is not None and self._lead else 0
@@ -137,10 +142,12 @@ class Head:
             return None
         return self._other_head()
 
-    async def unload(self) -> Elsewhere | None:
+    async def unload(self, model: str = "", idle_s: float = 0.0) -> Elsewhere | None:
         """End the ring and free it on every node, or name the head of the ring this node is in.
 
-        Raises BusyError while requests run, and while a model is being loaded for one.
+        Does nothing if the ring has another model than `model`, "" for any. Raises BusyError while
+        requests run, if one ended less than `idle_s` seconds ago, and while a model is being loaded
+        for one.
         """
         if self._building is not None:
             raise BusyError(
@@ -150,11 +157,14 @@ class Head:
         async with self._changing:
             elsewhere = self.elsewhere()
             if elsewhere is not None:
-                return elsewhere
+                return elsewhere if model in ("", elsewhere.model) else None
             if self._lead is None:
                 await self._host.unload(self._node)
                 return None
+            if model not in ("", self._lead.plan.choice.model):
+                return None
             self.check_idle()
+            _check_unused(self._lead.ring, idle_s)
             await self._lead.ring.unload()
             await self._forget()
             return None
@@ -296,6 +306,15 @@ class Head:
             ),
         )
         return replace(self._lead, load_s=load_s)
+
+
+def _check_unused(ring: Ring, idle_s: float) -> None:
+    """Raise BusyError if a request has used a ring less than `idle_s` seconds ago."""
+    if idle_s and ring.broken is None and ring.idle_s < idle_s:
+        raise BusyError(
+            f"{ring.spec.model} was used {ring.idle_s:.0f} s ago, and is freed after {idle_s:g} s",
+            remedy="ask again later",
+        )
 
 
 async def _close(*parts: Tokenizer | Grammars | None) -> None:

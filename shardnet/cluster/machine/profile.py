@@ -192,6 +192,16 @@ class MemoryBudget:
 
             kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             return int(torch.cuda.mem_get_info()[0]) + kept  # torch keeps what was freed
-        available = int(psutil.virtual_memory().available)
-        in_container = container_free_bytes()
-        return available if in_container is None else min(available, in_container)
+        return self.system_bytes()[0]
+
+    def system_bytes(self) -> tuple[int, int]:
+        """Return how much of the system's memory is available, and all of it, within a container's
+        limit.
+        """
+        memory = psutil.virtual_memory()
+        available, total = int(memory.available), int(memory.total)
+        free, limit = container_free_bytes(), container_limit_bytes()
+        return (
+            available if free is None else min(available, free),
+            total if limit is None else min(total, limit),
+        )

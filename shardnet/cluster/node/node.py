@@ -120,6 +120,12 @@ class Node:
             lambda: peers.run(self._settings.peers), "keeping peers", self._settings.log
         )
 
+    async def free_unused(self) -> None:
+        """Free a model that nobody uses when memory is short or its time is over."""
+        await kept_running(
+            self._services.unused.run, "watching for unused models", self._settings.log
+        )
+
     async def watch_addresses(self) -> None:
         """Notice changes of this machine's addresses, as DHCP makes them, until cancelled."""
 
@@ -166,11 +172,12 @@ async def running(settings: NodeSettings) -> AsyncIterator[Node]:
     """Run a node that does not listen, for clients in this process; see `listening`."""
     async with asyncio.TaskGroup() as tasks:
         node = Node(settings, tasks)
-        keeping = tasks.create_task(node.keep_peers())
+        keeping = [tasks.create_task(node.keep_peers()), tasks.create_task(node.free_unused())]
         try:
             yield node
         finally:
-            keeping.cancel()
+            for task in keeping:
+                task.cancel()
             await node.close()
 
 

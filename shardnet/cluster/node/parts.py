@@ -28,6 +28,7 @@ from shardnet.cluster.node.messages import NodeMessages
 from shardnet.cluster.node.own_state import OwnState
 from shardnet.cluster.node.reporter import NodeReporter
 from shardnet.cluster.node.settings import NodeSettings
+from shardnet.cluster.node.unused_models import UnusedModels
 from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.node_directory import NodeDirectory
@@ -94,6 +95,7 @@ class ServiceParts:
     wire_loss: WireLoss
     handlers: MessageHandlers
     dispatcher: Dispatcher
+    unused: UnusedModels
 
 
 def build_links(settings: NodeSettings, events: NodeEvents, tasks: asyncio.TaskGroup) -> LinkParts:
@@ -273,4 +275,12 @@ def build_services(
         wire_loss=wire_loss,
         handlers=handlers,
         dispatcher=dispatcher,
+        unused=UnusedModels(
+            head=head,
+            host=stage.host,
+            link_of=links.peers.links.link_of,
+            memory=settings.budget.system_bytes if settings.budget.device.kind == "cpu" else None,
+            idle_s=settings.idle_unload_s,
+            log=settings.log,
+        ),
     )

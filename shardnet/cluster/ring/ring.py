@@ -104,6 +104,7 @@ class Ring:
         self._watchdog: asyncio.Task[None] | None = None
         self._watches: list[Callable[[], None]] = []
         self._n_users = 0
+        self._used_at_s = time.monotonic()
 
     @property
     def engine(self) -> Engine:
@@ -116,6 +117,11 @@ class Ring:
         """Whether requests use it; False once it is broken."""
         return self.broken is None and self._n_users > 0
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since a request used it last, 0 while one does."""
+        return 0.0 if self._n_users else time.monotonic() - self._used_at_s
+
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Keep the ring from being unloaded for another one within the context."""
@@ -124,6 +130,7 @@ class Ring:
             yield
         finally:
             self._n_users -= 1
+            self._used_at_s = time.monotonic()
 
     async def build(self, on_progress: OnStageProgress) -> float:
         """Load every stage, connect them and start. Returns the seconds it took.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
 from shardnet.model.config.model_config import ModelConfig
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from shardnet.model.cache.kv_cache import KvCache
     from shardnet.model.fused.decode_graphs import Capture
     from shardnet.model.fused.decoder import LoadLayer
     from shardnet.model.layers.attention import ForwardStep

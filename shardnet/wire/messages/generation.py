@@ -215,6 +215,12 @@ class LastRun(Tagged, frozen=True, kw_only=True):
 
 
 class Unload(Tagged, frozen=True, kw_only=True):
-    """Ask a node to free the model of its ring on every node. Answered by Done or Redirect."""
+    """Ask a node to free the model of its ring on every node. Answered by Done or Redirect.
+
+    With `model` nothing is done unless the ring has that model. A ring that a request has used less
+    than `idle_s` seconds ago is kept: the answer is BusyError.
+    """
 
     request: RequestId
+    model: PathText = ""
+    idle_s: Seconds = 0.0

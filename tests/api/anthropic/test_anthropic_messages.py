@@ -290,7 +290,9 @@ def test_a_stream_that_waits_has_pings() -> None:
                 "stream": True,
             }
             async with asyncio.timeout(30), asking(server.app, MESSAGES, body) as running:
-                await running.until_said(b'event: ping\ndata: {"type":"ping"}\n\n')
+                await running.until_said(
+                    b': reading the prompt\n\nevent: ping\ndata: {"type":"ping"}\n\n'
+                )
             assert server.node.given_up == ["wait"]
 
     asyncio.run(main())

@@ -92,9 +92,9 @@ def test_nothing_to_say_only_loads() -> None:
                 assert (answer["done"], answer["done_reason"]) == (True, "load")
                 assert key in answer
             assert not server.node.asked
-            unload = await ask(server.app, CHAT, {"model": "tiny-llama", "keep_alive": 0})
-            assert unload.status == 400
-            assert "shardnet unload" in unload.json["error"]
+            for wrong in ("soon", "1x", "5m5"):
+                refused = await ask(server.app, CHAT, {"model": "tiny-llama", "keep_alive": wrong})
+                assert (refused.status, refused.json["error"][:10]) == (400, "keep_alive")
 
     asyncio.run(main())
 

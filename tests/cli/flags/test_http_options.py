@@ -44,4 +44,10 @@ def test_a_certificate_needs_its_key_and_a_root_path_begins_with_a_slash() -> No
         HttpOptions(tls_cert="a").listening("::1", 0)
     with pytest.raises(typer.BadParameter, match="begin it with /"):
         HttpOptions(root_path="llm").listening("::1", 0)
+    with pytest.raises(typer.BadParameter, match="choose idle or never"):
+        HttpOptions(switch="always").listening("::1", 0)
+    with pytest.raises(typer.BadParameter, match="'soon' is no duration such as 30m"):
+        HttpOptions(idle_unload="soon").listening("::1", 0)
+    kept = HttpOptions(switch="never", idle_unload="1h30m").listening("::1", 0).settings
+    assert (kept.may_switch, kept.idle_unload_s) == (False, 5400.0)
     assert HttpOptions(root_path="/llm/").listening("::1", 0).settings.root_path == "/llm"

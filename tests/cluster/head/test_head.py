@@ -100,6 +100,7 @@ class StandingRing(EndlessRing):
 
     broken = None
     is_busy = False
+    idle_s = 59.0
 
     async def build(self, on_progress: object) -> float:
         """Stand."""
@@ -194,7 +195,11 @@ def test_the_tokenizer_of_a_ring_is_closed_with_it() -> None:
         assert alone.n_closed == 0
         await lead()  # what was asked for differs from what stands: another is built
         assert alone.n_closed == 1
-        await head.unload()
+        await head.unload("another")  # which the ring has not got
+        assert alone.n_closed == 1
+        with pytest.raises(BusyError, match="was used 59 s ago, and is freed after 60 s"):
+            await head.unload(MODEL, idle_s=60.0)
+        await head.unload(MODEL, idle_s=59.0)
         assert alone.n_closed == 2
         await lead()
         await head.close()

@@ -8,8 +8,10 @@ nothing more, `elsewhere…` is sent to another address.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+
+from msgspec.structs import replace
 
 from shardnet.api.client import Client, open_client
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
@@ -19,7 +21,14 @@ from shardnet.transport.memory import memory_pair
 from shardnet.types import LiveState
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
-from shardnet.wire.messages.generation import Finished, Generate, StateChanged, TextPiece, Timing
+from shardnet.wire.messages.generation import (
+    Finished,
+    Generate,
+    StateChanged,
+    TextPiece,
+    Timing,
+    Unload,
+)
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
     ListedModel,
@@ -27,6 +36,7 @@ from shardnet.wire.messages.membership import (
     ModelsListed,
     NodeInfo,
     RingLoad,
+    StageInfo,
     Status,
     StatusReply,
 )
@@ -39,6 +49,13 @@ TEMPLATE = "{{ tools }} <tool_call>"
 NO_TIME = Timing(load_s=0, ttft_s=0, decode_tok_s=0, total_s=0, per_stage=())
 
 
+Before = Callable[[ControlLink, Incoming], Awaitable[None]]
+
+
+async def _at_once(control: ControlLink, message: Incoming) -> None:
+    """Answer at once."""
+
+
 class ScriptedNode:
     """Remembers what it was asked, how many requests it had at once and who gave up."""
 
@@ -46,14 +63,18 @@ class ScriptedNode:
         self.asked: list[Generate] = []
         self.given_up: list[str] = []
         self.elsewhere = elsewhere
+        self.before: Before = _at_once
+        """Awaited before each answer."""
+        self.stage: StageInfo | None = None
         self.link: Link
         self._n_now = 0
         self.n_most = 0
         self.changed = asyncio.Condition()
 
     async def handle(self, control: ControlLink, message: Incoming) -> None:
+        await self.before(control, message)
         if not isinstance(message, Generate):
-            for answer in _short_answers(message):
+            for answer in _short_answers(message, replace(_INFO, stage=self.stage)):
                 control.send(answer)
             return
         self.asked.append(message)
@@ -145,13 +166,15 @@ def _text(message: Generate) -> str:
     return message.messages[-1].content or "" if message.messages else message.prompt
 
 
-def _short_answers(message: Incoming) -> list[ControlMessage]:
+def _short_answers(message: Incoming, info: NodeInfo) -> list[ControlMessage]:
     """Answer what is not generated."""
     match message:
+        case Unload(request=number):
+            return [Done(request=number)]
         case PlanRequest(request=number, choice=choice):
             return [_plan(number, choice)]
         case Status(request=number):
-            return [StatusReply(request=number, node=_INFO, peers=[], load=_LOAD)]
+            return [StatusReply(request=number, node=info, peers=[], load=_LOAD)]
         case ListModels(request=number):
             models = [ListedModel(name=name, store="here") for name in MODELS]
             return [

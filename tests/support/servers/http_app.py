@@ -34,5 +34,10 @@ async def served(
     """Serve a scripted node, also by the `added` endpoints."""
     node = ScriptedNode()
     async with client_of(node) as client:
-        service = Service(client=client, settings=settings or Settings(), models=ModelNames(client))
-        yield Served(app=application(service, added), node=node, service=service)
+        settings = settings or Settings()
+        names = ModelNames(client, may_switch=settings.may_switch)
+        service = Service(client=client, settings=settings, models=names)
+        try:
+            yield Served(app=application(service, added), node=node, service=service)
+        finally:
+            await service.close()

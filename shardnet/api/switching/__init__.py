@@ -1,0 +1,1 @@
+"""Which model the ring has: turns of models, loading, unloading when nobody asks."""
