@@ -17,7 +17,7 @@ INLINE TARGET lanes NAME(part)(uints bits, int part, const enum kind kind, lanes
     return __builtin_convertvector((ints)(bits << (24 - 8 * part)) >> 24, lanes) * scales;
 }
 
-/* Transposes LANES keys of `n_words` 32-bit words from row `begin` on: columns [n_words][KEYS]. Rows outside
+/* Transposes LANES keys of `n_words` 32-bit words from row `begin` on: columns [n_words][GROUP]. Rows outside
  * [low, high) are not read: the nearest one takes their place. */
 INLINE TARGET void NAME(transpose)(uint32_t *columns, const char *rows, int64_t stride, int begin, int low, int high,
                                    int64_t n_words) {
@@ -27,7 +27,7 @@ INLINE TARGET void NAME(transpose)(uint32_t *columns, const char *rows, int64_t 
             const int row = lane + i < low ? low : lane + i < high ? lane + i : high - 1;
             from[i] = rows + row * stride;
         }
-        uint32_t *to = columns + lane;
+        uint32_t *to = columns + lane - begin;
         int64_t word = 0;
         for (; word + 4 <= n_words; word += 4) {
             quad rows4[4], pairs[4];
@@ -39,12 +39,12 @@ INLINE TARGET void NAME(transpose)(uint32_t *columns, const char *rows, int64_t 
             for (int i = 0; i < 2; i++) {
                 const quad even = PICK(pairs[i], pairs[i + 2], 0, 1, 4, 5);
                 const quad odd = PICK(pairs[i], pairs[i + 2], 2, 3, 6, 7);
-                memcpy(to + (word + 2 * i) * KEYS, &even, sizeof even);
-                memcpy(to + (word + 2 * i + 1) * KEYS, &odd, sizeof odd);
+                memcpy(to + (word + 2 * i) * GROUP, &even, sizeof even);
+                memcpy(to + (word + 2 * i + 1) * GROUP, &odd, sizeof odd);
             }
         }
         for (; word < n_words; word++)
-            for (int i = 0; i < 4; i++) memcpy(to + word * KEYS + i, from[i] + 4 * word, 4);
+            for (int i = 0; i < 4; i++) memcpy(to + word * GROUP + i, from[i] + 4 * word, 4);
     }
 }
 
@@ -65,8 +65,11 @@ INLINE TARGET void NAME(score_some)(const struct attend *call, const uint32_t *c
                                     const enum kind kind) {
     const int per_word = kind == INT8 ? 4 : kind == BFLOAT16 ? 2 : 1;
     const int64_t n_words = call->head_size / per_word;
-    lanes sums[8][8] = {{{0}}}, own_scales[8] = {{0}};
+    lanes sums[8][8], own_scales[8];
     int64_t of_group = 0, group = 0;
+    for (int q = 0; q < n_queries; q++)
+        for (int v = 0; v < n_vectors; v++) sums[q][v] = (lanes){0};
+    for (int v = 0; v < n_vectors; v++) own_scales[v] = (lanes){0};
     for (int64_t word = 0; word < n_words; word++) {
         if (kind == INT8 && of_group == 0) {
             for (int v = 0; v < n_vectors; v++) memcpy(&own_scales[v], &scales[group][v * LANES], sizeof(lanes));
@@ -79,7 +82,7 @@ INLINE TARGET void NAME(score_some)(const struct attend *call, const uint32_t *c
             lanes column[8];
             for (int v = 0; v < n_vectors; v++) {
                 uints bits;
-                memcpy(&bits, columns + word * KEYS + v * LANES, sizeof bits);
+                memcpy(&bits, columns + word * GROUP + v * LANES, sizeof bits);
                 column[v] = NAME(part)(bits, part, kind, own_scales[v]);
             }
             for (int q = 0; q < n_queries; q++)
@@ -91,16 +94,15 @@ INLINE TARGET void NAME(score_some)(const struct attend *call, const uint32_t *c
         for (int v = 0; v < n_vectors; v++) memcpy(scores + q * KEYS + v * LANES, &sums[q][v], sizeof(lanes));
 }
 
-/* Scores of the keys [begin, end), multiples of LANES, eight sums at a time. */
-INLINE TARGET void NAME(score)(const struct attend *call, const uint32_t *columns, const float (*scales)[KEYS],
-                               int begin, int end, const float *queries, float *scores, const int n_queries,
-                               const enum kind kind) {
-    const int n_vectors = 8 / n_queries;
-    int i = begin;
-    for (; i + n_vectors * LANES <= end; i += n_vectors * LANES)
+/* Scores of `n` keys, a multiple of LANES, eight sums at a time. */
+INLINE TARGET void NAME(score)(const struct attend *call, const uint32_t *columns, const float (*scales)[KEYS], int n,
+                               const float *queries, float *scores, const int n_queries, const enum kind kind) {
+    const int n_vectors = 8 / n_queries * LANES < GROUP ? 8 / n_queries : GROUP / LANES;
+    int i = 0;
+    for (; i + n_vectors * LANES <= n; i += n_vectors * LANES)
         NAME(score_some)
         (call, columns + i, (const float(*)[KEYS])(&scales[0][i]), queries, scores + i, n_vectors, n_queries, kind);
-    for (; i < end; i += LANES)
+    for (; i < n; i += LANES)
         NAME(score_some)
         (call, columns + i, (const float(*)[KEYS])(&scales[0][i]), queries, scores + i, 1, n_queries, kind);
 }
@@ -166,10 +168,12 @@ INLINE TARGET lanes NAME(value)(const struct attend *call, const char *row, int6
 INLINE TARGET void NAME(weigh_columns)(const struct attend *call, const char *row, int n_keys, const float *weights,
                                        float (*totals)[MAX_HEAD], int n, int64_t begin, int width, const int n_vectors,
                                        const int n_queries, const enum kind kind) {
-    lanes sums[8][8] = {{{0}}};
+    lanes sums[8][8];
     for (int q = 0; q < n_queries; q++)
-        for (int v = 0; v < n_vectors; v++)
+        for (int v = 0; v < n_vectors; v++) {
+            sums[q][v] = (lanes){0};
             if (q < n) memcpy(&sums[q][v], &totals[q][begin + v * LANES], sizeof(lanes));
+        }
     for (int i = 0; i < n_keys; i++, row += call->value_bytes, weights++) {
         lanes value[8];
         for (int v = 0; v < n_vectors; v++) value[v] = NAME(value)(call, row, begin + v * LANES, width, kind);
@@ -200,7 +204,7 @@ INLINE TARGET int NAME(padded)(int n) { return n <= 2 ? n : n <= 4 ? 4 : 8; }
 
 #define KIND(name, kind)                                                                                             \
     static NOINLINE TARGET void NAME(score_##name)(const struct attend *call, const uint32_t *columns,               \
-                                                   const float(*scales)[KEYS], int begin, int end,                   \
+                                                   const float(*scales)[KEYS], int n_keys,                           \
                                                    const float *queries, float *scores, int n) {                     \
         for (int q = 0; q < n; q += QUERIES) {                                                                       \
             const int some = n - q < QUERIES ? n - q : QUERIES;                                                      \
@@ -209,18 +213,20 @@ INLINE TARGET int NAME(padded)(int n) { return n <= 2 ? n : n <= 4 ? 4 : 8; }
     }                                                                                                                \
     static NOINLINE TARGET void NAME(weigh_##name)(const struct attend *call, const char *values, int n_keys,        \
                                                    const float *weights, float(*totals)[MAX_HEAD], int n) {          \
-        for (int q = 0; q < n; q += QUERIES) {                                                                       \
-            const int some = n - q < QUERIES ? n - q : QUERIES;                                                      \
-            WEIGH(1, kind) WEIGH(2, kind) WEIGH(4, kind) WEIGH(8, kind)                                              \
-        }                                                                                                            \
+        for (int key = 0; key < n_keys; key += GROUP, values += GROUP * call->value_bytes)                           \
+            for (int q = 0; q < n; q += QUERIES) {                                                                   \
+                const int some = n - q < QUERIES ? n - q : QUERIES;                                                  \
+                const int keys = n_keys - key < GROUP ? n_keys - key : GROUP;                                        \
+                WEIGH(1, kind) WEIGH(2, kind) WEIGH(4, kind) WEIGH(8, kind)                                          \
+            }                                                                                                        \
     }
 #define SCORE(number, kind)                                                                                          \
     if (number <= QUERIES && NAME(padded)(some) == number)                                                           \
         NAME(score)                                                                                                  \
-        (call, columns, scales, begin, end, queries + q * call->head_size, scores + q * KEYS, number, kind);
+        (call, columns, scales, n_keys, queries + q * call->head_size, scores + q * KEYS, number, kind);
 #define WEIGH(number, kind)                                                                                          \
     if (number <= QUERIES && NAME(padded)(some) == number)                                                           \
-        NAME(weigh)(call, values, n_keys, weights + q * KEYS, totals + q, some, number, kind);
+        NAME(weigh)(call, values, keys, weights + q * KEYS + key, totals + q, some, number, kind);
 KIND(float32, FLOAT32)
 KIND(bfloat16, BFLOAT16)
 KIND(int8, INT8)
@@ -239,7 +245,7 @@ struct NAME(tile) {
     float totals[TILE][MAX_HEAD];
     float queries[TILE * MAX_HEAD];
     float scales[MAX_HEAD / PARTS][KEYS];
-    uint32_t columns[MAX_HEAD * KEYS];
+    uint32_t columns[MAX_HEAD * GROUP];
 };
 
 /* The positions that a tile's row sees of those from `block` on: [begin, end). */
@@ -267,36 +273,46 @@ INLINE TARGET void NAME(weigh_rows)(struct NAME(tile) *tile, const char *values,
         (call, values, end - begin, &tile->scores[query][begin], tile->totals + query, n_queries);
 }
 
+/* Scores the keys [low, high) of a block, GROUP at a time; `ahead` of its keys may be prefetched. */
+static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const char *keys, const char *values, int low,
+                                              int high, int64_t ahead) {
+    const struct attend *call = tile->call;
+    const int per_word = call->group ? 4 : call->is_bf16 ? 2 : 1;
+    if (call->group) NAME(read_scales)(call, keys, low, high, tile->scales);
+    for (int begin = low / LANES * LANES; begin < high; begin += GROUP) {
+        const int end = begin + GROUP < high ? begin + GROUP : (high + LANES - 1) / LANES * LANES;
+        for (int i = begin; i < end; i += LANES) {
+            if (i + AHEAD + LANES <= ahead) prefetch(keys, call->row_bytes, i + AHEAD, i + AHEAD + LANES);
+            prefetch(values, call->value_bytes, i < low ? low : i, i + LANES < high ? i + LANES : high);
+            NAME(transpose)
+            (tile->columns + i - begin, keys, call->row_bytes, i, low, high, call->head_size / per_word);
+        }
+        const float(*scales)[KEYS] = (const float(*)[KEYS])(&tile->scales[0][begin]);
+        if (call->group)
+            NAME(score_int8)
+            (call, tile->columns, scales, end - begin, tile->queries, &tile->scores[0][begin], tile->n);
+        else if (call->is_bf16)
+            NAME(score_bfloat16)
+            (call, tile->columns, scales, end - begin, tile->queries, &tile->scores[0][begin], tile->n);
+        else
+            NAME(score_float32)
+            (call, tile->columns, scales, end - begin, tile->queries, &tile->scores[0][begin], tile->n);
+    }
+}
+
 /* Attends over the KEYS positions from `block` on; `keys` and `values` are where position `block` is, or would be. */
 static NOINLINE TARGET void NAME(attend_block)(struct NAME(tile) *tile, const char *keys, const char *values,
                                                int64_t block) {
     const struct attend *call = tile->call;
-    const int per_word = call->group ? 4 : call->is_bf16 ? 2 : 1;
     int low, high, common, ignored;
     NAME(seen)(tile, 0, block, &low, &ignored);
     NAME(seen)(tile, tile->n_rows - 1, block, &ignored, &high);
-    const int begin = low / LANES * LANES, end = (high + LANES - 1) / LANES * LANES;
-    for (int i = begin; i < end; i += LANES) {
-        if (i + AHEAD + LANES <= high) prefetch(keys, call->row_bytes, i + AHEAD, i + AHEAD + LANES);
-        prefetch(values, call->value_bytes, i < low ? low : i, i + LANES < high ? i + LANES : high);
-        NAME(transpose)(tile->columns, keys, call->row_bytes, i, low, high, call->head_size / per_word);
-    }
-    if (call->group) {
-        NAME(read_scales)(call, keys, low, high, tile->scales);
-        NAME(score_int8)
-        (call, tile->columns, (const float(*)[KEYS])tile->scales, begin, end, tile->queries, tile->scores[0], tile->n);
-    } else if (call->is_bf16) {
-        NAME(score_bfloat16)
-        (call, tile->columns, (const float(*)[KEYS])tile->scales, begin, end, tile->queries, tile->scores[0], tile->n);
-    } else {
-        NAME(score_float32)
-        (call, tile->columns, (const float(*)[KEYS])tile->scales, begin, end, tile->queries, tile->scores[0], tile->n);
-    }
+    NAME(score_block)(tile, keys, values, low, high, tile->first_position + tile->n_rows - block);
     for (int row = 0; row < tile->n_rows; row++) {
         int first, last;
         NAME(seen)(tile, row, block, &first, &last);
         for (int query = row * tile->n_heads; first < last && query < (row + 1) * tile->n_heads; query++) {
-            if (call->soft_cap > 0) NAME(cap)(tile->scores[query], begin, end, call->soft_cap);
+            if (call->soft_cap > 0) NAME(cap)(tile->scores[query], first / LANES * LANES, last, call->soft_cap);
             const float less =
                 NAME(softmax)(tile->scores[query], first, last, &tile->best[query], tile->sums[query]);
             for (int64_t i = 0; less != 1 && i < call->value_size; i += LANES) {
