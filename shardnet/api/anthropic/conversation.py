@@ -23,6 +23,7 @@ from shardnet.api.chat.request import (
     Tool,
     ToolCall,
     ToolChoice,
+    joined_turns,
 )
 from shardnet.api.requests import GenerationOptions
 from shardnet.api.server.errors import refused
@@ -88,7 +89,7 @@ def counted(body: ConversationBody, model: ModelChoice) -> ChatRequest:
     choice, forced = _tool_choice(body, tools)
     is_one = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
     return ChatRequest(
-        turns=tuple(_turns(body)),
+        turns=tuple(joined_turns(_turns(body), roles=("user",))),
         model=model,
         sampling=SamplingParams(),
         options=GenerationOptions(),
@@ -154,17 +155,8 @@ def _turns(body: ConversationBody) -> Iterator[ChatTurn]:
     if system:
         yield ChatTurn(role="system", content=system)
     names: dict[str, str] = {}  # of tools, by the ids of their calls
-    last: ChatTurn | None = None
     for number, message in enumerate(body.messages):
-        for turn in _turns_of(message, f"messages[{number}].content", names):
-            if last is not None and last.role == turn.role == "user":
-                last = replace(last, content=f"{last.content}\n{turn.content}")
-                continue  # templates may insist on turns that alternate
-            if last is not None:
-                yield last
-            last = turn
-    if last is not None:
-        yield last
+        yield from _turns_of(message, f"messages[{number}].content", names)
 
 
 def _system(system: str | Sequence[TextPart] | None) -> str:

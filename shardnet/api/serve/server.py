@@ -23,6 +23,7 @@ from shardnet.api.client import Client
 from shardnet.api.ollama import endpoints as ollama
 from shardnet.api.openai import endpoints as openai
 from shardnet.api.openai.faults import OPENAI
+from shardnet.api.responses import endpoints as responses
 from shardnet.api.server import health
 from shardnet.api.server.app import make_app
 from shardnet.api.server.model_names import ModelNames
@@ -38,7 +39,12 @@ STOP_S: Final = 5
 
 def application(service: Service) -> ASGIApp:
     """Make the application with the endpoints of every dialect."""
-    dialects = [*openai.endpoints(), *anthropic.endpoints(), *ollama.endpoints()]
+    dialects = [
+        *openai.endpoints(),
+        *responses.endpoints(),
+        *anthropic.endpoints(),
+        *ollama.endpoints(),
+    ]
     return make_app(service, [*dialects, *health.endpoints(OPENAI)], OPENAI)
 
 

@@ -48,9 +48,7 @@ def make_app(service: Service, endpoints: Sequence[Endpoint[Any]], dialect: Dial
     return _below(app, settings.root_path) if settings.root_path else app
 
 
-def _unknown_endpoint(
-    dialect: Dialect, methods: dict[str, str], below: str = ""
-) -> Endpoint[None]:
+def _unknown_endpoint(dialect: Dialect, methods: dict[str, str], below: str = "") -> Endpoint[None]:
     """Make the endpoint of every path `below` another that no other one has."""
 
     async def refuse(exchange: Exchange, body: None) -> Reply:
