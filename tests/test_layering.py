@@ -65,6 +65,7 @@ ROOMS: dict[str, list[str]] = {
     ],
     "api": [
         "chat_formats",
+        "chat_grammars",
         "",
         "chat",
         "server",
@@ -97,6 +98,7 @@ def is_pure(path: str) -> bool:
             "shardnet/cluster/placement/",
             "shardnet/cluster/diagnosis/",
             "shardnet/api/chat_formats/",
+            "shardnet/api/chat_grammars/",
             "shardnet/cluster/peers/rejected_handshakes.py",
         )
     )

@@ -66,7 +66,7 @@ def continued(body: ContinuedBody, model: ModelChoice) -> ChatRequest:
     options = GenerationOptions(
         max_tokens=body.max_tokens,
         stop=body.stop_sequences or [],
-        constraint=_constraint(body, request.tools),
+        constraint=_constraint(body),
     )
     return replace(request, sampling=sampling, options=options)
 
@@ -135,17 +135,10 @@ def _template_options(body: ConversationBody) -> Mapping[str, OptionValue]:
     return options
 
 
-def _constraint(body: ContinuedBody, tools: Sequence[Tool]) -> Constraint | None:
+def _constraint(body: ContinuedBody) -> Constraint | None:
     """Return what the answer must match, None for any text."""
     if body.output_config is None or body.output_config.format is None:
         return None
-    if tools and (body.tool_choice is None or body.tool_choice.type != "none"):
-        field = "output_config.format"
-        raise refused(
-            f"an answer in an {field} has no room for tool calls: give tool_choice 'none', or no "
-            f"{field}",
-            field,
-        )
     return Constraint.json_schema(body.output_config.format.schema)
 
 

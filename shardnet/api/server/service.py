@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final, Unpack
 
 from shardnet.api.client import Client
 from shardnet.api.events import GenerationEvent
-from shardnet.api.requests import GenerationOptions, Prompts
+from shardnet.api.requests import GenerationOptions, Message, Prompts
 from shardnet.api.server.keys import ApiKey
 from shardnet.api.server.metrics import Metrics
 from shardnet.api.server.model_names import ModelNames
@@ -22,6 +22,7 @@ from shardnet.api.server.settings import Settings
 from shardnet.types import SamplingParams
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
+from shardnet.wire.messages.tokens import Detokenized, Tokenized
 
 TOKENIZER_FRESH_S: Final = 60.0
 """What is known of a tokenizer counts for so long: files may change."""
@@ -101,6 +102,30 @@ class Exchange:
         if len(known) > MAX_TOKENIZERS:
             del known[next(iter(known))]
         return described
+
+    async def tokenize(
+        self,
+        prompt: Sequence[Message],
+        *,
+        model: str | ModelChoice | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Tokenized:
+        """Return a prompt's token ids as `shardnet.api.Client.tokenize` does."""
+        return await self.service.client.tokenize(
+            prompt, model=model, on_progress=self.loading, **options
+        )
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        keep_special_tokens: bool = False,
+        model: str | ModelChoice | None = None,
+    ) -> Detokenized:
+        """Return the text of token ids as `shardnet.api.Client.detokenize` does."""
+        return await self.service.client.detokenize(
+            token_ids, keep_special_tokens=keep_special_tokens, model=model
+        )
 
     def loading(self, progress: NodeProgress) -> None:
         """Note what a node does before the request can run."""

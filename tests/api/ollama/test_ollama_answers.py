@@ -126,7 +126,7 @@ def test_models_are_listed_and_described() -> None:
             assert all(len(model["digest"]) == 64 for model in models)
 
             shown = (await ask(server.app, "/api/show", {"model": "shardnet/default"})).json
-            assert shown["capabilities"] == ["completion", "tools"]
+            assert shown["capabilities"] == ["completion", "tools", "thinking"]
             family = shown["model_info"]["general.architecture"]
             assert shown["model_info"][f"{family}.context_length"] == 64
             # Of a model that was never used no more is asked than what the nodes say of it.
