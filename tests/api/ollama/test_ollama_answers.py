@@ -134,7 +134,7 @@ def test_models_are_listed_and_described() -> None:
             assert other["capabilities"] == ["completion"]
             await ask(server.app, CHAT, saying("a", model="big-llama", stream=False))
             used = (await ask(server.app, "/api/show", {"model": "big-llama"})).json
-            assert used["capabilities"] == ["completion", "tools"]
+            assert used["capabilities"] == ["completion", "tools", "thinking"]
             assert (await ask(server.app, "/api/show", {"model": "other"})).status == 404
 
             assert (await ask(server.app, "/api/ps")).json == {"models": []}
