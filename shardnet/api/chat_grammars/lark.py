@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from shardnet.api.chat_formats.marks import TokenText
+from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS
 from shardnet.errors import UsageError
 
 _SLASH: Final = r"\/"
@@ -27,6 +28,7 @@ class Lark:
     def __init__(self, tokens: Mapping[int, TokenText]) -> None:
         self._ids = {token.text: token_id for token_id, token in tokens.items()}
         self._rules: list[str] = []
+        self._n_characters = 0
 
     def text(self, start: str) -> str:
         """Return the grammar whose whole output is the expression `start`."""
@@ -51,12 +53,18 @@ class Lark:
     def rule(self, body: str, options: str = "") -> str:
         """Write a rule of its own; return its name."""
         name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
+        self.define(name + options, body)
         return name
 
     def define(self, name: str, body: str) -> None:
-        """Write a rule that others name before it."""
+        """Write a rule that has a name. Raises UsageError where the grammar becomes too long."""
         self._rules.append(f"{name}: {body}")
+        self._n_characters += len(self._rules[-1])
+        if self._n_characters > MAX_CONSTRAINT_CHARACTERS:
+            raise UsageError(
+                f"a grammar of these tools has more than {MAX_CONSTRAINT_CHARACTERS} characters",
+                remedy="give fewer tools or smaller schemas, or tool_choice auto",
+            )
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """Write JSON that is valid by a schema. Raises UsageError for no JSON."""

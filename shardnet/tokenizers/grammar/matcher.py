@@ -116,7 +116,8 @@ class GrammarMatcher:
         mask = self.mask()
         if mask.form is MaskForm.FORBIDDEN or len(mask.data) > _FEW_BYTES:
             return []
-        said = self._matcher.compute_ff_bytes().partition(_TOKEN)[0]
+        # Of a copy: where a token is meant by its id, it cannot go on from where it looked.
+        said = self._matcher.deep_copy().compute_ff_bytes().partition(_TOKEN)[0]
         text = said.decode("utf-8", "ignore")
         return self._tokenizer.greedy_tokenize(text)[:limit]
 

@@ -359,6 +359,22 @@ def test_several_calls_may_follow_each_other_unless_one_is_wanted() -> None:
         assert not model.takes(model.constraint(mode="required", is_parallel=False), two)
 
 
+def test_a_grammar_has_a_bound_whatever_schemas_share() -> None:
+    shared = {"big": {"enum": ["x" * 1000]}}
+    properties = {f"a{number}": {"type": "integer"} for number in range(1000)}
+    schema = {"type": "object", "properties": properties, "$defs": shared}
+    big = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    with pytest.raises(UsageError, match="has more than"):
+        output_constraint(
+            template="<arg_key><tool_call>",
+            tokens={},
+            tools=big,
+            choice=ToolChoice(mode="required"),
+            answer=None,
+            prompt_tail="",
+        )
+
+
 def test_models_without_calls_are_refused_by_name() -> None:
     def ask(template: str, mode: Any, answer: Constraint | None = None) -> Constraint | None:
         return output_constraint(

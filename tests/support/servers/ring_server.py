@@ -45,9 +45,18 @@ async def served(
 
 
 def make_tool_model(folder: Path) -> Path:
-    """Write the bundled model with a chat template that knows tools."""
+    """Write the bundled model with a chat template that knows tools, and tokens for its marks."""
     shutil.copytree(DEFAULT_MODEL_PATH, folder)
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "chat_template": TOOL_TEMPLATE}))
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    model = tokenizer["model"]
+    for mark, merge in zip(("</tool_call>", "<tool_call>"), model["merges"][:-3:-1], strict=True):
+        token_id = model["vocab"].pop("".join(merge))  # the last tokens that were made
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        tokenizer["added_tokens"].append({"id": token_id, "content": mark, **flags})
+    del model["merges"][-2:]
+    file.write_text(json.dumps(tokenizer))
     return folder
