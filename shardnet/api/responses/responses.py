@@ -28,9 +28,12 @@ from shardnet.api.responses.answers import (
 )
 from shardnet.api.responses.body import ResponseBody
 from shardnet.api.responses.conversation import response_request
+from shardnet.api.responses.faults import failed_event
 from shardnet.api.responses.items import ItemEvents
 from shardnet.api.server.endpoint import Json, Reply, Stream, comment, named_event
+from shardnet.api.server.errors import fault_of
 from shardnet.api.server.service import Exchange
+from shardnet.errors import ContextExceededError
 
 
 async def respond(exchange: Exchange, body: ResponseBody) -> Reply:
@@ -48,13 +51,20 @@ async def respond(exchange: Exchange, body: ResponseBody) -> Reply:
 
 
 async def _chunks(events: AsyncGenerator[StreamEvent, None]) -> AsyncGenerator[bytes, None]:
-    """Write the events of a stream."""
+    """Write the events of a stream.
+
+    That a prompt is too long is one of them, as OpenAI has it: Codex takes a status for a fault of
+    its own, and shortens the conversation when it reads the event.
+    """
     number = 0
     async with aclosing(events):
-        async for event in events:
-            event.sequence_number = number
-            number += 1
-            yield named_event(str(event.__struct_config__.tag), event)
+        try:
+            async for event in events:
+                event.sequence_number = number
+                number += 1
+                yield named_event(str(event.__struct_config__.tag), event)
+        except ContextExceededError as error:
+            yield failed_event(fault_of(error))
 
 
 async def _events(

@@ -239,14 +239,17 @@ def test_an_answer_and_its_stream_say_the_same() -> None:
     asyncio.run(main())
 
 
-def test_errors_have_a_status_before_the_stream_and_a_code_in_it() -> None:
+def test_errors_have_a_status_but_a_prompt_that_is_too_long_for_a_stream() -> None:
     async def main() -> None:
         async with served() as server:
-            for is_stream in (False, True):
-                asked = {"input": "long", "stream": is_stream}
-                answer = await ask(server.app, RESPONSES, asked)
-                error = answer.json["error"]
-                assert (answer.status, error["type"]) == (400, "exceed_context_size_error")
+            error = (await ask(server.app, RESPONSES, {"input": "long"})).json["error"]
+            assert (error["type"], error["n_ctx"]) == ("exceed_context_size_error", 64)
+            streamed = await ask(server.app, RESPONSES, {"input": "long", "stream": True})
+            [event] = streamed.events
+            assert (streamed.status, event["type"]) == (200, "response.failed")
+            assert event["response"]["error"]["code"] == "context_length_exceeded"
+            failed = await ask(server.app, RESPONSES, {"input": "fail", "stream": True})
+            assert (failed.status, "no room" in failed.json["error"]["message"]) == (400, True)
             asked = {"input": "a", "previous_response_id": "resp_1"}
             error = (await ask(server.app, RESPONSES, asked)).json["error"]
             assert "send the whole conversation as input" in error["message"]
