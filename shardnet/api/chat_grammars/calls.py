@@ -18,13 +18,15 @@ from shardnet.api.chat_grammars.lark import Lark
 class CallForm:
     """What calls are written with: the grammar, the tools of which one is called, the template.
 
-    Any number of calls may follow each other if it `is_parallel`.
+    Any number of calls may follow each other if it `is_parallel`; `has_answer` where JSON may stand
+    in their place.
     """
 
     lark: Lark
     tools: Sequence[Tool]
     template: str
     is_parallel: bool
+    has_answer: bool = False
 
     def one_of(self, write: Callable[[Tool], str]) -> str:
         """Write a call of any of the tools."""
@@ -59,8 +61,15 @@ def hermes(form: CallForm) -> str:
 
 
 def llama(form: CallForm) -> str:
-    """Write one object: these models call one tool at a time."""
-    return form.as_object("parameters")
+    """Write one object: these models call one tool at a time.
+
+    Beside JSON it has a tag before it: two objects that begin alike cannot be told apart.
+    """
+    call = form.as_object("parameters")
+    if not form.has_answer:
+        return call
+    known = [tag for tag in ("<|python_tag|>", "<|python_start|>") if form.lark.has(tag)]
+    return f"{form.lark.mark(known[0] if known else '<|python_tag|>')} {call}"
 
 
 def mistral(form: CallForm) -> str:

@@ -63,6 +63,7 @@ def output_constraint(
         offered = {}
     if not offered and not must_end:
         return answer
+    has_answer = answer is not None and not must_call
     written = []
     if offered:
         one = CallForm(
@@ -70,9 +71,10 @@ def output_constraint(
             tools=[*offered.values()],
             template=template,
             is_parallel=choice.is_parallel,
+            has_answer=has_answer,
         )
         written.append(_WRITERS[form.name](one))
-    if answer is not None and not must_call:
+    if answer is not None and has_answer:
         head = f'{lark.mark("<|channel|>")} "final" {lark.mark("<|message|>")} '
         written.append((head if form.name == "harmony" else "") + lark.json(_schema(answer)))
     return Constraint(kind="lark", text=lark.text(f"{thought} {lark.any_of(written)}"))

@@ -273,7 +273,8 @@ def test_a_forced_call_is_written_as_the_family_does(family: str, has_tokens: bo
     # Beside tools an answer is a call or what it has to be.
     answer = Constraint.json_schema({"enum": [[7]]})
     either = model.constraint(mode="auto", answer=answer)
-    assert model.takes(either, model.call)
+    tag = ["<|python_tag|>"] if family == "llama" else []
+    assert model.takes(either, [*tag, *model.call])
     final = ["<|channel|>", "final", "<|message|>"] if family == "harmony" else []
     assert model.takes(either, [*final, "[7]"])
     assert not model.takes(either, [*final, "[8]"])
@@ -357,6 +358,28 @@ def test_several_calls_may_follow_each_other_unless_one_is_wanted() -> None:
         two = [*model.call, *divider, *model.call]
         assert model.takes(model.constraint(mode="required"), two)
         assert not model.takes(model.constraint(mode="required", is_parallel=False), two)
+
+
+@pytest.mark.parametrize("family", ["glm", "deepseek-dsml"])
+def test_drafts_across_marks_change_nothing(family: str) -> None:
+    model = Model(family)
+    matcher, ids = model.matcher(model.constraint(mode="required")), model.ids(model.call)
+    for place, token_id in enumerate(ids):
+        matcher.masks(ids[place : place + 6])
+        matcher.forced(6)
+        assert token_id in model.allowed(matcher)
+        matcher.advance(token_id)
+    assert EOS in model.allowed(matcher) or matcher.is_complete
+
+
+def test_an_answer_may_begin_as_a_call_does() -> None:
+    model = Model("llama")
+    answer = Constraint.json_schema({"properties": {"name": {"type": "string"}}})
+    either = model.constraint(mode="auto", answer=answer)
+    assert model.takes(either, ['{"name": "f"}'])
+    call = ["<|python_tag|>", *model.call]
+    assert model.takes(either, call)
+    assert len(calls_of(model.read(model.ids(call)))) == 1
 
 
 def test_a_grammar_has_a_bound_whatever_schemas_share() -> None:
