@@ -66,11 +66,13 @@ ROOMS: dict[str, list[str]] = {
     ],
     "api": [
         "chat_formats",
+        "chat_grammars",
         "",
         "chat",
         "switching",
         "server",
         "openai",
+        "responses",
         "anthropic",
         "ollama",
         "serve",
@@ -98,6 +100,7 @@ def is_pure(path: str) -> bool:
             "shardnet/cluster/placement/",
             "shardnet/cluster/diagnosis/",
             "shardnet/api/chat_formats/",
+            "shardnet/api/chat_grammars/",
             "shardnet/cluster/peers/rejected_handshakes.py",
         )
     )

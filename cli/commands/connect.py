@@ -84,6 +84,20 @@ def _claude_code(served: Served) -> str:
     )
 
 
+def _codex(served: Served) -> str:
+    return (
+        f"model = {_text(served.model)}\n"
+        'model_provider = "shardnet"\n'
+        f"model_context_window = {served.context}\n"
+        "show_raw_agent_reasoning = true\n\n"
+        "[model_providers.shardnet]\n"
+        'name = "shardnet"\n'
+        f"base_url = {_text(served.openai)}\n"
+        f"experimental_bearer_token = {_text(served.key)}\n"
+        'wire_api = "responses"'
+    )
+
+
 def _cline(served: Served) -> str:
     return _fields(
         {
@@ -161,6 +175,12 @@ PROGRAMS: Final[Mapping[str, Program]] = MappingProxyType(
             where="the shell that starts claude",
             write=_claude_code,
             note="Claude Code asks for /v1/messages",
+        ),
+        "codex": Program(
+            where="~/.codex/config.toml",
+            write=_codex,
+            note="what stands before [model_providers.shardnet] belongs above all tables of the "
+            "file; Codex asks for /v1/responses",
         ),
         "cline": Program(where="Cline's settings, API Configuration", write=_cline),
         "continue": Program(where="~/.continue/config.yaml", write=_continue),

@@ -16,34 +16,18 @@ import anthropic
 import ollama
 import openai
 import pytest
+from support.servers.ring_server import DEADLINE_S, served
 from support.system.nodes import Crew, Machine
 from support.system.parrot import Parrots
 
 from shardnet.api import Client, OutputParams, SamplingParams
-from shardnet.api.client import connect
-from shardnet.api.serve.server import serving
 from shardnet.api.server.keys import Keyring, parse_key
-from shardnet.api.server.settings import Listening, Settings
+from shardnet.api.server.settings import Settings
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.wire.messages.membership import RingLoad
-from shardnet.wire.messages.plans import ModelChoice
 
 CONTEXT = 32768
-DEADLINE_S = 120.0
 KEYS = Settings(keys=Keyring([parse_key("ann:one", 1)]))
-
-
-@asynccontextmanager
-async def served(
-    crew: Crew, model: str, settings: Settings | None = None, context: int = 0
-) -> AsyncIterator[tuple[str, Client]]:
-    """Serve a model on two of the nodes; give the URL and a client of the same ring."""
-    nodes = [crew.nodes[number].address for number in (0, 2)]
-    listening = Listening(host="127.0.0.1", port=0, settings=settings or Settings())
-    async with asyncio.timeout(DEADLINE_S), connect(nodes[0]) as client:
-        client.choice = ModelChoice(model=model, nodes=nodes, context=context)
-        async with serving(client, listening) as url:
-            yield url, client
 
 
 async def load_of(client: Client) -> RingLoad:
@@ -184,7 +168,10 @@ def test_the_anthropic_client_counts_answers_and_streams(trio: Crew) -> None:
 def test_the_ollama_client_chats_and_streams(trio: Crew) -> None:
     async def main() -> None:
         bearer = {"Authorization": "Bearer one"}
-        async with served(trio, DEFAULT_MODEL_NAME, KEYS) as (url, _), AsyncExitStack() as stack:
+        async with (
+            served(trio, DEFAULT_MODEL_NAME, KEYS) as (url, _),
+            AsyncExitStack() as stack,
+        ):
             client = ollama.AsyncClient(host=url, headers=bearer)
             stack.push_async_callback(client.close)
             [name, *_] = [model.model or "" for model in (await client.list()).models]

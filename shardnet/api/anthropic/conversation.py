@@ -23,6 +23,7 @@ from shardnet.api.chat.request import (
     Tool,
     ToolCall,
     ToolChoice,
+    joined_turns,
 )
 from shardnet.api.requests import GenerationOptions
 from shardnet.api.server.errors import refused
@@ -65,7 +66,7 @@ def continued(body: ContinuedBody, model: ModelChoice) -> ChatRequest:
     options = GenerationOptions(
         max_tokens=body.max_tokens,
         stop=body.stop_sequences or [],
-        constraint=_constraint(body, request.tools),
+        constraint=_constraint(body),
     )
     return replace(request, sampling=sampling, options=options)
 
@@ -88,7 +89,7 @@ def counted(body: ConversationBody, model: ModelChoice) -> ChatRequest:
     choice, forced = _tool_choice(body, tools)
     is_one = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
     return ChatRequest(
-        turns=tuple(_turns(body)),
+        turns=tuple(joined_turns(_turns(body), roles=("user",))),
         model=model,
         sampling=SamplingParams(),
         options=GenerationOptions(),
@@ -134,17 +135,10 @@ def _template_options(body: ConversationBody) -> Mapping[str, OptionValue]:
     return options
 
 
-def _constraint(body: ContinuedBody, tools: Sequence[Tool]) -> Constraint | None:
+def _constraint(body: ContinuedBody) -> Constraint | None:
     """Return what the answer must match, None for any text."""
     if body.output_config is None or body.output_config.format is None:
         return None
-    if tools and (body.tool_choice is None or body.tool_choice.type != "none"):
-        field = "output_config.format"
-        raise refused(
-            f"an answer in an {field} has no room for tool calls: give tool_choice 'none', or no "
-            f"{field}",
-            field,
-        )
     return Constraint.json_schema(body.output_config.format.schema)
 
 
@@ -154,17 +148,8 @@ def _turns(body: ConversationBody) -> Iterator[ChatTurn]:
     if system:
         yield ChatTurn(role="system", content=system)
     names: dict[str, str] = {}  # of tools, by the ids of their calls
-    last: ChatTurn | None = None
     for number, message in enumerate(body.messages):
-        for turn in _turns_of(message, f"messages[{number}].content", names):
-            if last is not None and last.role == turn.role == "user":
-                last = replace(last, content=f"{last.content}\n{turn.content}")
-                continue  # templates may insist on turns that alternate
-            if last is not None:
-                yield last
-            last = turn
-    if last is not None:
-        yield last
+        yield from _turns_of(message, f"messages[{number}].content", names)
 
 
 def _system(system: str | Sequence[TextPart] | None) -> str:

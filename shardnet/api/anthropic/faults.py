@@ -54,4 +54,5 @@ ANTHROPIC: Final = Dialect(
     fault_in_stream=fault_event,
     fault_type=FaultAnswer,
     id_headers=("x-request-id", "request-id"),
+    paths=("/v1/messages",),
 )

@@ -6,8 +6,8 @@ sampling, limits. Must not know HTTP, nor how a model's template writes any of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from shardnet.api.requests import GenerationOptions
@@ -73,3 +73,20 @@ class ChatRequest:
     forced_tool: str = ""
     parallel_tool_calls: bool = True
     template_options: Mapping[str, OptionValue] = field(default_factory=dict)
+
+
+def joined_turns(turns: Iterable[ChatTurn], *, roles: tuple[str, ...]) -> Iterator[ChatTurn]:
+    """Yield the turns, those of one of the `roles` that follow each other as one.
+
+    Templates may insist on turns that alternate, and on one system turn at the beginning.
+    """
+    last: ChatTurn | None = None
+    for turn in turns:
+        if last is not None and last.role == turn.role and turn.role in roles:
+            last = replace(last, content=f"{last.content}\n{turn.content}")
+            continue
+        if last is not None:
+            yield last
+        last = turn
+    if last is not None:
+        yield last

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, Unpack
+from typing import Any, Final, Protocol, TypeAlias, Unpack
 
 from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool
 from shardnet.api.chat_formats.choice import ToolChoice, with_ids
@@ -21,11 +21,17 @@ from shardnet.api.chat_formats.deltas import (
 from shardnet.api.chat_formats.formats import ChatFormat, choose_format
 from shardnet.api.chat_formats.marks import TokenText
 from shardnet.api.chat_formats.reader import HOLD
+from shardnet.api.chat_grammars.output import may_begin_thought, output_constraint
 from shardnet.api.events import GenerationEvent, GenerationResult, TokenLogprob
 from shardnet.api.requests import GenerationOptions, Message, Prompts
+from shardnet.constraints import Constraint
 from shardnet.types import SamplingParams
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.tokens import Detokenized, Tokenized
+
+TAIL_TOKENS: Final = 32
+"""Of a prompt, in whose text reasoning may begin."""
 
 
 class Generator(Protocol):
@@ -46,6 +52,24 @@ class Generator(Protocol):
         self, *, model: str | ModelChoice | None = None
     ) -> TokenizerDescribed:
         """Describe a model's tokenizer as `shardnet.api.Client.describe_tokenizer` does."""
+
+    async def tokenize(
+        self,
+        prompt: Sequence[Message],
+        *,
+        model: str | ModelChoice | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Tokenized:
+        """Return a prompt's token ids as `shardnet.api.Client.tokenize` does."""
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        keep_special_tokens: bool = False,
+        model: str | ModelChoice | None = None,
+    ) -> Detokenized:
+        """Return the text of token ids as `shardnet.api.Client.detokenize` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +106,15 @@ async def run_chat(
 ) -> AsyncGenerator[ChatEvent, None]:
     """Run a request and yield its events: Accepted first, then for each sample pieces and its end.
 
+    A call that must come, and the options' `constraint` where calls or reasoning may stand before
+    the answer, are kept by a grammar of the model's format.
+
     Unless it `is_streamed`, a call comes when it is whole. Closing the iterator cancels the
     request. Raises the first error of any sample.
     """
     reader = await _reader(generator, request, hold=HOLD if is_streamed else None)
     messages, options = chat_prompt(request)
+    options["constraint"] = await _constraint(generator, request, reader, messages, options)
     events = generator.generate(
         messages, request.sampling, n=request.n, model=request.model, **options
     )
@@ -117,6 +145,7 @@ def chat_prompt(request: ChatRequest) -> tuple[list[Message], GenerationOptions]
 class _Reader:
     """What makes the parsers of a request."""
 
+    template: str
     format: ChatFormat
     tokens: Mapping[int, TokenText]
     tools: Sequence[Mapping[str, Any]]
@@ -138,11 +167,41 @@ async def _reader(generator: Generator, request: ChatRequest, *, hold: int | Non
     described = await generator.describe_tokenizer(model=request.model)
     tokens = {token.token_id: TokenText(token.text, token.is_special) for token in described.added}
     return _Reader(
+        template=described.template,
         format=choose_format(described.template, tokens),
         tokens=tokens,
         tools=_tools(request.tools),
         choice=_choice(request),
         hold=hold,
+    )
+
+
+async def _constraint(
+    generator: Generator,
+    request: ChatRequest,
+    reader: _Reader,
+    messages: Sequence[Message],
+    options: GenerationOptions,
+) -> Constraint | None:
+    """Return what the output must match. Raises what telling a prompt's tokens raises."""
+    answer = request.options.get("constraint")
+    if answer is None and not reader.choice.must_call:
+        return None
+    tail = ""
+    if may_begin_thought(reader.format, reader.template):
+        free = options.copy()
+        free.pop("constraint", None)
+        told = await generator.tokenize(messages, model=request.model, **free)
+        last = told.token_ids[-TAIL_TOKENS:]
+        said = await generator.detokenize(last, keep_special_tokens=True, model=request.model)
+        tail = said.text
+    return output_constraint(
+        template=reader.template,
+        tokens=reader.tokens,
+        tools=reader.tools,
+        choice=reader.choice,
+        answer=answer,
+        prompt_tail=tail,
     )
 
 

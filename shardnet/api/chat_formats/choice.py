@@ -66,6 +66,11 @@ class ToolChoice:
         return cls(mode=mode, is_parallel=is_parallel)
 
     @property
+    def must_call(self) -> bool:
+        """Whether an answer must have a call."""
+        return self.mode in ("required", "named")
+
+    @property
     def max_calls(self) -> int | None:
         """Most calls of one answer, None for any number."""
         return None if self.is_parallel else 1

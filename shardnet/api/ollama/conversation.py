@@ -50,8 +50,6 @@ def chat_request(body: OllamaChat, model: ModelChoice) -> ChatRequest:
         for tool in body.tools or ()
         if tool.type in (None, "function") and tool.function is not None
     )
-    if tools and _has_form(body):
-        raise refused("an answer in a format has no room for tool calls: leave one out", "format")
     return _request(body, _turns(body.messages or ()), model, tools)
 
 

@@ -30,5 +30,9 @@ def line(value: object) -> bytes:
 
 
 OLLAMA = Dialect(
-    name="ollama", fault=error_answer, fault_in_stream=error_line, fault_type=OllamaError
+    name="ollama",
+    fault=error_answer,
+    fault_in_stream=error_line,
+    fault_type=OllamaError,
+    paths=("/api",),
 )

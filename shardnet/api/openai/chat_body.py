@@ -233,12 +233,6 @@ def _constraint(body: ChatBody) -> Constraint | None:
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return None
-    if body.tools and body.tool_choice != "none":
-        raise refused(
-            "an answer in a response_format has no room for tool calls: give tool_choice 'none', "
-            "or no response_format",
-            "response_format",
-        )
     if wanted.type == "json_object":
         return Constraint(kind="json")
     if wanted.json_schema is None or wanted.json_schema.schema is None:

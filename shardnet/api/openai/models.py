@@ -19,10 +19,15 @@ class ModelCard(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """All models, the default one first."""
+    """All models, the default one first.
+
+    Codex reads `models` alone, with its own instructions for each one. For what is not there it has
+    those of any model, so there is none.
+    """
 
     object: str = "list"
     data: list[ModelCard]
+    models: list[ModelCard] = msgspec.field(default_factory=list)
 
 
 def _card(model: ServedModel) -> ModelCard:

@@ -23,6 +23,7 @@ from shardnet.api.client import Client
 from shardnet.api.ollama import endpoints as ollama
 from shardnet.api.openai import endpoints as openai
 from shardnet.api.openai.faults import OPENAI
+from shardnet.api.responses import endpoints as responses
 from shardnet.api.serve.added_endpoints import check_added, installed_endpoints
 from shardnet.api.server import health
 from shardnet.api.server.app import make_app
@@ -43,7 +44,12 @@ def application(service: Service, added: Sequence[Endpoint[Any]] = ()) -> ASGIAp
 
     Raises ConfigurationError for one of these whose path is taken.
     """
-    dialects = [*openai.endpoints(), *anthropic.endpoints(), *ollama.endpoints()]
+    dialects = [
+        *openai.endpoints(),
+        *responses.endpoints(),
+        *anthropic.endpoints(),
+        *ollama.endpoints(),
+    ]
     own = [*dialects, *health.endpoints(OPENAI)]
     check_added(own, added)
     return make_app(service, [*own, *added], OPENAI)

@@ -19,11 +19,20 @@ from shardnet.api.server.service import Exchange, Service
 
 
 def make_app(service: Service, endpoints: Sequence[Endpoint[Any]], dialect: Dialect) -> ASGIApp:
-    """Make the application. Faults of paths that no endpoint has are written as `dialect` does."""
+    """Make the application.
+
+    Faults of paths that no endpoint has are written as `dialect` does, but for those below the
+    `paths` of the endpoints' own dialects.
+    """
     settings = service.settings
     every = [*endpoints, openapi_endpoint(endpoints, dialect, settings.root_path)]
     routes = [Route(one.path, Handler(service, one), methods=[one.method]) for one in every]
-    other = _unknown_endpoint(dialect, {one.path: one.method for one in every})
+    methods = {one.path: one.method for one in every}
+    for own in dict.fromkeys(one.dialect for one in endpoints):
+        for path in own.paths:
+            unknown = Handler(service, _unknown_endpoint(own, methods, path))
+            routes += [Route(path, unknown), Route(path + "/{rest:path}", unknown)]
+    routes.append(Route("/{rest:path}", Handler(service, _unknown_endpoint(dialect, methods))))
     middleware = []
     if settings.cors_origins:
         middleware.append(
@@ -35,18 +44,16 @@ def make_app(service: Service, endpoints: Sequence[Endpoint[Any]], dialect: Dial
                 expose_headers=["x-request-id", "retry-after"],
             )
         )
-    app = Starlette(
-        routes=[*routes, Route("/{path:path}", Handler(service, other), methods=None)],
-        middleware=middleware,
-    )
+    app = Starlette(routes=routes, middleware=middleware)
     return _below(app, settings.root_path) if settings.root_path else app
 
 
-def _unknown_endpoint(dialect: Dialect, methods: dict[str, str]) -> Endpoint[None]:
-    """Make the endpoint of every path that no other one has."""
+def _unknown_endpoint(dialect: Dialect, methods: dict[str, str], below: str = "") -> Endpoint[None]:
+    """Make the endpoint of every path `below` another that no other one has."""
 
     async def refuse(exchange: Exchange, body: None) -> Reply:
-        path = "/" + exchange.path_parameters["path"]
+        rest = exchange.path_parameters.get("rest")
+        path = below if rest is None else f"{below}/{rest}"
         if path in methods:
             message, status = f"{path[:200]} is asked with {methods[path]}", 405
             headers: tuple[tuple[str, str], ...] = (("allow", methods[path]),)

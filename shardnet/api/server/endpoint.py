@@ -54,7 +54,8 @@ Reply = Json | Text | Stream
 class Dialect:
     """How a family of endpoints writes a fault: as an answer, and inside a stream.
 
-    Answers have the id of the request in each of the `id_headers`.
+    Answers have the id of the request in each of the `id_headers`. `paths` are where its programs
+    look for what there is not, too: faults of other paths below them are written in this form.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Dialect:
     fault_in_stream: Callable[[Fault], bytes]
     fault_type: type[msgspec.Struct]
     id_headers: tuple[str, ...] = ("x-request-id",)
+    paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,8 @@ from shardnet.tokenizers.grammar.vocabulary import NO_TOKEN, parser_limits
 
 _FEW_BYTES = 256
 """Where one text is forced, no more tokens than this mask has can begin it."""
+_TOKEN = b"\xff"
+"""How llguidance begins what stands for a token by its id. No text has this byte."""
 _FORBIDDEN = "doesn't satisfy the grammar"
 """In llguidance's error for a token that a mask forbids."""
 
@@ -114,7 +116,9 @@ class GrammarMatcher:
         mask = self.mask()
         if mask.form is MaskForm.FORBIDDEN or len(mask.data) > _FEW_BYTES:
             return []
-        text = self._matcher.compute_ff_bytes().decode("utf-8", "ignore")
+        # Of a copy: where a token is meant by its id, it cannot go on from where it looked.
+        said = self._matcher.deep_copy().compute_ff_bytes().partition(_TOKEN)[0]
+        text = said.decode("utf-8", "ignore")
         return self._tokenizer.greedy_tokenize(text)[:limit]
 
     def _too_complex(self) -> UsageError:

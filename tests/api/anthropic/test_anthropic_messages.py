@@ -147,13 +147,6 @@ def test_options_have_anthropics_names_and_defaults() -> None:
         ({"system": [IMAGE]}, "system[0]"),
         ({"tool_choice": {"type": "any"}, "tools": [{"type": "web_search"}]}, "tool_choice"),
         ({"tool_choice": {"type": "tool", "name": "a"}, "tools": [WEATHER]}, "tool_choice.name"),
-        (
-            {
-                "output_config": {"format": {"type": "json_schema", "schema": {}}},
-                "tools": [WEATHER],
-            },
-            "output_config.format",
-        ),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], parameter: str) -> None:

@@ -17,7 +17,9 @@ from shardnet.api.chat_formats.deltas import (
     ToolCallDelta,
     ToolCallStarted,
 )
+from shardnet.constraints import Constraint
 from shardnet.types import SamplingParams
+from shardnet.wire.messages import generation
 from shardnet.wire.messages.plans import ModelChoice
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"at": 1}}</tool_call>'
@@ -102,5 +104,39 @@ def test_the_nodes_are_sent_the_whole_conversation() -> None:
             none = chat(*turns, tools=(WEATHER,), tool_choice="none")
             await collected(run_chat(client, none, is_streamed=True))
             assert node.asked[-1].tools == ""
+
+    asyncio.run(main())
+
+
+def test_a_call_that_must_come_is_a_constraint() -> None:
+    async def main() -> None:
+        node = ScriptedNode()
+
+        async def sent(text: str, **fields: Any) -> Constraint | None:
+            asked = chat(user(text), tools=(WEATHER,), **fields)
+            await collected(run_chat(client, asked, is_streamed=True))
+            message = node.asked[-1].constraint
+            return None if message is None else message.params()
+
+        async with client_of(node) as client:
+            assert await sent("hi") is None
+            forced = await sent("hi", tool_choice="required")
+            assert forced is not None
+            assert (forced.kind, "weather" in forced.text) == ("lark", True)
+            assert forced.text.startswith("start: (")  # reasoning may come first
+            begun = await sent("hi <think>\n", tool_choice="required", forced_tool="weather")
+            assert begun is not None
+            assert begun.text.startswith("start: r")  # or goes on
+            answer = Constraint(kind="json")
+            asked = chat(user("hi"), tools=(WEATHER,))
+            asked.options["constraint"] = answer
+            await collected(run_chat(client, asked, is_streamed=True))
+            either = node.asked[-1].constraint
+            assert either is not None
+            assert either.kind == "lark"
+            alone = chat(user("hi"))
+            alone.options["constraint"] = answer
+            await collected(run_chat(client, alone, is_streamed=True))
+            assert node.asked[-1].constraint == generation.Constraint.of(answer)
 
     asyncio.run(main())

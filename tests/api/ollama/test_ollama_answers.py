@@ -126,7 +126,7 @@ def test_models_are_listed_and_described() -> None:
             assert all(len(model["digest"]) == 64 for model in models)
 
             shown = (await ask(server.app, "/api/show", {"model": "shardnet/default"})).json
-            assert shown["capabilities"] == ["completion", "tools"]
+            assert shown["capabilities"] == ["completion", "tools", "thinking"]
             family = shown["model_info"]["general.architecture"]
             assert shown["model_info"][f"{family}.context_length"] == 64
             # Of a model that was never used no more is asked than what the nodes say of it.
@@ -134,7 +134,7 @@ def test_models_are_listed_and_described() -> None:
             assert other["capabilities"] == ["completion"]
             await ask(server.app, CHAT, saying("a", model="big-llama", stream=False))
             used = (await ask(server.app, "/api/show", {"model": "big-llama"})).json
-            assert used["capabilities"] == ["completion", "tools"]
+            assert used["capabilities"] == ["completion", "tools", "thinking"]
             assert (await ask(server.app, "/api/show", {"model": "other"})).status == 404
 
             assert (await ask(server.app, "/api/ps")).json == {"models": []}

@@ -108,7 +108,6 @@ def test_formats_are_constraints() -> None:
         ({"messages": [{"role": "user", "content": "a", "images": ["aa"]}]}, "messages[0].images"),
         ({"options": {"temperature": -1}}, "options.temperature"),
         ({"format": "xml"}, "format"),
-        ({"format": "json", "tools": [{"function": {"name": "f"}}]}, "format"),
         ({"top_logprobs": 2}, "top_logprobs"),
     ],
 )

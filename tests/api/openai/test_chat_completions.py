@@ -117,13 +117,6 @@ def test_response_formats_are_constraints() -> None:
         ({"functions": [{"name": "a"}]}, "functions"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        (
-            {
-                "response_format": {"type": "json_object"},
-                "tools": [{"type": "function", "function": {"name": "a"}}],
-            },
-            "response_format",
-        ),
         ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice"),
         ({"tool_choice": "maybe"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),

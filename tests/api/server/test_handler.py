@@ -160,6 +160,19 @@ def test_other_paths_and_methods_are_refused_in_the_same_form() -> None:
             assert (missing.status, missing.json["error"]["type"]) == (404, "invalid_request_error")
             wrong = await ask(server.app, COMPLETIONS)
             assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+            assert "is asked with POST" in wrong.json["error"]["message"]
+            for path, status in (("/v1/messages", 405), ("/v1/messages/batches", 404)):
+                answer = await ask(server.app, path)
+                kind = "invalid_request_error" if status == 405 else "not_found_error"
+                assert (answer.status, answer.json["error"]["type"]) == (status, kind)
+                assert (answer.json["type"], path in answer.json["error"]["message"]) == (
+                    "error",
+                    True,
+                )
+            for path, status in (("/api/chat", 405), ("/api/pull", 404), ("/api", 404)):
+                answer = await ask(server.app, path)
+                assert (answer.status, [*answer.json]) == (status, ["error"])
+                assert path in answer.json["error"]
 
     asyncio.run(main())
 

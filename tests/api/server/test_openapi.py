@@ -20,6 +20,7 @@ def test_the_document_names_every_endpoint_and_only_schemas_that_it_has() -> Non
                 "/v1/models/{name}",
                 "/v1/messages",
                 "/v1/messages/count_tokens",
+                "/v1/responses",
                 "/tokenize",
                 "/metrics",
             }

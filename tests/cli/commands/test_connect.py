@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import tomllib
 
 import pytest
 import typer
@@ -35,6 +36,11 @@ def test_settings_read_back_as_they_were_meant() -> None:
         SERVED.key,
     )
     assert claude["ANTHROPIC_MODEL"] == SERVED.model
+    codex = tomllib.loads(written("codex"))
+    provider = codex["model_providers"][codex["model_provider"]]
+    assert (codex["model"], codex["model_context_window"]) == (SERVED.model, SERVED.context)
+    assert (provider["base_url"], provider["wire_api"]) == (openai, "responses")
+    assert provider["experimental_bearer_token"] == SERVED.key
 
     [model] = yaml.safe_load(written("continue"))["models"]
     assert (model["apiBase"], model["apiKey"], model["model"]) == (

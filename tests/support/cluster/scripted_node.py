@@ -44,7 +44,7 @@ from shardnet.wire.messages.plans import ModelChoice, PlanReply, PlanRequest
 from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
 
 MODELS = ("org/Tiny-Llama", "org/Big-Llama")
-TEMPLATE = "{{ tools }} <tool_call>"
+TEMPLATE = "{{ tools }} <tool_call> <think>"
 """That of a model which writes calls as Hermes does, and <think> around its reasoning."""
 NO_TIME = Timing(load_s=0, ttft_s=0, decode_tok_s=0, total_s=0, per_stage=())
 

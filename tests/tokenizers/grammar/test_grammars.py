@@ -85,6 +85,15 @@ def test_each_kind_is_followed_to_its_end(
     assert EOS in allowed(matcher.mask())
 
 
+def test_what_is_drafted_ends_before_a_token_that_is_meant_by_its_id(grammars: Grammars) -> None:
+    matcher = grammars.matcher(Constraint(kind="lark", text='start: "ab" <[3]> "cd"'))
+    assert matcher.forced(9) == ids("ab")
+    follow(matcher, "ab")
+    assert (allowed(matcher.mask()), matcher.forced(9)) == ({YES}, [])
+    matcher.advance(YES)
+    assert matcher.forced(9) == ids("cd")
+
+
 def test_drafts_count_up_to_the_first_that_is_forbidden(grammars: Grammars) -> None:
     matcher = follow(grammars.matcher(Constraint(kind="regex", text="ab[0-9]{2}")), "a")
     first = matcher.mask()

@@ -1,0 +1,152 @@
+"""Calls whose arguments are a JSON object, in the format of each family.
+
+Pure. Writes what chat_formats reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shardnet.api.chat_formats.json_text import Tool
+from shardnet.api.chat_grammars.lark import Lark
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """What calls are written with: the grammar, the tools of which one is called, the template.
+
+    Any number of calls may follow each other if it `is_parallel`; `has_answer` where JSON may stand
+    in their place.
+    """
+
+    lark: Lark
+    tools: Sequence[Tool]
+    template: str
+    is_parallel: bool
+    has_answer: bool = False
+
+    def one_of(self, write: Callable[[Tool], str]) -> str:
+        """Write a call of any of the tools."""
+        return self.lark.any_of(map(write, self.tools))
+
+    def repeated(self, call: str, divider: str = "") -> str:
+        """Write one call, or several with a divider between them."""
+        if not self.is_parallel:
+            return call
+        between = f"{self.lark.literal(divider)} " if divider else ""
+        return f"{call} ({between}{call})*"
+
+    def arguments(self, tool: Tool) -> str:
+        """Write a tool's arguments as a JSON object."""
+        return self.lark.json({**tool.parameters, "type": "object"})
+
+    def as_object(self, arguments: str = "arguments") -> str:
+        """Write a call as an object with a name and what is called `arguments`."""
+
+        def write(tool: Tool) -> str:
+            begin = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{arguments}": '
+            return f'{self.lark.literal(begin)} {self.arguments(tool)} "}}"'
+
+        return self.one_of(write)
+
+
+def hermes(form: CallForm) -> str:
+    """Write `<tool_call>`, an object and `</tool_call>` for each call."""
+    lark = form.lark
+    call = f'{lark.mark("<tool_call>")} "\\n" {form.as_object()} "\\n" {lark.mark("</tool_call>")}'
+    return form.repeated(lark.rule(call), "\n")
+
+
+def llama(form: CallForm) -> str:
+    """Write one object: these models call one tool at a time.
+
+    Beside JSON it has a tag before it: two objects that begin alike cannot be told apart.
+    """
+    call = form.as_object("parameters")
+    if not form.has_answer:
+        return call
+    known = [tag for tag in ("<|python_tag|>", "<|python_start|>") if form.lark.has(tag)]
+    return f"{form.lark.mark(known[0] if known else '<|python_tag|>')} {call}"
+
+
+def mistral(form: CallForm) -> str:
+    """Write a name and an object by marks for each call, or, before there were such, one list."""
+    lark = form.lark
+    calls = lark.mark("[TOOL_CALLS]")
+    if "[ARGS]" not in form.template and not lark.has("[ARGS]"):
+        return f'{calls} " "? {_list(form)}'
+
+    def write(tool: Tool) -> str:
+        name = lark.literal(tool.name)
+        return f"{calls} {name} {lark.mark('[ARGS]')} {form.arguments(tool)}"
+
+    return form.repeated(form.one_of(write))
+
+
+def listed(form: CallForm) -> str:
+    """Write a mark and a list of objects."""
+    return f"{form.lark.mark('<|tool_call|>')} {_list(form)}"
+
+
+def _list(form: CallForm) -> str:
+    return f'"[" {form.repeated(form.as_object(), ", ")} "]"'
+
+
+def harmony(form: CallForm) -> str:
+    """Write the message of one call; its end is where these models stop."""
+    lark = form.lark
+
+    def write(tool: Tool) -> str:
+        to = lark.literal(f"commentary to=functions.{tool.name} ")
+        head = f'{lark.mark("<|channel|>")} {to} {lark.mark("<|constrain|>")} "json"'
+        return f"{head} {lark.mark('<|message|>')} {form.arguments(tool)}"
+
+    return form.one_of(write)
+
+
+def deepseek(form: CallForm) -> str:
+    """Write a section of calls: a name and an object by marks, in V3 with the object in a block."""
+    lark = form.lark
+    begin, separator = lark.mark("<｜tool▁call▁begin｜>"), lark.mark("<｜tool▁sep｜>")
+    has_block = "```json" in form.template
+
+    def write(tool: Tool) -> str:
+        if not has_block:
+            body = f"{lark.literal(tool.name)} {separator} {form.arguments(tool)}"
+        else:
+            name = lark.literal(f"{tool.name}\n```json\n")
+            body = f'"function" {separator} {name} {form.arguments(tool)} "\\n```"'
+        return f"{begin} {body} {lark.mark('<｜tool▁call▁end｜>')}"
+
+    calls = form.repeated(form.one_of(write), "\n" if has_block else "")
+    first, last = lark.mark("<｜tool▁calls▁begin｜>"), lark.mark("<｜tool▁calls▁end｜>")
+    return f"{first} {calls} {last}"
+
+
+def kimi(form: CallForm) -> str:
+    """Write a section of calls, each with its number behind its name."""
+    lark = form.lark
+
+    def write(tool: Tool) -> str:
+        name = f"{lark.literal(f'functions.{tool.name}:')} /[0-9]{{1,3}}/"
+        head = f"{lark.mark('<|tool_call_begin|>')} {name}"
+        body = f"{lark.mark('<|tool_call_argument_begin|>')} {form.arguments(tool)}"
+        return f"{head} {body} {lark.mark('<|tool_call_end|>')}"
+
+    first, last = lark.mark("<|tool_calls_section_begin|>"), lark.mark("<|tool_calls_section_end|>")
+    return f"{first} {form.repeated(form.one_of(write))} {last}"
+
+
+WRITERS: Final[Mapping[str, Callable[[CallForm], str]]] = {
+    "hermes": hermes,
+    "llama": llama,
+    "mistral": mistral,
+    "list": listed,
+    "harmony": harmony,
+    "deepseek": deepseek,
+    "kimi-k2": kimi,
+}
+"""By the names of formats."""

@@ -1,0 +1,234 @@
+"""Calls that have an element for each argument, in the format of each family.
+
+Pure. Writes what chat_formats reads: text stands in its element as it is, all else as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from shardnet.api.chat_formats.json_text import Tool
+from shardnet.api.chat_grammars.calls import CallForm
+from shardnet.api.chat_grammars.lark import Lark
+
+_ANY_KEY: Final = "/[A-Za-z0-9_.-]{1,64}/"
+_QUOTE: Final = '<|"|>'
+_MOST_DEPTH: Final = 8
+"""Of schemas within each other that are kept to; deeper values may be anything."""
+_INTEGER: Final = "-?(0|[1-9][0-9]{0,17})"
+
+
+def qwen_xml(form: CallForm) -> str:
+    """Write `<function=NAME>` with a `<parameter=KEY>` for each argument, between two marks."""
+    lark = form.lark
+    end = "\n</parameter>\n"
+
+    def write(tool: Tool) -> str:
+        inside = "".join(
+            _times(f'"<parameter=" {key} ">\\n" {value}', times)
+            for key, value, _, times in _arguments(
+                lark, tool, text=lambda: lark.text_to(end), end=lark.literal(end)
+            )
+        )
+        return f'{lark.literal(f"<function={tool.name}>")} "\\n" {inside}"</function>"'
+
+    begin, close = lark.mark("<tool_call>"), lark.mark("</tool_call>")
+    call = lark.rule(f'{begin} "\\n" {form.one_of(write)} "\\n" {close}')
+    return form.repeated(call, "\n")
+
+
+def glm(form: CallForm) -> str:
+    """Write a name, then keys and values between marks."""
+    lark = form.lark
+    first, last = lark.mark("<arg_key>"), lark.mark("</arg_key>")
+
+    def write(tool: Tool) -> str:
+        inside = "".join(
+            _times(f'{first} {key} {last} "\\n"? {lark.mark("<arg_value>")} {value} "\\n"?', times)
+            for key, value, _, times in _arguments(
+                lark,
+                tool,
+                text=lambda: lark.text_to("</arg_value>"),
+                end=lark.mark("</arg_value>"),
+            )
+        )
+        return f'{lark.literal(tool.name)} "\\n"? {inside}'
+
+    call = f"{lark.mark('<tool_call>')} {form.one_of(write)} {lark.mark('</tool_call>')}"
+    return form.repeated(lark.rule(call), "\n")
+
+
+def dsml(form: CallForm) -> str:
+    """Write a section with an `invoke` for each call and a `parameter` for each argument."""
+    lark = form.lark
+    word = "tool_calls" if "｜DSML｜tool_calls" in form.template else "function_calls"
+
+    def tag(text: str, begin: str = "<") -> str:
+        return f"{lark.literal(begin)} {lark.mark('｜DSML｜')} {lark.literal(text)}"
+
+    def text() -> str:
+        if not lark.has("｜DSML｜"):
+            return lark.text_to("</｜DSML｜parameter>\n")
+        return f'{lark.text_to("｜DSML｜", "</")} "parameter>\\n"'
+
+    def write(tool: Tool) -> str:
+        inside = "".join(
+            _times(
+                f"{tag(_NAMED)} {key} {lark.literal(_IS_TEXT if is_text else _IS_JSON)} {value}",
+                times,
+            )
+            for key, value, is_text, times in _arguments(
+                lark, tool, text=text, end=tag("parameter>\n", "</")
+            )
+        )
+        begin = tag(f'invoke name="{tool.name}">\n')
+        return f"{begin} {inside}{tag('invoke>', '</')}"
+
+    calls = form.repeated(form.one_of(write), "\n")
+    return f"{tag(word + '>')} {lark.literal(chr(10))} {calls} {tag(word + '>', chr(10) + '</')}"
+
+
+_NAMED: Final = 'parameter name="'
+_IS_TEXT: Final = '" string="true">'
+_IS_JSON: Final = '" string="false">'
+
+
+def _times(element: str, times: str) -> str:
+    return f"({element}){times} " if times else f"{element} "
+
+
+def _arguments(
+    lark: Lark, tool: Tool, *, text: Callable[[], str], end: str
+) -> list[tuple[str, str, bool, str]]:
+    """Return each argument of a tool: its key, its value with the end of the element, whether that
+    is text, and how often it may come ("" once, ? or *). `text` writes any text and that end.
+    """
+    properties = _properties(tool)
+    if properties is None:
+        return [(_ANY_KEY, text(), True, "*")]
+    found = []
+    for name, schema in properties.items():
+        types = tool.types_of(name)
+        is_text = not types or "string" in types
+        if texts := _texts(schema):
+            value = f"{lark.any_of(map(lark.literal, texts))} {end}"
+        elif is_text:
+            value = text()
+        else:
+            value = f"{lark.json(_with_definitions(schema, tool))} {end}"
+        found.append((lark.literal(name), value, is_text, "" if name in _needed(tool) else "?"))
+    return found
+
+
+def _properties(tool: Tool) -> Mapping[str, Any] | None:
+    """Return the schemas of the arguments by name, None if any may be given."""
+    properties = tool.parameters.get("properties")
+    return properties if isinstance(properties, Mapping) else None
+
+
+def _needed(tool: Tool) -> Sequence[Any]:
+    needed = tool.parameters.get("required")
+    return needed if isinstance(needed, list) else ()
+
+
+def _texts(schema: object) -> list[str]:
+    """Return the texts of which a value must be one, none if it may be another."""
+    listed = schema.get("enum") if isinstance(schema, Mapping) else None
+    is_texts = isinstance(listed, list) and all(isinstance(one, str) for one in listed)
+    return listed if isinstance(listed, list) and is_texts else []
+
+
+def _with_definitions(schema: object, tool: Tool) -> Mapping[str, Any]:
+    """Return the schema of an argument, with the definitions that it may refer to."""
+    return {**_definitions(tool), **(schema if isinstance(schema, Mapping) else {})}
+
+
+def _definitions(tool: Tool) -> dict[str, Any]:
+    whole = tool.parameters
+    return {name: whole[name] for name in ("$defs", "definitions") if name in whole}
+
+
+def gemma(form: CallForm) -> str:
+    """Write an object with bare keys, whose strings stand between two equal marks."""
+    lark = form.lark
+    values = _BareValues(lark)
+
+    def write(tool: Tool) -> str:
+        return f"{lark.literal(f'call:{tool.name}')} {values.object_of(tool, _MOST_DEPTH)}"
+
+    call = f"{lark.mark('<|tool_call>')} {form.one_of(write)} {lark.mark('<tool_call|>')}"
+    return form.repeated(lark.rule(call))
+
+
+class _BareValues:
+    """The values of Gemma's calls, by schemas down to some depth."""
+
+    def __init__(self, lark: Lark) -> None:
+        self._lark = lark
+        self._quote = quote = lark.mark(_QUOTE)
+        self._plain = {
+            "string": lark.rule(f"{quote} {lark.text_to(_QUOTE)}"),
+            "integer": lark.rule(f"/{_INTEGER}/"),
+            "number": lark.rule(f"/{_INTEGER}(\\.[0-9]{{1,17}})?/"),
+            "boolean": lark.any_of(('"true"', '"false"')),
+            "null": '"null"',
+        }
+        lark.define("bare", " | ".join([*self._plain.values(), "bare_list", "bare_object"]))
+        lark.define("bare_list", self._list("bare"))
+        pair = f'{_ANY_KEY} ":" bare'
+        lark.define("bare_object", f'"{{" ({pair} ("," {pair})*)? "}}"')
+
+    def object_of(self, tool: Tool, depth: int) -> str:
+        """Write the arguments of a tool, or an object with such a schema."""
+        properties = _properties(tool)
+        if properties is None:
+            return "bare_object"
+        pairs = [
+            (
+                f"{self._lark.literal(name + ':')} {self._value(tool, name, schema, depth)}",
+                name in _needed(tool),
+            )
+            for name, schema in properties.items()
+        ]
+        return f'"{{" {_divided(self._lark, pairs)} "}}"'
+
+    def _value(self, tool: Tool, name: str, schema: object, depth: int) -> str:
+        if texts := _texts(schema):
+            written = (self._lark.literal(text) for text in texts)
+            return self._lark.any_of(f"{self._quote} {text} {self._quote}" for text in written)
+        inside = schema if isinstance(schema, Mapping) and depth else {}
+        known = []
+        for kind in sorted(tool.types_of(name)):
+            if kind == "object":
+                known.append(self.object_of(Tool("", {**_definitions(tool), **inside}), depth - 1))
+            elif kind == "array" and "items" in inside:
+                item = Tool("", {**_definitions(tool), "properties": {"": inside["items"]}})
+                known.append(self._list(self._value(item, "", inside["items"], depth - 1)))
+            elif kind == "array":
+                known.append("bare_list")
+            elif kind in self._plain:
+                known.append(self._plain[kind])
+        return self._lark.any_of(known) if known else "bare"
+
+    def _list(self, item: str) -> str:
+        return f'"[" ({item} ("," {item})*)? "]"'
+
+
+def _divided(lark: Lark, parts: Sequence[tuple[str, bool]]) -> str:
+    """Write parts with commas between them, of which those that are not needed may be left out."""
+    first = more = '""'  # of what follows: as the first that is written, or behind others
+    for part, is_needed in reversed(parts):
+        here, behind = f"{part} {more}", f'"," {part} {more}'
+        first = lark.rule(here if is_needed else f"{here} | {first}")
+        more = lark.rule(behind if is_needed else f"{behind} | {more}")
+    return first
+
+
+WRITERS: Final[Mapping[str, Callable[[CallForm], str]]] = {
+    "qwen-xml": qwen_xml,
+    "glm": glm,
+    "deepseek-dsml": dsml,
+    "gemma": gemma,
+}
+"""By the names of formats."""

@@ -1,0 +1,35 @@
+"""How a stream of a response writes that something is wrong; answers have OpenAI's usual form."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Final
+
+from shardnet.api.openai.faults import ErrorAnswer, error_answer
+from shardnet.api.responses.answers import Response, ResponseError, ResponseFailed
+from shardnet.api.server.endpoint import Dialect, named_event
+from shardnet.api.server.errors import Fault
+
+CONTEXT_EXCEEDED: Final = "context_length_exceeded"
+"""The code by which programs know that they have to shorten a conversation."""
+
+
+def failed_event(fault: Fault) -> bytes:
+    """Write a fault as the end of a stream."""
+    code = CONTEXT_EXCEEDED if fault.n_prompt is not None else fault.code or fault.kind
+    event = ResponseFailed(
+        response=Response(
+            id=f"resp_{uuid.uuid4().hex}",
+            created_at=int(time.time()),
+            status="failed",
+            model="",
+            error=ResponseError(code=code, message=fault.message),
+        )
+    )
+    return named_event("response.failed", event)
+
+
+RESPONSES: Final = Dialect(
+    name="responses", fault=error_answer, fault_in_stream=failed_event, fault_type=ErrorAnswer
+)

@@ -1,0 +1,155 @@
+"""Responses: the answer, and its stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+
+import msgspec
+
+from shardnet.api.chat.request import ChatRequest
+from shardnet.api.chat.run import Accepted, Ended, Piece, run_chat
+from shardnet.api.openai.logprobs import chat_logprobs
+from shardnet.api.responses.answers import (
+    Incomplete,
+    InputTokens,
+    Item,
+    OutputTokens,
+    ReasoningItem,
+    Response,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponseUsage,
+    StreamEvent,
+)
+from shardnet.api.responses.body import ResponseBody
+from shardnet.api.responses.conversation import response_request
+from shardnet.api.responses.faults import failed_event
+from shardnet.api.responses.items import ItemEvents
+from shardnet.api.server.endpoint import Json, Reply, Stream, comment, named_event
+from shardnet.api.server.errors import fault_of
+from shardnet.api.server.service import Exchange
+from shardnet.errors import ContextExceededError
+
+
+async def respond(exchange: Exchange, body: ResponseBody) -> Reply:
+    """Answer a conversation."""
+    served = await exchange.service.models.find(body.model)
+    request = response_request(body, served.choice)
+    response = _response(body, served.name)
+    events = _events(exchange, request, response, is_streamed=bool(body.stream))
+    if body.stream:
+        return Stream(chunks=_chunks(events), heartbeat=lambda: comment(exchange.note))
+    async with aclosing(events):
+        async for _ in events:
+            pass
+    return Json(value=response)
+
+
+async def _chunks(events: AsyncGenerator[StreamEvent, None]) -> AsyncGenerator[bytes, None]:
+    """Write the events of a stream.
+
+    That a prompt is too long is one of them, as OpenAI has it: Codex takes a status for a fault of
+    its own, and shortens the conversation when it reads the event.
+    """
+    number = 0
+    async with aclosing(events):
+        try:
+            async for event in events:
+                event.sequence_number = number
+                number += 1
+                yield named_event(str(event.__struct_config__.tag), event)
+        except ContextExceededError as error:
+            yield failed_event(fault_of(error))
+
+
+async def _events(
+    exchange: Exchange, request: ChatRequest, response: Response, *, is_streamed: bool
+) -> AsyncGenerator[StreamEvent, None]:
+    """Yield the events of a stream, and fill the response."""
+    items = ItemEvents(lambda prefix: f"{prefix}_{uuid.uuid4().hex}")
+    async with aclosing(run_chat(exchange, request, is_streamed=is_streamed)) as told_events:
+        async for told in told_events:
+            match told:
+                case Accepted():
+                    yield ResponseCreated(response=response)
+                    yield ResponseInProgress(response=response)
+                case Piece():
+                    for event in _of_piece(items, told):
+                        yield event
+                case Ended():
+                    is_cut = told.finish_reason == "length"
+                    response.status = "incomplete" if is_cut else "completed"
+                    for event in items.end(response.status):
+                        yield event
+                    response.output = items.items
+                    response.usage = _usage(told, items.items)
+                    if is_cut:
+                        response.incomplete_details = Incomplete(reason="max_output_tokens")
+                        yield ResponseIncomplete(response=response)
+                    else:
+                        yield ResponseCompleted(response=response)
+
+
+def _of_piece(items: ItemEvents, piece: Piece) -> Iterator[StreamEvent]:
+    logprobs = chat_logprobs(piece.logprobs).content
+    for delta in piece.deltas:
+        yield from items.take(delta, logprobs)
+        logprobs = []
+    items.wait(logprobs)
+
+
+def _response(body: ResponseBody, model: str) -> Response:
+    """Make the response that has nothing yet."""
+    return Response(
+        id=f"resp_{uuid.uuid4().hex}",
+        created_at=int(time.time()),
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model=model,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        prompt_cache_key=body.prompt_cache_key,
+        reasoning=msgspec.to_builtins(body.reasoning) or {"effort": None, "summary": None},
+        temperature=1.0 if body.temperature is None else body.temperature,
+        text=msgspec.to_builtins(body.text) or {"format": {"type": "text"}},
+        tool_choice=msgspec.to_builtins(body.tool_choice) or "auto",
+        tools=[msgspec.to_builtins(tool) for tool in body.tools or ()],
+        top_logprobs=body.top_logprobs or 0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        user=body.user,
+    )
+
+
+def _usage(ended: Ended, items: Sequence[Item]) -> ResponseUsage:
+    usage = ended.result.usage
+    thoughts = [
+        "".join(part.text for part in item.content)
+        for item in items
+        if isinstance(item, ReasoningItem)
+    ]
+    n_thought = tokens_up_to(thoughts, ended.result.tokens)
+    return ResponseUsage(
+        input_tokens=usage.n_prompt,
+        input_tokens_details=InputTokens(cached_tokens=usage.n_reused),
+        output_tokens=usage.n_generated,
+        output_tokens_details=OutputTokens(reasoning_tokens=n_thought),
+        total_tokens=usage.n_prompt + usage.n_generated,
+    )
+
+
+def tokens_up_to(texts: Sequence[str], tokens: Sequence[str]) -> int:
+    """Return how many tokens were written when the last of `texts` ended, as far as found."""
+    written, end = "".join(tokens), 0
+    for text in texts:
+        at = written.find(text, end)
+        end = end if at < 0 else at + len(text)
+    n_tokens = n_characters = 0
+    while n_characters < end and n_tokens < len(tokens):
+        n_characters += len(tokens[n_tokens])
+        n_tokens += 1
+    return n_tokens

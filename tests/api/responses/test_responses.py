@@ -1,0 +1,273 @@
+"""Responses: what items mean, how answers, streams and errors are written, what Codex asks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from support.servers.asgi_client import ask
+from support.servers.http_app import served
+
+from shardnet.api.chat.request import ChatTurn, ToolCall
+from shardnet.api.responses.body import ResponseBody
+from shardnet.api.responses.conversation import response_request
+from shardnet.api.responses.faults import failed_event
+from shardnet.api.responses.responses import tokens_up_to
+from shardnet.api.server.bodies import decode_body
+from shardnet.api.server.errors import HttpError, fault_of
+from shardnet.constraints import Constraint
+from shardnet.errors import ContextExceededError, QueueFullError
+from shardnet.wire.messages.plans import ModelChoice
+
+RESPONSES = "/v1/responses"
+SHELL = {"type": "function", "name": "shell", "parameters": {"type": "object"}, "strict": False}
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
+OTHER = {**SHELL, "name": "plan"}
+
+
+def request(**fields: Any) -> Any:
+    raw = msgspec.json.encode(fields)
+    return response_request(decode_body(raw, ResponseBody), ModelChoice(model="m"))
+
+
+def user(*texts: str) -> dict[str, Any]:
+    parts = [{"type": "input_text", "text": text} for text in texts]
+    return {"type": "message", "role": "user", "content": parts}
+
+
+def call(name: str, call_id: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function_call", "name": name, "call_id": call_id, **fields}
+
+
+def test_items_are_turns() -> None:
+    asked = request(
+        instructions="be brief",
+        input=[
+            {"role": "developer", "content": "no network"},
+            user("a", "b"),
+            user("c"),
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "hm"}],
+                "encrypted_content": None,
+            },
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "I look", "annotations": []}],
+            },
+            call("shell", "c1", arguments='{"cmd": 1}'),
+            {"type": "custom_tool_call", "name": "patch", "call_id": "c2", "input": "*** x"},
+            {"type": "web_search_call", "id": "w", "status": "completed", "action": {"query": "q"}},
+            {"type": "function_call_output", "call_id": "c1", "output": "ok"},
+            {
+                "type": "custom_tool_call_output",
+                "call_id": "c2",
+                "output": [{"type": "input_text", "text": "done"}],
+            },
+            {"type": "function_call_output", "call_id": "c9", "output": {"success": True}},
+        ],
+    )
+    calls = (
+        ToolCall(call_id="c1", name="shell", arguments='{"cmd": 1}'),
+        ToolCall(call_id="c2", name="patch", arguments='{"input": "*** x"}'),
+    )
+    assert asked.turns == (
+        ChatTurn(role="system", content="be brief\nno network"),
+        ChatTurn(role="user", content="a\nb\nc"),
+        ChatTurn(role="assistant", content="I look", reasoning="hm", tool_calls=calls),
+        ChatTurn(role="tool", content="ok", tool_call_id="c1", name="shell"),
+        ChatTurn(role="tool", content="done", tool_call_id="c2", name="patch"),
+        ChatTurn(role="tool", content='{"success": true}', tool_call_id="c9"),
+    )
+    assert request(input="hi").turns == (ChatTurn(role="user", content="hi"),)
+    for empty in ("", [], None):
+        assert request(input=empty).turns == (ChatTurn(role="user"),)
+
+
+def test_options_have_the_names_of_responses() -> None:
+    plain = request(input="a")
+    assert (plain.sampling.temperature, plain.sampling.n_logprobs) == (1.0, None)
+    schema = {"type": "json_schema", "name": "a", "schema": {"type": "array"}, "strict": True}
+    asked = request(
+        input="a",
+        max_output_tokens=7,
+        reasoning={"effort": "xhigh", "summary": "auto"},
+        text={"verbosity": "low", "format": schema},
+        include=["reasoning.encrypted_content", "message.output_text.logprobs"],
+        store=False,
+        service_tier="auto",
+        top_k=3,
+    )
+    assert asked.options["max_tokens"] == 7
+    assert asked.options["constraint"] == Constraint(kind="json_schema", text='{"type": "array"}')
+    assert asked.template_options == {"reasoning_effort": "high"}
+    assert (asked.sampling.n_logprobs, asked.sampling.top_k) == (0, 3)
+    thoughtless = request(input="a", reasoning={"effort": "none"})
+    assert thoughtless.template_options == {"enable_thinking": False, "thinking": False}
+    tools = [SHELL, OTHER, {"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}]
+    for choice, meant in (
+        (None, ("auto", "", ["shell", "plan"])),
+        ("required", ("required", "", ["shell", "plan"])),
+        ({"type": "function", "name": "plan"}, ("required", "plan", ["shell", "plan"])),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [OTHER]},
+            ("required", "", ["plan"]),
+        ),
+    ):
+        asked = request(input="a", tools=tools, tool_choice=choice)
+        names = [tool.name for tool in asked.tools]
+        assert (asked.tool_choice, asked.forced_tool, names) == meant
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": {"id": "c"}}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"background": True}, "background"),
+        ({"n": 2}, "n"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+        ),
+        ({"input": [{"content": "a"}]}, "input[0].role"),
+        ({"input": [call("f", "")]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call", "call_id": "a"}]}, "input[0].name"),
+        ({"tool_choice": {"type": "function", "name": "f"}, "tools": [SHELL]}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}, "tools": [SHELL]}, "tool_choice"),
+        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        request(**{"input": "a", **fields})
+    assert (caught.value.fault.status, caught.value.fault.parameter) == (400, parameter)
+    assert parameter in caught.value.fault.message
+
+
+def test_an_answer_and_its_stream_say_the_same() -> None:
+    words = (
+        '<think>hm</think>I look.<tool_call>{"name": "shell", "arguments": {"a": 1}}</tool_call>'
+        '<tool_call>{"name": "shell", "arguments": {}}</tool_call>'
+    )
+
+    def kept(response: dict[str, Any]) -> dict[str, Any]:
+        for item in response["output"]:
+            assert item.pop("id")
+            item.pop("call_id", None)
+        return {**response, "id": "", "created_at": 0}
+
+    async def main() -> None:
+        async with served() as server:
+            body = {
+                "model": "tiny-llama",
+                "instructions": "be brief",
+                "input": [user(words)],
+                "tools": [SHELL],
+                "metadata": {"a": "b"},
+            }
+            answer = (await ask(server.app, RESPONSES, body)).json
+            assert answer["id"].startswith("resp_")
+            assert (answer["object"], answer["status"]) == ("response", "completed")
+            assert (answer["model"], answer["metadata"]) == ("org/Tiny-Llama", {"a": "b"})
+            assert answer["error"] is answer["incomplete_details"] is None
+            thought, said, first, second = answer["output"]
+            assert thought["content"] == [{"type": "reasoning_text", "text": "hm"}]
+            assert (thought["type"], thought["summary"]) == ("reasoning", [])
+            [part] = said["content"]
+            assert (said["role"], part["type"], part["text"]) == (
+                "assistant",
+                "output_text",
+                "I look.",
+            )
+            assert (first["type"], first["name"]) == ("function_call", "shell")
+            assert (first["arguments"], second["arguments"]) == ('{"a": 1}', "{}")
+            assert first["call_id"] != second["call_id"]
+            assert {item["status"] for item in answer["output"]} == {"completed"}
+            usage = answer["usage"]
+            assert (usage["input_tokens"], usage["input_tokens_details"]) == (
+                2,
+                {"cached_tokens": 1},
+            )
+            assert usage["output_tokens_details"]["reasoning_tokens"] == len("<think>hm")
+
+            exchanged = await ask(server.app, RESPONSES, {**body, "stream": True})
+            events = exchanged.events
+            assert [event["sequence_number"] for event in events] == [*range(len(events))]
+            names = [
+                line[7:] for line in exchanged.content.decode().split("\n") if "event:" in line
+            ]
+            assert names == [event["type"] for event in events]
+            assert names[:2] == ["response.created", "response.in_progress"]
+            assert (events[0]["response"]["status"], events[0]["response"]["output"]) == (
+                "in_progress",
+                [],
+            )
+            assert kept(events[-1]["response"]) == kept(answer)
+            assert names[-1] == "response.completed"
+            told: list[dict[str, Any]] = []
+            for event in events:
+                kind = event["type"].removeprefix("response.")
+                if kind == "output_item.added":
+                    assert event["output_index"] == len(told)
+                    told.append({"first": event["item"], "text": "", "kinds": []})
+                elif kind.endswith(".delta"):
+                    told[event["output_index"]]["text"] += event["delta"]
+                    assert event["item_id"] == told[event["output_index"]]["first"]["id"]
+                elif kind == "output_item.done":
+                    told[event["output_index"]]["last"] = event["item"]
+                if "output_index" in event:
+                    told[event["output_index"]]["kinds"].append(kind)
+            assert [one["text"] for one in told] == ["hm", "I look.", '{"a": 1}', "{}"]
+            assert told[1]["kinds"][:2] == ["output_item.added", "content_part.added"]
+            assert told[1]["kinds"][-3:] == [
+                "output_text.done",
+                "content_part.done",
+                "output_item.done",
+            ]
+            assert told[2]["first"]["arguments"] == ""
+            assert told[2]["last"]["arguments"] == '{"a": 1}'
+
+    asyncio.run(main())
+
+
+def test_errors_have_a_status_but_a_prompt_that_is_too_long_for_a_stream() -> None:
+    async def main() -> None:
+        async with served() as server:
+            error = (await ask(server.app, RESPONSES, {"input": "long"})).json["error"]
+            assert (error["type"], error["n_ctx"]) == ("exceed_context_size_error", 64)
+            streamed = await ask(server.app, RESPONSES, {"input": "long", "stream": True})
+            [event] = streamed.events
+            assert (streamed.status, event["type"]) == (200, "response.failed")
+            assert event["response"]["error"]["code"] == "context_length_exceeded"
+            failed = await ask(server.app, RESPONSES, {"input": "fail", "stream": True})
+            assert (failed.status, "no room" in failed.json["error"]["message"]) == (400, True)
+            asked = {"input": "a", "previous_response_id": "resp_1"}
+            error = (await ask(server.app, RESPONSES, asked)).json["error"]
+            assert "send the whole conversation as input" in error["message"]
+
+    asyncio.run(main())
+    for failure, code in (
+        (ContextExceededError.of("a", 99, 64), "context_length_exceeded"),
+        (QueueFullError("full"), "busy"),
+    ):
+        name, data = failed_event(fault_of(failure)).decode().strip().split("\n")
+        event = msgspec.json.decode(data.removeprefix("data: "))
+        assert name == "event: response.failed"
+        assert (event["response"]["status"], event["response"]["error"]["code"]) == ("failed", code)
+
+
+def test_reasoning_is_counted_to_its_end() -> None:
+    tokens = ["<t>", "a", "b ", "</t>", "c", "<t>", "a", "</t>", "d"]
+    assert tokens_up_to(["ab"], tokens) == 3
+    assert tokens_up_to(["ab", "a"], tokens) == 7
+    assert tokens_up_to([], tokens) == 0
+    assert tokens_up_to(["ab", "not there"], tokens) == 3
