@@ -2,12 +2,14 @@
 
 Texts are echoed, one token per character; of a conversation its last message. `fail…` fails,
 `long…` is too long, for `unplanned…` there is no plan, `wait…` says its first character and then
-nothing more, `elsewhere…` is sent to another address.
+nothing more, `elsewhere…` is sent to another address. The hidden state of a text is (3, 4, its
+length).
 """
 
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -19,7 +21,14 @@ from shardnet.transport.memory import memory_pair
 from shardnet.types import LiveState
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
-from shardnet.wire.messages.generation import Finished, Generate, StateChanged, TextPiece, Timing
+from shardnet.wire.messages.generation import (
+    Finished,
+    Generate,
+    RowsPiece,
+    StateChanged,
+    TextPiece,
+    Timing,
+)
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
     ListedModel,
@@ -102,6 +111,10 @@ class ScriptedNode:
         for answer in answers:
             control.send(answer)
         await asyncio.sleep(0)
+        if message.outputs.hidden_rows is not None:
+            data = struct.pack("<3f", 3, 4, len(prompt))
+            control.send(RowsPiece(request=number, kind="hidden", position=0, width=3, data=data))
+            prompt = ""
         for character in prompt[:-1]:
             token = [ord(character)]
             control.send(
