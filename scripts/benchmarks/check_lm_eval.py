@@ -71,19 +71,18 @@ def main() -> None:
         lines = [json.loads(line) for line in task.read_text(encoding="utf-8").splitlines()]
         by_http = asyncio.run(_by_http(arguments, task, Path(scratch)))
     direct = _score(lines, _by_transformers(folder, lines))
-    report = {
-        "lines": len(lines),
-        "lm_eval": {"acc": by_http.accuracy, "acc_norm": by_http.by_length},
-        "transformers": {"acc": direct.accuracy, "acc_norm": direct.by_length},
-        "most_off": _most_off(by_http, direct),
+    both = {
+        name: {"acc": score.accuracy, "acc_norm": score.by_length}
+        for name, score in (("lm_eval", by_http), ("transformers", direct))
     }
+    most_off = _most_off(by_http, direct)
     if arguments.json:
-        print(json.dumps(report, indent=2))
+        print(json.dumps({"lines": len(lines), **both, "most_off": most_off}, indent=2))
     else:
-        for name in ("lm_eval", "transformers"):
-            print(name, " ".join(f"{what} {value:.4f}" for what, value in report[name].items()))
-        print(f"{len(lines)} lines; log-likelihoods differ by {report['most_off']:.2g} at most")
-    if report["lm_eval"] != report["transformers"] or not report["most_off"] <= MOST_OFF:
+        for name, score in both.items():
+            print(name, " ".join(f"{what} {value:.4f}" for what, value in score.items()))
+        print(f"{len(lines)} lines; log-likelihoods differ by {most_off:.2g} at most")
+    if both["lm_eval"] != both["transformers"] or not most_off <= MOST_OFF:
         sys.exit("error: the numbers differ")
 
 
