@@ -13,7 +13,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -25,6 +25,7 @@ from shardnet.api.openai import endpoints as openai
 from shardnet.api.openai.faults import OPENAI
 from shardnet.api.server import health
 from shardnet.api.server.app import make_app
+from shardnet.api.server.endpoint import Endpoint
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.service import Service
 from shardnet.api.server.settings import Listening
@@ -38,8 +39,13 @@ STOP_S: Final = 5
 
 def application(service: Service) -> ASGIApp:
     """Make the application with the endpoints of every dialect."""
+    return make_app(service, endpoints(), OPENAI)
+
+
+def endpoints() -> list[Endpoint[Any]]:
+    """List the endpoints of every dialect."""
     dialects = [*openai.endpoints(), *anthropic.endpoints(), *ollama.endpoints()]
-    return make_app(service, [*dialects, *health.endpoints(OPENAI)], OPENAI)
+    return [*dialects, *health.endpoints(OPENAI)]
 
 
 @asynccontextmanager
