@@ -59,7 +59,7 @@ def test_no_body_makes_a_500() -> None:
 
     with asyncio.Runner() as runner:
 
-        @settings(max_examples=examples(40))
+        @settings(max_examples=examples(100))
         @given(asked())
         def check(one: tuple[str, dict[str, Any]]) -> None:
             assert runner.run(answer(*one)) < 500
