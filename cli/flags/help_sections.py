@@ -41,8 +41,8 @@ SECTIONS: Final = MappingProxyType(
             *("--json", "--logprobs", "--prompt-logprobs", "--jsonl", "--keep-special-tokens"),
         ),
         "HTTP": (
-            *("--http", "--api-key", "--api-key-file", "--cors-origin", "--root-path"),
-            *("--tls-cert", "--tls-key"),
+            *("--http", "--api-key", "--api-key-file", "--cors-origin", "--allowed-host"),
+            *("--root-path", "--tls-cert", "--tls-key"),
             *("--switch", "--idle-unload"),
         ),
     }

@@ -56,6 +56,16 @@ class HttpOptions:
             show_default=False,
         ),
     ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            metavar="NAME",
+            help="A name of this server, if it is in the public DNS and no --api-key is given; * "
+            "for any; may be given several times.",
+            show_default=False,
+        ),
+    ] = None
     root_path: Annotated[
         str,
         typer.Option(
@@ -148,6 +158,7 @@ class HttpOptions:
         return Settings(
             keys=Keyring(keys),
             cors_origins=tuple(self.cors_origin or ()),
+            allowed_hosts=tuple(self.allowed_host or ()),
             root_path=root,
             log=say,
             may_switch=self.switch == "idle",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import signal
 import urllib.request
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -15,8 +17,10 @@ from typing import Any
 import anthropic
 import ollama
 import openai
+import psutil
 import pytest
 from support.servers.ring_server import DEADLINE_S, served
+from support.soak import cases
 from support.system.nodes import Crew, Machine
 from support.system.parrot import Parrots
 
@@ -27,6 +31,7 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.wire.messages.membership import RingLoad
 
 CONTEXT = 32768
+MOST_GROWTH_BYTES = 8 << 20
 KEYS = Settings(keys=Keyring([parse_key("ann:one", 1)]))
 
 
@@ -279,32 +284,62 @@ def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_slot(
     asyncio.run(main())
 
 
-def test_of_many_at_once_none_is_lost_and_none_stays(trio: Crew, parrots: Parrots) -> None:
-    """Half of 64 clients go away at some time."""
+@pytest.mark.parametrize("n_requests", cases([96], [1000]))
+def test_of_many_at_once_none_is_lost_and_none_stays(
+    trio: Crew, parrots: Parrots, n_requests: int
+) -> None:
+    """64 clients, who give half of their requests up; in the long form memory does not grow."""
     chance = random.Random(1)
     letters = "abcdefghijklmnopqrstuvwxyz"
 
-    async def one(url: str, number: int) -> bool:
-        start = number % 26
-        body = {"prompt": letters[start], "max_tokens": 8, "temperature": 0, "stream": True}
+    async def ask_one(url: str, number: int) -> str:
+        start, is_stream = number % 26, chance.random() < 0.5
+        body = {"prompt": letters[start], "max_tokens": 8, "temperature": 0, "stream": is_stream}
         async with asking(url, body) as answer:
-            if number % 2 == 0:
+            if chance.random() < 0.5:
                 for _ in range(chance.randrange(0, 20)):
                     await answer.readline()
-                return True
-            raw = (await answer.read()).decode()
-            lines = [line.removeprefix("data: ") for line in raw.splitlines() if "data: {" in line]
+                return "left"
+            raw = (await answer.read()).decode().partition("\r\n\r\n")[2]
+            lines = [line for line in raw.replace("data: ", "").splitlines() if line[:1] == "{"]
             text = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
             assert text == (letters * 2)[start + 1 : start + 9]
-            assert "data: [DONE]" in raw
-            return False
+            assert ("data: [DONE]" in raw) is is_stream
+            return "stayed"
+
+    async def visit(url: str, numbers: Iterator[int]) -> list[str]:
+        return [await ask_one(url, number) for number in numbers]
+
+    async def crowd(url: str, client: Client, n: int) -> None:
+        numbers = iter(range(n))
+        visits = await asyncio.gather(*(visit(url, numbers) for _ in range(64)))
+        ends = Counter(end for ended in visits for end in ended)
+        assert ends.total() == n
+        assert ends["left"] > n / 4
+        load = await until_idle(client)
+        assert load.used_blocks == load.warm_blocks
+
+    async def bytes_without_model(client: Client) -> int:
+        """The memory of the three processes."""
+        await client.unload()
+        gc.collect()
+        here = psutil.Process().memory_full_info().uss
+        return here + sum(trio.nodes[number].private_bytes for number in (0, 2))
 
     async def main() -> None:
-        async with served(trio, str(parrots.alphabet)) as (url, client):
-            left = await asyncio.gather(*(one(url, number) for number in range(64)))
-            assert sum(left) == 32
-            load = await until_idle(client)
-            assert load.used_blocks == load.warm_blocks
+        log: list[str] = []
+        settings = Settings(log=log.append)
+        async with served(trio, str(parrots.alphabet), settings) as (url, client):
+            if n_requests >= 1000:
+                await crowd(url, client, n_requests // 2)
+                before = await bytes_without_model(client)
+                await crowd(url, client, n_requests // 2)
+                assert await bytes_without_model(client) - before < MOST_GROWTH_BYTES
+            else:
+                await crowd(url, client, n_requests)
+        ends = Counter(line.split()[2] for line in log)
+        assert ends.keys() <= {"200", "499"}
+        assert ends["200"] >= n_requests / 4
 
     asyncio.run(main())
 

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from starlette.types import ASGIApp
 from support.models.checkpoints import make_decoder, make_llama
 from support.oracles.oracle import load_reference
+from support.servers.asgi_client import ask
 from support.system.nodes import Crew, Machine
 from support.system.parrot import Parrots
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from shardnet.api import ALL_ROWS, GenerationResult, OutputParams, SamplingParams
 from shardnet.api.client import connect
+from shardnet.api.serve.server import application
+from shardnet.api.server.model_names import ModelNames
+from shardnet.api.server.service import Service
+from shardnet.api.server.settings import Settings
+from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -82,6 +91,83 @@ def test_rows_and_prompt_logprobs_of_a_list(machine: Machine, tmp_path: Path) ->
             assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=TOLERANCE)
             assert len(entry.top) == 2
             assert entry.top[0].logprob == pytest.approx(float(row.max()), abs=TOLERANCE)
+
+
+TASK = [
+    ("It is a truth universally acknowledged, that a", [" man who", " purple engine", " of"]),
+    ("She was ", ["to be happy.", "table the of.", "at home."]),
+    ("Mr. Darcy", [" himself", " were been", "?? 17"]),
+]
+
+
+async def log_likelihoods(app: ASGIApp) -> list[list[tuple[float, bool]]]:
+    """Score the choices of TASK by the very requests and arithmetic of lm_eval: for each choice
+    its log-likelihood, and whether it is what greedy decoding would say."""
+
+    async def encode(text: str) -> list[int]:
+        body = {"prompt": text, "add_special_tokens": False}
+        ids: list[int] = (await ask(app, "/tokenize", body)).json["tokens"]
+        return ids
+
+    scores = []
+    for context, choices in TASK:
+        n_spaces = len(context) - len(context.rstrip())
+        n_context = len(await encode(context.rstrip()))
+        asked = {
+            "model": DEFAULT_MODEL_NAME,
+            "prompt": [await encode(context + choice) for choice in choices],
+            "temperature": 0,
+            "max_tokens": 1,
+            "logprobs": 1,
+            "seed": 1234,
+            "echo": True,
+        }
+        assert n_spaces < 2
+        answer = (await ask(app, "/v1/completions", asked)).json
+        found = []
+        for choice in sorted(answer["choices"], key=itemgetter("index")):
+            scored = choice["logprobs"]
+            own = scored["token_logprobs"][n_context:-1]
+            tops = scored["top_logprobs"][n_context:-1]
+            is_greedy = all(one == max(top.values()) for one, top in zip(own, tops, strict=True))
+            found.append((sum(own), is_greedy))
+        scores.append(found)
+    return scores
+
+
+def test_a_task_is_scored_over_http_as_transformers_scores_it(trio: Crew) -> None:
+    """And texts become the vectors that transformers makes of them."""
+    nodes = [trio.nodes[number].address for number in (0, 2)]
+    text = "It is a truth universally acknowledged"
+
+    async def main() -> tuple[list[list[tuple[float, bool]]], list[list[float]]]:
+        async with connect(nodes[0]) as client:
+            client.choice = ModelChoice(model=DEFAULT_MODEL_NAME, nodes=nodes, dtype="float32")
+            service = Service(client=client, settings=Settings(), models=ModelNames(client))
+            app = application(service)
+            bodies = [{"input": text, "pooling": pooling} for pooling in ("last", "mean")]
+            vectors = [
+                (await ask(app, "/v1/embeddings", body)).json["data"][0]["embedding"]
+                for body in bodies
+            ]
+            return await log_likelihoods(app), vectors
+
+    scores, [last, mean] = asyncio.run(main())
+    model = AutoModelForCausalLM.from_pretrained(DEFAULT_MODEL_PATH, dtype=torch.float32).eval()
+    tokenizer: Any = Tokenizer.from_file(str(DEFAULT_MODEL_PATH / "tokenizer.json"))
+    for (context, choices), found in zip(TASK, scores, strict=True):
+        n_context = len(tokenizer.encode(context.rstrip(), add_special_tokens=False).ids)
+        for choice, (score, is_greedy) in zip(choices, found, strict=True):
+            ids = tokenizer.encode(context + choice, add_special_tokens=False).ids
+            rows = torch.log_softmax(torch.tensor(forward(model, ids)[0]), -1)[n_context - 1 : -1]
+            expected = rows.gather(1, torch.tensor(ids[n_context:]).unsqueeze(1)).sum()
+            assert score == pytest.approx(float(expected), abs=TOLERANCE * len(rows))
+            assert is_greedy == (rows.argmax(1).tolist() == ids[n_context:])
+    assert [[is_greedy for _, is_greedy in found] for found in scores] == [[True, False, False]] * 3
+    states = forward(model, tokenizer.encode(text).ids)[1]
+    for vector, expected in ((last, states[-1]), (mean, states.mean(0))):
+        expected = expected / np.linalg.norm(expected)
+        np.testing.assert_allclose(vector, expected, rtol=0, atol=TOLERANCE)
 
 
 def routed(model: Any, ids: list[int]) -> Any:

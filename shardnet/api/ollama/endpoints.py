@@ -6,6 +6,14 @@ from typing import Any
 
 from shardnet.api.ollama.answers import OllamaChatAnswer, OllamaGenerated
 from shardnet.api.ollama.body import OllamaChat, OllamaGenerate, OllamaShow
+from shardnet.api.ollama.embeddings import (
+    OllamaEmbed,
+    OllamaEmbedded,
+    OllamaOldEmbed,
+    OllamaOldEmbedded,
+    embed_text,
+    embed_texts,
+)
 from shardnet.api.ollama.faults import OLLAMA
 from shardnet.api.ollama.generating import STREAM_TYPE, chat, generate
 from shardnet.api.ollama.models import (
@@ -78,6 +86,26 @@ def endpoints() -> list[Endpoint[Any]]:
             answer=OllamaGenerated,
             chunk=OllamaGenerated,
             chunk_type=STREAM_TYPE,
+            counts=True,
+        ),
+        Endpoint(
+            method="POST",
+            path="/api/embed",
+            summary="Texts as vectors",
+            handle=embed_texts,
+            dialect=OLLAMA,
+            body=OllamaEmbed,
+            answer=OllamaEmbedded,
+            counts=True,
+        ),
+        Endpoint(
+            method="POST",
+            path="/api/embeddings",
+            summary="A text as a vector, in the older form",
+            handle=embed_text,
+            dialect=OLLAMA,
+            body=OllamaOldEmbed,
+            answer=OllamaOldEmbedded,
             counts=True,
         ),
     ]

@@ -42,7 +42,7 @@ async def chat(exchange: Exchange, body: OllamaChat) -> Reply:
     served = await find_model(exchange.service.models, body.model)
     form = AnswerForm(body.model or served.name, is_chat=True)
     request = chat_request(body, served.choice)
-    exchange.keep = _keep(body)
+    exchange.keep = keep_of(body.keep_alive)
     if not body.messages:
         return await _load(exchange, body, served, form)
     return await _reply(exchange, body, form, run_chat(exchange, request, is_streamed=False))
@@ -53,7 +53,7 @@ async def generate(exchange: Exchange, body: OllamaGenerate) -> Reply:
     served = await find_model(exchange.service.models, body.model)
     form = AnswerForm(body.model or served.name, is_chat=False)
     request = generate_request(body, served.choice)
-    exchange.keep = _keep(body)
+    exchange.keep = keep_of(body.keep_alive)
     if not body.prompt:
         return await _load(exchange, body, served, form)
     if body.raw:
@@ -74,12 +74,11 @@ async def _load(
     return Json(value=form.write(done_reason="load"))
 
 
-def _keep(body: OllamaRequest) -> Keep | None:
-    """Return how long the model is to stay loaded, None where the body does not say.
+def keep_of(given: float | str | None) -> Keep | None:
+    """Return how long a model is to stay loaded by `keep_alive`, None where that says nothing.
 
     Raises HttpError 400 for what is no duration.
     """
-    given = body.keep_alive
     if given is None or given == "":
         return None
     if isinstance(given, str):

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -15,9 +15,9 @@ from msgspec import UNSET, Meta, UnsetType
 from shardnet.api.events import GenerationEvent, GenerationResult, TokenLogprob
 from shardnet.api.openai.faults import DONE
 from shardnet.api.openai.logprobs import TextLogprobs, TextLogprobsWriter
+from shardnet.api.openai.prompts import PromptBody, prompts_of
 from shardnet.api.openai.sampling import (
     MAX_SAMPLES,
-    Count,
     SamplingBody,
     options_of,
     sampling_of,
@@ -36,13 +36,11 @@ MAX_PROMPTS = 4096
 DEFAULT_TOKENS = 16
 """OpenAI's number for a body without max_tokens."""
 
-TokenIdList = Annotated[list[Count], Meta(max_length=1 << 20)]
-
 
 class CompletionBody(SamplingBody, kw_only=True):
     """The body of a completion."""
 
-    prompt: str | Annotated[list[str | Count | TokenIdList], Meta(max_length=1 << 20)]
+    prompt: PromptBody
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
@@ -97,7 +95,7 @@ class _Job:
 
 async def complete(exchange: Exchange, body: CompletionBody) -> Reply:
     """Answer a completion."""
-    prompts = _prompts(body)
+    prompts = prompts_of(body.prompt, "prompt")
     if body.suffix:
         raise refused("suffix is not implemented: only the end of a text is written", "suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -125,23 +123,6 @@ async def complete(exchange: Exchange, body: CompletionBody) -> Reply:
         chunks = _chunks(exchange, job, with_usage=wants_usage(body))
         return Stream(chunks=chunks, heartbeat=lambda: comment(exchange.note))
     return Json(value=await _whole(exchange, job))
-
-
-def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
-    """List the prompts, all of them texts or all of them ids."""
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    given: list[Any] = prompt
-    kinds = {type(one) for one in given}
-    if kinds == {int}:
-        return [given]
-    if kinds in ({str}, {list}):
-        return given
-    raise refused(
-        "prompt is empty or a list of several kinds: give text, token ids, or a list of either",
-        "prompt",
-    )
 
 
 async def _events(exchange: Exchange, job: _Job) -> AsyncGenerator[GenerationEvent, None]:

@@ -7,6 +7,7 @@ from typing import Any
 from shardnet.api.openai.chat import ChatChunk, ChatCompletion, complete_chat
 from shardnet.api.openai.chat_body import ChatBody
 from shardnet.api.openai.completions import Completion, CompletionBody, complete
+from shardnet.api.openai.embeddings import EmbeddingBody, EmbeddingList, embeddings
 from shardnet.api.openai.faults import OPENAI
 from shardnet.api.openai.models import ModelCard, ModelList, list_models, show_model
 from shardnet.api.openai.tokens import (
@@ -45,6 +46,16 @@ def endpoints() -> list[Endpoint[Any]]:
             body=CompletionBody,
             answer=Completion,
             chunk=Completion,
+            counts=True,
+        ),
+        Endpoint(
+            method="POST",
+            path="/v1/embeddings",
+            summary="Texts or token ids as vectors",
+            handle=embeddings,
+            dialect=OPENAI,
+            body=EmbeddingBody,
+            answer=EmbeddingList,
             counts=True,
         ),
         Endpoint(

@@ -44,15 +44,20 @@ def application(service: Service, added: Sequence[Endpoint[Any]] = ()) -> ASGIAp
 
     Raises ConfigurationError for one of these whose path is taken.
     """
+    own = endpoints()
+    check_added(own, added)
+    return make_app(service, [*own, *added], OPENAI)
+
+
+def endpoints() -> list[Endpoint[Any]]:
+    """List the endpoints of every dialect."""
     dialects = [
         *openai.endpoints(),
         *responses.endpoints(),
         *anthropic.endpoints(),
         *ollama.endpoints(),
     ]
-    own = [*dialects, *health.endpoints(OPENAI)]
-    check_added(own, added)
-    return make_app(service, [*own, *added], OPENAI)
+    return [*dialects, *health.endpoints(OPENAI)]
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -15,6 +15,8 @@ from shardnet.api.server.errors import Fault
 from shardnet.api.server.service import Exchange
 
 Body = TypeVar("Body")
+
+EVENTS: Final = "text/event-stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class Stream:
     """
 
     chunks: AsyncGenerator[bytes, None]
-    media_type: str = "text/event-stream; charset=utf-8"
+    media_type: str = f"{EVENTS}; charset=utf-8"
     heartbeat: Callable[[], bytes] | None = None
 
 
@@ -84,7 +86,7 @@ class Endpoint(Generic[Body]):
     body: type[Body] | None = None
     answer: Any = None
     chunk: Any = None
-    chunk_type: str = "text/event-stream"
+    chunk_type: str = EVENTS
     is_open: bool = False
     counts: bool = False
 

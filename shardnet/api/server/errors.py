@@ -64,10 +64,10 @@ def refused(message: str, parameter: str | None = None, *, code: str | None = No
     return HttpError(Fault(status=400, kind=kind, message=message, parameter=parameter, code=code))
 
 
-def too_many(message: str) -> HttpError:
+def too_many(message: str, retry_s: int) -> HttpError:
     """Make the error 429 of a request that came while too many others run."""
     return HttpError(
-        Fault(status=429, kind="rate_limit_error", message=message, retry_s=RETRY_S, code="busy")
+        Fault(status=429, kind="rate_limit_error", message=message, retry_s=retry_s, code="busy")
     )
 
 

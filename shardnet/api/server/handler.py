@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -25,11 +26,13 @@ from shardnet.api.server.endpoint import Endpoint, Json, Reply, Stream, Text
 from shardnet.api.server.errors import RETRY_S, Fault, HttpError, fault_of, too_many
 from shardnet.api.server.keys import ApiKey
 from shardnet.api.server.service import Exchange, Service
-from shardnet.errors import ShardnetError, where
+from shardnet.api.server.web_pages import check_web_page
+from shardnet.errors import QueueFullError, ShardnetError, where
 
 _log = logging.getLogger(__name__)
 
 JSON_TYPE: Final = "application/json"
+TOO_MANY: Final = 429
 CLIENT_LEFT: Final = 499
 """The status in logs and counters of a request whose client went away."""
 
@@ -56,6 +59,7 @@ class Handler:
         has_left = False
         with self._counted():
             try:
+                self._check_page(scope["method"], headers)
                 await self._checked(exchange, headers, receive, writer)
             except Disconnected:
                 has_left = True
@@ -76,6 +80,12 @@ class Handler:
             service.n_active -= 1
             service.metrics.active.set(service.n_active)
 
+    def _check_page(self, method: str, headers: dict[bytes, bytes]) -> None:
+        """Check which page asks, if one does. Raises HttpError 403."""
+        settings = self._service.settings
+        if not settings.keys:  # which no page of a stranger knows
+            check_web_page(method, headers, settings.allowed_hosts, settings.cors_origins)
+
     async def _checked(
         self,
         exchange: Exchange,
@@ -93,10 +103,14 @@ class Handler:
                 assert exchange.key is not None
                 raise too_many(
                     f"{exchange.key.most_requests} requests with the key '{exchange.key.name}' run "
-                    "already: it may have no more at once"
+                    "already: it may have no more at once",
+                    self._retry_s(exchange.key.name),
                 )
             if endpoint.counts and self._service.n_active > settings.most_requests:
-                raise too_many(f"this server works on {settings.most_requests} requests already")
+                raise too_many(
+                    f"this server works on {settings.most_requests} requests already",
+                    self._retry_s(),
+                )
             raw = await read_body(receive, headers, settings.most_body_bytes)
             body = None if endpoint.body is None else decode_body(raw, endpoint.body)
             await self._unless_left(receive, self._answer(exchange, body, writer))
@@ -154,15 +168,24 @@ class Handler:
 
     def _fault_of(self, error: Exception) -> Fault:
         fault = fault_of(error)
+        if isinstance(error, QueueFullError):
+            fault = replace(fault, retry_s=self._retry_s())
         if not isinstance(error, ShardnetError | HttpError):
             _log.error("%s failed: %r in %s", self._endpoint.path, error, where(error))
             _log.debug("in full:", exc_info=error)
         return fault
 
+    def _retry_s(self, key: str = "") -> int:
+        return self._service.paces[key].retry_s(time.monotonic())
+
     def _note_end(self, exchange: Exchange, status: int) -> None:
         endpoint, metrics = self._endpoint, self._service.metrics
-        took_s = time.monotonic() - exchange.began_s
+        now_s = time.monotonic()
+        took_s = now_s - exchange.began_s
         key = exchange.key.name if exchange.key is not None else ""
+        if endpoint.counts and status != TOO_MANY:
+            for whose in ("", key) if key else ("",):
+                self._service.paces[whose].ended(now_s)
         metrics.requests.labels(endpoint.path, str(status), key).inc()
         metrics.seconds.labels(endpoint.path).observe(took_s)
         if endpoint.is_open and status < 400:

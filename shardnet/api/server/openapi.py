@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Final
 
 import msgspec
 
 from shardnet import __version__
-from shardnet.api.server.endpoint import Dialect, Endpoint, Json, Reply
+from shardnet.api.server.endpoint import EVENTS, Dialect, Endpoint, Json, Reply
 from shardnet.api.server.service import Exchange
 
 PATH: Final = "/openapi.json"
@@ -19,10 +20,13 @@ def openapi_endpoint(
     endpoints: Sequence[Endpoint[Any]], dialect: Dialect, root_path: str
 ) -> Endpoint[None]:
     """Make the endpoint that returns the document."""
-    document = openapi_document(endpoints, root_path)
+
+    @cache
+    def document() -> dict[str, Any]:
+        return openapi_document(endpoints, root_path)
 
     async def answer(exchange: Exchange, body: None) -> Reply:
-        return Json(value=document)
+        return Json(value=document())
 
     return Endpoint(
         method="GET",
@@ -67,7 +71,9 @@ def _operation(endpoint: Endpoint[Any], path: str, schemas: dict[Any, Any]) -> d
     if endpoint.answer is not None:
         content["application/json"] = {"schema": schemas[endpoint.answer]}
     if endpoint.chunk is not None:
-        content[endpoint.chunk_type] = {"schema": schemas[endpoint.chunk]}
+        schema = schemas[endpoint.chunk]
+        is_events = endpoint.chunk_type == EVENTS
+        content[endpoint.chunk_type] = {"schema": _event_schema(schema) if is_events else schema}
     fault = {"application/json": {"schema": schemas[endpoint.dialect.fault_type]}}
     operation: dict[str, Any] = {
         "summary": endpoint.summary,
@@ -87,3 +93,13 @@ def _operation(endpoint: Endpoint[Any], path: str, schemas: dict[Any, Any]) -> d
             for name in names
         ]
     return operation
+
+
+def _event_schema(data: dict[str, Any]) -> dict[str, Any]:
+    """Describe an event of a stream whose data is JSON, as OpenAPI 3.2 shows it."""
+    text = {"type": "string", "contentMediaType": "application/json", "contentSchema": data}
+    return {
+        "type": "object",
+        "properties": {"event": {"type": "string"}, "data": text},
+        "required": ["data"],
+    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from shardnet.api.requests import GenerationOptions, Message, Prompt, Prompts
 from shardnet.api.server.keys import ApiKey
 from shardnet.api.server.metrics import Metrics
 from shardnet.api.server.model_names import ModelNames
+from shardnet.api.server.pace import Pace
 from shardnet.api.server.settings import Settings
 from shardnet.api.switching.model_switch import PATIENCE_S, Keep, ModelSwitch
 from shardnet.api.switching.turns import Ticket
@@ -55,6 +57,8 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     n_active: int = 0
     """Requests that are being answered."""
+    paces: defaultdict[str, Pace] = field(default_factory=lambda: defaultdict(Pace))
+    """How fast requests end, by the name of their key, "" for all together."""
     tokenizers: dict[str, tuple[float, TokenizerDescribed]] = field(default_factory=dict)
     """What is known of the tokenizers of models, and since when."""
     switch: ModelSwitch = field(init=False)

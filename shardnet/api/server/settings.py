@@ -28,13 +28,16 @@ def _silent(line: str) -> None:
 class Settings:
     """Keys, limits and names. `log` takes one line.
 
-    `cors_origins` are the web sites whose pages may ask, "*" for all. `root_path` is where a proxy
-    has this server, "" for the root of its site. Without `may_switch` the ring keeps the model it
-    has. One that no request has used for `idle_unload_s` seconds is unloaded, never for None.
+    `cors_origins` are the web sites whose pages may ask, "*" for all. Without keys, `allowed_hosts`
+    are the names that this server may be asked for by, beside those that mean a machine at hand.
+    `root_path` is where a proxy has this server, "" for the root of its site. Without `may_switch`
+    the ring keeps the model it has. One that no request has used for `idle_unload_s` seconds is
+    unloaded, never for None.
     """
 
     keys: Keyring = field(default_factory=Keyring)
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     root_path: str = ""
     most_body_bytes: int = MAX_BODY_BYTES
     most_requests: int = MAX_REQUESTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
@@ -14,8 +15,9 @@ from shardnet.api.openai.faults import OPENAI
 from shardnet.api.server.app import make_app
 from shardnet.api.server.bodies import MAX_VALUES, decode_body
 from shardnet.api.server.endpoint import Endpoint, Reply, Stream, comment, event
-from shardnet.api.server.errors import HttpError
+from shardnet.api.server.errors import RETRY_S, HttpError
 from shardnet.api.server.keys import Keyring, parse_key
+from shardnet.api.server.pace import MAX_RETRY_S, Pace
 from shardnet.api.server.service import Exchange
 from shardnet.api.server.settings import Settings
 from shardnet.errors import (
@@ -71,6 +73,34 @@ def test_a_key_has_its_requests_at_once_and_no_more() -> None:
                 others = {"headers": {"Authorization": "Bearer two"}}
                 assert (await ask(server.app, COMPLETIONS, {"prompt": "a"}, **others)).status == 200
             assert (await ask(server.app, COMPLETIONS, {"prompt": "a"}, **mine)).status == 200
+
+    asyncio.run(main())
+
+
+def test_who_is_turned_away_is_told_when_a_place_should_be_free() -> None:
+    pace = Pace()
+    assert pace.retry_s(0.0) == RETRY_S
+    for end_s in range(10):
+        pace.ended(3.0 * end_s)
+    # One every three seconds: each who is turned away is told of another place.
+    assert [pace.retry_s(30.0) for _ in range(3)] == [3, 6, 9]
+    assert pace.retry_s(33.0) == 10  # 33 s have gone by with ten ends
+    assert {pace.retry_s(33.0) for _ in range(100)} >= {13, MAX_RETRY_S}
+    assert pace.retry_s(10_000.0) == MAX_RETRY_S
+
+    async def main() -> None:
+        mine = {"headers": {"Authorization": "Bearer one"}}
+        async with served(Settings(keys=keyring("alice:one:1"), most_requests=2)) as server:
+            now_s = time.monotonic()
+            for number in range(10):
+                server.service.paces["alice"].ended(now_s - 495 + 50 * number)
+                server.service.paces[""].ended(now_s - 200 + 20 * number)
+            body = {"prompt": "wait", "stream": True}
+            async with asking(server.app, COMPLETIONS, body, **mine) as running:
+                await running.until_said(b'"w"')
+                for retry_s in ("50", "60"):
+                    refused = await ask(server.app, COMPLETIONS, {"prompt": "a"}, **mine)
+                    assert (refused.status, refused.headers["retry-after"]) == (429, retry_s)
 
     asyncio.run(main())
 
@@ -303,5 +333,50 @@ def test_pages_of_other_sites_may_ask_only_if_named() -> None:
             other = {"headers": {"Origin": "https://evil.example"}}
             answer = await ask(server.app, "/v1/models", **other)
             assert "access-control-allow-origin" not in answer.headers
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("headers", "may_ask"),
+    [
+        ({}, True),
+        ({"Host": "127.0.0.1:8000"}, True),
+        ({"Host": "[::1]:8000"}, True),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, True),
+        ({"Host": "tower.local", "Origin": "http://tower.local"}, True),
+        ({"Host": "host.docker.internal:8000"}, True),
+        ({"Host": "tower:8000"}, True),
+        ({"Host": "llm.example:443", "Origin": "https://llm.example"}, True),
+        ({"Host": "a", "Origin": "https://chat.example"}, True),
+        ({"Host": "a", "Origin": "vscode-webview://1"}, True),
+        ({"Host": "a", "Origin": "https://proxied.example", "Sec-Fetch-Site": "same-origin"}, True),
+        ({"Host": "a", "Sec-Fetch-Site": "none"}, True),
+        ({"Host": "a", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, True),
+        # A name that is made to mean this machine, and pages that ask from afar.
+        ({"Host": "evil.example:8000"}, False),
+        ({"Host": "localhost.evil.example"}, False),
+        ({"Host": "evil.example", "Sec-Fetch-Site": "same-origin"}, False),
+        ({"Host": "a", "Origin": "https://evil.example"}, False),
+        ({"Host": "a", "Origin": "https://chat.example.evil.example"}, False),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:3000"}, False),
+        ({"Host": "a", "Origin": "null"}, False),
+        ({"Host": "a", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, False),
+    ],
+)
+def test_pages_of_strangers_may_not_ask_where_there_is_no_key(
+    headers: dict[str, str], may_ask: bool
+) -> None:
+    async def main() -> None:
+        named = Settings(cors_origins=("https://chat.example",), allowed_hosts=("LLM.example",))
+        async with served(named) as server:
+            answer = await ask(server.app, "/v1/models", headers=headers)
+            assert answer.status == (200 if may_ask else 403)
+            posted = await ask(server.app, COMPLETIONS, {"prompt": "a"}, headers=headers)
+            is_link = headers.get("Sec-Fetch-Mode") == "navigate"
+            assert posted.status == (200 if may_ask and not is_link else 403)
+        async with served(Settings(keys=keyring("one"))) as server:
+            with_key = {**headers, "x-api-key": "one"}
+            assert (await ask(server.app, "/v1/models", headers=with_key)).status == 200
 
     asyncio.run(main())

@@ -28,6 +28,9 @@ def test_the_document_names_every_endpoint_and_only_schemas_that_it_has() -> Non
             assert references == set(document["components"]["schemas"])
             schemas = document["components"]["schemas"]
             assert schemas["ChatBody"]["required"] == ["messages"]
+            answers = document["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]
+            data = answers["text/event-stream"]["schema"]["properties"]["data"]
+            assert data["contentSchema"] == {"$ref": "#/components/schemas/Completion"}
             assert schemas["ChatBody"]["properties"]["temperature"]["anyOf"][0]["minimum"] == 0
 
     asyncio.run(main())

@@ -2,12 +2,14 @@
 
 Texts are echoed, one token per character; of a conversation its last message. `fail…` fails,
 `long…` is too long, for `unplanned…` there is no plan, `wait…` says its first character and then
-nothing more, `elsewhere…` is sent to another address.
+nothing more, `elsewhere…` is sent to another address. The hidden state of a text is (3, 4, its
+length).
 """
 
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -24,6 +26,7 @@ from shardnet.wire.messages.control import ControlMessage, Done, Redirect
 from shardnet.wire.messages.generation import (
     Finished,
     Generate,
+    RowsPiece,
     StateChanged,
     TextPiece,
     Timing,
@@ -123,6 +126,10 @@ class ScriptedNode:
         for answer in answers:
             control.send(answer)
         await asyncio.sleep(0)
+        if message.outputs.hidden_rows is not None:
+            data = struct.pack("<3f", 3, 4, len(prompt))
+            control.send(RowsPiece(request=number, kind="hidden", position=0, width=3, data=data))
+            prompt = ""
         for character in prompt[:-1]:
             token = [ord(character)]
             control.send(

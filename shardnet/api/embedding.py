@@ -1,0 +1,125 @@
+"""Texts as vectors: hidden states behind the final norm, of a text's last token or their mean.
+
+Knows how vectors are pooled, cut and scaled. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, Unpack, cast
+
+import msgspec
+
+from shardnet.api.events import GenerationEvent, GenerationResult
+from shardnet.api.requests import GenerationOptions, Prompt, Prompts
+from shardnet.errors import NumericalError, UsageError
+from shardnet.types import ALL_ROWS, OutputParams, SamplingParams
+from shardnet.wire.messages.plans import ModelChoice
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Pooling: TypeAlias = Literal["last", "mean"]
+
+MAX_VALUES: Final = 1 << 23
+"""Numbers that all vectors of one request may have: as JSON they take 170 MB."""
+
+_OUTPUTS: Final[dict[Pooling, OutputParams]] = {
+    "last": OutputParams(hidden_rows=1),
+    "mean": OutputParams(hidden_rows=ALL_ROWS, hidden_mean=True),
+}
+
+
+class Generator(Protocol):
+    """What generates: a client, or what stands before one."""
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        model: str | ModelChoice | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """Generate as `shardnet.api.Client.generate` does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How vectors are made of hidden states.
+
+    `pooling` takes that of the last token, or the mean of all. Only the first `dimensions` numbers
+    are kept, None for all; what is kept has length 1 if it is `normalized`.
+    """
+
+    pooling: Pooling = "last"
+    dimensions: int | None = None
+    normalized: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding:
+    """The vector of text number `index`, float32 [dimensions], and how many tokens that had."""
+
+    index: int
+    vector: NDArray[np.float32]
+    n_prompt: int
+
+    def as_json(self) -> list[float]:
+        """Return what msgspec writes as the numbers; Python's own would take four times as much."""
+        return cast("list[float]", msgspec.Raw(msgspec.json.encode(self.vector.tolist())))
+
+
+async def embed(
+    generator: Generator,
+    texts: Sequence[str] | Sequence[Sequence[int]],
+    shape: Shape,
+    *,
+    model: ModelChoice,
+    **options: Unpack[GenerationOptions],
+) -> AsyncGenerator[Embedding, None]:
+    """Yield the vector of each text, or list of token ids, as it comes: in any order.
+
+    Closing the iterator cancels the others. Raises the first error of any text, UsageError for more
+    `dimensions` than the model has, or more than MAX_VALUES numbers together, NumericalError for a
+    model that overflows.
+    """
+    options = {**options, "max_tokens": 0, "outputs": _OUTPUTS[shape.pooling]}
+    prompts = [Prompt(text) for text in texts]
+    events = generator.generate(prompts, SamplingParams(), model=model, **options)
+    async with aclosing(events):
+        async for event in events:
+            if event.error is not None:
+                which = f"input {event.index + 1} of {len(texts)}"
+                raise event.error.at(which) if len(texts) > 1 else event.error
+            if event.result is not None:
+                yield _embedding(event.result, shape, len(texts))
+
+
+def _embedding(result: GenerationResult, shape: Shape, n_texts: int) -> Embedding:
+    import numpy as np
+
+    assert result.hidden is not None
+    [states] = result.hidden.array()
+    width = len(states) if shape.dimensions is None else shape.dimensions
+    if width > len(states):
+        raise UsageError(
+            f"{width} dimensions are asked for and the model has {len(states)}",
+            remedy="ask for fewer",
+        )
+    if width * n_texts > MAX_VALUES:
+        raise UsageError(
+            f"{n_texts} texts with {width} dimensions have more than {MAX_VALUES} numbers",
+            remedy="send fewer texts at once",
+        )
+    vector = states[:width]
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    if not np.isfinite(length):
+        raise NumericalError("the model computed hidden states that are no numbers")
+    if shape.normalized:
+        vector = vector / np.float32(length or 1.0)
+    return Embedding(index=result.index, vector=vector, n_prompt=result.usage.n_prompt)

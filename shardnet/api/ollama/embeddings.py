@@ -1,0 +1,108 @@
+"""Texts as vectors, in Ollama's form and in its older one."""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from shardnet.api.embedding import Embedding, Pooling, Shape, embed
+from shardnet.api.ollama.body import ModelName
+from shardnet.api.ollama.generating import keep_of
+from shardnet.api.ollama.names import find_model
+from shardnet.api.server.endpoint import Json, Reply
+from shardnet.api.server.service import Exchange
+from shardnet.wire.messages.plans import ModelChoice
+
+MAX_INPUTS: Final = 2048
+
+
+class OllamaEmbed(msgspec.Struct, kw_only=True):
+    """Texts; without any the model is only loaded. `pooling` is not Ollama's.
+
+    With `truncate` a text is cut at the end of the context. Of the `options` none counts.
+    """
+
+    input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)] | None = None
+    model: ModelName | None = None
+    dimensions: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+    truncate: bool | None = None
+    pooling: Pooling | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
+
+
+class OllamaEmbedded(msgspec.Struct, kw_only=True):
+    """Their vectors, each of length 1, in order; times are in ns."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+class OllamaOldEmbed(msgspec.Struct, kw_only=True):
+    """One text, in the older form."""
+
+    prompt: str | None = None
+    model: ModelName | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
+
+
+class OllamaOldEmbedded(msgspec.Struct, kw_only=True):
+    """Its vector, of whatever length it has."""
+
+    embedding: list[float]
+
+
+async def embed_texts(exchange: Exchange, body: OllamaEmbed) -> Reply:
+    """Return the vectors of texts."""
+    given = [body.input] if isinstance(body.input, str) else body.input or []
+    texts = given if any(given) else []
+    served = await find_model(exchange.service.models, body.model)
+    exchange.keep = keep_of(body.keep_alive)
+    shape = Shape(pooling=body.pooling or "last", dimensions=body.dimensions or None)
+    prompts = await _cut(exchange, texts, served.choice) if body.truncate else texts
+    found = await _vectors(exchange, prompts, shape, served.choice)
+    return Json(
+        value=OllamaEmbedded(
+            model=body.model or served.name,
+            embeddings=[one.as_json() for one in found],
+            total_duration=int(1e9 * (time.monotonic() - exchange.began_s)),
+            prompt_eval_count=sum(one.n_prompt for one in found),
+        )
+    )
+
+
+async def embed_text(exchange: Exchange, body: OllamaOldEmbed) -> Reply:
+    """Return the vector of one text."""
+    served = await find_model(exchange.service.models, body.model)
+    exchange.keep = keep_of(body.keep_alive)
+    prompts = [body.prompt] if body.prompt else []
+    found = await _vectors(exchange, prompts, Shape(normalized=False), served.choice)
+    return Json(value=OllamaOldEmbedded(embedding=found[0].as_json() if found else []))
+
+
+async def _vectors(
+    exchange: Exchange, texts: list[str] | list[list[int]], shape: Shape, model: ModelChoice
+) -> list[Embedding]:
+    """Embed texts; return the vectors in their order. Without any, have the model loaded."""
+    if not texts:
+        await exchange.use(model)
+        return []
+    async with aclosing(embed(exchange, texts, shape, model=model)) as found:
+        return sorted([one async for one in found], key=lambda one: one.index)
+
+
+async def _cut(exchange: Exchange, texts: list[str], model: ModelChoice) -> list[list[int]]:
+    """Tokenize texts, and cut each at the end of the context."""
+    cut = []
+    for text in texts:
+        told = await exchange.tokenize(text, model=model)
+        cut.append(told.token_ids[: told.context])
+    return cut

@@ -1,0 +1,49 @@
+"""Whatever a body says, no answer is a 500: scripts/check_schemathesis in short."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import product
+from typing import Any
+
+import msgspec
+from support.servers.asgi_client import ask
+from support.servers.http_app import served
+from support.soak import cases
+
+from shardnet.api.anthropic import endpoints as anthropic
+from shardnet.api.ollama import endpoints as ollama
+from shardnet.api.openai import endpoints as openai
+
+MESSAGES = [{"role": "user", "content": "ab"}]
+USUAL: dict[str, Any] = {
+    "messages": MESSAGES,
+    "prompt": "ab",
+    "input": "ab",
+    "tokens": [97],
+    "max_tokens": 4,
+    "tools": [{"type": "function", "function": {"name": "a", "parameters": {}}}],
+}
+BODIES = {
+    endpoint.path: endpoint.body
+    for room in (openai, anthropic, ollama)
+    for endpoint in room.endpoints()
+    if endpoint.body is not None
+}
+AWKWARD: list[Any] = cases(
+    [-1, 2**70, "", [], [[]], [0, "a"], {}, [{}]],
+    [True, 0, 1, 0.5, 1e308, 2**31, "a", "\x00", "\U0001f600", [""], [None], [[[]]], [{"": {}}]],
+)
+
+
+def test_no_body_that_is_wrong_in_a_field_makes_a_500() -> None:
+    async def main() -> None:
+        async with served() as server:
+            for path, kind in BODIES.items():
+                fields = [field.encode_name for field in msgspec.structs.fields(kind)]
+                right = {name: value for name, value in USUAL.items() if name in fields}
+                for name, value in product(fields, AWKWARD):
+                    answer = await ask(server.app, path, {**right, name: value})
+                    assert answer.status < 500, (path, name, value, answer.content)
+
+    asyncio.run(main())
