@@ -76,8 +76,8 @@ def test_requests_and_steps_are_told_and_steps_only_once(monkeypatch: pytest.Mon
         async with watched(monkeypatch) as (ring, client):
             running = ring.engine.generate(request_of(PROMPT, FOR_EVER))
             await until_token(running, 3)
-            second = asyncio.create_task(anext(ring.engine.generate(request_of([1], 4))))
-            await asyncio.sleep(0)
+            second = ring.engine.generate(request_of([1], 4))
+            await anext(second)
             seen = await client.activity()
             assert (seen.ring, seen.is_broken) == ("r1", False)
             assert seen.plan is not None
@@ -105,8 +105,7 @@ def test_requests_and_steps_are_told_and_steps_only_once(monkeypatch: pytest.Mon
             assert later.plan is None
             assert [step.step for step in later.steps][:1] == [last + 1]
             assert (await client.activity(known_ring="r0", after_step=last)).plan is not None
-            second.cancel()
-            await asyncio.gather(second, return_exceptions=True)
+            await second.aclose()
             await running.aclose()
 
     asyncio.run(main())
