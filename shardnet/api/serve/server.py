@@ -20,6 +20,8 @@ from starlette.types import ASGIApp
 
 from shardnet.api.anthropic import endpoints as anthropic
 from shardnet.api.client import Client
+from shardnet.api.dashboard import endpoints as dashboard
+from shardnet.api.dashboard.board import Dashboard
 from shardnet.api.ollama import endpoints as ollama
 from shardnet.api.openai import endpoints as openai
 from shardnet.api.openai.faults import OPENAI
@@ -39,7 +41,8 @@ STOP_S: Final = 5
 def application(service: Service) -> ASGIApp:
     """Make the application with the endpoints of every dialect."""
     dialects = [*openai.endpoints(), *anthropic.endpoints(), *ollama.endpoints()]
-    return make_app(service, [*dialects, *health.endpoints(OPENAI)], OPENAI)
+    board = dashboard.endpoints(Dashboard(service), OPENAI)
+    return make_app(service, [*dialects, *health.endpoints(OPENAI), *board], OPENAI)
 
 
 @asynccontextmanager
@@ -73,6 +76,7 @@ async def serving(
         service.stop()
         server.should_exit = True
         await task
+        await service.close()
 
 
 class _Server(uvicorn.Server):

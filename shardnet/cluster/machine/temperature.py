@@ -90,7 +90,7 @@ def gpu_temperature() -> float | None:
         if nvml.nvmlInit_v2() != 0:
             return None
         device: Any = ctypes.c_void_p()
-        properties = torch.cuda.get_device_properties(0)
+        properties: Any = torch.cuda.get_device_properties(0)
         bus = (
             f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:"
             f"{properties.pci_device_id:02x}.0"
