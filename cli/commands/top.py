@@ -108,6 +108,7 @@ async def views(client: Client, every_s: float, count: int) -> AsyncGenerator[To
             failure=watcher.failure or None,
             nodes=watcher.nodes.nodes(watcher.now_s),
             ring=watcher.ring.ring(),
+            loading=watcher.ring.loading(),
             rates=watcher.ring.rates(),
             requests=watcher.ring.requests(),
         )

@@ -12,6 +12,8 @@ from typing import Final
 from shardnet.api.dashboard.state import (
     ShownLeftOut,
     ShownLoad,
+    ShownLoading,
+    ShownProgress,
     ShownRates,
     ShownRequest,
     ShownRing,
@@ -21,7 +23,13 @@ from shardnet.api.dashboard.state import (
     ShownSteps,
 )
 from shardnet.types import LiveState
-from shardnet.wire.messages.activity import MAX_STEPS_SEEN, RequestSeen, RingActivity, StepSeen
+from shardnet.wire.messages.activity import (
+    MAX_STEPS_SEEN,
+    RequestSeen,
+    RingActivity,
+    RingOpening,
+    StepSeen,
+)
 from shardnet.wire.messages.plans import PlannedStage, PlanReply
 
 WINDOW_S: Final = 5.0
@@ -39,6 +47,7 @@ class RingBook:
         self.activity: RingActivity | None = None
         """What was said last, None before and without a ring."""
         self.plan: PlanReply | None = None
+        self._opening: RingOpening | None = None
         self._steps: deque[StepSeen] = deque(maxlen=MAX_STEPS)
 
     @property
@@ -58,6 +67,7 @@ class RingBook:
             self.plan = None
         self.activity = activity if activity.ring else None
         self.plan = activity.plan or self.plan
+        self._opening = activity.opening
         last = self.last_step
         self._steps.extend(step for step in activity.steps if step.step > last)
 
@@ -98,6 +108,28 @@ class RingBook:
             left_out=[
                 ShownLeftOut(node=one.node, name=one.name, why=one.why) for one in plan.left_out
             ],
+        )
+
+    def loading(self) -> ShownLoading | None:
+        """Return what is done to have another ring, None where nobody asked for one."""
+        opening = self._opening
+        if opening is None or not opening.stages:
+            return None
+        return ShownLoading(
+            model=opening.model,
+            phase=opening.stages[0].phase,
+            done_bytes=sum(stage.done_bytes for stage in opening.stages),
+            total_bytes=sum(stage.total_bytes for stage in opening.stages),
+            nodes=[
+                ShownProgress(
+                    rank=stage.rank,
+                    phase=stage.phase,
+                    done_bytes=stage.done_bytes,
+                    total_bytes=stage.total_bytes,
+                )
+                for stage in opening.stages
+            ],
+            age_s=opening.age_s,
         )
 
     def requests(self) -> list[ShownRequest]:

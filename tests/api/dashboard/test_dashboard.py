@@ -107,7 +107,7 @@ def test_parts_come_as_they_change_and_nobody_is_asked_when_nobody_looks() -> No
         async with board() as page:
             async with asking(page.app, f"{PATH}/events") as seen:
                 await until(seen, lambda: bool(events(seen, "steps")))
-                for name in ("server", "nodes", "ring", "requests", "rates", "jobs", "steps"):
+                for name in (*ShownState.__struct_fields__,):
                     assert len(events(seen, name)) == 1, name
                 # Time passes, and that is no news.
                 await page.node.until_looked(len(page.node.asked_for) + 3)
