@@ -24,7 +24,6 @@ from shardnet.api.dashboard.state import (
 )
 from shardnet.types import LiveState
 from shardnet.wire.messages.activity import (
-    MAX_STEPS_SEEN,
     RequestSeen,
     RingActivity,
     RingOpening,
@@ -36,8 +35,10 @@ WINDOW_S: Final = 5.0
 """Rates and means are those of so many seconds."""
 SHORTEST_S: Final = 0.2
 """Rates of less would be those of chance."""
-MAX_STEPS: Final = 4096
-"""Steps that are remembered: those of the window of a fast ring."""
+MAX_STEPS: Final = 16384
+"""Steps that are remembered: those of the window of a very fast ring."""
+MAX_SHOWN: Final = 256
+"""Steps in one answer: more are no strip that anybody can read."""
 
 
 class RingBook:
@@ -156,7 +157,7 @@ class RingBook:
         if self.activity is None:
             return ShownSteps()
         least = after if ring == self.name else 0
-        newest = [step for step in self._steps if step.step > least][-MAX_STEPS_SEEN:]
+        newest = [step for step in self._steps if step.step > least][-MAX_SHOWN:]
         return ShownSteps(
             ring=self.name,
             now_ms=self.activity.age_us / 1e3,

@@ -33,7 +33,7 @@ from shardnet.wire.messages.extras import Microseconds, StageTiming
 from shardnet.wire.messages.membership import RingLoad
 from shardnet.wire.messages.plans import PlanReply
 
-MAX_STEPS_SEEN: Final = 256
+MAX_STEPS_SEEN: Final = 1024
 MAX_REQUESTS_SEEN: Final = 1024
 """Most steps and requests in one message."""
 
