@@ -46,7 +46,7 @@ class GetActivity(Tagged, frozen=True, kw_only=True):
 
     request: RequestId
     known_ring: Name = ""
-    after_step: U64 = 0
+    after_step: Count = 0
 
 
 class StepSeen(Row, frozen=True, array_like=True):
@@ -55,7 +55,7 @@ class StepSeen(Row, frozen=True, array_like=True):
     `n_prompt_rows` of its rows sampled nothing; `n_tokens` were kept of what the others sampled.
     """
 
-    step: U64
+    step: Count
     sent_us: Microseconds
     round_trip_us: Microseconds
     n_rows: U32
