@@ -20,6 +20,8 @@ from starlette.types import ASGIApp
 
 from shardnet.api.anthropic import endpoints as anthropic
 from shardnet.api.client import Client
+from shardnet.api.dashboard import endpoints as dashboard
+from shardnet.api.dashboard.board import Dashboard
 from shardnet.api.ollama import endpoints as ollama
 from shardnet.api.openai import endpoints as openai
 from shardnet.api.openai.faults import OPENAI
@@ -44,7 +46,7 @@ def application(service: Service, added: Sequence[Endpoint[Any]] = ()) -> ASGIAp
 
     Raises ConfigurationError for one of these whose path is taken.
     """
-    own = endpoints()
+    own = [*endpoints(), *dashboard.endpoints(Dashboard(service), OPENAI)]
     check_added(own, added)
     return make_app(service, [*own, *added], OPENAI)
 

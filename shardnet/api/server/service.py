@@ -9,10 +9,10 @@ import asyncio
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Final, TypeVar, Unpack
+from typing import Any, Final, TypeVar, Unpack
 
 from msgspec.structs import replace
 
@@ -64,11 +64,19 @@ class Service:
     switch: ModelSwitch = field(init=False)
     """What has the ring load the models that are asked for."""
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _background: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         settings = self.settings
         keep = Keep(settings.idle_unload_s)
         self.switch = ModelSwitch(self.client, keep=keep, log=settings.log)
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do work that goes on when its request has ended, until `close`. It must not raise."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
 
     def stop(self) -> None:
         """End all requests: each gets an error that says so."""
@@ -79,7 +87,11 @@ class Service:
         await self._stopping.wait()
 
     async def close(self) -> None:
-        """End what goes on beside requests. None may come any more."""
+        """End what goes on beside requests, what `keep` was given too. None may come any more."""
+        tasks = [*self._background]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.switch.close()
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardnet.api.client import Client
+from shardnet.api.generation import OnLoading
 from shardnet.api.switching.turns import Ticket, Turns
 from shardnet.errors import BusyError, LinkError, PeerFailedError, ShardnetError
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
@@ -40,10 +41,14 @@ class Keep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Waiting:
-    """A request that waits: `granted` is set when it may run, `note` takes what it waits for."""
+    """A request that waits: `granted` is set when it may run, `note` takes what it waits for.
+
+    `on_progress` takes what the nodes tell while its model is loaded.
+    """
 
     granted: asyncio.Future[None]
     note: Callable[[str], None]
+    on_progress: OnLoading
     keep: Keep
 
 
@@ -124,14 +129,17 @@ class ModelSwitch:
         choice: ModelChoice,
         *,
         note: Callable[[str], None] = lambda text: None,
+        on_progress: OnLoading = lambda progress: None,
         patience_s: float | None = None,
+        promise_s: float = PROMISE_S,
         keep: Keep | None = None,
     ) -> Ticket:
         """Wait until the ring has the model, and keep it there until `leave` is called.
 
-        `note` gets what the request waits for; `keep` counts for the model from now on, None is the
-        usual. Raises BusyError after `patience_s` seconds, at once while a ring that broke is
-        built again, never for None; and what loading raises.
+        `note` gets what the request waits for, `on_progress` what nodes tell of loading the model;
+        `keep` counts for the model from now on, None is the usual. Who gives up while the model
+        loads keeps its place for `promise_s` seconds. Raises BusyError after `patience_s` seconds,
+        at once while a ring that broke is built again, never for None; and what loading raises.
         """
         if patience_s is not None and self._is_rebuilding and self._turns.model == choice.model:
             raise self._not_ready(choice.model)
@@ -139,7 +147,9 @@ class ModelSwitch:
         self._choices[choice.model] = choice
         ticket = self._turns.arrive(choice.model, self._clock())
         granted = asyncio.get_running_loop().create_future()
-        self._waiting[ticket] = _Waiting(granted=granted, note=note, keep=keep or self._usual)
+        self._waiting[ticket] = _Waiting(
+            granted=granted, note=note, on_progress=on_progress, keep=keep or self._usual
+        )
         self._move()
         try:
             async with asyncio.timeout(patience_s):
@@ -151,7 +161,7 @@ class ModelSwitch:
         except BaseException:
             # The client may have a shorter patience than loading takes, and will ask again.
             is_loading = self._opening is not None and self._opening.model == choice.model
-            self._go(ticket, promise_s=PROMISE_S if is_loading else 0.0)
+            self._go(ticket, promise_s=promise_s if is_loading else 0.0)
             if granted.done() and not granted.cancelled():
                 granted.exception()  # it has come too late
             raise
@@ -250,6 +260,9 @@ class ModelSwitch:
         def progressed(progress: NodeProgress) -> None:
             opening.doing, opening.has_progressed = progress.phase, True
             opening.done = progress.done_bytes / max(1, progress.total_bytes)
+            for ticket, waiting in self._waiting.items():
+                if ticket.model == opening.model:
+                    waiting.on_progress(progress)
             self._tell()
 
         pause_s, longest_s = BUSY_S

@@ -22,6 +22,7 @@ from shardnet.errors import RemoteProtocolError, ShardnetError
 from shardnet.runtime.stage.loading import ModelFacts, identify
 from shardnet.transport.memory import memory_pair
 from shardnet.wire.framing.frames import Frame, FrameKind
+from shardnet.wire.messages.activity import RingActivity
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect, read_control
 from shardnet.wire.messages.generation import Finished, LastRun, TextPiece
 from shardnet.wire.messages.measurements import LinksMeasured, StageMeasured
@@ -31,7 +32,10 @@ from shardnet.wire.messages.stages import StageReady
 
 NOWHERE = "/nowhere/model"
 ANSWER_S = 30.0
-LAST = (Done, Redirect, Finished, LastRun, LinksMeasured, StageMeasured, ModelIdentity, StatusReply)
+LAST = (
+    *(Done, Redirect, Finished, LastRun, RingActivity, LinksMeasured, StageMeasured, ModelIdentity),
+    StatusReply,
+)
 SLOW = {
     *(f"LoadStage.{name}" for name in ("model", "quant", "kv_dtype", "streamed_layers")),
     *(f"Generate.choice.{name}" for name in ("model", "quant", "kv_dtype", "context")),
