@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from shardnet.api.anthropic import endpoints as anthropic
 from shardnet.api.client import Client
+from shardnet.api.dashboard import page_files
 from shardnet.api.ollama import endpoints as ollama
 from shardnet.api.openai import endpoints as openai
 from shardnet.api.openai.faults import OPENAI
@@ -39,7 +40,8 @@ STOP_S: Final = 5
 def application(service: Service) -> ASGIApp:
     """Make the application with the endpoints of every dialect."""
     dialects = [*openai.endpoints(), *anthropic.endpoints(), *ollama.endpoints()]
-    return make_app(service, [*dialects, *health.endpoints(OPENAI)], OPENAI)
+    page = page_files.endpoints(OPENAI, service.settings.root_path)
+    return make_app(service, [*dialects, *health.endpoints(OPENAI), *page], OPENAI)
 
 
 @asynccontextmanager

@@ -1,0 +1,1 @@
+"""The dashboard: the page for people."""
