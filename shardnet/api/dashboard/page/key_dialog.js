@@ -1,0 +1,39 @@
+// Asks for the API key when the server wants one.
+import { isKeyWanted, key, takeKey } from "./api.js";
+import { html, useEffect, useRef } from "./html.js";
+
+export function KeyDialog() {
+  const dialog = useRef(null);
+  const isOpen = isKeyWanted.value;
+  useEffect(() => {
+    if (isOpen && !dialog.current.open) dialog.current.showModal();
+    if (!isOpen) dialog.current.close();
+  }, [isOpen]);
+  const submit = (event) => {
+    event.preventDefault();
+    const fields = event.target.elements;
+    takeKey(fields.key.value.trim(), fields.keep.checked);
+    fields.key.value = "";
+  };
+  return html`
+    <dialog ref=${dialog} aria-labelledby="key-title" onClose=${() => (isKeyWanted.value = false)}>
+      <form onSubmit=${submit}>
+        <h2 id="key-title">API key</h2>
+        <p>
+          ${key.value
+            ? "This server does not know the key that was given."
+            : "This server asks for one of its keys."}
+        </p>
+        <label>
+          Key
+          <input name="key" type="password" autocomplete="off" spellcheck=${false} autofocus />
+        </label>
+        <label class="check"><input name="keep" type="checkbox" /> Keep it in this browser</label>
+        <div class="row">
+          <button type="submit" class="main">Use the key</button>
+          <button type="button" onClick=${() => dialog.current.close()}>Not now</button>
+        </div>
+      </form>
+    </dialog>
+  `;
+}
