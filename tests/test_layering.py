@@ -63,7 +63,17 @@ ROOMS: dict[str, list[str]] = {
         "diagnosis",
         "node",
     ],
-    "api": ["chat_formats", "", "chat", "server", "openai", "anthropic", "ollama", "dashboard", "serve"],
+    "api": [
+        "chat_formats",
+        "",
+        "chat",
+        "server",
+        "openai",
+        "anthropic",
+        "ollama",
+        "dashboard",
+        "serve",
+    ],
     "cli": ["output", "flags", "finding", "conversation", "commands", ""],
 }
 MOST_FILES = 16

@@ -34,8 +34,11 @@ function Page() {
   const view = VIEWS.find(([name]) => name === shown.value);
   const main = useRef(null);
   const isFirst = useRef(true);
+  const title = `${view[1]} · ${server.value?.name ?? "shardnet"}`;
   useEffect(() => {
-    document.title = `${view[1]} · ${server.value?.name ?? "shardnet"}`;
+    document.title = title;
+  }, [title]);
+  useEffect(() => {
     if (!isFirst.current) main.current.focus();
     isFirst.current = false;
   }, [view[0]]);

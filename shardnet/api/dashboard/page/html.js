@@ -1,4 +1,4 @@
-// What every view is written with. Text is always text here: nothing sets innerHTML.
+// What every view is written with. Text stays text: nothing is parsed as HTML.
 import { h } from "./vendor/preact.js";
 import htm from "./vendor/htm.js";
 

@@ -55,8 +55,11 @@ function draw(canvas, all, stages, spanMs) {
   canvas.width = width * ratio;
   canvas.height = height * ratio;
   canvas.style.height = `${height}px`;
-  const style = getComputedStyle(canvas);
-  const colour = (name) => style.getPropertyValue(`--${name}`);
+  // A canvas knows no variables of CSS: the legend has the colours as they are now.
+  const legend = canvas.nextElementSibling;
+  const style = getComputedStyle(legend);
+  const colour = (name) => getComputedStyle(legend.querySelector(`.${name}`)).backgroundColor;
+  const colours = { compute: colour("compute"), prompt: colour("prompt"), wire: colour("wire") };
   const context = canvas.getContext("2d");
   context.scale(ratio, ratio);
   context.font = `12px ${style.fontFamily}`;
@@ -67,12 +70,12 @@ function draw(canvas, all, stages, spanMs) {
     const from = Math.max(NAMES, x(fromMs));
     const row = stages.findIndex((stage) => stage.rank === rank);
     if (row < 0 || x(toMs) <= NAMES) return;
-    context.fillStyle = colour(name);
+    context.fillStyle = colours[name];
     const long = Math.max(0.5, x(toMs) - from);
     context.fillRect(from, row * (ROW + GAP) + inset, long, ROW - 2 * inset);
   };
   for (const [row, stage] of stages.entries()) {
-    context.fillStyle = colour("quiet");
+    context.fillStyle = style.color;
     context.fillText(stage.name.slice(0, 10), 0, row * (ROW + GAP) + ROW / 2, NAMES - 6);
   }
   for (const step of all) {
