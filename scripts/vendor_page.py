@@ -7,6 +7,7 @@ newer versions, change them here and run this; it needs npm.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import re
@@ -31,10 +32,10 @@ NAMES: Final = {
 }
 
 
-def fetch(package: str, folder: Path) -> Path:
+def fetch(npm: str, package: str, folder: Path) -> Path:
     """Fetch a package and unpack it; return its folder."""
     packed = subprocess.run(
-        ["npm", "pack", "--json", package], cwd=folder, check=True, capture_output=True, text=True
+        [npm, "pack", "--json", package], cwd=folder, check=True, capture_output=True, text=True
     )
     [told] = json.loads(packed.stdout)
     target = folder / package.replace("/", "_")
@@ -53,12 +54,15 @@ def as_a_file(source: str) -> str:
 
 def main() -> None:
     """Write all files and NOTICE."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--npm", default="npm", help="the program that fetches packages")
+    options = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     notice = ["The libraries in this folder, from npm, written by scripts/vendor_page.py.", ""]
     licences: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as made:
         for package, files in FILES.items():
-            unpacked = fetch(package, Path(made))
+            unpacked = fetch(options.npm, package, Path(made))
             licence = json.loads((unpacked / "package.json").read_text())["license"]
             for path, name in files.items():
                 text = as_a_file((unpacked / path).read_text(encoding="utf-8"))

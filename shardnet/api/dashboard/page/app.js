@@ -56,10 +56,10 @@ function Page() {
         )}
       </nav>
       <${Status} />
-      <${Settings} />
     </header>
     <${Trouble} />
     <main id="main" tabindex="-1" ref=${main} aria-label=${view[1]}><${view[2]} /></main>
+    <${Footer} />
     <${KeyDialog} />
   `;
 }
@@ -78,24 +78,25 @@ function Status() {
         ${isLive.value && rates.value ? rate(rates.value.tokens_per_s) : "–"}
       </span>
       <span class=${`badge ${kind}`} role="status">${word}</span>
+      ${(key.value || server.value?.has_keys) &&
+      html`<button type="button" onClick=${() => (isKeyWanted.value = true)}>Key…</button>`}
     </div>
   `;
 }
 
-function Settings() {
+function Footer() {
   return html`
-    <div class="settings">
-      <label class="quiet">
-        <span class="unseen">Colours</span>
+    <footer>
+      <span>shardnet ${server.value?.version ?? ""}</span>
+      <label class="beside">
+        Colours
         <select value=${theme.value} onChange=${(event) => (theme.value = event.target.value)}>
           ${Object.entries(THEMES).map(
             ([name, label]) => html`<option value=${name}>${label}</option>`,
           )}
         </select>
       </label>
-      ${(key.value || server.value?.has_keys) &&
-      html`<button type="button" onClick=${() => (isKeyWanted.value = true)}>Key…</button>`}
-    </div>
+    </footer>
   `;
 }
 

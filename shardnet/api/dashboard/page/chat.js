@@ -34,7 +34,6 @@ export function Chat() {
 
 function Log() {
   const all = messages.value;
-  const end = useRef(null);
   const follows = useRef(true);
   useEffect(() => {
     const look = () => {
@@ -45,7 +44,7 @@ function Log() {
     return () => removeEventListener("scroll", look);
   }, []);
   useEffect(() => {
-    if (follows.current) end.current.scrollIntoView({ block: "end" });
+    if (follows.current && all.length) scrollTo(0, document.documentElement.scrollHeight);
   }, [all]);
   return html`
     <div class="log" role="log" aria-label="Conversation" aria-busy=${isRunning.value}>
@@ -55,7 +54,6 @@ function Log() {
         write stays between this browser and your nodes.
       </p>`}
       ${all.map((one, index) => html`<${Message} key=${one.id ?? `m${index}`} one=${one} />`)}
-      <div ref=${end}></div>
     </div>
   `;
 }
