@@ -64,15 +64,8 @@ ROOMS: dict[str, list[str]] = {
         "node",
     ],
     "api": [
-        "chat_formats",
-        "",
-        "chat",
-        "server",
-        "openai",
-        "anthropic",
-        "ollama",
-        "dashboard",
-        "serve",
+        *("chat_formats", "", "chat", "server", "openai", "anthropic", "ollama"),
+        *("dashboard", "serve"),
     ],
     "cli": ["output", "flags", "finding", "conversation", "commands", ""],
 }

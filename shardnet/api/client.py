@@ -43,6 +43,7 @@ from shardnet.transport import tcp
 from shardnet.transport.address import split_address
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.types import SamplingParams
+from shardnet.wire.messages.activity import CancelSequence, GetActivity, RingActivity
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.generation import LastRun, LastRunRequest, Unload
@@ -64,8 +65,19 @@ if TYPE_CHECKING:  # not every client needs the library behind it
 HANDSHAKE_S = 5.0
 """Deadline for the TLS and Hello handshake, in seconds."""
 
-Ask = PlanRequest | LastRunRequest | Unload | Tokenize | Detokenize | DescribeTokenizer
-Answer = TypeVar("Answer", PlanReply, LastRun, Done, Tokenized, Detokenized, TokenizerDescribed)
+Ask = (
+    PlanRequest
+    | LastRunRequest
+    | GetActivity
+    | CancelSequence
+    | Unload
+    | Tokenize
+    | Detokenize
+    | DescribeTokenizer
+)
+Answer = TypeVar(
+    "Answer", PlanReply, LastRun, RingActivity, Done, Tokenized, Detokenized, TokenizerDescribed
+)
 
 GREEDY = SamplingParams()
 """Always takes the most likely token."""
@@ -171,16 +183,20 @@ class Client:
         on_progress: OnLoading | None = None,
         *,
         again: bool = False,
+        without: Sequence[str] = (),
     ) -> PlanReply:
         """Return the plan that `model` would get; with `again` after measuring everything again.
 
+        Nodes whose ids are in `without` are not used.
         `on_progress` is called while nodes and links are measured, with counts of these, and while
         the error of the wire dtype is measured, which reads the whole checkpoint on the head.
 
         Raises PlanError where no plan fits, CheckpointError where the model cannot be read or got,
         UsageError for a choice that cannot be sent.
         """
-        message = PlanRequest(request=0, choice=self._chosen(model), again=again)
+        message = PlanRequest(
+            request=0, choice=self._chosen(model), again=again, without=list(without)
+        )
         return await self._follow(message, PlanReply, on_progress)
 
     async def last_run(self) -> LastRun:
@@ -189,6 +205,25 @@ class Client:
         Raises UsageError when there was none.
         """
         return await self._follow(LastRunRequest(request=0), LastRun)
+
+    async def activity(
+        self, *, known_ring: str = "", after_step: int = 0, at: str = ""
+    ) -> RingActivity:
+        """Return the requests and the last steps of the ring that the node is in.
+
+        Of the ring `known_ring` the plan is left out, and steps up to number `after_step`. `at` is
+        the address of another node to ask.
+        """
+        message = GetActivity(request=0, known_ring=known_ring, after_step=after_step)
+        return await self._follow(message, RingActivity, at=at)
+
+    async def cancel(self, ring: str, sequence: int, *, at: str = "") -> None:
+        """Cancel a request of `ring`, whoever sent it; both are named as `activity` does.
+
+        Raises UsageError for one that has ended.
+        """
+        message = CancelSequence(request=0, ring=ring, sequence=sequence)
+        await self._follow(message, Done, at=at)
 
     async def describe_tokenizer(
         self,
@@ -299,15 +334,20 @@ class Client:
         return replace(self.choice, model=name_model(model)) if isinstance(model, str) else model
 
     async def _follow(
-        self, message: Ask, expected: type[Answer], on_progress: OnLoading | None = None
+        self,
+        message: Ask,
+        expected: type[Answer],
+        on_progress: OnLoading | None = None,
+        at: str = "",
     ) -> Answer:
-        """Send `message`, follow redirects, and return the answer.
+        """Send `message` to the node, or to that `at` another address; return the answer.
 
+        Redirects are followed.
         Raises RemoteProtocolError for an answer of another type, PeerFailedError for too many
         redirects, and the error that the node reports.
         """
         check_request(message)
-        control = await self._reach()
+        control = await (self._link_to(at) if at else self._reach())
         for _ in range(MAX_REDIRECTS + 1):
             numbered = replace(message, request=control.next_request())
             async with control.conversation(numbered) as answers:

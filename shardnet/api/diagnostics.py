@@ -16,12 +16,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardnet import __version__
-from shardnet.api.client import connect, dial
+from shardnet.api.client import Client, connect, dial
+from shardnet.api.connections import key_path
 from shardnet.cluster.diagnosis.facts import Answered, Facts, KeyFacts, ModelAsked
 from shardnet.cluster.head.model_shape import model_shape
 from shardnet.cluster.head.ring_dtypes import settle_dtype
 from shardnet.cluster.machine.kernels import are_built
 from shardnet.cluster.machine.local_nodes import LocalNode
+from shardnet.cluster.machine.profile import make_host_id
 from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S, probe_address
 from shardnet.cluster.peers.rtt_probe import ProbeAnswer
 from shardnet.errors import ShardnetError
@@ -107,6 +109,27 @@ async def gather_facts(sources: FactSources) -> Facts:
     )
 
 
+async def facts_of(client: Client, timeout_s: float) -> Facts:
+    """Collect the facts that the node of `client` and its peers report, within `timeout_s`.
+
+    Raises no ShardnetError. What shows from this machine alone is left out: addresses, mDNS.
+    """
+    replies, failure = await _reports(client, timeout_s)
+    own = next((reply for reply in replies if reply.clock_ahead_s is None and reply.report), None)
+    cluster = own.report.cluster if own is not None and own.report is not None else ""
+    is_here = own is None or own.info is None or own.info.host_id == make_host_id()
+    return Facts(
+        key=KeyFacts(path=str(key_path("")), fingerprint=cluster),
+        software=__version__,
+        protocol=PROTOCOL_VERSION,
+        asked=f"{own.name} ({client.address})" if own is not None else client.address,
+        asked_node=own.node if own is not None else "",
+        is_asked_here=is_here,
+        failure=failure,
+        replies=tuple(replies),
+    )
+
+
 def _has_peers(reply: ReportReply) -> bool:
     return reply.report is not None and bool(reply.report.peers)
 
@@ -157,21 +180,31 @@ async def _ask(
     address: str, sources: FactSources, *, with_peers: bool
 ) -> tuple[list[ReportReply], str]:
     """Return the reports of a node and its peers, and the failure that cut them short, or ""."""
+    try:
+        async with connect(address, sources.identity) as client:
+            return await _reports(
+                client, sources.timeout_s, with_peers=with_peers, model=sources.model
+            )
+    except ShardnetError as error:
+        return [], str(error)
+
+
+async def _reports(
+    client: Client, timeout_s: float, *, with_peers: bool = True, model: str = ""
+) -> tuple[list[ReportReply], str]:
+    """Return the reports of the client's node and its peers, and what cut them short, or ""."""
     replies: list[ReportReply] = []
     try:
         async with (
-            asyncio.timeout(sources.timeout_s),
-            connect(address, sources.identity) as client,
-            aclosing(
-                client.report(probe=True, with_peers=with_peers, model=sources.model)
-            ) as answers,
+            asyncio.timeout(timeout_s),
+            aclosing(client.report(probe=True, with_peers=with_peers, model=model)) as answers,
         ):
             async for reply in answers:
                 replies.append(reply)
     except ShardnetError as error:
         return replies, str(error)
     except TimeoutError:
-        return replies, f"it took longer than {sources.timeout_s:g} s"
+        return replies, f"it took longer than {timeout_s:g} s"
     return replies, ""
 
 

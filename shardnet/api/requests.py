@@ -21,6 +21,7 @@ from shardnet.constraints import Constraint
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError, shown
 from shardnet.types import OutputParams, SamplingParams
 from shardnet.wire.messages import generation
+from shardnet.wire.messages.activity import CancelSequence, GetActivity
 from shardnet.wire.messages.chat import ChatMessage, DescribeTokenizer
 from shardnet.wire.messages.control import control_frame, read_control
 from shardnet.wire.messages.generation import (
@@ -180,6 +181,8 @@ def name_model(model: str) -> str:
 def check_request(
     message: PlanRequest
     | LastRunRequest
+    | GetActivity
+    | CancelSequence
     | Generate
     | Unload
     | Tokenize

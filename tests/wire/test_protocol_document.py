@@ -28,6 +28,7 @@ from shardnet.wire.connection.connection import (
 from shardnet.wire.framing import schema
 from shardnet.wire.framing.frames import PREAMBLE, FrameKind, Limits, pack_frame
 from shardnet.wire.messages import (
+    activity,
     bulk,
     chat,
     control,
@@ -58,6 +59,7 @@ CONTROL_MESSAGES = (
     diagnostics,
     stages,
     plans,
+    activity,
     chat,
     generation,
     tokens,

@@ -1,1 +1,1 @@
-"""The dashboard: the page for people."""
+"""The dashboard: what the page for people shows, and what they do there."""

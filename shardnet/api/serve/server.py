@@ -20,7 +20,9 @@ from starlette.types import ASGIApp
 
 from shardnet.api.anthropic import endpoints as anthropic
 from shardnet.api.client import Client
+from shardnet.api.dashboard import endpoints as dashboard
 from shardnet.api.dashboard import page_files
+from shardnet.api.dashboard.board import Dashboard
 from shardnet.api.ollama import endpoints as ollama
 from shardnet.api.openai import endpoints as openai
 from shardnet.api.openai.faults import OPENAI
@@ -40,8 +42,11 @@ STOP_S: Final = 5
 def application(service: Service) -> ASGIApp:
     """Make the application with the endpoints of every dialect."""
     dialects = [*openai.endpoints(), *anthropic.endpoints(), *ollama.endpoints()]
-    page = page_files.endpoints(OPENAI, service.settings.root_path)
-    return make_app(service, [*dialects, *health.endpoints(OPENAI), *page], OPENAI)
+    people = [
+        *dashboard.endpoints(Dashboard(service), OPENAI),
+        *page_files.endpoints(OPENAI, service.settings.root_path),
+    ]
+    return make_app(service, [*dialects, *health.endpoints(OPENAI), *people], OPENAI)
 
 
 @asynccontextmanager
@@ -75,6 +80,7 @@ async def serving(
         service.stop()
         server.should_exit = True
         await task
+        await service.close()
 
 
 class _Server(uvicorn.Server):

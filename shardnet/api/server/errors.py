@@ -10,6 +10,7 @@ from typing import Final
 
 from shardnet.errors import (
     BusyError,
+    CancelledRequestError,
     CapacityError,
     CheckpointError,
     ContextExceededError,
@@ -89,6 +90,8 @@ def fault_of(error: Exception) -> Fault:
             return Fault(
                 status=404, kind="invalid_request_error", message=text, code="model_not_found"
             )
+        case CancelledRequestError():  # a status at which programs do not ask again
+            return Fault(status=400, kind="invalid_request_error", message=text, code="cancelled")
         case DeadlineError():
             return Fault(status=504, kind="timeout_error", message=text)
         case BusyError() | LinkError() | PeerFailedError() | PlanError():

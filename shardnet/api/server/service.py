@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Final, Unpack
+from typing import Any, Final, Unpack
 
 from shardnet.api.client import Client
 from shardnet.api.events import GenerationEvent
@@ -41,6 +41,21 @@ class Service:
     tokenizers: dict[str, tuple[float, TokenizerDescribed]] = field(default_factory=dict)
     """What is known of the tokenizers of models, and since when."""
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _background: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do work that goes on when its request has ended, until `close`. It must not raise."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def close(self) -> None:
+        """End what `keep` was given."""
+        tasks = [*self._background]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def stop(self) -> None:
         """End all requests: each gets an error that says so."""

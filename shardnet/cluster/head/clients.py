@@ -126,6 +126,7 @@ class Clients:
                 ),
                 measure_one=True,
                 again=message.again,
+                without=message.without,
             )
         if isinstance(plan, Elsewhere):
             control.send(Redirect(request=message.request, address=plan.address))

@@ -79,6 +79,11 @@ class Head:
         return self._lead.plan.choice.model if self._lead and not self._lead.ring.broken else None
 
     @property
+    def latest(self) -> Lead | None:
+        """The ring that was built last and not unloaded, broken or not."""
+        return self._lead
+
+    @property
     def choice(self) -> ModelChoice | None:
         """What the ring that this node is in was opened for, None without one."""
         if self._lead is not None and self._lead.ring.broken is None:

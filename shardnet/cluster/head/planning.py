@@ -10,7 +10,7 @@ Knows the order of the steps and whom they ask. Must not load anything or start 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,7 @@ from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import BusyError, CheckpointError, DiskSilentError
+from shardnet.errors import BusyError, CheckpointError, DiskSilentError, PlanError
 from shardnet.runtime.stage.loading import ModelFacts
 from shardnet.types import DType, NodeId
 from shardnet.wire.messages.membership import NodeInfo
@@ -96,13 +96,14 @@ class Planner:
         *,
         measure_one: bool = False,
         again: bool = False,
+        without: Collection[str] = (),
     ) -> Plan | Elsewhere:
-        """Plan `choice`, or name the node that would be its head.
+        """Plan `choice` without the nodes `without`, or name the node that would be its head.
 
         `on_measured`, `measure_one` and `again` as in `measure`. Raises PlanError, CheckpointError,
         UsageError or LinkError if there can be no plan.
         """
-        candidates = await self.find_candidates(choice)
+        candidates = await self.find_candidates(choice, without)
         if choice.nodes and candidates.nodes[0].node != self._node:
             return Elsewhere(address=candidates.nodes[0].address, model=choice.model)
         model = await self.identify(candidates)
@@ -112,13 +113,19 @@ class Planner:
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)
         return plan
 
-    async def find_candidates(self, choice: ModelChoice) -> PlanCandidates:
+    async def find_candidates(
+        self, choice: ModelChoice, without: Collection[str] = ()
+    ) -> PlanCandidates:
         """Find the nodes that `choice` names, without names this node and all its peers.
 
-        Raises LinkError if there is no node at an address, UsageError if one is named twice.
+        Those whose ids are in `without` are left out. Raises LinkError if there is no node at an
+        address, UsageError if one is named twice, PlanError if none is left.
         """
         found = await self._directory.candidates(choice.nodes)
-        return PlanCandidates(choice=choice, nodes=found.nodes, silent=found.silent)
+        nodes = tuple(info for info in found.nodes if info.node not in without)
+        if not nodes:
+            raise PlanError("no node is left to plan for: all of them are to be left out")
+        return PlanCandidates(choice=choice, nodes=nodes, silent=found.silent)
 
     async def identify(self, candidates: PlanCandidates) -> IdentifiedModel:
         """Identify the model on this node or else on a peer.

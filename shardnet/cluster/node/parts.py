@@ -18,6 +18,7 @@ from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.machine.folders import PACKS_FOLDER
+from shardnet.cluster.machine.temperature import Thermometer
 from shardnet.cluster.measuring.figure_cache import FigureCache
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement_service import MeasurementService
@@ -27,6 +28,7 @@ from shardnet.cluster.node.events import NodeEvents
 from shardnet.cluster.node.messages import NodeMessages
 from shardnet.cluster.node.own_state import OwnState
 from shardnet.cluster.node.reporter import NodeReporter
+from shardnet.cluster.node.ring_activity import RingWatch
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.message_handlers import MessageHandlers
@@ -240,6 +242,7 @@ def build_services(
         disk=settings.cache,
         bandwidth=stage.links.quick_rate,
         resolve=lists.resolve,
+        temperature=Thermometer(settings.budget.device.kind).read,
     )
     messages = NodeMessages(
         own=stage.own,
@@ -251,7 +254,8 @@ def build_services(
         head=head,
     )
     handlers = MessageHandlers()
-    for room in (messages, stage.orders, stage.measuring, head, clients, lists, reporter):
+    rooms = (messages, stage.orders, stage.measuring, head, clients, lists, reporter)
+    for room in (*rooms, RingWatch(head)):
         room.register(handlers)
     dispatcher = Dispatcher(
         own_hello=links.dialer.hello,

@@ -75,7 +75,8 @@ class NodeReporter:
     `dial_as_client` opens a link to an address, for as long as a probe may take. `cluster` is the
     fingerprint of the key, None without one. `checkpoints` reads checkpoints,
     `disk` a folder on the disk where weights are kept. `bandwidth` gives the bytes per second to a
-    linked node, None where they are not known. `resolve` finds the name that a part of one means.
+    linked node, None where they are not known. `resolve` finds the name that a part of one means,
+    `temperature` returns the device's in degrees Celsius without waiting, None if unknown.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class NodeReporter:
         disk: Path,
         bandwidth: Callable[[NodeId], Awaitable[float | None]],
         resolve: Callable[[str], Awaitable[str]],
+        temperature: Callable[[], float | None],
     ) -> None:
         self._own_info = own_info
         self._stage_state = stage_state
@@ -108,6 +110,7 @@ class NodeReporter:
         self._disk = disk
         self._bandwidth = bandwidth
         self._resolve = resolve
+        self._temperature = temperature
         self._probe_slots = asyncio.Semaphore(PROBES_AT_ONCE)
         self._started = time.monotonic()
 
@@ -209,6 +212,7 @@ class NodeReporter:
             model_id=model.model_id,
             model_failure=model.failure,
             model_config=model.config,
+            temperature_c=self._temperature(),
             sent_at=time.time(),
         )
         return ReportReply(

@@ -25,6 +25,7 @@ from shardnet.errors import (
 from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.wire.framing.frames import FrameKind
+from shardnet.wire.messages.activity import CancelSequence, GetActivity
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import (
     ControlMessage,
@@ -77,6 +78,8 @@ ControlRequest = (
     | UnloadStage
     | PlanRequest
     | LastRunRequest
+    | GetActivity
+    | CancelSequence
     | Generate
     | Tokenize
     | Detokenize

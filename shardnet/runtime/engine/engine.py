@@ -15,10 +15,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
-from shardnet.errors import DeadlineError, ShardnetError, UsageError, internal_error, where
+from shardnet.errors import (
+    CancelledRequestError,
+    DeadlineError,
+    ShardnetError,
+    UsageError,
+    internal_error,
+    where,
+)
 from shardnet.runtime.engine.guide import Guide
 from shardnet.runtime.engine.live_request import LiveRequest
 from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, RequestEvent
+from shardnet.runtime.engine.step_log import RequestProgress, StepLog
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
 from shardnet.runtime.scheduling.scheduler import Scheduler
@@ -80,6 +88,8 @@ class Engine:
         self._live: dict[SequenceId, LiveRequest] = {}
         self._next_sequence = 1
         self._step_cost = StepCost()
+        self.log = StepLog(clock_ns())
+        """The last steps that came round."""
         self.n_steps = 0
         """Steps that came round."""
         self.compute_us: Counter[int] = Counter()
@@ -106,6 +116,37 @@ class Engine:
             used_blocks=book.booked_blocks,
             room_blocks=book.room_blocks,
         )
+
+    @property
+    def age_us(self) -> int:
+        """Microseconds since it was made, by the clock of its log."""
+        return self.log.age_us(self._clock_ns())
+
+    @property
+    def requests(self) -> list[RequestProgress]:
+        """How far the requests are that live, in the order in which they came."""
+        ahead = {sequence_id: n for n, sequence_id in enumerate(self._scheduler.waiting)}
+        now_ns = self._clock_ns()
+        return [
+            RequestProgress(
+                sequence_id=sequence_id,
+                state=live.state,
+                n_prompt=len(live.request.prompt),
+                n_computed=min(live.n_computed, len(live.request.prompt)),
+                n_kept=live.n_kept,
+                n_tokens=live.n_tokens,
+                max_tokens=live.request.max_tokens,
+                age_s=(now_ns - live.submitted_ns) / 1e9,
+                priority=live.request.priority,
+                ahead=ahead.get(sequence_id, 0),
+            )
+            for sequence_id, live in self._live.items()
+        ]
+
+    def cancel(self, sequence_id: SequenceId) -> bool:
+        """End a request with CancelledRequestError; return whether it lived."""
+        error = CancelledRequestError("the request was cancelled by who watches the ring")
+        return self._give_up(sequence_id, error)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestEvent, None]:
         """Run one request and yield its events, the last a GenerationFinished.
@@ -251,18 +292,24 @@ class Engine:
 
     def _expire(self, sequence_id: SequenceId) -> None:
         """End a request whose deadline has passed, wherever it is."""
-        live = self._live.pop(sequence_id, None)
-        if live is None:
-            return
-        self._scheduler.end(sequence_id)
-        live.fail(
-            DeadlineError(
+        live = self._live.get(sequence_id)
+        if live is not None:
+            error = DeadlineError(
                 f"the request did not end within its deadline of {live.request.deadline_s:g} s, "
                 f"after {live.n_tokens} tokens: allow more time, or ask for fewer tokens"
             )
-        )
+            self._give_up(sequence_id, error)
+
+    def _give_up(self, sequence_id: SequenceId, error: ShardnetError) -> bool:
+        """End a request, wherever it is, with an error; return whether it lived."""
+        live = self._live.pop(sequence_id, None)
+        if live is None:
+            return False
+        self._scheduler.end(sequence_id)
+        live.fail(error)
         self._pump()
         self._report_queue_positions()
+        return True
 
     def _report_queue_positions(self) -> None:
         """Report to waiting requests how many are before them."""
@@ -274,6 +321,8 @@ class Engine:
     def _on_answered(self, answered: StepAnswered) -> None:
         outcomes = self._scheduler.on_tokens(answered.answer.step, answered.answer.token_ids)
         self._learn_cost(answered)
+        n_tokens = sum(isinstance(outcome, TokenSampled) for outcome in outcomes)
+        self.log.add(answered, n_tokens)
         for group in answered.batch.groups:
             live = self._live.get(group.sequence_id)
             if live is not None:

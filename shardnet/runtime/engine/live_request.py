@@ -100,6 +100,10 @@ class LiveRequest:
     events: asyncio.Queue[RequestEvent | ShardnetError] = field(default_factory=asyncio.Queue)
     state: LiveState = LiveState.QUEUED
     n_tokens: int = 0
+    n_computed: int = 0
+    """Positions that are in the KV cache."""
+    n_kept: int = 0
+    """Those of the prompt that were there before it began to run."""
     outputs: OutputCollector | None = None
     _sums: _StageSums = field(default_factory=_StageSums)
     _alone: _AloneSteps = field(default_factory=_AloneSteps)
@@ -114,6 +118,9 @@ class LiveRequest:
     def move(self, state: LiveState, *, n_kept: int = 0) -> None:
         """Record and report that the request runs, is paused or resumes."""
         self.state = state
+        self.n_computed = n_kept
+        if state is LiveState.RUNNING:
+            self.n_kept = n_kept
         self.events.put_nowait(RequestMoved(state=state, n_kept=n_kept))
 
     def report_queue_position(self, ahead: int) -> None:
@@ -132,6 +139,7 @@ class LiveRequest:
 
         Outputs of sampled rows are released together with their token.
         """
+        self.n_computed = group.position + group.n_rows
         if group.position >= len(self.request.prompt):
             self._sums.add(answered)
             self._alone.add(group.position, answered)

@@ -23,6 +23,7 @@ from shardnet.wire.framing.schema import (
     decode,
     encode,
 )
+from shardnet.wire.messages.activity import CancelSequence, GetActivity, RingActivity
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.generation import (
     Cancel,
@@ -122,6 +123,9 @@ ControlMessage = (
     | PlanReply
     | LastRunRequest
     | LastRun
+    | GetActivity
+    | RingActivity
+    | CancelSequence
     | NodeProgress
     | Generate
     | StateChanged

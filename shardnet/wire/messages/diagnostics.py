@@ -182,7 +182,8 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     `received_at` and `sent_at` are its clock, in seconds since 1970, when the request came and when
     this left. `unreached` are the addresses that it was told with --peer and has no link to.
     `model_id`, `model_config` (its config.json) and `model_failure` answer for the model that was
-    asked about. `disk_free_bytes` is that of the disk where weights are kept.
+    asked about. `disk_free_bytes` is that of the disk where weights are kept. `temperature_c` is
+    the GPU's, else the CPU's, in degrees Celsius.
     """
 
     cluster: Name
@@ -201,3 +202,4 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     model_id: DigestOrNone = ""
     model_failure: Explanation = ""
     model_config: Text = ""
+    temperature_c: Annotated[float, Meta(ge=-100, le=1000)] | None = None

@@ -67,12 +67,15 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
 class PlanRequest(Tagged, frozen=True, kw_only=True):
     """Ask for the plan that would be used. Answered by PlanReply or Redirect.
 
-    With `again` everything is measured anew.
+    With `again` everything is measured anew. Nodes whose ids are in `without` are not used.
     """
 
     request: RequestId
     choice: ModelChoice
     again: bool = False
+    without: Annotated[list[Name], Meta(max_length=MAX_STAGES)] = msgspec.field(
+        default_factory=list
+    )
 
 
 class PlannedStage(Strict, frozen=True, kw_only=True):

@@ -9,8 +9,9 @@ import pytest
 import typer
 import yaml
 
+from shardnet.api.programs import PROGRAMS, Served
 from shardnet_cli.commands import connect as command
-from shardnet_cli.commands.connect import PROGRAMS, Served, connect
+from shardnet_cli.commands.connect import connect
 from shardnet_cli.commands.serve import DEFAULT_PORT
 
 SERVED = Served(url="http://h:1/llm", key="s3'cret\"", model="org/M ü", context=4096)

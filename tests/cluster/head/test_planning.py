@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -526,3 +527,24 @@ def test_what_a_plan_fetches_is_told_with_its_sources() -> None:
     assert stages[1].fetch_s == pytest.approx(2)
     unmeasured = make_plan(choice, model, nodes, holdings=holdings).reply(1).stages
     assert unmeasured[1].fetch_s is None
+
+
+def test_nodes_that_are_to_be_left_out_are_no_candidates() -> None:
+    infos = tuple(SimpleNamespace(node=name) for name in "abc")
+
+    async def candidates(addresses: list[str]) -> Any:
+        return SimpleNamespace(nodes=infos, silent=())
+
+    planner = Planner(
+        node=NodeId("a"),
+        directory=cast(Any, SimpleNamespace(candidates=candidates)),
+        sharing=cast(Any, None),
+        measuring=cast(Any, None),
+        threads=cast(Any, None),
+        log=pytest.fail,
+    )
+    choice = ModelChoice(model="m")
+    found = asyncio.run(planner.find_candidates(choice, ["b", "unknown"]))
+    assert [info.node for info in found.nodes] == ["a", "c"]
+    with pytest.raises(PlanError, match="no node is left"):
+        asyncio.run(planner.find_candidates(choice, ["a", "b", "c"]))

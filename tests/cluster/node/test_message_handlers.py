@@ -16,6 +16,7 @@ from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.types import DType, NodeId
+from shardnet.wire.messages.activity import RingActivity
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Failed, Redirect
 from shardnet.wire.messages.generation import (
@@ -52,6 +53,7 @@ ANSWERS = {
     PlanReply,
     Redirect,
     ReportReply,
+    RingActivity,
     RowsPiece,
     StageMeasured,
     StageReady,

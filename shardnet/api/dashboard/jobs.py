@@ -1,0 +1,198 @@
+"""What is started from a page and takes its time: loading, unloading and pulling a model.
+
+Knows how progress is kept, and that a job ends with the server, not with the page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from shardnet.api.dashboard.state import JobKind, JobState, ShownJob, ShownProgress
+from shardnet.api.server.errors import Fault, HttpError, refused, too_many
+from shardnet.api.server.service import Service
+from shardnet.checkpoint.hub_cache import HubName
+from shardnet.cluster.download.pulling import pull_beside
+from shardnet.errors import ShardnetError, internal_error, shown
+from shardnet.wire.messages.plans import NodeProgress
+
+KEPT_S: Final = 600.0
+MAX_KEPT: Final = 32
+"""How long ended jobs are listed, and how many are at most."""
+MAX_PULLS: Final = 4
+"""Pulls at once."""
+EVERY_S: Final = 0.25
+"""Progress is told at most so often."""
+
+Pull = Callable[[HubName, Callable[[int, int], None], Callable[[str], None]], Awaitable[None]]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    shown: ShownJob
+    began_s: float
+    ended_s: float | None = None
+    task: asyncio.Task[None] | None = None
+    nodes: dict[int, ShownProgress] = field(default_factory=dict)
+
+
+class Jobs:
+    """The jobs of one server. `notify` is called when one has changed."""
+
+    def __init__(
+        self,
+        service: Service,
+        notify: Callable[[], None],
+        *,
+        pull: Pull = pull_beside,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._service = service
+        self._notify = notify
+        self._pull = pull
+        self._clock = clock
+        self._jobs: dict[str, _Job] = {}
+        self._n_begun = 0
+        self._notified_s = 0.0
+
+    def listed(self) -> list[ShownJob]:
+        """List those that run, and those that ended not long ago, in the order of their start."""
+        now_s = self._clock()
+        for name, job in list(self._jobs.items()):
+            if job.ended_s is not None and now_s - job.ended_s > KEPT_S:
+                del self._jobs[name]
+        return [self._as_shown(job) for job in self._jobs.values()]
+
+    async def load(self, name: str) -> ShownJob:
+        """Load a model. Raises HttpError 404 for one that nobody has, 409 while one loads."""
+        model = await self._service.models.find(name or None)
+        self._check_free("load", "")
+        job = self._begin("load", model.name)
+
+        async def work() -> None:
+            await self._service.client.describe_tokenizer(
+                model=model.choice, on_progress=lambda progress: self._take(job, progress)
+            )
+
+        return self._run(job, work)
+
+    def unload(self) -> ShownJob:
+        """Free the model of the ring. Raises HttpError 409 while one loads."""
+        self._check_free("load", "")
+        self._check_free("unload", "")
+        job = self._begin("unload", "")
+        return self._run(job, self._service.client.unload)
+
+    def pull(self, text: str) -> ShownJob:
+        """Pull a model from the Hub to this machine.
+
+        Raises HttpError 400 for what is no name of the Hub, 409 while the same one is pulled, 429
+        while MAX_PULLS others are.
+        """
+        name = HubName.parse(text)
+        if name is None:
+            raise refused(f"model is {shown(text)}: give ORG/NAME or ORG/NAME:GGUF", "model")
+        self._check_free("pull", str(name))
+        if sum(job.shown.kind == "pull" for job in self._running()) >= MAX_PULLS:
+            raise too_many(f"{MAX_PULLS} models are being pulled already")
+        job = self._begin("pull", str(name))
+        job.shown.phase = "downloading"
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            job.shown.done_bytes, job.shown.total_bytes = done_bytes, total_bytes
+            self._tell()
+
+        async def work() -> None:
+            await self._pull(name, progress, self._service.settings.log)
+
+        return self._run(job, work)
+
+    async def cancel(self, name: str) -> ShownJob:
+        """Cancel a job, if it has not ended. Raises HttpError 404 for one that is not listed."""
+        job = self._jobs.get(name)
+        if job is None:
+            message = f"there is no job '{name[:50]}'"
+            raise HttpError(Fault(status=404, kind="invalid_request_error", message=message))
+        if job.task is not None and not job.task.done():
+            job.task.cancel()
+            await asyncio.gather(job.task, return_exceptions=True)
+        return self._as_shown(job)
+
+    def _running(self) -> list[_Job]:
+        return [job for job in self._jobs.values() if job.ended_s is None]
+
+    def _check_free(self, kind: JobKind, model: str) -> None:
+        """Raise HttpError 409 while a job of this kind runs, with this model unless that is ""."""
+        for job in self._running():
+            if job.shown.kind == kind and (not model or job.shown.model == model):
+                what = f"{kind}ing {job.shown.model}".strip()
+                message = f"{what} goes on already: cancel it, or wait until it ends"
+                raise HttpError(Fault(status=409, kind="invalid_request_error", message=message))
+
+    def _begin(self, kind: JobKind, model: str) -> _Job:
+        self._n_begun += 1
+        name = str(self._n_begun)
+        ended = [key for key, job in self._jobs.items() if job.ended_s is not None]
+        for key in ended[: max(0, len(self._jobs) + 1 - MAX_KEPT)]:
+            del self._jobs[key]
+        shown_job = ShownJob(id=name, kind=kind, model=model)
+        self._jobs[name] = _Job(shown=shown_job, began_s=self._clock())
+        return self._jobs[name]
+
+    def _run(self, job: _Job, work: Callable[[], Coroutine[Any, Any, None]]) -> ShownJob:
+        job.task = self._service.keep(self._watched(job, work))
+        job.task.add_done_callback(lambda task: self._end(job, "cancelled"))
+        self._notify()
+        return self._as_shown(job)
+
+    async def _watched(self, job: _Job, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do the work, and keep what became of it."""
+        try:
+            await work()
+        except ShardnetError as error:
+            self._end(job, "failed", error)
+        except Exception as error:
+            self._end(job, "failed", internal_error(job.shown.kind, error))
+        else:
+            self._end(job, "done")
+
+    def _end(self, job: _Job, state: JobState, error: ShardnetError | None = None) -> None:
+        """Keep how a job ended. What is said first counts."""
+        if job.ended_s is not None:
+            return
+        job.shown.state, job.ended_s = state, self._clock()
+        if error is not None:
+            job.shown.error, job.shown.remedy = error.message, error.remedy or None
+        self._notify()
+
+    def _take(self, job: _Job, progress: NodeProgress) -> None:
+        """Take the progress of a stage. Counts of what is measured are not added to bytes."""
+        if job.shown.phase == "measuring" or progress.phase == "measuring":
+            job.nodes.clear()
+        job.shown.phase = progress.phase
+        job.nodes[progress.rank] = ShownProgress(
+            rank=progress.rank,
+            phase=progress.phase,
+            done_bytes=progress.done_bytes,
+            total_bytes=progress.total_bytes,
+        )
+        job.shown.done_bytes = sum(node.done_bytes for node in job.nodes.values())
+        job.shown.total_bytes = sum(node.total_bytes for node in job.nodes.values())
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell of progress, not too often: what was left out is told with the next thing."""
+        now_s = self._clock()
+        if now_s - self._notified_s >= EVERY_S:
+            self._notified_s = now_s
+            self._notify()
+
+    def _as_shown(self, job: _Job) -> ShownJob:
+        end_s = self._clock() if job.ended_s is None else job.ended_s
+        nodes = [job.nodes[rank] for rank in sorted(job.nodes)]
+        return replace(job.shown, age_s=end_s - job.began_s, nodes=nodes)

@@ -1,0 +1,104 @@
+"""Reads how warm the device is: a GPU by NVIDIA's library, a CPU by the sensors of the system.
+
+Knows which sensor is which device's. Must not wait: sensors may take a second to answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Final, Protocol
+
+import psutil
+
+from shardnet.threads import DaemonThreads
+
+FRESH_S: Final = 2.0
+"""A temperature counts for so long."""
+
+_CPU_SENSORS: Final = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal", "acpitz")
+"""What Linux calls the sensor of a CPU, the best first."""
+_NVML_GPU: Final = 0
+"""NVML_TEMPERATURE_GPU"""
+
+
+class _Reading(Protocol):
+    @property
+    def current(self) -> float: ...
+
+
+class Thermometer:
+    """Reads the temperature of a device of `kind` cpu or cuda, each time on a thread of its own."""
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sensor: Callable[[], float | None] | None = None,
+    ) -> None:
+        self._sensor = sensor or (gpu_temperature if kind == "cuda" else cpu_temperature)
+        self._clock = clock
+        self._reading: Future[float | None] | None = None
+        self._latest: float | None = None
+        self._read_at_s = -math.inf
+
+    def read(self) -> float | None:
+        """Return the last known temperature in degrees Celsius, None if there is none.
+
+        Has it read anew for the next call if it is older than FRESH_S.
+        """
+        if self._reading is not None and self._reading.done():
+            # A driver that fails has no temperature; a sensor may fail with anything.
+            failed = self._reading.cancelled() or self._reading.exception() is not None
+            self._latest = None if failed else self._reading.result()
+            self._reading = None
+        if self._reading is None and self._clock() - self._read_at_s >= FRESH_S:
+            self._read_at_s = self._clock()
+            self._reading = DaemonThreads(1, "shardnet-warmth").submit(self._sensor)
+        return self._latest
+
+
+def cpu_temperature() -> float | None:
+    """Read the warmest sensor of the CPU in degrees Celsius, None where the system has none."""
+    read = getattr(psutil, "sensors_temperatures", None)  # neither macOS nor Windows has it
+    return None if read is None else warmest(read())
+
+
+def warmest(sensors: Mapping[str, Sequence[_Reading]]) -> float | None:
+    """Return the highest plausible temperature of the first sensor that is a CPU's."""
+    for name in _CPU_SENSORS:
+        found = [one.current for one in sensors.get(name, ()) if 0 < one.current < 150]
+        if found:
+            return max(found)
+    return None
+
+
+def gpu_temperature() -> float | None:
+    """Read the temperature of torch's first CUDA device, None where NVIDIA's library is not there.
+
+    torch and that library may number devices differently: they are matched by their bus.
+    """
+    with contextlib.suppress(OSError, AttributeError, RuntimeError):
+        import torch
+
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
+            return None
+        device: Any = ctypes.c_void_p()
+        properties: Any = torch.cuda.get_device_properties(0)
+        bus = (
+            f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:"
+            f"{properties.pci_device_id:02x}.0"
+        )
+        degrees = ctypes.c_uint()
+        if (
+            nvml.nvmlDeviceGetHandleByPciBusId_v2(bus.encode(), ctypes.byref(device)) == 0
+            and nvml.nvmlDeviceGetTemperature(device, _NVML_GPU, ctypes.byref(degrees)) == 0
+        ):
+            return float(degrees.value)
+    return None

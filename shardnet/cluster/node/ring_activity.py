@@ -1,0 +1,102 @@
+"""Tells who asks what the ring of this node does now, and cancels requests of it.
+
+Knows where each fact is found. Must not judge: rates and means are the asking side's part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from shardnet.cluster.head.head import Head, Lead
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.errors import UsageError
+from shardnet.runtime.engine.step_log import StepRecord
+from shardnet.types import SequenceId
+from shardnet.wire.framing.schema import U32_MAX
+from shardnet.wire.messages.activity import (
+    MAX_REQUESTS_SEEN,
+    MAX_STEPS_SEEN,
+    CancelSequence,
+    GetActivity,
+    RequestSeen,
+    RingActivity,
+    StepSeen,
+)
+from shardnet.wire.messages.control import Done, Redirect
+from shardnet.wire.messages.membership import RingLoad
+
+
+class RingWatch:
+    """Answers for the ring that `head` leads."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+
+    def register(self, handlers: MessageHandlers) -> None:
+        """Register the messages of those who watch."""
+        handlers.register(GetActivity, self._activity)
+        handlers.register(CancelSequence, self._cancel)
+
+    async def _activity(self, control: ControlLink, message: GetActivity) -> None:
+        """Reply with the ring's requests and last steps, or Redirect to its head."""
+        elsewhere, lead = self._head.elsewhere(), self._head.latest
+        if elsewhere is not None:
+            control.send(Redirect(request=message.request, address=elsewhere.address))
+        elif lead is None:
+            control.send(RingActivity(request=message.request))
+        else:
+            control.send(_activity(message, lead))
+
+    async def _cancel(self, control: ControlLink, message: CancelSequence) -> None:
+        """Cancel a request, or reply Redirect. Raises UsageError for one that has ended."""
+        elsewhere, lead = self._head.elsewhere(), self._head.latest
+        if elsewhere is not None:
+            control.send(Redirect(request=message.request, address=elsewhere.address))
+            return
+        is_ring = lead is not None and lead.ring.name == message.ring
+        if lead is None or not (is_ring and lead.ring.engine.cancel(SequenceId(message.sequence))):
+            raise UsageError(f"there is no request {message.sequence}: it has ended")
+        control.send(Done(request=message.request))
+
+
+def _activity(message: GetActivity, lead: Lead) -> RingActivity:
+    ring, engine = lead.ring, lead.ring.engine
+    is_known = message.known_ring == ring.name
+    steps = engine.log.after(message.after_step if is_known else 0)
+    return RingActivity(
+        request=message.request,
+        ring=ring.name,
+        is_broken=ring.broken is not None,
+        age_us=engine.age_us,
+        load=RingLoad(**asdict(engine.counters)),
+        plan=None if is_known else lead.plan.reply(0),
+        requests=[
+            RequestSeen(
+                sequence=one.sequence_id,
+                state=one.state,
+                n_prompt=one.n_prompt,
+                n_computed=one.n_computed,
+                n_kept=one.n_kept,
+                n_tokens=one.n_tokens,
+                max_tokens=min(one.max_tokens, U32_MAX),
+                age_s=max(0.0, one.age_s),
+                priority=one.priority,
+                ahead=one.ahead,
+            )
+            for one in engine.requests[:MAX_REQUESTS_SEEN]
+        ],
+        steps=[_step(one) for one in steps[-MAX_STEPS_SEEN:]],
+    )
+
+
+def _step(step: StepRecord) -> StepSeen:
+    return StepSeen(
+        step=step.step,
+        sent_us=step.sent_us,
+        round_trip_us=step.round_trip_us,
+        n_rows=step.n_rows,
+        n_prompt_rows=step.n_prompt_rows,
+        n_tokens=step.n_tokens,
+        timings=list(step.timings),
+    )

@@ -1,0 +1,110 @@
+"""Control messages about what a ring does now: its requests and its last steps.
+
+Knows the fields, their types and their bounds (docs/protocol.md section 8). Knows nothing of how
+they are shown.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from shardnet.types import LiveState
+from shardnet.wire.framing.schema import (
+    MAX_STAGES,
+    U32,
+    U64,
+    Name,
+    Positions,
+    Priority,
+    RequestId,
+    Row,
+    Seconds,
+    Strict,
+    Tagged,
+)
+from shardnet.wire.messages.extras import Microseconds, StageTiming
+from shardnet.wire.messages.membership import RingLoad
+from shardnet.wire.messages.plans import PlanReply
+
+MAX_STEPS_SEEN: Final = 256
+MAX_REQUESTS_SEEN: Final = 1024
+"""Most steps and requests in one message."""
+
+
+class GetActivity(Tagged, frozen=True, kw_only=True):
+    """Ask for the ring that a node leads. Answered by RingActivity, or Redirect to its head.
+
+    Steps up to number `after_step` of the ring `known_ring` are left out, and its plan too.
+    """
+
+    request: RequestId
+    known_ring: Name = ""
+    after_step: U64 = 0
+
+
+class StepSeen(Row, frozen=True, array_like=True):
+    """A step that came round: sent `sent_us` after the ring was built, by the head's clock.
+
+    `n_prompt_rows` of its rows sampled nothing; `n_tokens` were kept of what the others sampled.
+    """
+
+    step: U64
+    sent_us: Microseconds
+    round_trip_us: Microseconds
+    n_rows: U32
+    n_prompt_rows: U32
+    n_tokens: U32
+    timings: Annotated[list[StageTiming], Meta(max_length=MAX_STAGES)]
+
+
+class RequestSeen(Strict, frozen=True, kw_only=True):
+    """A request of the ring. `n_computed` of its prompt's `n_prompt` tokens are in the KV cache.
+
+    `n_kept` of these were there before it began to run. `ahead` requests go before it.
+    """
+
+    sequence: U64
+    state: LiveState
+    n_prompt: Positions
+    n_computed: Positions
+    n_kept: Positions
+    n_tokens: U32
+    max_tokens: U32
+    age_s: Seconds
+    priority: Priority = 0
+    ahead: U32 = 0
+
+
+class RingActivity(Tagged, frozen=True, kw_only=True):
+    """Answers GetActivity. `ring` is the name of the ring, "" without one.
+
+    `plan` is there unless the asking side knows the ring. `age_us` is the time since it was built,
+    by the clock of `steps`, which has the newest ones, oldest first.
+    """
+
+    request: RequestId
+    ring: Name = ""
+    is_broken: bool = False
+    age_us: Microseconds = 0
+    load: RingLoad | None = None
+    plan: PlanReply | None = None
+    requests: Annotated[list[RequestSeen], Meta(max_length=MAX_REQUESTS_SEEN)] = msgspec.field(
+        default_factory=list
+    )
+    steps: Annotated[list[StepSeen], Meta(max_length=MAX_STEPS_SEEN)] = msgspec.field(
+        default_factory=list
+    )
+
+
+class CancelSequence(Tagged, frozen=True, kw_only=True):
+    """Ask the head to cancel a request of its ring, whoever sent it. Answered by Done or Redirect.
+
+    The request fails with code 41.
+    """
+
+    request: RequestId
+    ring: Name
+    sequence: U64

@@ -1,0 +1,359 @@
+"""The dashboard's data over HTTP: everything at once, as it changes, and what is done there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from starlette.types import ASGIApp
+from support.cluster.checkup_facts import reply, view
+from support.cluster.scripted_node import client_of
+from support.cluster.watched_node import WatchedNode, activity, stage_state, step
+from support.servers.asgi_client import Exchanged, ask, asking
+
+from shardnet.api.client import Client
+from shardnet.api.dashboard import jobs, watcher
+from shardnet.api.dashboard.board import Dashboard
+from shardnet.api.dashboard.endpoints import PATH, endpoints
+from shardnet.api.dashboard.jobs import Jobs
+from shardnet.api.dashboard.state import ShownState
+from shardnet.api.dashboard.watcher import Watcher
+from shardnet.api.openai.faults import OPENAI
+from shardnet.api.programs import PROGRAMS
+from shardnet.api.server.app import make_app
+from shardnet.api.server.keys import Keyring, parse_key
+from shardnet.api.server.model_names import ModelNames
+from shardnet.api.server.service import Service
+from shardnet.api.server.settings import Settings
+from shardnet.errors import CheckpointError
+from shardnet.wire.messages.plans import NodeProgress
+
+EVERY_S = 0.01
+
+
+@dataclass
+class Board:
+    app: ASGIApp
+    node: WatchedNode
+    client: Client
+    dashboard: Dashboard
+    service: Service
+
+    async def ask(self, path: str, body: Any = None, **how: Any) -> Exchanged:
+        return await ask(self.app, PATH + path, body, **how)
+
+    async def post(self, path: str, body: Any = None) -> Exchanged:
+        return await ask(self.app, PATH + path, body, method="POST")
+
+
+@asynccontextmanager
+async def board(settings: Settings | None = None) -> AsyncIterator[Board]:
+    node = WatchedNode()
+    async with asyncio.timeout(20), client_of(node) as client:
+        service = Service(client=client, settings=settings or Settings(), models=ModelNames(client))
+        dashboard = Dashboard(
+            service, watcher=Watcher(client, nodes_every_s=EVERY_S, ring_every_s=EVERY_S)
+        )
+        app = make_app(service, endpoints(dashboard, OPENAI), OPENAI)
+        try:
+            yield Board(app, node, client, dashboard, service)
+        finally:
+            await service.close()
+
+
+def events(exchanged: Exchanged, name: str) -> list[Any]:
+    """The data of all events of this name that have come."""
+    blocks = exchanged.content.decode().split("\n\n")
+    head = f"event: {name}\ndata: "
+    return [json.loads(one.removeprefix(head)) for one in blocks if one.startswith(head)]
+
+
+async def until(exchanged: Exchanged, met: Callable[[], bool]) -> None:
+    async with exchanged.changed:
+        await exchanged.changed.wait_for(met)
+
+
+def test_the_state_has_everything_as_it_is_written_down() -> None:
+    async def main() -> None:
+        async with board() as page:
+            page.node.activity = activity(step(1, 9000.0))
+            state = (await page.ask("/state")).json
+            msgspec.convert(state, ShownState)
+            assert state["server"]["answers"] is True
+            assert (state["server"]["name"], state["server"]["active_requests"]) == ("anna", 1)
+            assert [node["name"] for node in state["nodes"]] == ["anna", "bert"]
+            assert state["ring"]["stages"][1]["layers"] == [2, 4]
+            assert state["requests"][0]["id"] == "r1-7"
+            assert state["steps"]["steps"][0]["stages"][0]["compute_ms"] == 3.0
+            assert state["jobs"] == []
+            assert page.node.asked_for[0].known_ring == ""
+            # What was said is not said again.
+            again = (await page.ask("/state")).json
+            assert page.node.asked_for[1].after_step == 1
+            assert len(again["steps"]["steps"]) == 1
+
+    asyncio.run(main())
+
+
+def test_parts_come_as_they_change_and_nobody_is_asked_when_nobody_looks() -> None:
+    async def main() -> None:
+        async with board() as page:
+            async with asking(page.app, f"{PATH}/events") as seen:
+                await until(seen, lambda: bool(events(seen, "steps")))
+                for name in ("server", "nodes", "ring", "requests", "rates", "jobs", "steps"):
+                    assert len(events(seen, name)) == 1, name
+                # Time passes, and that is no news.
+                await page.node.until_looked(len(page.node.asked_for) + 3)
+                assert len(events(seen, "nodes")) == len(events(seen, "requests")) == 1
+
+                page.node.activity = activity(step(1, 9000.0), step(2, 9100.0), requests=[])
+                await until(seen, lambda: events(seen, "requests")[-1] == [])
+                page.node.activity = activity(step(3, 9200.0), plan=None)
+                await until(seen, lambda: len(events(seen, "steps")) == 3)
+                steps = [[one["step"] for one in e["steps"]] for e in events(seen, "steps")]
+                assert steps == [[], [1, 2], [3]]
+
+                page.node.replies = [reply("anna")]
+                await until(seen, lambda: len(events(seen, "nodes")) == 2)
+                lost = events(seen, "nodes")[-1][1]
+                assert (lost["name"], lost["state"], lost["memory_bytes"]) == (
+                    "bert",
+                    "lost",
+                    8 << 30,
+                )
+                async with asking(page.app, f"{PATH}/events") as other:
+                    await until(other, lambda: bool(events(other, "steps")))
+                    first = events(other, "steps")[0]["steps"]
+                    assert [one["step"] for one in first] == [1, 2, 3]
+            assert page.dashboard.watcher._polling == []
+
+    asyncio.run(main())
+
+
+def test_the_page_stays_alive_when_its_node_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watcher, "ANSWER_S", 0.02)
+
+    async def main() -> None:
+        async with board() as page, asking(page.app, f"{PATH}/events") as seen:
+            await until(seen, lambda: bool(events(seen, "steps")))
+            page.node.replies = []
+            await until(seen, lambda: not events(seen, "server")[-1]["answers"])
+            await until(seen, lambda: len(events(seen, "nodes")) == 2)
+            assert {node["state"] for node in events(seen, "nodes")[-1]} == {"silent"}
+            await page.node.link.close()
+            await until(seen, lambda: len(events(seen, "server")) > 2)
+            assert events(seen, "server")[-1]["failure"]
+            assert events(seen, "ring")[-1]["id"] == "r1"
+
+    asyncio.run(main())
+
+
+def test_a_ring_that_the_asked_node_is_not_in_is_asked_for_at_its_head() -> None:
+    async def main() -> None:
+        async with board() as page:
+            stage = stage_state(head="bert-id")
+            page.node.replies = [reply("anna", view("bert")), reply("bert", stage=stage)]
+            asked: list[str] = []
+
+            async def say(**what: Any) -> Any:
+                asked.append(what["at"])
+                return activity()
+
+            page.client.activity = say  # type: ignore[method-assign]
+            assert (await page.ask("/state")).json["ring"]["head"] == "anna-id"
+            assert asked == ["10.0.0.2:7433"]
+            page.node.replies = [reply("anna", view("bert"), stage=stage)]
+            await page.ask("/state")
+            assert asked[-1] == ""
+
+    asyncio.run(main())
+
+
+def test_a_request_is_cancelled_by_its_id() -> None:
+    async def main() -> None:
+        async with board() as page:
+            answer = await page.post("/requests/r1-7/cancel")
+            assert (answer.status, answer.json) == (200, {"cancelled": "r1-7"})
+            assert page.node.cancelled == [7]
+            for name in ("r1-8", "r0-7", "7", "x"):
+                assert (await page.post(f"/requests/{name}/cancel")).status == 404
+
+    asyncio.run(main())
+
+
+def test_a_plan_is_shown_with_or_without_nodes() -> None:
+    async def main() -> None:
+        async with board() as page:
+            body = {"leave_out": ["bert-id"], "nodes": ["bert-id", "anna-id"], "context": 32}
+            answer = (await page.ask("/plan", body)).json
+            assert answer["stages"][0]["compute_ms"] == 1.5
+            assert answer["left_out"][0]["name"] == "cleo"
+            [asked] = page.node.plans
+            assert asked.without == ["bert-id"]
+            assert asked.choice.nodes == ["10.0.0.2:7433", "10.0.0.1:7433"]
+            assert asked.choice.context == 32
+            refused = await page.ask("/plan", {"nodes": ["bert-id", "nobody"]})
+            assert (refused.status, refused.json["error"]["param"]) == (400, "nodes[1]")
+            assert (await page.ask("/plan", {"model": "nothing"})).status == 404
+
+    asyncio.run(main())
+
+
+def test_models_findings_and_settings_are_shown() -> None:
+    async def main() -> None:
+        async with board() as page:
+            await page.ask("/state")
+            shown = (await page.ask("/models")).json
+            names = {one["name"]: one for one in shown["models"]}
+            assert names["org/Tiny-Llama"]["is_loaded"] is True
+            assert names["org/Big-Llama"]["is_loaded"] is False
+            assert names["org/Big-Llama"]["is_served"] is True
+            assert names["org/Big-Llama"]["nodes"][0]["store"] == "here"
+
+            found = (await page.ask("/doctor")).json["findings"]
+            assert ("anna", "node") in {(one["where"], one["topic"]) for one in found}
+            assert all(
+                set(one) == {"severity", "topic", "where", "what", "remedy"} for one in found
+            )
+
+            body = {"url": "http://lab:8000/llm/v1", "model": "m", "api_key": "k"}
+            programs = (await page.ask("/programs", body)).json["programs"]
+            assert [one["name"] for one in programs] == [*PROGRAMS]
+            webui = next(one for one in programs if one["name"] == "openwebui")
+            assert "http://lab:8000/llm/v1" in webui["text"]
+            assert (await page.ask("/programs", {"url": "javascript:alert(1)"})).status == 400
+
+    asyncio.run(main())
+
+
+def test_without_the_key_nothing_is_told_or_done() -> None:
+    async def main() -> None:
+        settings = Settings(keys=Keyring([parse_key("me:secret", 1)]))
+        async with board(settings) as page:
+            for path in ("/state", "/events", "/models", "/doctor"):
+                assert (await page.ask(path)).status == 401
+            for path in (
+                "/plan",
+                "/load",
+                "/unload",
+                "/pull",
+                "/programs",
+                "/requests/r1-7/cancel",
+            ):
+                assert (await page.post(path, {"model": "a/b"})).status == 401
+            assert page.node.asked_for == []
+            assert page.node.cancelled == []
+            headers = {"Authorization": "Bearer secret"}
+            assert (await page.ask("/state", headers=headers)).json["server"]["has_keys"] is True
+
+    asyncio.run(main())
+
+
+def test_a_load_is_a_job_with_the_progress_of_its_stages() -> None:
+    async def main() -> None:
+        async with board() as page:
+            may_end = asyncio.Event()
+
+            async def load(*, model: Any, on_progress: Callable[[NodeProgress], None]) -> None:
+                def tell(rank: int, phase: Any, done: int, total: int) -> None:
+                    on_progress(
+                        NodeProgress(
+                            request=1, rank=rank, phase=phase, done_bytes=done, total_bytes=total
+                        )
+                    )
+
+                tell(0, "measuring", 1, 2)
+                tell(1, "loading", 10, 100)
+                tell(0, "loading", 20, 50)
+                await may_end.wait()
+                if model.model == "org/Big-Llama":
+                    raise CheckpointError("it is broken", remedy="mend it")
+
+            page.client.describe_tokenizer = load  # type: ignore[method-assign, assignment]
+            begun = await page.ask("/load", {"model": "org/Tiny-Llama"})
+            assert (begun.status, begun.json["kind"]) == (202, "load")
+            assert begun.json["model"] == "org/Tiny-Llama"
+            await asyncio.sleep(0)
+            [job] = (await page.ask("/state")).json["jobs"]
+            assert (job["phase"], job["done_bytes"], job["total_bytes"]) == ("loading", 30, 150)
+            assert [one["rank"] for one in job["nodes"]] == [0, 1]
+            assert (await page.ask("/load", {"model": "org/Big-Llama"})).status == 409
+            assert (await page.post("/unload")).status == 409
+            assert (await page.ask("/load", {"model": "none"})).status == 404
+
+            stopped = (await page.post(f"/jobs/{job['id']}/cancel")).json
+            assert stopped["state"] == "cancelled"
+            assert (await page.post("/jobs/99/cancel")).status == 404
+            may_end.set()
+            async with asking(page.app, f"{PATH}/events") as seen:
+                await page.ask("/load", {"model": "org/Big-Llama"})
+                await until(seen, lambda: b'"failed"' in seen.content)
+                failed = events(seen, "jobs")[-1][-1]
+                assert (failed["state"], failed["error"], failed["remedy"]) == (
+                    "failed",
+                    "it is broken",
+                    "mend it",
+                )
+            assert (await page.post("/unload")).json["state"] == "running"
+            await asyncio.sleep(0.01)
+            assert (await page.ask("/state")).json["jobs"][-1]["state"] == "done"
+
+    asyncio.run(main())
+
+
+def test_pulls_go_on_without_their_page_one_of_each_and_not_too_many() -> None:
+    async def main() -> None:
+        async with board() as page:
+            now_s = 0.0
+            tell: list[Callable[[int, int], None]] = []
+
+            async def pull(name: Any, progress: Callable[[int, int], None], log: Any) -> None:
+                tell.append(progress)
+                await asyncio.Event().wait()
+
+            page.dashboard.jobs = Jobs(
+                page.service, page.dashboard.watcher.notify, pull=pull, clock=lambda: now_s
+            )
+            [first, *_] = [
+                (await page.ask("/pull", {"model": f"org/m{n}"})).json
+                for n in range(jobs.MAX_PULLS)
+            ]
+            assert (await page.ask("/pull", {"model": "org/m0"})).status == 409
+            assert (await page.ask("/pull", {"model": "org/more"})).status == 429
+            for name in ("../up", "", "https://x/y/z"):
+                assert (await page.ask("/pull", {"model": name})).status == 400
+            tell[0](5, 10)
+            shown = page.dashboard.jobs.listed()
+            assert [one.state for one in shown] == ["running"] * jobs.MAX_PULLS
+            assert (shown[0].done_bytes, shown[0].total_bytes) == (5, 10)
+            await page.post(f"/jobs/{first['id']}/cancel")
+            now_s += jobs.KEPT_S + 1
+            assert len(page.dashboard.jobs.listed()) == jobs.MAX_PULLS - 1
+            for n in range(2 * jobs.MAX_KEPT):
+                begun = page.dashboard.jobs.pull(f"org/other{n}")
+                await page.dashboard.jobs.cancel(begun.id)
+            assert len(page.dashboard.jobs.listed()) == jobs.MAX_KEPT
+            await page.service.close()
+            assert {one.state for one in page.dashboard.jobs.listed()} == {"cancelled"}
+
+    asyncio.run(main())
+
+
+def test_the_state_of_a_server_says_how_it_is() -> None:
+    async def main() -> None:
+        async with board() as page:
+            page.node.replies = [replace(reply("anna"), report=None, failure="x")]
+            server = (await page.ask("/state")).json["server"]
+            assert (server["answers"], server["node"]) == (False, None)
+            assert server["failure"]
+
+    asyncio.run(main())

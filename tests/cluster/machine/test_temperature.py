@@ -1,0 +1,48 @@
+"""How warm a device is: which sensor counts, and that nobody waits for one."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+from shardnet.cluster.machine.temperature import FRESH_S, Thermometer, warmest
+
+
+def sensors(**readings: list[float]) -> dict[str, list[SimpleNamespace]]:
+    return {
+        name: [SimpleNamespace(current=value) for value in values]
+        for name, values in readings.items()
+    }
+
+
+def test_the_cpu_counts_and_its_warmest_sensor() -> None:
+    assert warmest(sensors(nvme=[70.0], acpitz=[30.0], k10temp=[41.0, 55.0])) == 55.0
+    assert warmest(sensors(acpitz=[-273.0, 27.8])) == 27.8
+    assert warmest(sensors(nvme=[70.0], coretemp=[0.0])) is None
+    assert warmest({}) is None
+
+
+def test_a_reading_is_not_waited_for_and_counts_for_a_while() -> None:
+    now_s, may_answer, answers = 0.0, threading.Event(), [40.0, 50.0]
+
+    def sensor() -> float:
+        may_answer.wait(10)
+        return answers.pop(0)
+
+    def until_read() -> float | None:
+        while thermometer._reading is not None and not thermometer._reading.done():
+            thermometer._reading.exception(10)
+        return thermometer.read()
+
+    thermometer = Thermometer("cpu", clock=lambda: now_s, sensor=sensor)
+    assert thermometer.read() is None
+    assert thermometer.read() is None
+    may_answer.set()
+    assert until_read() == 40.0
+    assert until_read() == 40.0
+    now_s += FRESH_S
+    assert thermometer.read() == 40.0
+    assert until_read() == 50.0
+    now_s += FRESH_S
+    thermometer.read()
+    assert until_read() is None  # the sensor fails now
