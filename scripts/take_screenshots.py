@@ -18,57 +18,58 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.browser.chromium import Page, browsing, program, running  # noqa: E402
 from support.system.nodes import NodeProcess, open_machine  # noqa: E402
 
-from shardnet.api.client import connect  # noqa: E402
+from shardnet.api.client import Client, connect  # noqa: E402
 from shardnet.api.serve.server import serving  # noqa: E402
 from shardnet.api.server.settings import Listening  # noqa: E402
 from shardnet.assets import DEFAULT_MODEL_NAME  # noqa: E402
 from shardnet.wire.messages.plans import ModelChoice  # noqa: E402
 
+STRIP_S: Final = 2.0
+"""How long steps are waited for, so that the strip of them is full."""
+
 NAMES: Final = ("attic", "cellar", "desk")
 PROMPT: Final = "It is a truth universally acknowledged"
-WIDE: Final = {"width": 1280, "height": 860}
+PARAMETERS: Final = '{"temperature": "0.6", "seed": "7", "max_completion_tokens": "120"}'
+WIDE: Final = {"width": 1120, "height": 800}
 PHONE: Final = {"width": 390, "height": 844}
 
-
-async def ask(page: Page, text: str) -> None:
-    """Say something in the chat."""
-    await page.evaluate("location.hash = 'chat'")
-    await page.until("document.activeElement.id === 'say'")
-    await page.type(text)
-    await page.press("Enter")
+Pictures = dict[str, bytes]
+"""PNG files by name."""
 
 
-async def take(page: Page, nodes: list[NodeProcess], folder: Path) -> None:
-    """Take all pictures."""
-
-    async def save(name: str) -> None:
-        path = folder / f"dashboard-{name}.png"
-        await asyncio.to_thread(path.write_bytes, await page.screenshot())
-
+async def take(page: Page, url: str, client: Client, nodes: list[NodeProcess]) -> Pictures:
+    """Take all pictures; return them by name."""
+    taken: Pictures = {}
     await page.look_like(**WIDE)
-    await page.until_text(NAMES[2])
-    await ask(page, PROMPT)
+    await page.open(f"{url}/dashboard/#chat")
+    await page.evaluate(f"localStorage.setItem('shardnet.parameters', {PARAMETERS!r})")
+    await page.do("Page.reload")
+    await page.until("document.activeElement.id === 'say'")
+    await page.type(PROMPT)
+    await page.press("Enter")
     await page.until("document.querySelector('.message .figures')")
     await page.evaluate("document.querySelector('.heat').focus()")
     for _ in range(9):
         await page.press("ArrowRight")
-    await save("chat")
-    await ask(page, "Tell me more.")
-    await page.until("document.querySelectorAll('.message.assistant').length === 2")
+    taken["chat"] = await page.screenshot()
+
     await page.evaluate("location.hash = 'ring'")
-    await page.until("document.querySelectorAll('.requests .request').length")
+    asking = asyncio.gather(*(client.complete(PROMPT, max_tokens=900) for _ in range(2)))
+    await page.until("document.querySelectorAll('.requests .request').length === 2")
     await page.until("document.querySelector('.strip canvas')")
-    await asyncio.sleep(1.5)  # for a strip of steps
-    await save("ring")
+    await asyncio.sleep(STRIP_S)
+    taken["ring"] = await page.screenshot()
     await page.look_like(**PHONE, scheme="dark")
-    await save("phone")
+    taken["phone"] = await page.screenshot()
     await page.look_like(**WIDE, scheme="dark")
     await asyncio.to_thread(nodes[1].kill)
     await page.until("document.querySelector('.node.lost')")
-    await save("lost")
+    taken["lost"] = await page.screenshot()
+    await asyncio.gather(asking, return_exceptions=True)
+    return taken
 
 
-async def run(folder: Path, scratch: Path) -> None:
+async def run(scratch: Path) -> Pictures:
     """Start nodes, a server and a browser, and take the pictures."""
     with open_machine(scratch / "machine") as machine, running(scratch / "browser") as started:
         nodes = await asyncio.to_thread(machine.start_nodes, *NAMES)
@@ -79,7 +80,7 @@ async def run(folder: Path, scratch: Path) -> None:
                 serving(client, Listening(host="127.0.0.1", port=0)) as url,
                 browsing(started) as browser,
             ):
-                await take(await browser.open_page(f"{url}/"), nodes, folder)
+                return await take(await browser.open_page(), url, client, nodes)
 
 
 def main() -> None:
@@ -90,7 +91,8 @@ def main() -> None:
     if not program():
         parser.error("no Chromium is installed")
     with tempfile.TemporaryDirectory() as scratch:
-        asyncio.run(run(options.folder, Path(scratch)))
+        for name, picture in asyncio.run(run(Path(scratch))).items():
+            (options.folder / f"dashboard-{name}.png").write_bytes(picture)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ function Page() {
     document.title = title;
   }, [title]);
   useEffect(() => {
-    if (!isFirst.current) main.current.focus();
+    const hasFocus = main.current.contains(document.activeElement);
+    if (!isFirst.current && !hasFocus) main.current.focus();
     isFirst.current = false;
   }, [view[0]]);
   return html`

@@ -14,13 +14,12 @@ export function Strip() {
   const { steps: all, ring: id } = steps.value;
   const stages = ring.value?.id === id ? ring.value.stages : [];
   const spanMs = spanOf(all);
+  const drawn = () => canvas.current && draw(canvas.current, all, stages, spanMs);
+  useEffect(drawn, [all, stages]);
   useEffect(() => {
-    if (stages.length) draw(canvas.current, all, stages, spanMs);
-  }, [all, stages, spanMs]);
-  useEffect(() => {
-    const redraw = () => canvas.current && stages.length && draw(canvas.current, all, stages, spanMs);
-    const watch = new ResizeObserver(redraw);
-    if (canvas.current) watch.observe(canvas.current);
+    if (!canvas.current) return undefined;
+    const watch = new ResizeObserver(drawn);
+    watch.observe(canvas.current);
     return () => watch.disconnect();
   }, [all, stages]);
   if (!stages.length || !all.length) return html`<p class="nothing">No steps yet.</p>`;
