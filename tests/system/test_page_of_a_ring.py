@@ -35,7 +35,8 @@ def test_a_chat_streams_and_a_killed_node_turns_red_on_a_page_that_lives(
                 browsing(browser) as window,
             ):
                 page = await window.open_page(f"{url}/#chat")
-                await page.until("document.activeElement.id === 'say'")
+                await page.look_like(width=1024, height=768)
+                await page.until("document.activeElement?.id === 'say'")
                 await page.type(PROMPT)
                 await page.press("Enter")
                 await page.until(f"{ANSWER}?.querySelectorAll('[data-token]').length > 20")
@@ -60,7 +61,7 @@ def test_a_chat_streams_and_a_killed_node_turns_red_on_a_page_that_lives(
                 await page.until(f"{card}.classList.contains('lost')")
                 await page.until("document.querySelectorAll('.stage.lost').length === 1")
                 red = await page.evaluate(f"getComputedStyle({card}).borderTopColor")
-                assert red.startswith("rgb(179, 32, 31")
+                assert red == "rgb(179, 32, 31)"
                 await page.evaluate("location.hash = 'chat'")
                 await page.until_text(PROMPT)
                 assert await page.evaluate(

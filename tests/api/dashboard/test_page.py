@@ -199,10 +199,10 @@ def test_a_chat_by_keyboard_alone(browser: Program, monkeypatch: pytest.MonkeyPa
             await page.until_text("anna")
             await page.press("Tab")
             assert await page.focused() == "link To the content"
-            await page.press_until("Tab", "document.activeElement.textContent === 'Chat'")
+            await page.press_until("Tab", "document.activeElement?.textContent === 'Chat'")
             await page.press("Enter")
             await page.until("document.querySelector('#say')")
-            await page.press_until("Tab", "document.activeElement.id === 'say'")
+            await page.press_until("Tab", "document.activeElement?.id === 'say'")
             assert await page.focused() == "textbox Your message"
             await page.type(f"{EVIL}\n```html\n{EVIL}\n```\nend")
             await page.press("Enter")
@@ -224,11 +224,11 @@ def test_a_chat_by_keyboard_alone(browser: Program, monkeypatch: pytest.MonkeyPa
             await page.press("Escape")
             await it.node.until_given_up(1)
             await page.until_text("Stopped.")
-            await page.press_until("Tab", "document.activeElement.textContent === 'Retry'")
+            await page.press_until("Tab", "document.activeElement?.textContent === 'Retry'")
             await page.press("Enter")
             await it.node.until_asked(3)
             await page.until("!document.body.innerText.includes('Stopped.')")
-            await page.press_until("Tab", "document.activeElement.textContent.trim() === 'Stop'")
+            await page.press_until("Tab", "document.activeElement?.textContent.trim() === 'Stop'")
             await page.press("Enter")
             await it.node.until_given_up(2)
             assert await page.evaluate("window.bad") is None
@@ -250,7 +250,7 @@ def test_a_key_is_asked_for_below_a_sub_path(
             await page.until("document.querySelector('dialog[open]')")
             assert "anna" not in await page.evaluate("document.body.innerText")
             for typed in ("wrong", "one"):
-                await page.until("document.activeElement.name === 'key'")
+                await page.until("document.activeElement?.name === 'key'")
                 await page.type(typed)
                 await page.press("Enter")
                 if typed == "wrong":

@@ -142,7 +142,7 @@ class Page:
         ]
 
     async def look_like(self, *, width: int, height: int, scheme: str = "light") -> None:
-        """Have the screen this size in pixels, and the system these colours."""
+        """Have the screen this size in pixels, the system these colours, and nothing move."""
         await self.do(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -150,7 +150,10 @@ class Page:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        features = [
+            {"name": "prefers-color-scheme", "value": scheme},
+            {"name": "prefers-reduced-motion", "value": "reduce"},
+        ]
         await self.do("Emulation.setEmulatedMedia", features=features)
 
     async def screenshot(self) -> bytes:

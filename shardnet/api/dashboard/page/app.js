@@ -40,7 +40,8 @@ function Page() {
   }, [title]);
   useEffect(() => {
     const hasFocus = main.current.contains(document.activeElement);
-    if (!isFirst.current && !hasFocus) main.current.focus();
+    if (!isFirst.current && !hasFocus) main.current.focus({ preventScroll: true });
+    scrollTo(0, 0);
     isFirst.current = false;
   }, [view[0]]);
   return html`

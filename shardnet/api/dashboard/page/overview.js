@@ -51,8 +51,9 @@ function TheRing() {
     <p class="quiet">
       Context ${value.context}, computed in ${value.dtype}${value.quant && `, ${value.quant}`}, sent in
       ${" "}${value.wire_dtype}${value.predicted_tok_s != null &&
-      `, predicted ${rate(value.predicted_tok_s)}`}. ${value.why}
+      `, predicted ${rate(value.predicted_tok_s)}`}.
     </p>
+    <p class="quiet sentence">${value.why}</p>
     ${value.left_out.length > 0 &&
     html`<details>
       <summary>Not used: ${value.left_out.map(({ name }) => name).join(", ")}</summary>

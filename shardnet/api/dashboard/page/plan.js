@@ -103,7 +103,8 @@ function Preview({ one: { label, plan, why } }) {
           </tbody>
         </table>
       </div>
-      <p class="quiet">Context ${plan.context}. ${plan.why}</p>
+      <p class="quiet">Context ${plan.context}.</p>
+      <p class="quiet sentence">${plan.why}</p>
       ${plan.warnings.map((text) => html`<p class="failure">${text}</p>`)}
       ${plan.left_out.length > 0 &&
       html`<ul>${plan.left_out.map((out) => html`<li><b>${out.name}</b> is left out: ${out.why}</li>`)}</ul>`}
