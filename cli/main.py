@@ -29,6 +29,7 @@ _SUMMARIES: Final = {
     "node": "Run a node in the foreground; Ctrl-C ends it.",
     "nodes": "List the nodes of this machine and their peers.",
     "status": "Show what a node has loaded, for which ring, and what runs.",
+    "top": "Show nodes, ring and requests live.",
     "models": "List the models that this machine and its peers have.",
     "plan": "Show the plan that would be used, and why.",
     "generate": "Generate on the ring and stream the text.",
@@ -60,6 +61,10 @@ def _load(name: str) -> Callable[..., None] | typer.Typer:
             from .commands.status import status
 
             return status
+        case "top":
+            from .commands.top import top
+
+            return top
         case "models":
             from .commands.models import models
 

@@ -39,6 +39,7 @@ SECTIONS: Final = MappingProxyType(
         "Speculation and determinism": ("--speculate", "--draft-tokens", "--deterministic"),
         "Output": (
             *("--json", "--logprobs", "--prompt-logprobs", "--jsonl", "--keep-special-tokens"),
+            *("--every", "--count"),
         ),
         "HTTP": (
             *("--http", "--api-key", "--api-key-file", "--cors-origin", "--root-path"),

@@ -74,6 +74,46 @@ async def asking(url: str, body: Any) -> AsyncIterator[asyncio.StreamReader]:
             await writer.wait_closed()
 
 
+def test_the_dashboard_shows_the_ring_and_ends_a_request(trio: Crew) -> None:
+    def ask(url: str, body: bytes | None = None) -> Any:
+        with urllib.request.urlopen(url, body, timeout=DEADLINE_S) as answer:
+            return json.load(answer)
+
+    async def main() -> None:
+        body = {"prompt": "She had", "max_tokens": 900, "stream": True, "ignore_eos": True}
+        async with served(trio, DEFAULT_MODEL_NAME) as (url, _), asking(url, body) as reader:
+            for _ in range(20):
+                await reader.readuntil(b'"text"')
+            data = f"{url}/dashboard/api"
+            state = await asyncio.to_thread(ask, f"{data}/state")
+            nodes = {node["node"]: node for node in state["nodes"]}
+            assert {node["state"] for node in nodes.values()} == {"up"}
+            stages = state["ring"]["stages"]
+            assert len(stages) == 2
+            for stage in stages:
+                assert nodes[stage["node"]]["layers"] == stage["layers"]
+                assert stage["compute_ms"] > 0
+            assert state["rates"]["tokens_per_s"] > 0
+            steps = state["steps"]["steps"]
+            assert sum(step["tokens"] for step in steps) >= 20
+            assert [one["rank"] for one in steps[-1]["stages"]] == [0, 1]
+            [request] = state["requests"]
+            assert (request["phase"], request["max_tokens"]) == ("decode", 900)
+            assert request["n_generated"] >= 20
+
+            gone = stages[1]["node"]
+            plan = await asyncio.to_thread(
+                ask, f"{data}/plan", json.dumps({"leave_out": [gone]}).encode()
+            )
+            assert gone not in {stage["node"] for stage in plan["stages"]}
+
+            ended = f"{data}/requests/{request['id']}/cancel"
+            assert await asyncio.to_thread(ask, ended, b"") == {"cancelled": request["id"]}
+            assert b'"code":"cancelled"' in await reader.read()
+
+    asyncio.run(main())
+
+
 def test_the_openai_client_chats_and_streams(trio: Crew) -> None:
     async def main() -> None:
         async with (

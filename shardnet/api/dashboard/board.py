@@ -27,8 +27,8 @@ from shardnet.api.dashboard.watcher import Watcher
 from shardnet.api.server.endpoint import named_event
 from shardnet.api.server.service import Service
 
-_MEMORY_STEP: Final = 16 << 20
-"""Free memory that has changed by less is no news."""
+_MEMORY_STEP: Final = 64 << 20
+"""Memory that has changed by less is no news."""
 
 
 class Dashboard:
@@ -112,12 +112,12 @@ class Dashboard:
 
 def _node_news(node: ShownNode) -> ShownNode:
     """Return what is news of a node: not that time passes, nor what flickers."""
-    free = node.memory_free_bytes
     return replace(
         node,
         since_s=0,
         uptime_s=None,
-        memory_free_bytes=None if free is None else free // _MEMORY_STEP,
+        memory_bytes=_steps(node.memory_bytes),
+        memory_free_bytes=_steps(node.memory_free_bytes),
         links=[replace(link, rtt_ms=_digits(link.rtt_ms)) for link in node.links],
     )
 
@@ -132,6 +132,10 @@ def _request_news(request: ShownRequest) -> ShownRequest:
 
 def _job_news(job: ShownJob) -> ShownJob:
     return replace(job, age_s=0)
+
+
+def _steps(n_bytes: int | None) -> int | None:
+    return None if n_bytes is None else n_bytes // _MEMORY_STEP
 
 
 def _digits(value: float | None) -> float | None:

@@ -89,10 +89,12 @@ class Handlers:
         """Plan, and load nothing."""
         service, watcher = exchange.service, self._dashboard.watcher
         choice = (await service.models.find(body.model or None)).choice
+        if body.nodes or body.leave_out:
+            choice = replace(choice, layers=[])  # those of the ring that the server was started for
         if body.nodes:
             if not watcher.asked:
                 await watcher.look()
-            choice = replace(choice, nodes=addresses(watcher.nodes, body.nodes), layers=[])
+            choice = replace(choice, nodes=addresses(watcher.nodes, body.nodes))
         if body.context:
             choice = replace(choice, context=body.context)
         return Json(value=preview(await service.client.plan(choice, without=body.leave_out)))
@@ -116,7 +118,9 @@ class Handlers:
 
     async def unload(self, exchange: Exchange, body: None) -> Reply:
         """Free the model that is loaded."""
-        return Json(value=self._dashboard.jobs.unload(), status=ACCEPTED)
+        plan = self._dashboard.watcher.ring.plan
+        job = self._dashboard.jobs.unload(plan.model if plan is not None else "")
+        return Json(value=job, status=ACCEPTED)
 
     async def pull(self, exchange: Exchange, body: PullBody) -> Reply:
         """Pull a model from the Hub."""

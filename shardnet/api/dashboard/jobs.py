@@ -81,11 +81,13 @@ class Jobs:
 
         return self._run(job, work)
 
-    def unload(self) -> ShownJob:
-        """Free the model of the ring. Raises HttpError 409 while one loads."""
+    def unload(self, name: str) -> ShownJob:
+        """Free the model of the ring, called `name`, "" if unknown. Raises HttpError 409 while one
+        loads.
+        """
         self._check_free("load", "")
         self._check_free("unload", "")
-        job = self._begin("unload", "")
+        job = self._begin("unload", name)
         return self._run(job, self._service.client.unload)
 
     def pull(self, text: str) -> ShownJob:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import psutil
 
@@ -81,7 +81,7 @@ def warmest(sensors: Mapping[str, Sequence[_Reading]]) -> float | None:
 def gpu_temperature() -> float | None:
     """Read the temperature of torch's first CUDA device, None where NVIDIA's library is not there.
 
-    torch and that library may number devices differently: they are matched by their bus.
+    torch and that library may number devices differently: they are matched by their UUID.
     """
     with contextlib.suppress(OSError, AttributeError, RuntimeError):
         import torch
@@ -89,15 +89,10 @@ def gpu_temperature() -> float | None:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         if nvml.nvmlInit_v2() != 0:
             return None
-        device: Any = ctypes.c_void_p()
-        properties: Any = torch.cuda.get_device_properties(0)
-        bus = (
-            f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:"
-            f"{properties.pci_device_id:02x}.0"
-        )
-        degrees = ctypes.c_uint()
+        uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+        device, degrees = ctypes.c_void_p(), ctypes.c_uint()
         if (
-            nvml.nvmlDeviceGetHandleByPciBusId_v2(bus.encode(), ctypes.byref(device)) == 0
+            nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)) == 0
             and nvml.nvmlDeviceGetTemperature(device, _NVML_GPU, ctypes.byref(degrees)) == 0
         ):
             return float(degrees.value)

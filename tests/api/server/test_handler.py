@@ -20,6 +20,7 @@ from shardnet.api.server.service import Exchange
 from shardnet.api.server.settings import Settings
 from shardnet.errors import (
     BusyError,
+    CancelledRequestError,
     CapacityError,
     CheckpointError,
     ContextExceededError,
@@ -205,6 +206,7 @@ CONTEXT = ContextExceededError.of("too long", 99, 64)
         (CONTEXT, 400),
         (UsageError("wrong"), 400),
         (CapacityError("too much"), 400),
+        (CancelledRequestError("by who watches"), 400),
         (CheckpointError("missing"), 404),
         (QueueFullError("full"), 429),
         (BusyError("another model"), 503),

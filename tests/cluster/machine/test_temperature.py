@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from types import SimpleNamespace
+from typing import Any
 
-from shardnet.cluster.machine.temperature import FRESH_S, Thermometer, warmest
+import pytest
+import torch
+
+from shardnet.cluster.machine.temperature import (
+    FRESH_S,
+    Thermometer,
+    gpu_temperature,
+    warmest,
+)
 
 
 def sensors(**readings: list[float]) -> dict[str, list[SimpleNamespace]]:
@@ -46,3 +56,39 @@ def test_a_reading_is_not_waited_for_and_counts_for_a_while() -> None:
     now_s += FRESH_S
     thermometer.read()
     assert until_read() is None  # the sensor fails now
+
+
+class Nvml:
+    """NVIDIA's library with two devices, as ctypes calls it."""
+
+    def __init__(self) -> None:
+        self.status = 0
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, device: Any) -> int:
+        device._obj.value = {b"GPU-first": 1, b"GPU-second": 2}[uuid]
+        return 0
+
+    def nvmlDeviceGetTemperature(self, device: Any, sensor: int, degrees: Any) -> int:
+        assert sensor == 0
+        degrees._obj.value = 30 * device.value
+        return self.status
+
+
+def test_the_gpu_that_torch_computes_on_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml()
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="second")
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
+    assert gpu_temperature() == 60.0
+    nvml.status = 3
+    assert gpu_temperature() is None
+
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert gpu_temperature() is None

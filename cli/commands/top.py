@@ -1,0 +1,137 @@
+"""`shardnet top`: what the nodes and the ring do now, as long as somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from ..finding.target import named_or_here
+from ..flags.cluster_access import Access
+from ..flags.option_groups import takes_groups
+from ..flags.options import Json, Nodes, split_nodes
+from ..output.columns import terminal_width
+from ..output.exit_codes import run_command, write_out
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from rich.text import Text
+
+    from shardnet.api.client import Client
+
+    from ..output.top_view import TopView
+
+EVERY_S = 1.0
+LEAST_S = 0.1
+
+
+@takes_groups
+def top(
+    *,
+    nodes: Nodes = "",
+    every: Annotated[
+        float,
+        typer.Option("--every", metavar="S", min=LEAST_S, help="Seconds between two looks."),
+    ] = EVERY_S,
+    count: Annotated[
+        int | None,
+        typer.Option(
+            "--count",
+            metavar="N",
+            min=0,
+            help="End after so many looks; 0 for none. Default: 1 where nobody could watch.",
+            show_default=False,
+        ),
+    ] = None,
+    access: Access,
+    as_json: Json = False,
+) -> None:
+    """Show nodes, ring and requests as they change: memory, tokens/s, compute and wire per stage.
+
+    Asks the node of this machine, or the first of --nodes, for its whole cluster. With --json one
+    object a line. Ctrl-C ends it.
+    """
+    is_live = sys.stdout.isatty() and not as_json
+    if count is None:
+        count = 0 if is_live or as_json else 1
+    run_command(_run(split_nodes(nodes), access, every, count, is_live=is_live, as_json=as_json))
+
+
+async def _run(
+    addresses: list[str],
+    access: Access,
+    every_s: float,
+    count: int,
+    *,
+    is_live: bool,
+    as_json: bool,
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        client = (await named_or_here(stack, addresses[:1], access))[0]
+        looks = await stack.enter_async_context(contextlib.aclosing(views(client, every_s, count)))
+        if is_live:
+            await _show(looks)
+            return
+        async for view in looks:
+            if as_json:
+                write_out(as_json_line(view))
+            else:
+                for _, line in _lines(view):
+                    write_out(line)
+
+
+def as_json_line(view: TopView) -> str:
+    """Write a look as JSON."""
+    return msgspec.json.encode(view).decode()
+
+
+async def views(client: Client, every_s: float, count: int) -> AsyncGenerator[TopView, None]:
+    """Look at the cluster of a node every so many seconds, `count` times, 0 for ever."""
+    from shardnet.api.dashboard.watcher import Watcher
+
+    from ..output.top_view import TopView
+
+    watcher = Watcher(client)
+    n_looks = 0
+    while True:
+        await watcher.look()
+        yield TopView(
+            at=time.time(),
+            asked=watcher.asked_name or None,
+            answers=not watcher.failure,
+            failure=watcher.failure or None,
+            nodes=watcher.nodes.nodes(watcher.now_s),
+            ring=watcher.ring.ring(),
+            rates=watcher.ring.rates(),
+            requests=watcher.ring.requests(),
+        )
+        n_looks += 1
+        if n_looks == count:
+            return
+        await asyncio.sleep(every_s)
+
+
+def _lines(view: TopView) -> list[tuple[str, str]]:
+    from ..output.top_view import top_lines
+
+    return top_lines(view, terminal_width())
+
+
+async def _show(looks: AsyncGenerator[TopView, None]) -> None:
+    from rich.live import Live
+
+    with Live(auto_refresh=False, screen=True, vertical_overflow="crop") as live:
+        async for view in looks:
+            live.update(_text(view), refresh=True)
+
+
+def _text(view: TopView) -> Text:
+    from rich.text import Text
+
+    return Text("\n").join(Text(line, style=style) for style, line in _lines(view))

@@ -1,0 +1,84 @@
+"""What `shardnet top` shows, as lines and as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from msgspec.structs import replace
+from support.cluster.checkup_facts import reply, unlinked, view
+from support.cluster.scripted_node import client_of
+from support.cluster.watched_node import WatchedNode, activity, stage_state, step
+
+from shardnet.api.dashboard.node_book import NodeBook
+from shardnet.api.dashboard.ring_book import RingBook
+from shardnet_cli.commands import top
+from shardnet_cli.output.top_view import TopView, top_lines
+
+HOSTS = ("anna", "bert", "cleo")
+
+
+def looked(*, with_ring: bool = True) -> TopView:
+    """Two nodes in a ring and a third that died, after a second of decoding."""
+    nodes, ring = NodeBook(), RingBook()
+    bert = reply("bert", view("anna"), stage=stage_state(layers=(2, 4)), temperature_c=61.4)
+    nodes.take([reply("anna", view("bert"), view("cleo")), bert, reply("cleo")], 0.0)
+    nodes.take([reply("anna", view("bert"), unlinked("cleo", told_by=[])), bert], 1.0)
+    if with_ring:
+        ring.take(activity(*(step(n, 9000.0 + 20 * n) for n in range(50))))
+    return TopView(
+        at=1e9,
+        asked="anna",
+        answers=True,
+        failure=None,
+        nodes=nodes.nodes(6.0),
+        ring=ring.ring(),
+        rates=ring.rates(),
+        requests=ring.requests(),
+    )
+
+
+def test_a_ring_is_shown_stage_by_stage_and_who_is_gone_in_red() -> None:
+    lines = top_lines(looked(), None)
+    texts = [text for _, text in lines]
+    assert texts[0] == "org/Tiny-Llama on 2 of 2 nodes"
+    assert texts[1].startswith("50.0 tokens/s, prompts 0 tokens/s, 10.0 ms a step, 1 running")
+    anna, bert, cleo = (next(one for one in lines if one[1].startswith(n)) for n in HOSTS)
+    assert "0-1" in anna[1]
+    assert "3.00 ms  0.00 ms  1.00 ms  15 %" in anna[1]
+    assert "61 °C" in bert[1]
+    assert "2-3" in bert[1]
+    assert "lost 5 s" in cleo[1]
+    assert (anna[0], cleo[0]) == ("", "bold red")
+    assert any(text.startswith("7        prefill  64 of 100 (64 %)  32") for text in texts)
+    assert texts[-1] == "cleo is left out: too slow"
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_lines_fit_the_terminal_and_names_are_one_line(width: int) -> None:
+    shown = looked()
+    shown.nodes[0] = replace(shown.nodes[0], name="a\nb" * 30)
+    for _, line in top_lines(shown, width):
+        assert "\n" not in line
+    assert max(len(line) for _, line in top_lines(looked(), 200)) <= 200
+
+
+def test_a_cluster_without_a_model_and_a_node_that_is_silent_are_shown() -> None:
+    assert top_lines(looked(with_ring=False), None)[0][1] == "2 nodes, no model is loaded"
+    silent = replace(looked(), answers=False, failure="the link ended")
+    assert ("bold red", "anna does not answer: the link ended") in top_lines(silent, None)
+
+
+def test_each_look_is_one_json_object() -> None:
+    async def main() -> None:
+        node = WatchedNode()
+        async with client_of(node) as client:
+            looks = [look async for look in top.views(client, 0.001, 2)]
+            assert len(node.asked_for) == 2
+            for look in looks:
+                text = json.loads(top.as_json_line(look))
+                assert text["ring"]["stages"][0]["node"] == "anna-id"
+                assert text["answers"] is True
+
+    asyncio.run(main())
