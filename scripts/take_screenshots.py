@@ -10,7 +10,7 @@ import asyncio
 import sys
 import tempfile
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -30,8 +30,8 @@ STRIP_S: Final = 2.0
 NAMES: Final = ("attic", "cellar", "desk")
 PROMPT: Final = "It is a truth universally acknowledged"
 PARAMETERS: Final = '{"temperature": "0.6", "seed": "7", "max_completion_tokens": "120"}'
-WIDE: Final = {"width": 1120, "height": 800}
-PHONE: Final = {"width": 390, "height": 844}
+WIDE: Final[dict[str, Any]] = {"width": 1120, "height": 800}
+PHONE: Final[dict[str, Any]] = {"width": 390, "height": 844}
 
 Pictures = dict[str, bytes]
 """PNG files by name."""

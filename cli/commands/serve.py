@@ -69,6 +69,7 @@ async def _run(host: str, port: int, http: HttpOptions, wanted: Wanted, *, as_js
                 n_keys = len(listening.settings.keys)
                 keys = counted(n_keys, "API key") if n_keys else "no API key"
                 write_out(f"serving {target.choice.model} at {url}/v1 ({keys})")
+                say(f"dashboard: {url}/")
             loading = asyncio.create_task(_load(target))
             await stopping.wait()
             loading.cancel()

@@ -14,6 +14,7 @@ from support.browser.chromium import Page, Program, browsing, program, running
 from support.cluster.scripted_node import ScriptedNode, client_of
 from support.servers.scripted_dashboard import ScriptedDashboard
 
+from shardnet.api.client import Client
 from shardnet.api.dashboard import page_files
 from shardnet.api.openai import endpoints as openai
 from shardnet.api.openai.faults import OPENAI
@@ -46,6 +47,7 @@ class Shown:
     url: str
     dashboard: ScriptedDashboard
     node: ScriptedNode
+    client: Client
     server: AsyncExitStack
 
     async def press(self, name: str) -> None:
@@ -80,7 +82,7 @@ async def shown(
     ):
         url = await stack.enter_async_context(server.serving(client, listening))
         page = await window.open_page(f"{url}/")
-        yield Shown(page=page, url=url, dashboard=dashboard, node=node, server=stack)
+        yield Shown(page=page, url=url, dashboard=dashboard, node=node, client=client, server=stack)
 
 
 def model(name: str) -> dict[str, Any]:
@@ -121,6 +123,13 @@ def test_what_changes_is_shown_and_the_page_outlives_nodes_and_server(
             await page.until_text("No answer from the server")
             await it.view("ring")
             await page.until_text("anna")
+            badge = "document.querySelector('.badge').textContent"
+            assert await page.evaluate(badge) == "no answer"
+            again = Listening(host="127.0.0.1", port=int(it.url.rpartition(":")[2]))
+            dashboard.state["nodes"][1]["state"] = "up"
+            async with server.serving(it.client, again):
+                await page.until(f"{badge} === 'live'")
+                await page.until(f"{card}.classList.contains('up')")
             assert await page.evaluate("window.bad") is None
 
     asyncio.run(main())

@@ -3,13 +3,14 @@ import { isKeyWanted, key } from "./api.js";
 import { Chat } from "./chat.js";
 import { Doctor } from "./doctor.js";
 import { duration, rate } from "./format.js";
-import { effect, html, render, signal, useEffect, useRef } from "./html.js";
+import { html, render, signal, useEffect, useRef } from "./html.js";
 import { KeyDialog } from "./key_dialog.js";
 import { connection, follow, isLive, now, rates, server } from "./live.js";
 import { Models } from "./models.js";
 import { Programs } from "./programs.js";
 import { Requests } from "./requests.js";
 import { Overview } from "./overview.js";
+import { THEMES, theme } from "./theme.js";
 
 const VIEWS = [
   ["ring", "Ring", Overview],
@@ -19,11 +20,8 @@ const VIEWS = [
   ["doctor", "Doctor", Doctor],
   ["programs", "Programs", Programs],
 ];
-const THEMES = { auto: "as the system", light: "light", dark: "dark" };
-const STORED = "shardnet.theme";
 
 const shown = signal(fragment());
-const theme = signal(localStorage.getItem(STORED) ?? "auto");
 
 function fragment() {
   const name = location.hash.slice(1);
@@ -120,11 +118,6 @@ function Trouble() {
   return null;
 }
 
-effect(() => {
-  const name = theme.value in THEMES ? theme.value : "auto";
-  document.documentElement.dataset.theme = name;
-  localStorage.setItem(STORED, name);
-});
 addEventListener("hashchange", () => (shown.value = fragment()));
 render(html`<${Page} />`, document.body);
 follow();

@@ -132,7 +132,7 @@ function StageTable() {
 function Node({ one }) {
   const [word, kind] = STATES[one.state] ?? [one.state, "idle"];
   const isStale = connection.value.state === "lost";
-  const used = one.memory_bytes - one.memory_free_bytes;
+  const used = Math.max(0, one.memory_bytes - one.memory_free_bytes);
   return html`
     <li class=${`card node ${one.state}${isStale ? " stale" : ""}`} data-node=${one.name}>
       <div class="heading">

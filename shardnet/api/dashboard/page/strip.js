@@ -2,6 +2,7 @@
 import { duration } from "./format.js";
 import { html, useEffect, useRef } from "./html.js";
 import { ring, steps } from "./live.js";
+import { isSystemDark, theme } from "./theme.js";
 
 const ROW = 20;
 const GAP = 6;
@@ -14,8 +15,9 @@ export function Strip() {
   const { steps: all, ring: id } = steps.value;
   const stages = ring.value?.id === id ? ring.value.stages : [];
   const spanMs = spanOf(all);
+  const colours = `${theme.value} ${isSystemDark.value}`;
   const drawn = () => canvas.current && draw(canvas.current, all, stages, spanMs);
-  useEffect(drawn, [all, stages]);
+  useEffect(drawn, [all, stages, colours]);
   useEffect(() => {
     if (!canvas.current) return undefined;
     const watch = new ResizeObserver(drawn);
