@@ -6,6 +6,7 @@ in no other page. The files hold nothing secret and need no key; what they ask f
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -37,8 +38,9 @@ _TYPES: Final = {
 }
 
 
+@cache
 def read_files() -> dict[str, Text]:
-    """Read all files of the page; return an answer for each, by its path below PATH."""
+    """Read all files of the page, once; return an answer for each, by its path below PATH."""
     return {
         path.relative_to(FOLDER).as_posix(): Text(
             text=path.read_bytes(), media_type=_TYPES[path.suffix], headers=HEADERS

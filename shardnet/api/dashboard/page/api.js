@@ -9,6 +9,8 @@ export const urlOf = (path) => new URL(path, root).href;
 
 export const key = signal(sessionStorage.getItem(STORED) ?? localStorage.getItem(STORED) ?? "");
 export const isKeyWanted = signal(false);
+/** How often a key was given: the same one again counts. */
+export const timesGiven = signal(0);
 
 /** Take a key; it is kept until the window closes, or in this browser. */
 export function takeKey(text, isKept) {
@@ -16,6 +18,7 @@ export function takeKey(text, isKept) {
   if (text) (isKept ? localStorage : sessionStorage).setItem(STORED, text);
   key.value = text;
   isKeyWanted.value = false;
+  timesGiven.value += 1;
 }
 
 /** What the server answered instead of what was asked for. */

@@ -1,5 +1,5 @@
 // What the server tells all the time: the state of the cluster, and since when nothing came.
-import { ask, askJson, eventsOf, explain, isKeyWanted, key } from "./api.js";
+import { ApiError, ask, askJson, eventsOf, explain, key, timesGiven } from "./api.js";
 import { batch, computed, signal } from "./html.js";
 
 export const server = signal(null);
@@ -12,7 +12,7 @@ export const jobs = signal([]);
 export const steps = signal({ ring: null, nowMs: 0, takenMs: 0, steps: [] });
 /** Tokens a second of the last minutes, [{atMs, value}]. */
 export const history = signal([]);
-/** "connecting", "live", or "lost", with the reason and the moment. */
+/** "connecting", "live", "lost", or "locked" without a key; with the reason and the moment. */
 export const connection = signal({ state: "connecting", why: "", sinceMs: Date.now() });
 /** The time, twice a second. */
 export const now = signal(Date.now());
@@ -21,7 +21,13 @@ const HISTORY_MS = 120_000;
 const STRIP_MS = 60_000;
 const MOST_STEPS = 4096;
 const SILENCE_MS = 20_000;
+const FIRST_WAIT_MS = 250;
 const LONGEST_WAIT_MS = 5_000;
+const UNSEEN_MS = 10_000;
+
+/** Whether somebody may see the page now. */
+const isSeen = signal(!document.hidden);
+document.addEventListener("visibilitychange", () => (isSeen.value = !document.hidden));
 
 const plain = { server, nodes, ring, requests, jobs };
 
@@ -63,25 +69,41 @@ function takeSteps(data) {
 /** Read the events for as long as the page lives, whatever becomes of the server. */
 export async function follow() {
   setInterval(() => (now.value = Date.now()), 500);
-  for (let waitMs = 250; ; waitMs = Math.min(2 * waitMs, LONGEST_WAIT_MS)) {
-    let why = "the server ended the connection";
+  for (let waitMs = FIRST_WAIT_MS; ; waitMs = Math.min(2 * waitMs, LONGEST_WAIT_MS)) {
+    const given = timesGiven.value;
     try {
-      await readEvents(() => (waitMs = 250));
+      await readEvents(() => (waitMs = FIRST_WAIT_MS));
+      lose("lost", "the server ended the connection");
     } catch (error) {
-      why = error.name === "AbortError" ? "the server said nothing for a while" : explain(error);
+      if (error.status === 401 && error instanceof ApiError) {
+        lose("locked", "it asks for a key");
+        await until(timesGiven, (times) => times !== given);
+        continue;
+      }
+      if (error.name !== "AbortError") lose("lost", explain(error));
+      else if (isSeen.value && timesGiven.value === given) lose("lost", "it said nothing for a while");
     }
-    if (isKeyWanted.value) why = "the server asks for a key";
-    const was = connection.value;
-    connection.value = { state: "lost", why, sinceMs: was.state === "lost" ? was.sinceMs : Date.now() };
-    await (isKeyWanted.value ? untilKeyGiven() : waited(waitMs));
+    if (isSeen.value) await waited(waitMs);
+    else await until(isSeen, (isIt) => isIt);
   }
+}
+
+function lose(state, why) {
+  const was = connection.value;
+  connection.value = { state, why, sinceMs: was.state === state ? was.sinceMs : Date.now() };
 }
 
 async function readEvents(onFirst) {
   const silence = new AbortController();
   let timer = setTimeout(() => silence.abort(), SILENCE_MS);
   const usedKey = key.value;
-  const stop = key.subscribe((value) => value === usedKey || silence.abort());
+  const stopKey = key.subscribe((value) => value === usedKey || silence.abort());
+  // A browser has six connections to a server: pages that nobody sees leave theirs to others.
+  let leaving;
+  const stopSeen = isSeen.subscribe((isIt) => {
+    clearTimeout(leaving);
+    if (!isIt) leaving = setTimeout(() => silence.abort(), UNSEEN_MS);
+  });
   try {
     const response = await ask("dashboard/api/events", { signal: silence.signal });
     for await (const { name, data } of eventsOf(response)) {
@@ -98,16 +120,19 @@ async function readEvents(onFirst) {
     }
   } finally {
     clearTimeout(timer);
-    stop();
+    clearTimeout(leaving);
+    stopKey();
+    stopSeen();
   }
 }
 
 const waited = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-function untilKeyGiven() {
+/** Wait until a signal has a value. */
+function until(source, isRight) {
   return new Promise((resolve) => {
-    const stop = isKeyWanted.subscribe((isWanted) => {
-      if (isWanted) return;
+    const stop = source.subscribe((value) => {
+      if (!isRight(value)) return;
       queueMicrotask(() => stop());
       resolve();
     });
