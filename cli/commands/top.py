@@ -97,7 +97,7 @@ async def views(client: Client, every_s: float, count: int) -> AsyncGenerator[To
 
     from ..output.top_view import TopView
 
-    watcher = Watcher(client)
+    watcher = Watcher(client, fresh_s=0)
     n_looks = 0
     while True:
         await watcher.look()
@@ -108,6 +108,7 @@ async def views(client: Client, every_s: float, count: int) -> AsyncGenerator[To
             failure=watcher.failure or None,
             nodes=watcher.nodes.nodes(watcher.now_s),
             ring=watcher.ring.ring(),
+            loading=watcher.ring.loading(),
             rates=watcher.ring.rates(),
             requests=watcher.ring.requests(),
         )

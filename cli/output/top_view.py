@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from shardnet.api.dashboard.state import (
+    ShownLoading,
     ShownNode,
     ShownRates,
     ShownRequest,
@@ -39,6 +40,7 @@ class TopView(msgspec.Struct, kw_only=True):
     failure: str | None
     nodes: list[ShownNode]
     ring: ShownRing | None
+    loading: ShownLoading | None
     rates: ShownRates
     requests: list[ShownRequest]
 
@@ -66,6 +68,10 @@ def top_lines(view: TopView, width: int | None) -> list[Line]:
 
 def _head(view: TopView) -> Iterator[str]:
     ring, rates = view.ring, view.rates
+    if view.loading is not None:
+        loading = view.loading
+        share = 100 * loading.done_bytes // max(1, loading.total_bytes)
+        yield f"{loading.model}: {loading.phase} {share} %"
     if ring is None:
         yield f"{_n_up(view.nodes)}, no model is loaded"
         return

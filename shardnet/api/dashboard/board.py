@@ -55,6 +55,7 @@ class Dashboard:
             server=self._server(),
             nodes=watcher.nodes.nodes(watcher.now_s),
             ring=watcher.ring.ring(),
+            loading=watcher.ring.loading(),
             requests=watcher.ring.requests(),
             rates=watcher.ring.rates(),
             steps=watcher.ring.steps(),
@@ -85,11 +86,13 @@ class Dashboard:
         watcher = self.watcher
         server, nodes = self._server(), watcher.nodes.nodes(watcher.now_s)
         ring, requests = watcher.ring.ring(), watcher.ring.requests()
+        loading = watcher.ring.loading()
         rates, jobs = watcher.ring.rates(), self.jobs.listed()
         return [
             ("server", server, replace(server, uptime_s=0)),
             ("nodes", nodes, [_node_news(node) for node in nodes]),
             ("ring", ring, _ring_news(ring)),
+            ("loading", loading, None if loading is None else replace(loading, age_s=0)),
             ("requests", requests, [_request_news(request) for request in requests]),
             ("rates", rates, rates),
             ("jobs", jobs, [_job_news(job) for job in jobs]),

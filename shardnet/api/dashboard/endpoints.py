@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 
 import msgspec
@@ -26,7 +27,7 @@ from shardnet.api.dashboard.state import ShownJob, ShownState
 from shardnet.api.diagnostics import facts_of
 from shardnet.api.programs import DEFAULT_CONTEXT, server_address
 from shardnet.api.server.endpoint import Dialect, Endpoint, Json, Reply, Stream, comment
-from shardnet.api.server.errors import Fault, HttpError
+from shardnet.api.server.errors import Fault, HttpError, too_many
 from shardnet.api.server.service import Exchange
 from shardnet.cluster.diagnosis.diagnosis import diagnose
 from shardnet.errors import UsageError
@@ -34,6 +35,8 @@ from shardnet.errors import UsageError
 PATH: Final = "/dashboard/api"
 DOCTOR_S: Final = 10.0
 ACCEPTED: Final = 202
+MAX_WATCHING: Final = 64
+"""Most streams of events at once."""
 
 
 class ModelBody(msgspec.Struct, kw_only=True):
@@ -59,6 +62,8 @@ class Handlers:
 
     def __init__(self, dashboard: Dashboard) -> None:
         self._dashboard = dashboard
+        self._working = asyncio.Lock()
+        """Held by what has all nodes work, so that pages that are loaded again add no load."""
 
     async def state(self, exchange: Exchange, body: None) -> Reply:
         """Return everything as it is now."""
@@ -66,12 +71,15 @@ class Handlers:
 
     async def events(self, exchange: Exchange, body: None) -> Reply:
         """Stream the state, part by part as it changes."""
+        if self._dashboard.watcher.n_watching >= MAX_WATCHING:
+            raise too_many(f"{MAX_WATCHING} pages watch already: close one")
         return Stream(chunks=self._dashboard.events(), heartbeat=lambda: comment(""))
 
     async def models(self, exchange: Exchange, body: None) -> Reply:
         """List the models of the cluster."""
         service, ring = exchange.service, self._dashboard.watcher.ring
-        lists = await list_models(service.client)
+        async with self._working:
+            lists = await list_models(service.client)
         found = cluster_models(
             lists,
             served={one.name for one in await service.models.list()},
@@ -82,7 +90,8 @@ class Handlers:
 
     async def doctor(self, exchange: Exchange, body: None) -> Reply:
         """Diagnose the cluster from the place of the node that is asked."""
-        facts = await facts_of(exchange.service.client, DOCTOR_S)
+        async with self._working:
+            facts = await facts_of(exchange.service.client, DOCTOR_S)
         return Json(value=shown_findings(diagnose(facts)))
 
     async def plan(self, exchange: Exchange, body: PlanBody) -> Reply:
@@ -97,7 +106,9 @@ class Handlers:
             choice = replace(choice, nodes=addresses(watcher.nodes, body.nodes))
         if body.context:
             choice = replace(choice, context=body.context)
-        return Json(value=preview(await service.client.plan(choice, without=body.leave_out)))
+        async with self._working:
+            plan = await service.client.plan(choice, without=body.leave_out)
+        return Json(value=preview(plan))
 
     async def programs(self, exchange: Exchange, body: ProgramsBody) -> Reply:
         """Write the settings of programs that are to ask this server."""

@@ -12,6 +12,8 @@ from typing import Final
 from shardnet.api.dashboard.state import (
     ShownLeftOut,
     ShownLoad,
+    ShownLoading,
+    ShownProgress,
     ShownRates,
     ShownRequest,
     ShownRing,
@@ -21,15 +23,22 @@ from shardnet.api.dashboard.state import (
     ShownSteps,
 )
 from shardnet.types import LiveState
-from shardnet.wire.messages.activity import MAX_STEPS_SEEN, RequestSeen, RingActivity, StepSeen
+from shardnet.wire.messages.activity import (
+    RequestSeen,
+    RingActivity,
+    RingOpening,
+    StepSeen,
+)
 from shardnet.wire.messages.plans import PlannedStage, PlanReply
 
 WINDOW_S: Final = 5.0
 """Rates and means are those of so many seconds."""
 SHORTEST_S: Final = 0.2
 """Rates of less would be those of chance."""
-MAX_STEPS: Final = 4096
-"""Steps that are remembered: those of the window of a fast ring."""
+MAX_STEPS: Final = 16384
+"""Steps that are remembered: those of the window of a very fast ring."""
+MAX_SHOWN: Final = 256
+"""Steps in one answer: more are no strip that anybody can read."""
 
 
 class RingBook:
@@ -39,6 +48,7 @@ class RingBook:
         self.activity: RingActivity | None = None
         """What was said last, None before and without a ring."""
         self.plan: PlanReply | None = None
+        self._opening: RingOpening | None = None
         self._steps: deque[StepSeen] = deque(maxlen=MAX_STEPS)
 
     @property
@@ -58,6 +68,7 @@ class RingBook:
             self.plan = None
         self.activity = activity if activity.ring else None
         self.plan = activity.plan or self.plan
+        self._opening = activity.opening
         last = self.last_step
         self._steps.extend(step for step in activity.steps if step.step > last)
 
@@ -100,6 +111,28 @@ class RingBook:
             ],
         )
 
+    def loading(self) -> ShownLoading | None:
+        """Return what is done to have another ring, None where nobody asked for one."""
+        opening = self._opening
+        if opening is None or not opening.stages:
+            return None
+        return ShownLoading(
+            model=opening.model,
+            phase=opening.stages[0].phase,
+            done_bytes=sum(stage.done_bytes for stage in opening.stages),
+            total_bytes=sum(stage.total_bytes for stage in opening.stages),
+            nodes=[
+                ShownProgress(
+                    rank=stage.rank,
+                    phase=stage.phase,
+                    done_bytes=stage.done_bytes,
+                    total_bytes=stage.total_bytes,
+                )
+                for stage in opening.stages
+            ],
+            age_s=opening.age_s,
+        )
+
     def requests(self) -> list[ShownRequest]:
         """List the requests in the order in which they came."""
         activity = self.activity
@@ -124,7 +157,7 @@ class RingBook:
         if self.activity is None:
             return ShownSteps()
         least = after if ring == self.name else 0
-        newest = [step for step in self._steps if step.step > least][-MAX_STEPS_SEEN:]
+        newest = [step for step in self._steps if step.step > least][-MAX_SHOWN:]
         return ShownSteps(
             ring=self.name,
             now_ms=self.activity.age_us / 1e3,

@@ -185,6 +185,17 @@ class ShownProgress(msgspec.Struct, kw_only=True):
     total_bytes: int
 
 
+class ShownLoading(msgspec.Struct, kw_only=True):
+    """A ring that is looked for or built because somebody asked for its model."""
+
+    model: str
+    phase: str
+    done_bytes: int
+    total_bytes: int
+    nodes: list[ShownProgress]
+    age_s: float
+
+
 class ShownJob(msgspec.Struct, kw_only=True):
     """Something that was started from a page and takes its time."""
 
@@ -207,6 +218,7 @@ class ShownState(msgspec.Struct, kw_only=True):
     server: ShownServer
     nodes: list[ShownNode]
     ring: ShownRing | None
+    loading: ShownLoading | None
     requests: list[ShownRequest]
     rates: ShownRates
     steps: ShownSteps

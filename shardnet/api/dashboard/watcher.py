@@ -7,6 +7,7 @@ books; nobody is asked twice because two watch.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
@@ -21,6 +22,8 @@ from shardnet.wire.messages.membership import ReportReply
 
 NODES_EVERY_S: Final = 1.0
 RING_EVERY_S: Final = 0.5
+FRESH_S: Final = 0.25
+"""Who looks again so soon gets what was seen before."""
 ANSWER_S: Final = 2.0
 """How long nodes may take: one that hangs is silent, the others are shown."""
 
@@ -34,11 +37,14 @@ class Watcher:
         *,
         nodes_every_s: float = NODES_EVERY_S,
         ring_every_s: float = RING_EVERY_S,
+        fresh_s: float = FRESH_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._nodes_every_s = nodes_every_s
         self._ring_every_s = ring_every_s
+        self._fresh_s = fresh_s
+        self._looked_s = -math.inf
         self._clock = clock
         self.nodes = NodeBook()
         self.ring = RingBook()
@@ -51,8 +57,13 @@ class Watcher:
         """The address of the ring's head, "" for the node that is asked."""
         self._n_watching = 0
         self._polling: list[asyncio.Task[None]] = []
-        self._starting = asyncio.Lock()
+        self._looking = asyncio.Lock()
         self._changed = asyncio.Event()
+
+    @property
+    def n_watching(self) -> int:
+        """How many watch."""
+        return self._n_watching
 
     @property
     def now_s(self) -> float:
@@ -69,20 +80,19 @@ class Watcher:
         return self._changed
 
     async def look(self) -> None:
-        """Look once, unless somebody watches anyway."""
-        if not self._n_watching:
-            await self._look_at_nodes()
-            await self._look_at_ring()
+        """Look once, unless somebody watches anyway or has just looked."""
+        async with self._looking:
+            if not self._polling and self.now_s - self._looked_s >= self._fresh_s:
+                await self._look_at_all()
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Keep the books up to date within the context, from its beginning on."""
         self._n_watching += 1
         try:
-            async with self._starting:
+            async with self._looking:
                 if not self._polling:
-                    await self._look_at_nodes()
-                    await self._look_at_ring()
+                    await self._look_at_all()
                     self._polling = [
                         asyncio.create_task(_every(self._nodes_every_s, self._look_at_nodes)),
                         asyncio.create_task(_every(self._ring_every_s, self._look_at_ring)),
@@ -99,6 +109,11 @@ class Watcher:
     async def cancel(self, ring: str, sequence: int) -> None:
         """Cancel a request. Raises UsageError for one that has ended."""
         await self._client.cancel(ring, sequence, at=self._head_at)
+
+    async def _look_at_all(self) -> None:
+        await self._look_at_nodes()
+        await self._look_at_ring()
+        self._looked_s = self.now_s
 
     async def _look_at_nodes(self) -> None:
         replies: list[ReportReply] = []

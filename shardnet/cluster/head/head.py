@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass, replace
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 
 from shardnet.cluster.head.busy_backoff import BusyBackoff
 from shardnet.cluster.head.plan import Plan
@@ -25,6 +26,7 @@ from shardnet.tokenizers.grammar.grammars import Grammars
 from shardnet.tokenizers.tokenizer import Tokenizer, no_tokenizer
 from shardnet.transport.loop import finish
 from shardnet.types import Epoch, NodeId
+from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.membership import RingLoad
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.stages import RingBroken
@@ -49,6 +51,25 @@ class Lead:
     grammars: Grammars | None = None
 
 
+@dataclass(slots=True, kw_only=True)
+class Opening:
+    """A ring that is looked for or built for a request, and how far each rank is with that.
+
+    `progress` has phase, bytes done and bytes in all; with the phase `measuring` counts of nodes
+    and links. `began_s` is monotonic.
+    """
+
+    model: str
+    began_s: float
+    progress: dict[int, tuple[Phase, int, int]] = field(default_factory=dict)
+
+    def take(self, rank: int, phase: Phase, done: int, total: int) -> None:
+        """Take progress. What was measured is over when something else begins."""
+        if "measuring" in (phase, *(known for known, _, _ in self.progress.values())):
+            self.progress.clear()
+        self.progress[rank] = (phase, done, total)
+
+
 class Head:
     """Keeps at most one ring."""
 
@@ -64,6 +85,8 @@ class Head:
         self._epoch = 0
         self._building: Ring | None = None
         """The ring that is being built."""
+        self.opening: Opening | None = None
+        """What is done now to have a ring for a request."""
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the messages that stages send to their head."""
@@ -131,10 +154,25 @@ class Head:
                 on_plan(lead.plan)
             else:
                 async with self._changing:
-                    lead = await self._find_or_build(choice, tokenizer_for, on_plan, on_progress)
+                    with self._opened(choice.model, on_progress) as told:
+                        lead = await self._find_or_build(choice, tokenizer_for, on_plan, told)
                     if isinstance(lead, Lead):
                         stack.enter_context(lead.ring.in_use())
             yield lead
+
+    @contextlib.contextmanager
+    def _opened(self, model: str, on_progress: OnStageProgress) -> Iterator[OnStageProgress]:
+        """Keep the progress within the context; yield what takes it, for `on_progress` too."""
+        opening = self.opening = Opening(model=model, began_s=time.monotonic())
+
+        def take(rank: int, phase: Phase, done: int, total: int) -> None:
+            opening.take(rank, phase, done, total)
+            on_progress(rank, phase, done, total)
+
+        try:
+            yield take
+        finally:
+            self.opening = None
 
     def elsewhere(self) -> Elsewhere | None:
         """Return the head of the ring that this node is in, None if that is itself or no ring."""

@@ -5,9 +5,10 @@ Knows where each fact is found. Must not judge: rates and means are the asking s
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 
-from shardnet.cluster.head.head import Head, Lead
+from shardnet.cluster.head.head import Head, Lead, Opening
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.errors import UsageError
@@ -21,6 +22,8 @@ from shardnet.wire.messages.activity import (
     GetActivity,
     RequestSeen,
     RingActivity,
+    RingOpening,
+    StageProgress,
     StepSeen,
 )
 from shardnet.wire.messages.control import Done, Redirect
@@ -43,10 +46,12 @@ class RingWatch:
         elsewhere, lead = self._head.elsewhere(), self._head.latest
         if elsewhere is not None:
             control.send(Redirect(request=message.request, address=elsewhere.address))
-        elif lead is None:
-            control.send(RingActivity(request=message.request))
+            return
+        opening = _opening(self._head.opening)
+        if lead is None:
+            control.send(RingActivity(request=message.request, opening=opening))
         else:
-            control.send(_activity(message, lead))
+            control.send(_activity(message, lead, opening))
 
     async def _cancel(self, control: ControlLink, message: CancelSequence) -> None:
         """Cancel a request, or reply Redirect. Raises UsageError for one that has ended."""
@@ -60,7 +65,21 @@ class RingWatch:
         control.send(Done(request=message.request))
 
 
-def _activity(message: GetActivity, lead: Lead) -> RingActivity:
+def _opening(opening: Opening | None) -> RingOpening | None:
+    """Return what is done to have a ring, None while there is nothing to tell of it."""
+    if opening is None or not opening.progress:
+        return None
+    return RingOpening(
+        model=opening.model,
+        age_s=max(0.0, time.monotonic() - opening.began_s),
+        stages=[
+            StageProgress(rank=rank, phase=phase, done_bytes=done, total_bytes=total)
+            for rank, (phase, done, total) in sorted(opening.progress.items())
+        ],
+    )
+
+
+def _activity(message: GetActivity, lead: Lead, opening: RingOpening | None) -> RingActivity:
     ring, engine = lead.ring, lead.ring.engine
     is_known = message.known_ring == ring.name
     steps = engine.log.after(message.after_step if is_known else 0)
@@ -71,6 +90,7 @@ def _activity(message: GetActivity, lead: Lead) -> RingActivity:
         age_us=engine.age_us,
         load=RingLoad(**asdict(engine.counters)),
         plan=None if is_known else lead.plan.reply(0),
+        opening=opening,
         requests=[
             RequestSeen(
                 sequence=one.sequence_id,

@@ -145,7 +145,7 @@ class Engine:
 
     def cancel(self, sequence_id: SequenceId) -> bool:
         """End a request with CancelledRequestError; return whether it lived."""
-        error = CancelledRequestError("the request was cancelled by who watches the ring")
+        error = CancelledRequestError("the request was cancelled by somebody who watches the ring")
         return self._give_up(sequence_id, error)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestEvent, None]:

@@ -13,8 +13,8 @@ from shardnet.runtime.ring.pipeline import StepAnswered
 from shardnet.types import LiveState, SequenceId
 from shardnet.wire.messages.extras import StageTiming
 
-MAX_STEPS: Final = 256
-"""Steps that are remembered."""
+MAX_STEPS: Final = 1024
+"""Steps that are remembered: half a second's of a very fast ring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,13 @@ from shardnet.wire.framing.schema import (
     MAX_STAGES,
     U32,
     U64,
+    Count,
     Name,
+    PathText,
+    Phase,
     Positions,
     Priority,
+    Rank,
     RequestId,
     Row,
     Seconds,
@@ -29,7 +33,7 @@ from shardnet.wire.messages.extras import Microseconds, StageTiming
 from shardnet.wire.messages.membership import RingLoad
 from shardnet.wire.messages.plans import PlanReply
 
-MAX_STEPS_SEEN: Final = 256
+MAX_STEPS_SEEN: Final = 1024
 MAX_REQUESTS_SEEN: Final = 1024
 """Most steps and requests in one message."""
 
@@ -78,11 +82,28 @@ class RequestSeen(Strict, frozen=True, kw_only=True):
     ahead: U32 = 0
 
 
+class StageProgress(Row, frozen=True, array_like=True):
+    """How far the node of a stage is with what it does before the ring is there."""
+
+    rank: Rank
+    phase: Phase
+    done_bytes: Count
+    total_bytes: Count
+
+
+class RingOpening(Strict, frozen=True, kw_only=True):
+    """A ring that is being looked for or built, for a request; counts are those of NodeProgress."""
+
+    model: PathText
+    age_s: Seconds
+    stages: Annotated[list[StageProgress], Meta(max_length=MAX_STAGES)]
+
+
 class RingActivity(Tagged, frozen=True, kw_only=True):
     """Answers GetActivity. `ring` is the name of the ring, "" without one.
 
     `plan` is there unless the asking side knows the ring. `age_us` is the time since it was built,
-    by the clock of `steps`, which has the newest ones, oldest first.
+    by the clock of `steps`, which has the newest ones, oldest first. `opening` is another one.
     """
 
     request: RequestId
@@ -91,6 +112,7 @@ class RingActivity(Tagged, frozen=True, kw_only=True):
     age_us: Microseconds = 0
     load: RingLoad | None = None
     plan: PlanReply | None = None
+    opening: RingOpening | None = None
     requests: Annotated[list[RequestSeen], Meta(max_length=MAX_REQUESTS_SEEN)] = msgspec.field(
         default_factory=list
     )

@@ -21,6 +21,7 @@ from shardnet.api.dashboard.ring_book import (
     shown_step,
 )
 from shardnet.types import LiveState
+from shardnet.wire.messages.activity import RingActivity, RingOpening, StageProgress
 from shardnet.wire.messages.diagnostics import AddressView
 from shardnet.wire.messages.membership import ReportReply
 
@@ -145,6 +146,27 @@ def test_steps_are_shown_once_and_those_of_another_ring_dropped() -> None:
     assert ring.state == "broken"
     book.forget()
     assert (book.ring(), book.requests(), book.steps().steps) == (None, [], [])
+
+
+def test_a_ring_that_is_being_built_is_shown_with_and_without_another() -> None:
+    book = RingBook()
+    opening = RingOpening(
+        model="m",
+        age_s=2.0,
+        stages=[
+            StageProgress(rank=0, phase="loading", done_bytes=3, total_bytes=5),
+            StageProgress(rank=1, phase="fetching", done_bytes=1, total_bytes=7),
+        ],
+    )
+    for said in (RingActivity(request=0, opening=opening), activity(opening=opening)):
+        book.take(said)
+        loading = book.loading()
+        assert loading is not None
+        assert (loading.model, loading.phase, loading.age_s) == ("m", "loading", 2.0)
+        assert (loading.done_bytes, loading.total_bytes) == (4, 12)
+        assert [one.phase for one in loading.nodes] == ["loading", "fetching"]
+    book.take(activity())
+    assert book.loading() is None
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from support.cluster.watched_node import WatchedNode, activity, stage_state, ste
 from support.servers.asgi_client import Exchanged, ask, asking
 
 from shardnet.api.client import Client
+from shardnet.api.dashboard import endpoints as board_endpoints
 from shardnet.api.dashboard import jobs, watcher
 from shardnet.api.dashboard.board import Dashboard
 from shardnet.api.dashboard.endpoints import PATH, endpoints
@@ -59,7 +60,7 @@ async def board(settings: Settings | None = None) -> AsyncIterator[Board]:
     async with asyncio.timeout(20), client_of(node) as client:
         service = Service(client=client, settings=settings or Settings(), models=ModelNames(client))
         dashboard = Dashboard(
-            service, watcher=Watcher(client, nodes_every_s=EVERY_S, ring_every_s=EVERY_S)
+            service, watcher=Watcher(client, nodes_every_s=EVERY_S, ring_every_s=EVERY_S, fresh_s=0)
         )
         app = make_app(service, endpoints(dashboard, OPENAI), OPENAI)
         try:
@@ -107,7 +108,7 @@ def test_parts_come_as_they_change_and_nobody_is_asked_when_nobody_looks() -> No
         async with board() as page:
             async with asking(page.app, f"{PATH}/events") as seen:
                 await until(seen, lambda: bool(events(seen, "steps")))
-                for name in ("server", "nodes", "ring", "requests", "rates", "jobs", "steps"):
+                for name in (*ShownState.__struct_fields__,):
                     assert len(events(seen, name)) == 1, name
                 # Time passes, and that is no news.
                 await page.node.until_looked(len(page.node.asked_for) + 3)
@@ -133,6 +134,26 @@ def test_parts_come_as_they_change_and_nobody_is_asked_when_nobody_looks() -> No
                     first = events(other, "steps")[0]["steps"]
                     assert [one["step"] for one in first] == [1, 2, 3]
             assert page.dashboard.watcher._polling == []
+
+    asyncio.run(main())
+
+
+def test_pages_that_are_many_or_loaded_again_and_again_ask_the_nodes_no_more_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(board_endpoints, "MAX_WATCHING", 1)
+
+    async def main() -> None:
+        async with board() as page:
+            page.dashboard.watcher = Watcher(page.client)
+            await asyncio.gather(*(page.ask("/state") for _ in range(5)))
+            assert len(page.node.asked_for) == 1
+            async with asking(page.app, f"{PATH}/events") as seen:
+                await until(seen, lambda: bool(events(seen, "steps")))
+                assert (await page.ask("/events")).status == 429
+                n_asked = len(page.node.asked_for)
+                await page.ask("/state")
+                assert len(page.node.asked_for) == n_asked
 
     asyncio.run(main())
 

@@ -13,6 +13,7 @@ from support.cluster.watched_node import WatchedNode, activity, stage_state, ste
 
 from shardnet.api.dashboard.node_book import NodeBook
 from shardnet.api.dashboard.ring_book import RingBook
+from shardnet.api.dashboard.state import ShownLoading
 from shardnet_cli.commands import top
 from shardnet_cli.output.top_view import TopView, top_lines
 
@@ -34,6 +35,7 @@ def looked(*, with_ring: bool = True) -> TopView:
         failure=None,
         nodes=nodes.nodes(6.0),
         ring=ring.ring(),
+        loading=ring.loading(),
         rates=ring.rates(),
         requests=ring.requests(),
     )
@@ -66,6 +68,11 @@ def test_lines_fit_the_terminal_and_names_are_one_line(width: int) -> None:
 
 def test_a_cluster_without_a_model_and_a_node_that_is_silent_are_shown() -> None:
     assert top_lines(looked(with_ring=False), None)[0][1] == "2 nodes, no model is loaded"
+    loading = ShownLoading(
+        model="org/m", phase="loading", done_bytes=1, total_bytes=4, nodes=[], age_s=1.0
+    )
+    begun = replace(looked(with_ring=False), loading=loading)
+    assert top_lines(begun, None)[0][1] == "org/m: loading 25 %"
     silent = replace(looked(), answers=False, failure="the link ended")
     assert ("bold red", "anna does not answer: the link ended") in top_lines(silent, None)
 

@@ -84,8 +84,9 @@ class EndlessRing:
         """Take note."""
         self.causes.append(cause)
 
-    async def build(self, on_progress: object) -> float:
+    async def build(self, on_progress: Any) -> float:
         """Load until it is cancelled."""
+        on_progress(0, "loading", 1, 2)
         self.begun.set()
         try:
             await asyncio.Event().wait()
@@ -136,9 +137,12 @@ def test_unloading_is_refused_at_once_while_a_model_is_loaded(endless: type[Endl
             with pytest.raises(BusyError, match=f"is loading {MODEL}; stop the command"):
                 await head.unload()
         assert not asking.done()
+        assert head.opening is not None
+        assert (head.opening.model, head.opening.progress[0]) == (MODEL, ("loading", 1, 2))
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
+        assert head.opening is None
         await head.unload()
         assert alone.n_freed == 1
 

@@ -14,6 +14,7 @@ from support.rings import fake_ring as rings
 from support.rings.fake_ring import FakeRing, fake_ring, request_of
 
 from shardnet.api.client import Client
+from shardnet.cluster.head.head import Opening
 from shardnet.cluster.node.ring_activity import RingWatch
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.errors import CancelledRequestError, LinkError, UsageError
@@ -30,7 +31,7 @@ class Watched(ScriptedNode):
 
     def __init__(self, lead: Any) -> None:
         super().__init__()
-        self.head = SimpleNamespace(latest=lead, elsewhere=lambda: None)
+        self.head = SimpleNamespace(latest=lead, elsewhere=lambda: None, opening=None)
         handlers = MessageHandlers()
         RingWatch(cast(Any, self.head)).register(handlers)
         self.handle = handlers.handle  # type: ignore[method-assign]
@@ -135,7 +136,16 @@ def test_a_node_without_a_ring_says_so_and_a_member_names_the_head() -> None:
     async def main() -> None:
         node = Watched(None)
         async with client_of(node) as client:
-            assert (await client.activity()).ring == ""
+            node.head.opening = opening = Opening(model="m", began_s=0.0)
+            seen = await client.activity()
+            assert (seen.ring, seen.opening) == ("", None)
+            opening.take(0, "measuring", 1, 3)
+            opening.take(1, "fetching", 10, 30)
+            opening.take(0, "loading", 20, 50)
+            seen = await client.activity()
+            assert seen.opening is not None
+            assert [one.phase for one in seen.opening.stages] == ["loading", "fetching"]
+            assert [one.done_bytes for one in seen.opening.stages] == [20, 10]
             with pytest.raises(UsageError, match="has ended"):
                 await client.cancel("r", 1)
             node.head.elsewhere = lambda: SimpleNamespace(address="127.0.0.1:1")
