@@ -1,4 +1,5 @@
-"""The dashboard of a real ring in a browser: a chat streams, a killed node turns red."""
+"""The dashboard of a real ring in a browser: a chat streams, a request is cancelled, a killed node
+turns red."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from shardnet.api.client import connect
 from shardnet.api.serve.server import serving
 from shardnet.api.server.settings import Listening
 from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.errors import ShardnetError
 from shardnet.wire.messages.plans import ModelChoice
 
 DEADLINE_S = 120.0
@@ -21,7 +23,7 @@ ANSWER = "document.querySelector('.message.assistant:last-of-type')"
 
 
 @pytest.mark.skipif(not program(), reason="no Chromium is installed")
-def test_a_chat_streams_and_a_killed_node_turns_red_on_a_page_that_lives(
+def test_a_chat_streams_a_request_is_cancelled_and_a_killed_node_turns_red(
     trio: Crew, machine: Machine, tmp_path: Path
 ) -> None:
     [victim] = machine.start_nodes("vera")
@@ -57,6 +59,13 @@ def test_a_chat_streams_and_a_killed_node_turns_red_on_a_page_that_lives(
                 await page.until(f"{card}?.classList.contains('up')")
                 await page.until("document.querySelectorAll('.stage.up').length === 2")
                 await page.until("document.querySelector('.strip canvas')")
+                await page.until("!document.querySelector('.request')")
+                asked = asyncio.create_task(client.complete(PROMPT, max_tokens=1000))
+                await page.until("document.querySelector('.request button')")
+                await page.evaluate("document.querySelector('.request button').click()")
+                with pytest.raises(ShardnetError, match="cancelled"):
+                    await asked
+                await page.until("!document.querySelector('.request')")
                 victim.kill()
                 await page.until(f"{card}.classList.contains('lost')")
                 await page.until("document.querySelectorAll('.stage.lost').length === 1")

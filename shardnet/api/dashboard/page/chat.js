@@ -19,6 +19,8 @@ import { listModels, listed } from "./models.js";
 import { Prose } from "./prose.js";
 import { TokenHeat } from "./token_heat.js";
 
+const MOST_DRAWN = 2000;
+
 const draft = signal("");
 
 export function Chat() {
@@ -60,7 +62,9 @@ function Log() {
 
 function Message({ one }) {
   const isAnswer = one.role === "assistant";
-  const hasHeat = parameters.value.heat && one.tokens?.length > 0;
+  // So many tokens are drawn once, when the last one has come.
+  const isLong = one.state === "running" && one.tokens.length > MOST_DRAWN;
+  const hasHeat = parameters.value.heat && one.tokens?.length > 0 && !isLong;
   return html`
     <article class=${`message ${one.role}`} aria-label=${isAnswer ? "Answer" : "You"}>
       ${one.reasoning &&
