@@ -258,8 +258,10 @@ def test_a_key_is_asked_for_below_a_sub_path(
             assert it.url.endswith("/llm")
             await page.until("document.querySelector('dialog[open]')")
             assert "anna" not in await page.evaluate("document.body.innerText")
+            closing = "document.querySelector('dialog').addEventListener('close', resolve)"
+            await page.evaluate(f"void (shut = new Promise((resolve) => {closing}))")
             await page.press("Escape")
-            await page.until("!document.querySelector('dialog[open]')")
+            await page.evaluate("shut.then(() => true)")
             await page.until_text("The server asks for a key")
             await it.press("Key…")
             for typed in ("wrong", "one"):

@@ -1,14 +1,23 @@
 // Asks for the API key when the server wants one.
 import { isKeyWanted, key, takeKey } from "./api.js";
-import { html, useEffect, useRef } from "./html.js";
+import { html, useLayoutEffect, useRef } from "./html.js";
 
 export function KeyDialog() {
   const dialog = useRef(null);
+  const isOurs = useRef(false);
   const isOpen = isKeyWanted.value;
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (isOpen && !dialog.current.open) dialog.current.showModal();
-    if (!isOpen) dialog.current.close();
+    if (!isOpen && dialog.current.open) {
+      isOurs.current = true;
+      dialog.current.close();
+    }
   }, [isOpen]);
+  // The event of a closing comes late: a key that was refused may be asked for again by then.
+  const closed = () => {
+    if (!isOurs.current) isKeyWanted.value = false;
+    isOurs.current = false;
+  };
   const submit = (event) => {
     event.preventDefault();
     const fields = event.target.elements;
@@ -16,7 +25,7 @@ export function KeyDialog() {
     fields.key.value = "";
   };
   return html`
-    <dialog ref=${dialog} aria-labelledby="key-title" onClose=${() => (isKeyWanted.value = false)}>
+    <dialog ref=${dialog} aria-labelledby="key-title" onClose=${closed}>
       <form onSubmit=${submit}>
         <h2 id="key-title">API key</h2>
         <p>
