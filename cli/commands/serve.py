@@ -74,6 +74,7 @@ async def _run(host: str, port: int, http: HttpOptions, wanted: Wanted, *, as_js
                 n_keys = len(listening.settings.keys)
                 keys = counted(n_keys, "API key") if n_keys else "no API key"
                 write_out(f"serving {model} at {url}/v1 ({keys})")
+                say(f"dashboard: {url}/")
             await stopping.wait()
     if not as_json:
         say("server stopped")

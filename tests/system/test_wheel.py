@@ -68,6 +68,10 @@ def test_a_wheel_installed_elsewhere_runs_the_bundled_model(
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert "shardnet/assets/default_model/model.safetensors" in names
+    page = ROOT / "shardnet/api/dashboard/page"
+    shown = {str(path.relative_to(ROOT)) for path in page.rglob("*") if path.is_file()}
+    assert len(shown) > 20
+    assert shown <= names
     assert {name for name in names if name.endswith(".so")} == (
         {KERNELS} if has_compiler else set()
     )

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from shardnet.api.anthropic import endpoints as anthropic
 from shardnet.api.client import Client
 from shardnet.api.dashboard import endpoints as dashboard
+from shardnet.api.dashboard import page_files
 from shardnet.api.dashboard.board import Dashboard
 from shardnet.api.ollama import endpoints as ollama
 from shardnet.api.openai import endpoints as openai
@@ -46,7 +47,11 @@ def application(service: Service, added: Sequence[Endpoint[Any]] = ()) -> ASGIAp
 
     Raises ConfigurationError for one of these whose path is taken.
     """
-    own = [*endpoints(), *dashboard.endpoints(Dashboard(service), OPENAI)]
+    people = [
+        *dashboard.endpoints(Dashboard(service), OPENAI),
+        *page_files.endpoints(OPENAI, service.settings.root_path),
+    ]
+    own = [*endpoints(), *people]
     check_added(own, added)
     return make_app(service, [*own, *added], OPENAI)
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
+from shardnet.api.server.answer_writer import Headers
 from shardnet.api.server.errors import Fault
 from shardnet.api.server.service import Exchange
 
@@ -34,6 +35,7 @@ class Text:
     text: str | bytes
     media_type: str
     status: int = 200
+    headers: Headers = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,9 +120,9 @@ class Handler:
         match reply:
             case Json(value=value, status=status):
                 await writer.whole(status, JSON_TYPE, msgspec.json.encode(value))
-            case Text(text=text, media_type=media_type, status=status):
+            case Text(text=text, media_type=media_type, status=status, headers=headers):
                 raw = text if isinstance(text, bytes) else text.encode()
-                await writer.whole(status, media_type, raw)
+                await writer.whole(status, media_type, raw, headers)
             case Stream():
                 await self._stream(exchange, reply, writer)
 

@@ -1,0 +1,224 @@
+// A conversation with the model: its messages, how it is continued, stopped, kept in a file.
+import { ApiError, ask, eventsOf, explain } from "./api.js";
+import { effect, signal } from "./html.js";
+
+const STORED = "shardnet.conversation";
+const STORED_PARAMETERS = "shardnet.parameters";
+const MOST_BYTES = 16 << 20;
+const N_LIKELY = 5;
+
+/** What may be set, with its bounds. A field that is empty is left to the server. */
+export const FIELDS = [
+  ["temperature", "Temperature", { min: 0, max: 5, step: 0.05 }],
+  ["top_p", "Top p", { min: 0, max: 1, step: 0.01 }],
+  ["top_k", "Top k", { min: 0, step: 1 }],
+  ["min_p", "Min p", { min: 0, max: 1, step: 0.01 }],
+  ["repetition_penalty", "Repetition penalty", { min: 0.1, max: 2, step: 0.01 }],
+  ["max_completion_tokens", "Most tokens", { min: 1, step: 1 }],
+  ["seed", "Seed", { min: 0, step: 1 }],
+];
+
+/** The messages: {role, content} and, of an answer, reasoning, tokens, calls, state, why, figures. */
+export const messages = signal(stored(STORED, []).filter(isMessage));
+export const parameters = signal({ model: "", system: "", heat: true, ...stored(STORED_PARAMETERS, {}) });
+/** What the answer that is being made waits for, "" for none. */
+export const note = signal("");
+export const isRunning = signal(false);
+
+let running = null;
+
+function stored(name, otherwise) {
+  try {
+    return JSON.parse(localStorage.getItem(name)) ?? otherwise;
+  } catch {
+    return otherwise;
+  }
+}
+
+function isMessage(one) {
+  return ["user", "assistant", "system"].includes(one?.role) && typeof one.content === "string";
+}
+
+effect(() => {
+  if (!isRunning.value) keep(STORED, messages.value.map(({ role, content }) => ({ role, content })));
+});
+effect(() => keep(STORED_PARAMETERS, parameters.value));
+
+function keep(name, value) {
+  try {
+    localStorage.setItem(name, JSON.stringify(value));
+  } catch {
+    // Larger than a browser keeps: Save writes it to a file.
+  }
+}
+
+/** Say something, and have it answered. */
+export function say(content) {
+  messages.value = [...messages.value, { role: "user", content }];
+  return answer();
+}
+
+/** Have the last question answered anew. */
+export function retry() {
+  const last = messages.value.findLastIndex(({ role }) => role === "user");
+  if (last < 0 || isRunning.value) return undefined;
+  messages.value = messages.value.slice(0, last + 1);
+  return answer();
+}
+
+export const stop = () => running?.abort();
+
+export function clear() {
+  stop();
+  messages.value = [];
+}
+
+async function answer() {
+  stop();
+  const mine = new AbortController();
+  running = mine;
+  isRunning.value = true;
+  const made = newAnswer();
+  const before = messages.value;
+  const show = () => {
+    if (messages.value !== before && messages.value.at(-1)?.id !== made.id) return;
+    messages.value = [...before, { ...made }];
+  };
+  // Tokens come faster than a screen is drawn.
+  let isDue = false;
+  const showSoon = () => {
+    if (isDue) return;
+    isDue = true;
+    setTimeout(() => ((isDue = false), show()), 33);
+  };
+  show();
+  try {
+    await receive(before, made, mine.signal, showSoon);
+    made.state = "done";
+  } catch (error) {
+    made.state = error.name === "AbortError" ? "stopped" : "failed";
+    made.why = made.state === "failed" ? failure(error) : "";
+  } finally {
+    isDue = true;
+    show();
+    if (running === mine) {
+      running = null;
+      note.value = "";
+      isRunning.value = false;
+    }
+  }
+}
+
+let lastId = 0;
+
+function newAnswer() {
+  lastId += 1;
+  return {
+    id: lastId,
+    role: "assistant",
+    content: "",
+    reasoning: "",
+    calls: [],
+    tokens: [],
+    pending: [],
+    state: "running",
+    why: "",
+    figures: { beganMs: performance.now(), firstMs: null, lastMs: null, n: 0, usage: null, finish: null },
+  };
+}
+
+function failure(error) {
+  const isTooLong = error instanceof ApiError && error.kind === "exceed_context_size_error";
+  return explain(error) + (isTooLong ? " Begin a new chat, or ask for a larger --context." : "");
+}
+
+async function receive(before, made, aborted, showSoon) {
+  const response = await ask("v1/chat/completions", { body: bodyOf(before), signal: aborted });
+  for await (const { data, comment } of eventsOf(response)) {
+    if (comment) note.value = comment;
+    if (!data) continue;
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(500, chunk.error.message, chunk.error.type);
+    takeChunk(made, chunk);
+    if (made.figures.n) note.value = "";
+    showSoon();
+  }
+  throw new Error("the connection ended before the answer did");
+}
+
+function bodyOf(before) {
+  const { model, system, heat, ...given } = parameters.value;
+  const body = { messages: [], stream: true, stream_options: { include_usage: true } };
+  if (model) body.model = model;
+  if (system.trim()) body.messages.push({ role: "system", content: system });
+  for (const { role, content } of before) body.messages.push({ role, content });
+  if (heat) Object.assign(body, { logprobs: true, top_logprobs: N_LIKELY });
+  for (const [name] of FIELDS) {
+    const value = Number.parseFloat(given[name]);
+    if (Number.isFinite(value)) body[name] = value;
+  }
+  return body;
+}
+
+function takeChunk(made, chunk) {
+  const { figures } = made;
+  if (chunk.usage) figures.usage = chunk.usage;
+  const [choice] = chunk.choices;
+  if (!choice) return;
+  const { delta } = choice;
+  const tokens = choice.logprobs?.content ?? [];
+  if (delta.content || delta.reasoning_content || delta.tool_calls || tokens.length) {
+    figures.lastMs = performance.now();
+    figures.firstMs ??= figures.lastMs;
+    figures.n += tokens.length || 1;
+  }
+  made.content += delta.content ?? "";
+  made.reasoning += delta.reasoning_content ?? "";
+  for (const part of delta.tool_calls ?? []) takeCall(made.calls, part);
+  takeTokens(made, delta, tokens);
+  figures.finish = choice.finish_reason ?? figures.finish;
+}
+
+/** Keep the tokens that are content: not those of reasoning and calls, nor the marks around them. */
+function takeTokens(made, delta, tokens) {
+  made.pending.push(...tokens);
+  if (delta.content) {
+    const isOwn = tokens.map(({ token }) => token).join("") === delta.content;
+    made.tokens = [...made.tokens, ...(isOwn ? tokens : made.pending)];
+  }
+  if (delta.content || delta.reasoning_content || delta.tool_calls) made.pending = [];
+}
+
+function takeCall(calls, { index, function: { name, arguments: text } }) {
+  calls[index] ??= { name: "", text: "" };
+  calls[index].name += name ?? "";
+  calls[index].text += text ?? "";
+}
+
+/** Write the conversation as a file that `shardnet chat` loads too. */
+export function saved() {
+  const system = parameters.value.system.trim();
+  const every = messages.value.map(({ role, content }) => ({ role, content }));
+  if (system) every.unshift({ role: "system", content: system });
+  return JSON.stringify({ messages: every }, null, 1);
+}
+
+/** Take a conversation from such a file. Throws an Error with the reason. */
+export async function open(file) {
+  if (file.size > MOST_BYTES) throw new Error("the file is too large for a conversation");
+  let read;
+  try {
+    read = JSON.parse(await file.text());
+  } catch {
+    throw new Error("the file holds no conversation: it is not JSON");
+  }
+  if (!Array.isArray(read?.messages) || !read.messages.every(isMessage)) {
+    throw new Error("the file holds no conversation: no messages with role and content");
+  }
+  stop();
+  const [first, ...rest] = read.messages;
+  const hasSystem = first?.role === "system";
+  parameters.value = { ...parameters.value, system: hasSystem ? first.content : "" };
+  messages.value = hasSystem ? rest : read.messages;
+}

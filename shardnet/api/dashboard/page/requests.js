@@ -1,0 +1,68 @@
+// The requests that the ring has in hand, with how far each is.
+import { duration } from "./format.js";
+import { html } from "./html.js";
+import { isLive, requests, ring, start } from "./live.js";
+import { Action, Bar, Nothing } from "./parts.js";
+
+export function Requests() {
+  const load = ring.value?.load;
+  return html`
+    <section aria-labelledby="requests-title">
+      <h1 id="requests-title">Requests</h1>
+      ${load &&
+      html`<p class="quiet">
+        ${load.running} running, ${load.waiting} waiting, ${load.paused} paused; ${load.warm_slots}
+        ${" "}prompts kept warm; ${load.used_blocks} of ${load.room_blocks} blocks of the KV cache used
+      </p>`}
+      <${RequestList} />
+    </section>
+  `;
+}
+
+export function RequestList() {
+  if (!requests.value.length) return html`<${Nothing}>No request runs.<//>`;
+  return html`
+    <ul class="requests">
+      ${requests.value.map((one) => html`<${Request} key=${one.id} one=${one} />`)}
+    </ul>
+  `;
+}
+
+function Request({ one }) {
+  const cancel = () => start(`requests/${encodeURIComponent(one.id)}/cancel`, {});
+  return html`
+    <li class="card request">
+      <span class="what">
+        <b>Request ${one.id}</b> <span class="quiet">${words(one)}, ${duration(one.age_s)}</span>
+      </span>
+      ${one.phase === "prefill"
+        ? html`<${Bar}
+            share=${one.n_prompt ? one.n_prefilled / one.n_prompt : 1}
+            label=${`Request ${one.id}: prompt read`}
+          />`
+        : html`<${Bar}
+            share=${one.max_tokens ? one.n_generated / one.max_tokens : null}
+            label=${`Request ${one.id}: tokens written`}
+            kind="second"
+          />`}
+      <span class="figures">
+        ${one.n_prefilled} / ${one.n_prompt} read
+        ${one.n_cached > 0 && html` (${one.n_cached} kept)`}, ${one.n_generated}
+        ${one.max_tokens ? ` / ${one.max_tokens}` : ""} written
+      </span>
+      <${Action}
+        label="Cancel"
+        name=${`Cancel request ${one.id}`}
+        act=${cancel}
+        disabled=${!isLive.value}
+      />
+    </li>
+  `;
+}
+
+function words({ state, phase, ahead, priority }) {
+  const rank = priority ? `, priority ${priority}` : "";
+  if (state === "paused") return `paused: makes room for others${rank}`;
+  if (phase === "queued" || state === "queued") return `waits behind ${ahead}${rank}`;
+  return (phase === "prefill" ? "reading the prompt" : "writing") + rank;
+}

@@ -1,0 +1,82 @@
+"""The dashboard of a real ring in a browser: a chat streams, a request is cancelled, a killed node
+turns red."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from support.browser.chromium import browsing, program, running
+from support.system.nodes import Crew, Machine
+
+from shardnet.api.client import connect
+from shardnet.api.serve.server import serving
+from shardnet.api.server.settings import Listening
+from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.errors import ShardnetError
+from shardnet.wire.messages.plans import ModelChoice
+
+DEADLINE_S = 120.0
+PROMPT = "It is a truth universally acknowledged"
+ANSWER = "document.querySelector('.message.assistant:last-of-type')"
+
+
+@pytest.mark.skipif(not program(), reason="no Chromium is installed")
+def test_a_chat_streams_a_request_is_cancelled_and_a_killed_node_turns_red(
+    trio: Crew, machine: Machine, tmp_path: Path
+) -> None:
+    [victim] = machine.start_nodes("vera")
+    addresses = [trio.nodes[0].address, victim.address]
+
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), connect(addresses[0]) as client:
+            client.choice = ModelChoice(model=DEFAULT_MODEL_NAME, nodes=addresses)
+            async with (
+                serving(client, Listening(host="127.0.0.1", port=0)) as url,
+                browsing(browser) as window,
+            ):
+                page = await window.open_page(f"{url}/#chat")
+                await page.look_like(width=1024, height=768)
+                await page.until("document.activeElement?.id === 'say'")
+                await page.type(PROMPT)
+                await page.press("Enter")
+                await page.until(f"{ANSWER}?.querySelectorAll('[data-token]').length > 20")
+                if await page.evaluate(f"!{ANSWER}.querySelector('.figures')"):
+                    await page.press("Escape")
+                await page.until(f"{ANSWER}.querySelector('.figures')")
+                text = await page.evaluate(f"{ANSWER}.querySelector('.heat').textContent")
+                assert len(text) > 20
+                tokens = await page.evaluate(f"{ANSWER}.querySelectorAll('.heat span').length")
+                await page.evaluate(f"{ANSWER}.querySelector('.heat').focus()")
+                await page.press("End")
+                assert await page.evaluate("document.querySelector('.chosen')?.dataset.token") == (
+                    str(tokens - 1)
+                )
+
+                await page.evaluate("location.hash = 'ring'")
+                card = "document.querySelector('.node[data-node=vera]')"
+                await page.until(f"{card}?.classList.contains('up')")
+                await page.until("document.querySelectorAll('.stage.up').length === 2")
+                await page.until("document.querySelector('.strip canvas')")
+                await page.until("!document.querySelector('.request')")
+                asked = asyncio.create_task(client.complete(PROMPT, max_tokens=1000))
+                await page.until("document.querySelector('.request button')")
+                await page.evaluate("document.querySelector('.request button').click()")
+                with pytest.raises(ShardnetError, match="cancelled"):
+                    await asked
+                await page.until("!document.querySelector('.request')")
+                victim.kill()
+                await page.until(f"{card}.classList.contains('lost')")
+                await page.until("document.querySelectorAll('.stage.lost').length === 1")
+                red = await page.evaluate(f"getComputedStyle({card}).borderTopColor")
+                assert red == "rgb(179, 32, 31)"
+                await page.evaluate("location.hash = 'chat'")
+                await page.until_text(PROMPT)
+                assert await page.evaluate(
+                    "document.querySelector('[role=status]').textContent"
+                ) == ("live")
+                assert page.problems == []
+
+    with running(tmp_path / "browser") as browser:
+        asyncio.run(main())
