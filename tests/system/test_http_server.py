@@ -24,7 +24,7 @@ from shardnet.api.serve.server import serving
 from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.settings import Listening, Settings
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.wire.messages.membership import RingLoad
+from shardnet.wire.messages.diagnostics import RingLoad
 from shardnet.wire.messages.plans import ModelChoice
 
 CONTEXT = 32768

@@ -41,6 +41,7 @@ from shardnet.wire.messages import (
     sequences,
     stages,
     tokens,
+    traces,
 )
 from shardnet.wire.messages.handshake import Purpose
 from shardnet.wire.payloads.data import read_data
@@ -61,6 +62,7 @@ CONTROL_MESSAGES = (
     chat,
     generation,
     tokens,
+    traces,
 )
 STRUCTS = {
     name: kind

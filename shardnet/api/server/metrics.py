@@ -6,7 +6,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from shardnet.wire.messages.membership import RingLoad
+from shardnet.wire.messages.diagnostics import RingLoad
 
 MEDIA_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 

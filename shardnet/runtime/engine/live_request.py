@@ -19,6 +19,7 @@ from shardnet.runtime.engine.requests import (
     GenerationRequest,
     RequestEvent,
     RequestMoved,
+    StepTrace,
     TokenGenerated,
 )
 from shardnet.runtime.ring.pipeline import StepAnswered
@@ -101,6 +102,7 @@ class LiveRequest:
     state: LiveState = LiveState.QUEUED
     n_tokens: int = 0
     outputs: OutputCollector | None = None
+    trace: StepTrace | None = None
     _sums: _StageSums = field(default_factory=_StageSums)
     _alone: _AloneSteps = field(default_factory=_AloneSteps)
     _reported_ahead: int | None = None
@@ -110,6 +112,8 @@ class LiveRequest:
     def __post_init__(self) -> None:
         if self.request.outputs.asks:
             self.outputs = OutputCollector(self.request.outputs, len(self.request.prompt))
+        if self.request.is_traced:
+            self.trace = StepTrace(submitted_us=self.submitted_ns // 1000)
 
     def move(self, state: LiveState, *, n_kept: int = 0) -> None:
         """Record and report that the request runs, is paused or resumes."""
@@ -132,6 +136,8 @@ class LiveRequest:
 
         Outputs of sampled rows are released together with their token.
         """
+        if self.trace is not None:
+            self.trace.add(group, answered)
         if group.position >= len(self.request.prompt):
             self._sums.add(answered)
             self._alone.add(group.position, answered)
@@ -168,6 +174,7 @@ class LiveRequest:
                 text=self.request.text.finish(),
                 timing=self._timing(now_ns),
                 alone_s=self._alone.medians_s(),
+                trace=self.trace,
             )
         )
 

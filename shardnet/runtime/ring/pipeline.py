@@ -65,11 +65,12 @@ class StepAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAnswered:
-    """A step was answered after `round_trip_us` by the head's clock."""
+    """A step was answered `round_trip_us` after `sent_us` by the head's clock."""
 
     batch: MicroBatch
     answer: StepAnswer
     round_trip_us: int
+    sent_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +153,12 @@ class Pipeline:
         took_ns = self._clock_ns() - sent.sent_ns
         self._longest_ns = max(self._longest_ns, took_ns)
         self._on_answered(
-            StepAnswered(batch=sent.batch, answer=answer, round_trip_us=took_ns // 1000)
+            StepAnswered(
+                batch=sent.batch,
+                answer=answer,
+                round_trip_us=took_ns // 1000,
+                sent_us=sent.sent_ns // 1000,
+            )
         )
 
     def check_progress(self, progress: Sequence[tuple[str, int]]) -> None:

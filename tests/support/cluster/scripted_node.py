@@ -19,6 +19,7 @@ from shardnet.transport.memory import memory_pair
 from shardnet.types import LiveState
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
+from shardnet.wire.messages.diagnostics import RingLoad
 from shardnet.wire.messages.generation import Finished, Generate, StateChanged, TextPiece, Timing
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
@@ -26,7 +27,6 @@ from shardnet.wire.messages.membership import (
     ListModels,
     ModelsListed,
     NodeInfo,
-    RingLoad,
     Status,
     StatusReply,
 )
