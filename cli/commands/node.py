@@ -37,6 +37,7 @@ from ..flags.http_options import HttpOptions
 from ..flags.option_groups import takes_groups
 from ..flags.options import (
     Json,
+    LogFormat,
     ModelFolder,
     NoMdns,
     Offline,
@@ -47,6 +48,7 @@ from ..flags.options import (
     keep_model_folders,
     keep_offline,
     parse_size,
+    take_log_format,
 )
 from ..output.cache_folder import warn_of_cache
 from ..output.exit_codes import run_command, say, write_out
@@ -188,6 +190,7 @@ def node(
         ),
     ] = "",
     http_options: HttpOptions,
+    log_format: LogFormat = "",
     as_json: Json = False,
     until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
 ) -> None:
@@ -197,6 +200,7 @@ def node(
     """
     check_choice("--device", device, ("auto", "cpu", "cuda"))
     _check_name(name)
+    take_log_format(log_format)
     keep_offline(offline)
     keep_model_folders(model_folder)
     flags = _Flags(

@@ -19,7 +19,7 @@ from ..finding.target import Target, open_target
 from ..flags.cluster_access import Access
 from ..flags.http_options import HttpOptions
 from ..flags.option_groups import takes_groups
-from ..flags.options import Json
+from ..flags.options import Json, LogFormat, take_log_format
 from ..flags.ring_options import RingOptions, Wanted
 from ..output.exit_codes import counted, run_command, say, write_out
 from .node import stop_signal
@@ -47,6 +47,7 @@ def serve(
     http: HttpOptions,
     ring: RingOptions,
     access: Access,
+    log_format: LogFormat = "",
     as_json: Json = False,
 ) -> None:
     """Serve the model over HTTP, as OpenAI's API and Ollama's; Ctrl-C ends it.
@@ -54,6 +55,7 @@ def serve(
     Asks the nodes of --nodes or --local, else the node of this machine, else the nearest one found
     on the network; without any, the model runs in this process. Prints one line when it is ready.
     """
+    take_log_format(log_format)
     run_command(_run(host, port, http, ring.wanted(access), as_json=as_json))
 
 

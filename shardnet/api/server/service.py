@@ -19,6 +19,7 @@ from shardnet.api.server.keys import ApiKey
 from shardnet.api.server.metrics import Metrics
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.settings import Settings
+from shardnet.api.traces import RequestTrace
 from shardnet.types import SamplingParams
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
@@ -26,6 +27,29 @@ from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 TOKENIZER_FRESH_S: Final = 60.0
 """What is known of a tokenizer counts for so long: files may change."""
 MAX_TOKENIZERS: Final = 8
+MAX_TRACES: Final = 16
+"""HTTP requests whose traces are kept."""
+MAX_TRACED_AT_ONCE: Final = 8
+"""Generations of one HTTP request that are traced."""
+
+
+@dataclass(slots=True)
+class KeptTraces:
+    """The traces of the latest requests that asked for one, by request id and key."""
+
+    _kept: dict[tuple[str, str], dict[str, RequestTrace]] = field(default_factory=dict)
+
+    def keep(self, request_id: str, key: ApiKey | None, traces: dict[str, RequestTrace]) -> None:
+        """Keep what one HTTP request has traced; the oldest is dropped."""
+        place = (request_id, key.name if key is not None else "")
+        self._kept.pop(place, None)
+        self._kept[place] = traces
+        if len(self._kept) > MAX_TRACES:
+            del self._kept[next(iter(self._kept))]
+
+    def find(self, request_id: str, key: ApiKey | None) -> dict[str, RequestTrace] | None:
+        """Return what a request with this key has traced, None where nothing is kept of it."""
+        return self._kept.get((request_id, key.name if key is not None else ""))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +64,8 @@ class Service:
     """Requests that are being answered."""
     tokenizers: dict[str, tuple[float, TokenizerDescribed]] = field(default_factory=dict)
     """What is known of the tokenizers of models, and since when."""
+    traces: KeptTraces = field(default_factory=KeptTraces)
+    began_s: float = field(default_factory=time.monotonic)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stop(self) -> None:
@@ -55,7 +81,8 @@ class Service:
 class Exchange:
     """One HTTP request on its way. Generates as a client does, and counts.
 
-    `note` says what it waits for, for a stream's comments.
+    `note` says what it waits for, for a stream's comments. With `is_traced` it keeps `traces` of
+    what is generated for it, MAX_TRACED_AT_ONCE at most.
     """
 
     service: Service
@@ -66,6 +93,8 @@ class Exchange:
     note: str = "waiting"
     n_prompt: int = 0
     n_generated: int = 0
+    is_traced: bool = False
+    traces: dict[str, RequestTrace] = field(default_factory=dict)
 
     async def generate(
         self,
@@ -77,6 +106,8 @@ class Exchange:
         **options: Unpack[GenerationOptions],
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Generate as `shardnet.api.Client.generate` does."""
+        if self.is_traced and len(self.traces) < MAX_TRACED_AT_ONCE:
+            options["trace"] = True
         events = self.service.client.generate(
             prompts, sampling, n=n, model=model, on_loading=self.loading, **options
         )
@@ -129,3 +160,5 @@ class Exchange:
             metrics.prompt_tokens.inc(usage.n_prompt)
             metrics.cached_tokens.inc(usage.n_reused)
             self.n_prompt += usage.n_prompt
+            if event.result.trace is not None and len(self.traces) < MAX_TRACED_AT_ONCE:
+                self.traces[f"{self.request_id} {len(self.traces)}"] = event.result.trace

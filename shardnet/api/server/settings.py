@@ -20,13 +20,28 @@ HEARTBEAT_S = 8.0
 """A stream in which nothing comes for so long gets a comment: programs give up after 10 s."""
 
 
+class LogLine(str):
+    """A line of the log for people; its `facts` are for programs."""
+
+    __slots__ = ("facts",)
+
+    facts: dict[str, object]
+
+    @classmethod
+    def of(cls, line: str, **facts: object) -> LogLine:
+        """Make a line with its facts."""
+        made = cls(line)
+        made.facts = facts
+        return made
+
+
 def _silent(line: str) -> None:
     """Log nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Keys, limits and names. `log` takes one line.
+    """Keys, limits and names. `log` takes one line; that of a request is a LogLine.
 
     `cors_origins` are the web sites whose pages may ask, "*" for all. `root_path` is where a proxy
     has this server, "" for the root of its site.

@@ -11,6 +11,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from msgspec.structs import replace
+from support.cluster.checkup_facts import reply, view
+
 from shardnet.api.client import Client, open_client
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import CapacityError, ContextExceededError, PlanError, ShardnetError
@@ -19,7 +22,12 @@ from shardnet.transport.memory import memory_pair
 from shardnet.types import LiveState
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
-from shardnet.wire.messages.diagnostics import RingLoad
+from shardnet.wire.messages.diagnostics import (
+    LinkTraffic,
+    RingLoad,
+    RingWork,
+    StageWork,
+)
 from shardnet.wire.messages.generation import Finished, Generate, StateChanged, TextPiece, Timing
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
@@ -27,6 +35,8 @@ from shardnet.wire.messages.membership import (
     ListModels,
     ModelsListed,
     NodeInfo,
+    ReportReply,
+    ReportRequest,
     Status,
     StatusReply,
 )
@@ -139,6 +149,30 @@ _LOAD = RingLoad(
 )
 
 
+_WORK = RingWork(
+    load=_LOAD,
+    n_steps=10,
+    wire_us=3_000_000,
+    stages=[
+        StageWork(rank=rank, name=name, compute_us=2_000_000, queue_us=500_000)
+        for rank, name in enumerate(("anna", "bert"))
+    ],
+    n_prompts=4,
+    n_prefix_hits=1,
+    n_prompt_tokens=100,
+    n_prefix_tokens=40,
+)
+_LINK = LinkTraffic(
+    name="bert", purpose="data", n_links=1, n_failed=2, sent_bytes=1000, received_bytes=10
+)
+REPORTS = (
+    reply("anna", view("bert"), ring=_WORK, links=[_LINK, replace(_LINK, purpose="control")]),
+    reply("bert", links=[replace(_LINK, name="anna", round_trip_us=250, n_resent=7)]),
+    ReportReply(request=0, node="c", name="cleo", failure="it runs shardnet 0"),
+)
+"""What the node reports of itself, of a peer, and of one that does not answer."""
+
+
 def _text(message: Generate) -> str:
     if message.token_ids is not None:
         return "".join(map(chr, message.token_ids))
@@ -152,6 +186,8 @@ def _short_answers(message: Incoming) -> list[ControlMessage]:
             return [_plan(number, choice)]
         case Status(request=number):
             return [StatusReply(request=number, node=_INFO, peers=[], load=_LOAD)]
+        case ReportRequest(request=number):
+            return [*(replace(reply, request=number) for reply in REPORTS), Done(request=number)]
         case ListModels(request=number):
             models = [ListedModel(name=name, store="here") for name in MODELS]
             return [
