@@ -215,7 +215,7 @@ def node(
         peers=tuple(check_addresses(peer)),
         no_mdns=no_mdns,
         access=access,
-        http=http_options.listening(*split_http(http)) if http else None,
+        http=http_options.listening(*split_http(http), access) if http else None,
         as_json=as_json,
         until_stdin_closes=until_stdin_closes,
     )

@@ -11,6 +11,7 @@ import typer
 
 from shardnet import __version__
 from shardnet.api.serve.server import serving
+from shardnet.api.server.settings import Listening
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
 from shardnet.errors import ShardnetError
 from shardnet.transport.address import split_address
@@ -56,11 +57,15 @@ def serve(
     on the network; without any, the model runs in this process. Prints one line when it is ready.
     """
     take_log_format(log_format)
-    run_command(_run(host, port, http, ring.wanted(access), as_json=as_json))
+    wanted = ring.wanted(access)
+
+    async def main() -> None:
+        await _run(http.listening(host, port, access), wanted, as_json=as_json)
+
+    run_command(main())
 
 
-async def _run(host: str, port: int, http: HttpOptions, wanted: Wanted, *, as_json: bool) -> None:
-    listening = http.listening(host, port)
+async def _run(listening: Listening, wanted: Wanted, *, as_json: bool) -> None:
     stopping = stop_signal(until_stdin_closes=False)
     async with open_target(wanted) as target:
         target.client.choice = target.choice

@@ -14,9 +14,11 @@ from shardnet.api.server.settings import Listening, Settings
 from shardnet.errors import ConfigurationError
 
 from ..output.exit_codes import say
+from .cluster_access import Access
 from .options import is_loopback
 
 MAX_KEY_FILE_BYTES = 1 << 20
+_STORED_KEY = Access()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +84,20 @@ class HttpOptions:
         ),
     ] = ""
 
-    def listening(self, host: str, port: int) -> Listening:
+    tls: Annotated[
+        bool,
+        typer.Option(
+            "--tls",
+            help="Serve HTTPS with a certificate of the cluster's authority, which `shardnet key "
+            "authority` prints for those who ask.",
+        ),
+    ] = False
+
+    def listening(self, host: str, port: int, access: Access = _STORED_KEY) -> Listening:
         """Say where to listen, and how.
 
         Raises ConfigurationError for an address beyond loopback without a key, or a key that is
-        none, typer.BadParameter for a flag.
+        none, or --tls without a cluster key, typer.BadParameter for a flag.
         """
         settings = self._settings()
         if not settings.keys and not is_loopback(host):
@@ -100,12 +111,15 @@ class HttpOptions:
             port=port,
             certificate=self.tls_cert,
             private_key=self.tls_key,
+            cluster_secret=access.key().secret if self.tls else b"",
             settings=settings,
         )
 
     def _settings(self) -> Settings:
         if bool(self.tls_cert) != bool(self.tls_key):
             raise typer.BadParameter("give both or neither", param_hint="--tls-cert, --tls-key")
+        if self.tls and self.tls_cert:
+            raise typer.BadParameter("choose one of them", param_hint="--tls, --tls-cert")
         root = self.root_path.rstrip("/")
         if root and not root.startswith("/"):
             raise typer.BadParameter(f"'{root}': begin it with /", param_hint="--root-path")

@@ -59,10 +59,20 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening:
-    """Where a server listens; `certificate` and `private_key` are files for TLS, "" for none."""
+    """Where a server listens; `certificate` and `private_key` are files for TLS, "" for none.
+
+    With `cluster_secret` it makes certificates of its own, by the authority of the cluster key.
+    """
 
     host: str
     port: int
     certificate: str = ""
     private_key: str = ""
+    cluster_secret: bytes = field(default=b"", repr=False)
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether it serves HTTPS."""
+        return bool(self.certificate or self.cluster_secret)
+
     settings: Settings = field(default_factory=Settings)
