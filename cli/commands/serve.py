@@ -57,12 +57,8 @@ def serve(
     on the network; without any, the model runs in this process. Prints one line when it is ready.
     """
     take_log_format(log_format)
-    wanted = ring.wanted(access)
-
-    async def main() -> None:
-        await _run(http.listening(host, port, access), wanted, as_json=as_json)
-
-    run_command(main())
+    listening = http.listening(host, port, access)
+    run_command(_run(listening, ring.wanted(access), as_json=as_json))
 
 
 async def _run(listening: Listening, wanted: Wanted, *, as_json: bool) -> None:

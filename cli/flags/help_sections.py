@@ -39,10 +39,11 @@ SECTIONS: Final = MappingProxyType(
         "Speculation and determinism": ("--speculate", "--draft-tokens", "--deterministic"),
         "Output": (
             *("--json", "--logprobs", "--prompt-logprobs", "--jsonl", "--keep-special-tokens"),
+            *("--trace", "--log-format"),
         ),
         "HTTP": (
             *("--http", "--api-key", "--api-key-file", "--cors-origin", "--root-path"),
-            *("--tls-cert", "--tls-key"),
+            *("--tls", "--tls-cert", "--tls-key"),
         ),
     }
 )
