@@ -106,7 +106,7 @@ def _load(name: str) -> Callable[..., None] | typer.Typer:
 
             return key_app
         case "service":
-            from .commands.service import service_app
+            from .services.service import service_app
 
             return service_app
         case "cache":

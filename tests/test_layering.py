@@ -64,7 +64,7 @@ ROOMS: dict[str, list[str]] = {
         "node",
     ],
     "api": ["chat_formats", "", "chat", "server", "openai", "anthropic", "ollama", "serve"],
-    "cli": ["output", "flags", "finding", "conversation", "commands", ""],
+    "cli": ["output", "flags", "finding", "conversation", "commands", "services", ""],
 }
 MOST_FILES = 16
 """In a room, beside its __init__.py."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from contextlib import aclosing
 from typing import Final
 
@@ -23,8 +22,15 @@ STATUS_S: Final = 3.0
 
 async def alive(exchange: Exchange, body: None) -> Reply:
     """Say that this process answers, whatever the ring does."""
-    up_s = time.monotonic() - exchange.service.began_s
-    return Json(value={"status": "ok", "version": __version__, "uptime_s": round(up_s, 3)})
+    service = exchange.service
+    return Json(
+        value={
+            "status": "ok",
+            "node": service.client.node_name,
+            "version": __version__,
+            "uptime_s": service.uptime_s,
+        }
+    )
 
 
 async def ready(exchange: Exchange, body: None) -> Reply:

@@ -68,6 +68,11 @@ class Service:
     began_s: float = field(default_factory=time.monotonic)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def uptime_s(self) -> float:
+        """How long the server has run, in seconds to the millisecond."""
+        return round(time.monotonic() - self.began_s, 3)
+
     def stop(self) -> None:
         """End all requests: each gets an error that says so."""
         self._stopping.set()

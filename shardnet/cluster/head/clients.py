@@ -38,10 +38,10 @@ from shardnet.cluster.head.requests import (
     sampling_params,
     text_stream,
 )
-from shardnet.cluster.head.tracing import trace_pieces
 from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.ring.tracing import trace_pieces
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import CheckpointError, ShardnetError, UsageError
 from shardnet.runtime.engine.outputs import OutputBudget, PromptLogprobsReady, RowsReady

@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 from support.cluster.scripted_node import ScriptedNode, serving
 
-from shardnet.cluster.head.tracing import trace_pieces
 from shardnet.cluster.peers import clocks
 from shardnet.cluster.peers.clocks import ClockOffset, compare_clock
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.ring.tracing import trace_pieces
 from shardnet.errors import ShardnetError
 from shardnet.runtime.engine.requests import StepTrace
 from shardnet.types import SamplingParams

@@ -19,7 +19,7 @@ from shardnet.files import write_whole
 
 from ..flags.options import Json
 from ..output.exit_codes import fail, say, write_out
-from ..output.service_files import Service, ServiceFiles, launchd, systemd
+from .service_files import Service, ServiceFiles, launchd, systemd
 
 KINDS: Final = ("node", "serve")
 ANSWER_S: Final = 60.0
@@ -156,10 +156,10 @@ def _parser(kind: str) -> typer.core.TyperCommand:
 
 def _command(kind: str) -> Callable[..., None]:
     if kind == "serve":
-        from .serve import serve
+        from ..commands.serve import serve
 
         return serve
-    from .node import node
+    from ..commands.node import node
 
     return node
 
