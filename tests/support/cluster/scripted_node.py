@@ -28,6 +28,7 @@ from shardnet.wire.messages.diagnostics import (
     RingWork,
     StageWork,
 )
+from shardnet.wire.messages.extras import StageTiming
 from shardnet.wire.messages.generation import Finished, Generate, StateChanged, TextPiece, Timing
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
@@ -42,6 +43,7 @@ from shardnet.wire.messages.membership import (
 )
 from shardnet.wire.messages.plans import ModelChoice, PlanReply, PlanRequest
 from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
+from shardnet.wire.messages.traces import TracedStep, TracePiece
 
 MODELS = ("org/Tiny-Llama", "org/Big-Llama")
 TEMPLATE = "{{ tools }} <tool_call>"
@@ -120,6 +122,16 @@ class ScriptedNode:
             if prompt.startswith("wait"):
                 await asyncio.Event().wait()
             await asyncio.sleep(0)
+        if message.trace:
+            control.send(
+                TracePiece(
+                    request=number,
+                    nodes=["scripted"],
+                    clocks_within_us=[0],
+                    submitted_us=5,
+                    steps=[TracedStep(1, 0, 2, 1, 2, 6, 9, [StageTiming(0, 2, 1, 6)])],
+                )
+            )
         control.send(
             Finished(
                 request=number,
