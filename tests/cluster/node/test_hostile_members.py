@@ -28,10 +28,21 @@ from shardnet.wire.messages.measurements import LinksMeasured, StageMeasured
 from shardnet.wire.messages.membership import ModelIdentity, Ping, StatusReply
 from shardnet.wire.messages.plans import PlanReply
 from shardnet.wire.messages.stages import StageReady
+from shardnet.wire.messages.traces import ClockRead
 
 NOWHERE = "/nowhere/model"
 ANSWER_S = 30.0
-LAST = (Done, Redirect, Finished, LastRun, LinksMeasured, StageMeasured, ModelIdentity, StatusReply)
+LAST = (
+    ClockRead,
+    Done,
+    Redirect,
+    Finished,
+    LastRun,
+    LinksMeasured,
+    StageMeasured,
+    ModelIdentity,
+    StatusReply,
+)
 SLOW = {
     *(f"LoadStage.{name}" for name in ("model", "quant", "kv_dtype", "streamed_layers")),
     *(f"Generate.choice.{name}" for name in ("model", "quant", "kv_dtype", "context")),
