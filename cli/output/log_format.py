@@ -6,8 +6,6 @@ Knows the fields of such a line. Must not know who writes it.
 from __future__ import annotations
 
 import datetime
-import json
-import logging
 import os
 from typing import Final
 
@@ -22,7 +20,7 @@ def keep_log_format(wanted: str) -> None:
     if wanted:
         os.environ[VARIABLE] = wanted
     if wanted == "json":
-        logging.basicConfig(handlers=[_JsonHandler()], level=logging.WARNING, force=True)
+        _take_logging()
 
 
 def is_json() -> bool:
@@ -35,7 +33,9 @@ def as_json(line: str, level: str = "") -> str:
 
     A level that is not given is what the line begins with, `warning: ` or `error: `, else info.
     """
-    from shardnet.api.server.settings import LogLine  # only servers write such
+    import json  # --help has no use for it
+
+    from shardnet.api.server.settings import LogLine
 
     facts = line.facts if isinstance(line, LogLine) else {}
     begins_with, _, rest = line.partition(": ")
@@ -46,10 +46,14 @@ def as_json(line: str, level: str = "") -> str:
     return json.dumps({**facts, **told}, default=str)
 
 
-class _JsonHandler(logging.Handler):
-    """Writes what libraries and our own modules log."""
+def _take_logging() -> None:
+    """Write what libraries and our own modules log in the same way."""
+    import logging
 
-    def emit(self, record: logging.LogRecord) -> None:
-        from .exit_codes import say_as
+    from .exit_codes import say_as
 
-        say_as(record.getMessage(), record.levelname.lower())
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say_as(record.getMessage(), record.levelname.lower())
+
+    logging.basicConfig(handlers=[Handler()], level=logging.WARNING, force=True)
