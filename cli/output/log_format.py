@@ -43,7 +43,7 @@ def as_json(line: str, level: str = "") -> str:
         level, line = begins_with, rest
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     told = {"time": now, "level": level or "info", "message": str(line).strip(), "pid": os.getpid()}
-    return json.dumps({**facts, **told}, default=str)
+    return json.dumps({**told, **{n: f for n, f in facts.items() if n not in told}}, default=str)
 
 
 def _take_logging() -> None:
