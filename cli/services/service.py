@@ -87,7 +87,7 @@ def install(
     say(f"installed {files.name} ({files.path}): it runs now and at every boot")
 
 
-@service_app.command()
+@service_app.command(short_help="Stop the service and remove its file.")
 def uninstall(kind: Kind = "node", system: System = False, dry_run: DryRun = False) -> None:
     """Stop the service and remove its file; models, keys and settings stay."""
     _check(kind, ())
@@ -115,7 +115,7 @@ def uninstall(kind: Kind = "node", system: System = False, dry_run: DryRun = Fal
     say(f"removed {files.name}")
 
 
-@service_app.command()
+@service_app.command(short_help="Say whether it is installed, and whether it runs.")
 def status(kind: Kind = "node", system: System = False, as_json: Json = False) -> None:
     """Say whether the service is installed, and whether it runs."""
     _check(kind, ())
