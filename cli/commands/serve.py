@@ -22,7 +22,7 @@ from ..flags.http_options import HttpOptions
 from ..flags.option_groups import takes_groups
 from ..flags.options import Json, LogFormat, take_log_format
 from ..flags.ring_options import RingOptions, Wanted
-from ..output.exit_codes import counted, run_command, say, write_out
+from ..output.exit_codes import counted, exit_codes, run_command, say, write_out
 from .node import stop_signal
 
 DEFAULT_PORT = 8000
@@ -57,7 +57,8 @@ def serve(
     on the network; without any, the model runs in this process. Prints one line when it is ready.
     """
     take_log_format(log_format)
-    listening = http.listening(host, port, access)
+    with exit_codes():
+        listening = http.listening(host, port, access)
     run_command(_run(listening, ring.wanted(access), as_json=as_json))
 
 
