@@ -41,6 +41,7 @@ _SUMMARIES: Final = {
     "unload": "Free the model on every node of the ring.",
     "doctor": "Diagnose the cluster: what is wrong, where, and what to do.",
     "key": "Make, enter or show the cluster key.",
+    "service": "Run a node or a server at boot, by systemd or launchd.",
     "cache": "List or delete cached weights: from other nodes, or quantised.",
 }
 """The commands, in the order of --help."""
@@ -109,6 +110,10 @@ def _load(name: str) -> Callable[..., None] | typer.Typer:
             from .commands.key import key_app
 
             return key_app
+        case "service":
+            from .services.service import service_app
+
+            return service_app
         case "cache":
             from .commands.cache import cache_app
 

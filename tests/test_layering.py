@@ -68,7 +68,7 @@ ROOMS: dict[str, list[str]] = {
         *("chat_formats", "chat_grammars", "", "chat", "switching", "server"),
         *("openai", "responses", "anthropic", "ollama", "dashboard", "serve"),
     ],
-    "cli": ["output", "flags", "finding", "conversation", "commands", ""],
+    "cli": ["output", "flags", "finding", "conversation", "commands", "services", ""],
 }
 MOST_FILES = 16
 """In a room, beside its __init__.py."""

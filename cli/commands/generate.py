@@ -32,6 +32,7 @@ from ..flags.sampling_options import SamplingOptions
 from ..output.exit_codes import EXIT_FAILURE, run_command
 from ..output.generation_output import EventLines, ListedTexts, OneText
 from ..output.progress import LoadBars
+from ..output.trace_file import TraceFile
 from .chat import warn_of_base_model
 
 
@@ -112,6 +113,15 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    trace: Annotated[
+        str,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Write where the time went on every node, for chrome://tracing or Perfetto.",
+            show_default=False,
+        ),
+    ] = "",
     as_json: Json = False,
     as_lines: Annotated[
         bool,
@@ -148,11 +158,13 @@ def generate(
             **options,
             "priority": priority,
             "deadline_s": deadline,
+            "trace": bool(trace),
             "outputs": OutputParams(n_prompt_logprobs=prompt_logprobs),
         },
         n_samples=n,
         as_json=as_json,
         as_lines=as_lines,
+        trace=trace,
     )
     job.check()
     if chat:
@@ -182,6 +194,7 @@ class _Job:
     n_samples: int
     as_json: bool
     as_lines: bool
+    trace: str
 
     def check(self) -> None:
         """Raise typer.BadParameter for a request that no ring could run, before one is opened."""
@@ -236,13 +249,18 @@ def _parse_ids(text: str) -> list[int]:
 
 async def _run(job: _Job) -> None:
     output = job.output()
+    traces = TraceFile(job.trace) if job.trace else None
     async with open_target(job.wanted) as target:
-        await _show(job, target, output)
+        await _show(job, target, output, traces)
+    if traces is not None:
+        traces.write()
     if not output.close():
         raise typer.Exit(EXIT_FAILURE)
 
 
-async def _show(job: _Job, target: Target, output: OneText | ListedTexts) -> None:
+async def _show(
+    job: _Job, target: Target, output: OneText | ListedTexts, traces: TraceFile | None
+) -> None:
     """Send the requests and pass each event to `output`."""
     with LoadBars() as bars:
 
@@ -265,5 +283,7 @@ async def _show(job: _Job, target: Target, output: OneText | ListedTexts) -> Non
                 async for event in events:
                     bars.stop()
                     output.take(event)
+                    if traces is not None:
+                        traces.take(event)
             finally:
                 output.break_off()

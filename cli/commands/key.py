@@ -15,6 +15,7 @@ from shardnet.api.connections import key_path
 from shardnet.cluster.machine.cluster_key import ClusterKey, load_key, store_key
 from shardnet.errors import ConfigurationError, ShardnetError, UsageError
 
+from ..flags.cluster_access import Access
 from ..flags.options import KeyFile
 from ..output.exit_codes import fail, say, write_out
 
@@ -76,17 +77,27 @@ def show(key_file: KeyFile = "") -> None:
     """Print the stored key, and the fingerprint that names its cluster."""
     path = key_path(key_file)
     try:
-        key = load_key(path)
-        if key is None:
-            raise ConfigurationError(
-                f"there is no key in {path}",
-                remedy="run `shardnet key new`, or `shardnet key join` with the key of another "
-                "machine",
-            )
+        key = Access(key_file=key_file).key()
     except ShardnetError as error:
         fail(str(error))
     write_out(key.text())
     _tell("this is the key", key, path)
+
+
+@key_app.command(short_help="Print the certificate that programs trust for HTTPS.")
+def authority(key_file: KeyFile = "") -> None:
+    """Print the certificate of the cluster's authority for HTTPS, for those who ask `serve --tls`.
+
+    It is public, and speaks for names and addresses at home alone.
+    """
+    from shardnet.api.serve.authority import HttpAuthority
+
+    try:
+        key = Access(key_file=key_file).key()
+    except ShardnetError as error:
+        fail(str(error))
+    write_out(HttpAuthority(key.secret).certificate().decode(), end="")
+    say("trust it where you ask from: docs/server.md says how")
 
 
 def _type_key() -> ClusterKey:

@@ -38,6 +38,7 @@ from ..flags.http_options import HttpOptions
 from ..flags.option_groups import takes_groups
 from ..flags.options import (
     Json,
+    LogFormat,
     ModelFolder,
     NoMdns,
     Offline,
@@ -48,6 +49,7 @@ from ..flags.options import (
     keep_model_folders,
     keep_offline,
     parse_size,
+    take_log_format,
 )
 from ..output.cache_folder import warn_of_cache
 from ..output.exit_codes import run_command, say, write_out
@@ -190,6 +192,7 @@ def node(
         ),
     ] = "",
     http_options: HttpOptions,
+    log_format: LogFormat = "",
     as_json: Json = False,
     until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
 ) -> None:
@@ -199,6 +202,7 @@ def node(
     """
     check_choice("--device", device, ("auto", "cpu", "cuda", *installed_names(COMPUTES)))
     _check_name(name)
+    take_log_format(log_format)
     keep_offline(offline)
     keep_model_folders(model_folder)
     flags = _Flags(
@@ -213,7 +217,7 @@ def node(
         peers=tuple(check_addresses(peer)),
         no_mdns=no_mdns,
         access=access,
-        http=http_options.listening(*split_http(http)) if http else None,
+        http=http_options.listening(*split_http(http), access) if http else None,
         # Where programs say how long models stay, the HTTP server counts.
         idle_unload_s=None if http else http_options.idle_unload_s(),
         as_json=as_json,

@@ -111,6 +111,7 @@ def _as_json(info: NodeInfo) -> dict[str, Any]:
         "name": info.name,
         "address": info.address,
         "version": info.version,
+        "uptime_s": round(info.uptime_s, 3),
         "device": info.device,
         "memory_bytes": info.memory_bytes,
         "memory_free_bytes": info.memory_free_bytes,
@@ -127,7 +128,9 @@ def _as_json(info: NodeInfo) -> dict[str, Any]:
 
 def node_lines(infos: Sequence[NodeInfo], width: int | None) -> list[str]:
     """Describe nodes in columns of at most `width`, None for no limit."""
-    rows = [("name", "address", "device", "memory free", "version", "stage")]
+    from shardnet.cluster.diagnosis.facts import age
+
+    rows = [("name", "address", "device", "memory free", "version", "up", "stage")]
     for info in infos:
         kind, _, board = info.device.partition(" ")  # a board's name is long
         loaded = [board.strip("()")] if board else []
@@ -135,5 +138,10 @@ def node_lines(infos: Sequence[NodeInfo], width: int | None) -> list[str]:
             layers = LayerRange(*info.stage.layers).words
             loaded.append(f"rank {info.stage.rank}, {layers} of {info.stage.model}")
         free = f"{info.memory_free_bytes / 2**30:.1f} of {info.memory_bytes / 2**30:.1f} GiB"
-        rows.append((info.name, info.address, kind, free, info.version, "; ".join(loaded) or "-"))
+        rows.append(
+            (
+                *(info.name, info.address, kind, free, info.version, age(info.uptime_s)),
+                "; ".join(loaded) or "-",
+            )
+        )
     return columns(rows, width)

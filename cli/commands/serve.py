@@ -10,6 +10,7 @@ import typer
 
 from shardnet import __version__
 from shardnet.api.serve.server import serving
+from shardnet.api.server.settings import Listening
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
 from shardnet.errors import ShardnetError
 from shardnet.transport.address import split_address
@@ -18,9 +19,9 @@ from ..finding.target import Target, open_target
 from ..flags.cluster_access import Access
 from ..flags.http_options import HttpOptions
 from ..flags.option_groups import takes_groups
-from ..flags.options import Json
+from ..flags.options import Json, LogFormat, take_log_format
 from ..flags.ring_options import RingOptions, Wanted
-from ..output.exit_codes import counted, run_command, say, write_out
+from ..output.exit_codes import counted, exit_codes, run_command, say, write_out
 from .node import stop_signal
 
 DEFAULT_PORT = 8000
@@ -46,6 +47,7 @@ def serve(
     http: HttpOptions,
     ring: RingOptions,
     access: Access,
+    log_format: LogFormat = "",
     as_json: Json = False,
 ) -> None:
     """Serve the model over HTTP, as OpenAI's API and Ollama's; Ctrl-C ends it.
@@ -53,11 +55,13 @@ def serve(
     Asks the nodes of --nodes or --local, else the node of this machine, else the nearest one found
     on the network; without any, the model runs in this process. Prints one line when it is ready.
     """
-    run_command(_run(host, port, http, ring.wanted(access), as_json=as_json))
+    take_log_format(log_format)
+    with exit_codes():
+        listening = http.listening(host, port, access)
+    run_command(_run(listening, ring.wanted(access), as_json=as_json))
 
 
-async def _run(host: str, port: int, http: HttpOptions, wanted: Wanted, *, as_json: bool) -> None:
-    listening = http.listening(host, port)
+async def _run(listening: Listening, wanted: Wanted, *, as_json: bool) -> None:
     stopping = stop_signal(until_stdin_closes=False)
     async with open_target(wanted) as target:
         target.client.choice = target.choice

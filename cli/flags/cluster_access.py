@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardnet.api.connections import key_path, load_identity
+from shardnet.cluster.machine.cluster_key import ClusterKey, load_key
+from shardnet.errors import ConfigurationError
 
 from .options import Insecure, KeyFile
 
@@ -29,6 +31,18 @@ class Access:
         Raises ConfigurationError if --key-file does not exist, or the key is unusable.
         """
         return load_identity(self.key_file, insecure=self.insecure)
+
+    def key(self) -> ClusterKey:
+        """Load the cluster key. Raises ConfigurationError where there is none."""
+        path = key_path(self.key_file)
+        key = load_key(path)
+        if key is None:
+            raise ConfigurationError(
+                f"there is no key in {path}",
+                remedy="run `shardnet key new`, or `shardnet key join` with the key of another "
+                "machine",
+            )
+        return key
 
     def node_arguments(self) -> list[str]:
         """Return the flags that give a node process on this machine the same access."""

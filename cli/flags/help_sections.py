@@ -39,11 +39,11 @@ SECTIONS: Final = MappingProxyType(
         "Speculation and determinism": ("--speculate", "--draft-tokens", "--deterministic"),
         "Output": (
             *("--json", "--logprobs", "--prompt-logprobs", "--jsonl", "--keep-special-tokens"),
-            *("--every", "--count"),
+            *("--every", "--count", "--trace", "--log-format"),
         ),
         "HTTP": (
             *("--http", "--api-key", "--api-key-file", "--cors-origin", "--allowed-host"),
-            *("--root-path", "--tls-cert", "--tls-key"),
+            *("--root-path", "--tls", "--tls-cert", "--tls-key"),
             *("--switch", "--idle-unload"),
         ),
     }

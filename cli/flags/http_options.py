@@ -15,10 +15,12 @@ from shardnet.api.switching.durations import parse_duration
 from shardnet.errors import ConfigurationError
 
 from ..output.exit_codes import say
+from .cluster_access import Access
 from .completion import one_of
 from .options import check_choice, is_loopback
 
 MAX_KEY_FILE_BYTES = 1 << 20
+_STORED_KEY = Access()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +117,20 @@ class HttpOptions:
             show_default=False,
         ),
     ] = ""
+    tls: Annotated[
+        bool,
+        typer.Option(
+            "--tls",
+            help="Serve HTTPS with a certificate of the cluster's authority, which `shardnet key "
+            "authority` prints for those who ask.",
+        ),
+    ] = False
 
-    def listening(self, host: str, port: int) -> Listening:
+    def listening(self, host: str, port: int, access: Access = _STORED_KEY) -> Listening:
         """Say where to listen, and how.
 
         Raises ConfigurationError for an address beyond loopback without a key, or a key that is
-        none, typer.BadParameter for a flag.
+        none, or --tls without a cluster key, typer.BadParameter for a flag.
         """
         settings = self._settings()
         if not settings.keys and not is_loopback(host):
@@ -134,6 +144,7 @@ class HttpOptions:
             port=port,
             certificate=self.tls_cert,
             private_key=self.tls_key,
+            cluster_secret=access.key().secret if self.tls else b"",
             settings=settings,
         )
 
@@ -150,6 +161,8 @@ class HttpOptions:
         check_choice("--switch", self.switch, ("idle", "never"))
         if bool(self.tls_cert) != bool(self.tls_key):
             raise typer.BadParameter("give both or neither", param_hint="--tls-cert, --tls-key")
+        if self.tls and self.tls_cert:
+            raise typer.BadParameter("choose one of them", param_hint="--tls, --tls-cert")
         root = self.root_path.rstrip("/")
         if root and not root.startswith("/"):
             raise typer.BadParameter(f"'{root}': begin it with /", param_hint="--root-path")

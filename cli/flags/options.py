@@ -16,7 +16,9 @@ from shardnet.checkpoint.model_names import FOLDERS_VARIABLE
 from shardnet.errors import UsageError
 from shardnet.transport.address import split_address
 
-from .completion import node_addresses
+from ..output.log_format import FORMATS, keep_log_format
+from ..output.log_format import VARIABLE as LOG_FORMAT_VARIABLE
+from .completion import node_addresses, one_of
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?", re.IGNORECASE)
 _UNITS: Final = {
@@ -106,6 +108,17 @@ Insecure = Annotated[
         envvar="SHARDNET_INSECURE",
     ),
 ]
+LogFormat = Annotated[
+    str,
+    typer.Option(
+        "--log-format",
+        metavar="text|json",
+        autocompletion=one_of(*FORMATS),
+        help="How lines on standard error are written; json is one object a line.",
+        envvar=LOG_FORMAT_VARIABLE,
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
@@ -128,6 +141,13 @@ def keep_offline(wanted: bool) -> None:
     """If `wanted`, keep this process and the nodes that it starts from downloading."""
     if wanted:
         os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def take_log_format(wanted: str) -> None:
+    """Write lines as --log-format says. Raises typer.BadParameter."""
+    if wanted:
+        check_choice("--log-format", wanted, FORMATS)
+    keep_log_format(wanted)
 
 
 def parse_size(text: str, flag: str) -> int:

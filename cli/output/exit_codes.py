@@ -16,6 +16,8 @@ import typer
 
 from shardnet.errors import ShardnetError, first_error
 
+from .log_format import as_json, is_json
+
 _ESCAPED: Final = {code: f"\\u{code:04x}" for code in (*range(32), *range(127, 160))}
 """Control characters: in a node's or a file's name they would move a terminal's cursor and more."""
 _IN_TEXTS: Final = _ESCAPED | {ord("\n"): "\n", ord("\t"): "\t"}
@@ -128,17 +130,23 @@ class StreamedText:
 
 
 def say(line: str, *, end: str = "\n") -> None:
-    """Print `line` on standard error, on one line.
+    """Print `line` on standard error, on one line; as JSON where --log-format says so.
 
     Dropped where the reader of standard error is gone: a node or a generation continues without
     the terminal that started it.
     """
-    _print_error(one_line(line) + end)
+    _print_error(as_json(line) + "\n" if is_json() else one_line(line) + end)
+
+
+def say_as(line: str, level: str) -> None:
+    """Write `line` as JSON on standard error, with this level."""
+    _print_error(as_json(line, level) + "\n")
 
 
 def say_over(line: str) -> None:
     """Overwrite the current line of a terminal on standard error."""
-    _print_error(f"\r\x1b[K{one_line(line)}")
+    if not is_json():
+        _print_error(f"\r\x1b[K{one_line(line)}")
 
 
 def fail(message: str) -> NoReturn:

@@ -109,7 +109,7 @@ async def _together(
 
     def look() -> None:
         done = sum(len(stream.times_s) for stream in streams)
-        busy_s = sum(engine.compute_us.values()) / 1e6 / len(engine.compute_us)
+        busy_s = sum(engine.totals.compute_us.values()) / 1e6 / len(engine.totals.compute_us)
         window.append((time.perf_counter(), done, busy_s))
 
     def on_token() -> None:

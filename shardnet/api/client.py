@@ -134,6 +134,11 @@ class Client:
         """Address of the node, host:port."""
         return self._control.link.peer_address
 
+    @property
+    def node_name(self) -> str:
+        """Name of the node."""
+        return self._control.link.peer.name
+
     async def status(self, *, with_peers: bool = False) -> StatusReply:
         """Return the node's own status and, `with_peers`, those of the nodes it knows."""
         message = Status(request=0, with_peers=with_peers)

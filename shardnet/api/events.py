@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # most programs ask for no rows
     import numpy as np
     from numpy.typing import NDArray
 
+    from shardnet.api.traces import RequestTrace
+
 
 class RequestState(enum.Enum):
     """The state of a request. Each request ends once, in one of the last three."""
@@ -160,8 +162,8 @@ class GenerationResult:
 
     `index` is the prompt's number in the list, `sample` the number of its sample. `seed` and
     `sample_index` reproduce it. `token_ids` are all new tokens, a stop id included; `text` contains
-    neither that nor a stop string. `logprobs`, `prompt_logprobs`, `logits`, `hidden` and `routing`
-    are None unless they were requested; a prompt's first token has no log-probability.
+    neither that nor a stop string. `logprobs`, `prompt_logprobs`, `logits`, `hidden`, `routing` and
+    `trace` are None unless they were requested; a prompt's first token has no log-probability.
     """
 
     model: str
@@ -181,6 +183,7 @@ class GenerationResult:
     logits: Rows | None = None
     hidden: Rows | None = None
     routing: Routing | None = None
+    trace: RequestTrace | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from shardnet.api.events import (
     Usage,
 )
 from shardnet.api.requests import Request
+from shardnet.api.traces import RequestTrace
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.errors import (
     CapacityError,
@@ -44,6 +45,7 @@ from shardnet.errors import (
 from shardnet.wire.messages import generation as wire
 from shardnet.wire.messages.control import ControlMessage, Failed, Redirect, reported_error
 from shardnet.wire.messages.plans import NodeProgress, PlanReply
+from shardnet.wire.messages.traces import TracePiece
 
 MAX_REDIRECTS = 3
 
@@ -91,6 +93,7 @@ class _Running:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     rows: dict[str, Rows] = field(default_factory=dict)
     routing: Routing | None = None
+    trace: RequestTrace | None = None
 
     def __post_init__(self) -> None:
         self.view.token_ids = self.token_ids
@@ -107,8 +110,11 @@ class _Running:
             self.control.end(self.number, cancel=give_up)
             self.control = None
 
-    def take(self, answer: _Answer, peer: str) -> GenerationEvent:
-        """Turn an answer of the node named `peer` into an event, and store its output."""
+    def take(self, answer: _Answer, peer: str) -> GenerationEvent | None:
+        """Turn an answer of the node named `peer` into an event, and store its output.
+
+        None where it is no event.
+        """
         match answer:
             case wire.StateChanged(state=state, ahead=ahead, n_kept=n_kept, prompt_tail=tail):
                 self.view.state = RequestState(state.value)
@@ -119,6 +125,8 @@ class _Running:
                 return self._take_text(answer)
             case wire.RowsPiece():
                 return self._take_rows(answer)
+            case TracePiece():
+                return self._take_trace(answer)
             case wire.Finished():
                 return self._finished(answer)
             case Failed():
@@ -191,6 +199,14 @@ class _Running:
             return self._out_of_order(piece)
         return changed(self._event(), routing=rows)
 
+    def _take_trace(self, piece: TracePiece) -> GenerationEvent | None:
+        """Keep steps for the result; they are no event."""
+        if self.trace is None:
+            self.trace = RequestTrace.of(piece)
+        else:
+            self.trace.add(piece)
+        return None
+
     def _out_of_order(self, piece: wire.RowsPiece) -> GenerationEvent:
         return self.failed(
             RemoteProtocolError(f"{piece.kind} of position {piece.position} came out of order")
@@ -221,6 +237,7 @@ class _Running:
             logits=self.rows.get("logits"),
             hidden=self.rows.get("hidden"),
             routing=self.routing,
+            trace=self.trace,
         )
         return changed(self._event(), text=finished.text, result=result)
 

@@ -52,7 +52,7 @@ class GenerationOptions(TypedDict, total=False):
     recommend, if they do; PlanReply tells the values. For messages: `tools` (none), objects with
     JSON schemas as in OpenAI's API, and `template_options` (none), values that the chat template
     knows, such as `enable_thinking` or `reasoning_effort`. `constraint` (None): what the output
-    must match, such as a JSON schema.
+    must match, such as a JSON schema. `trace` (False): the result has every step of the request.
     """
 
     max_tokens: int
@@ -71,6 +71,7 @@ class GenerationOptions(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]]
     template_options: Mapping[str, bool | int | float | str | None]
     constraint: Constraint | None
+    trace: bool
 
 
 class MessageToolCall(TypedDict):

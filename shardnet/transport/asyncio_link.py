@@ -10,7 +10,7 @@ import asyncio
 import errno
 import time
 from collections import deque
-from typing import assert_never, cast
+from typing import Any, assert_never, cast
 
 from shardnet.errors import (
     LinkClosedError,
@@ -21,6 +21,7 @@ from shardnet.errors import (
 from shardnet.transport.address import format_address
 from shardnet.transport.idle_timeout import IdleTimeout, SendTimeout
 from shardnet.transport.link import LinkOptions
+from shardnet.transport.traffic import Meter
 from shardnet.wire.connection.connection import (
     Event,
     FrameReceived,
@@ -68,6 +69,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._sending = SendTimeout(options.user_timeout_s, self._loop.time())
         self._tick_s = min(options.heartbeat_s, options.silence_s / 4)
         self._sent_since_tick = False
+        self._meter = Meter(tcp=self._socket)
 
     # --- what the link's user sees
 
@@ -147,7 +149,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         if self._error is None:
             if self._peer is not None:
                 self._write(self._connection.send(Frame(kind=FrameKind.BYE)))
-            self._end(LinkClosedError("this side has closed the link"))
+            self._end(LinkClosedError("this side has closed the link"), is_regular=True)
             self._linger()
         self._frames.clear()
         try:
@@ -193,6 +195,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         if self._lingering:
             return
         self._idle.broken(self._loop.time())
+        self._meter.received_bytes += nbytes
         for event in self._connection.received(nbytes):
             self._handle(event)
         self._write(self._connection.take_outgoing())
@@ -239,6 +242,8 @@ class AsyncioLink(asyncio.BufferedProtocol):
         match event:
             case HelloReceived():
                 self._peer = event.hello
+                if self._options.traffic is not None:
+                    self._options.traffic.up(self._peer, self._meter)
                 self._settled.set()
                 self._timer = self._loop.call_later(self._tick_s, self._tick)
             case FrameReceived():
@@ -247,7 +252,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
             case ProgressReported():
                 self._peer_progress = (event.epoch, event.step)
             case PeerLeft():
-                self._end(LinkClosedError("the peer has closed the link"))
+                self._end(LinkClosedError("the peer has closed the link"), is_regular=True)
             case LinkFailed():
                 self._end(event.error)
             case _:
@@ -257,10 +262,15 @@ class AsyncioLink(asyncio.BufferedProtocol):
         if self._error is None and self._peer is None:
             self._was_cut_off = True
 
-    def _end(self, error: ShardnetError) -> None:
-        """Settle how the link ended, once; everyone who waits learns it."""
+    def _end(self, error: ShardnetError, *, is_regular: bool = False) -> None:
+        """Settle how the link ended, once; everyone who waits learns it.
+
+        `is_regular`: one side wanted it.
+        """
         if self._error is not None:
             return
+        if self._peer is not None and self._options.traffic is not None:
+            self._options.traffic.down(self._peer, self._meter, failed=not is_regular)
         who = f"{self._peer.name} ({self._peer_address})" if self._peer else self._peer_address
         self._error = error.at(who)
         self._error.__cause__ = error.__cause__
@@ -366,8 +376,12 @@ class AsyncioLink(asyncio.BufferedProtocol):
         if self._lingering or self._transport is None or self._transport.is_closing():
             return
         if buffers:
+            self._meter.sent_bytes += sum(map(len, buffers))
             self._transport.writelines(buffers)
             self._sent_since_tick = True
+
+    def _socket(self) -> Any:
+        return self._transport.get_extra_info("socket") if self._transport is not None else None
 
     def _pause_reading(self) -> None:
         if self._transport is not None and not self._transport.is_closing():

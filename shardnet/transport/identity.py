@@ -55,7 +55,7 @@ def make_identity(secret: bytes) -> Identity:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    with _as_file(chain) as path:
+    with as_file(chain) as path:
         return Identity(
             server=_context(ssl.PROTOCOL_TLS_SERVER, authority, path),
             client=_context(ssl.PROTOCOL_TLS_CLIENT, authority, path),
@@ -86,7 +86,7 @@ def make_authority(key: Ed25519PrivateKey) -> x509.Certificate:
         _certificate(name, name, 1)
         .public_key(public)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(key_usage(signs_certificates=True), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(public), critical=False)
         .sign(key, None)
@@ -103,7 +103,7 @@ def make_leaf(
         _certificate(_name(_LEAF_NAME), authority.subject, x509.random_serial_number())
         .public_key(public)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(key_usage(signs_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), critical=False)
@@ -141,7 +141,8 @@ def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+def key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    """Say what a certificate is for: signing others, or proving who one is."""
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         content_commitment=False,
@@ -156,7 +157,7 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 @contextlib.contextmanager
-def _as_file(content: bytes) -> Iterator[str]:
+def as_file(content: bytes) -> Iterator[str]:
     """Yield a path to `content`: ssl reads certificates from paths only.
 
     On Linux it never reaches a disk; elsewhere it is a file of mode 600 that lives for a moment.

@@ -14,6 +14,7 @@ from shardnet.wire.messages.handshake import Hello
 
 if TYPE_CHECKING:  # not every link needs the library behind it
     from shardnet.transport.identity import Identity
+    from shardnet.transport.traffic import Traffic
 
 
 def _no_progress() -> tuple[int, int]:
@@ -41,6 +42,7 @@ class LinkOptions:
     may have few files open. `max_handshakes`: of these, handshakes under way at one time, TLS and
     hello, and of them `max_handshakes_per_host` from one host; the others wait for their turn.
     `progress`: gives (epoch, last completed step) for heartbeats.
+    `traffic`: counts what links to other nodes carry.
     """
 
     identity: Identity | None = None
@@ -57,6 +59,7 @@ class LinkOptions:
     max_handshakes_per_host: int = 16
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[], tuple[int, int]] = _no_progress
+    traffic: Traffic | None = None
 
 
 class Link(Protocol):

@@ -31,6 +31,7 @@ ALLOWED = {
     "cli.flags.wrong_values",
     "cli.output",
     "cli.output.exit_codes",
+    "cli.output.log_format",
     "cli.output.terminal",
 }
 """What of this project `--help` imports."""

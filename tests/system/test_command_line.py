@@ -281,7 +281,7 @@ def test_a_wrong_value_is_told_with_where_it_stands(machine: Machine) -> None:
     assert by_variable.code == by_file.code == 2
 
 
-@pytest.mark.parametrize("group", [[], ["key"], ["cache"]], ids=" ".join)
+@pytest.mark.parametrize("group", [[], ["key"], ["cache"], ["service"]], ids=" ".join)
 def test_no_line_of_a_list_of_commands_is_cut(machine: Machine, group: list[str]) -> None:
     shown = machine.call(*group, "--help").stdout
     assert "Commands:" in shown

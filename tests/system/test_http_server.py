@@ -28,7 +28,7 @@ from shardnet.api import Client, OutputParams, SamplingParams
 from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.settings import Settings
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.wire.messages.membership import RingLoad
+from shardnet.wire.messages.diagnostics import RingLoad
 
 CONTEXT = 32768
 MOST_GROWTH_BYTES = 8 << 20

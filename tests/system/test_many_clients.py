@@ -32,7 +32,7 @@ from shardnet.api import (
 )
 from shardnet.api.client import connect
 from shardnet.errors import DeadlineError
-from shardnet.wire.messages.membership import RingLoad
+from shardnet.wire.messages.diagnostics import RingLoad
 
 SOAK_S = soak_s(3)
 N_CLIENTS = 16

@@ -124,7 +124,7 @@ def good_frames() -> dict[Purpose, list[Frame]]:
                 OpenSequence(sequence_id=SequenceId(1), slot=SlotId(2), sampling=sampling), epoch=1
             ),
             extras_frame(
-                Extras(timings=[StageTiming(0, 1, 2)], logprobs=logprobs), epoch=1, step=9
+                Extras(timings=[StageTiming(0, 1, 2, 3)], logprobs=logprobs), epoch=1, step=9
             ),
             tokens_frame([5], epoch=1, step=9),
             Frame(kind=FrameKind.BYE),

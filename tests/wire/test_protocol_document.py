@@ -42,6 +42,7 @@ from shardnet.wire.messages import (
     sequences,
     stages,
     tokens,
+    traces,
 )
 from shardnet.wire.messages.handshake import Purpose
 from shardnet.wire.payloads.data import read_data
@@ -63,6 +64,7 @@ CONTROL_MESSAGES = (
     chat,
     generation,
     tokens,
+    traces,
 )
 STRUCTS = {
     name: kind

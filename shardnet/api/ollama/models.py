@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from shardnet import __version__
 from shardnet.api.ollama.answers import now
 from shardnet.api.ollama.body import OllamaShow
 from shardnet.api.ollama.facts import Facts, ModelFacts
@@ -24,9 +25,12 @@ _UNKNOWN: Final = "1970-01-01T00:00:00Z"
 
 
 class OllamaVersion(msgspec.Struct, kw_only=True):
-    """The version."""
+    """The version of the API that is understood; who answers, and for how long that has run."""
 
     version: str = API_VERSION
+    shardnet: str = __version__
+    node: str
+    uptime_s: float
 
 
 class OllamaDetails(msgspec.Struct, kw_only=True):
@@ -73,7 +77,8 @@ class OllamaShown(msgspec.Struct, kw_only=True):
 
 async def version(exchange: Exchange, body: None) -> Reply:
     """Say which version of Ollama's API this is."""
-    return Json(value=OllamaVersion())
+    service = exchange.service
+    return Json(value=OllamaVersion(node=service.client.node_name, uptime_s=service.uptime_s))
 
 
 async def tags(exchange: Exchange, body: None) -> Reply:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import errno
 import socket
 import ssl
@@ -34,6 +35,7 @@ from shardnet.api.server.endpoint import Endpoint
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.service import Service
 from shardnet.api.server.settings import Listening
+from shardnet.cluster.machine.addresses import rank, read_interfaces
 from shardnet.errors import ConfigurationError, ShardnetError
 from shardnet.transport.address import format_address
 from shardnet.wire.messages.plans import ModelChoice
@@ -95,7 +97,7 @@ async def serving(
         bound.close()
         raise
     host, port = bound.getsockname()[:2]
-    scheme = "https" if listening.certificate else "http"
+    scheme = "https" if listening.is_secure else "http"
     task = asyncio.create_task(server.serve(sockets=[bound]))
     loading = asyncio.create_task(_load(service, on_loaded)) if on_loaded is not None else None
     try:
@@ -163,6 +165,8 @@ def _config(app: ASGIApp, listening: Listening) -> uvicorn.Config:
     )
     try:
         config.load()
+        if listening.cluster_secret:
+            config.ssl = _cluster_context(listening)
     except (OSError, ssl.SSLError) as error:
         files = " and ".join(filter(None, (listening.certificate, listening.private_key)))
         raise ConfigurationError(
@@ -170,6 +174,20 @@ def _config(app: ASGIApp, listening: Listening) -> uvicorn.Config:
             remedy="give a certificate and its private key, both PEM files",
         ) from error
     return config
+
+
+def _cluster_context(listening: Listening) -> ssl.SSLContext:
+    """Make the TLS context by the cluster's authority, for all addresses of this machine."""
+    from shardnet.api.serve.authority import HttpAuthority, server_context  # few servers need it
+
+    def addresses() -> list[str]:
+        return [listening.host, *(address.host for address in rank(read_interfaces()))]
+
+    return server_context(
+        HttpAuthority(listening.cluster_secret),
+        addresses,
+        lambda: datetime.datetime.now(datetime.UTC),
+    )
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -26,6 +26,7 @@ from shardnet.api.server.endpoint import Endpoint, Json, Reply, Stream, Text
 from shardnet.api.server.errors import RETRY_S, Fault, HttpError, fault_of, too_many
 from shardnet.api.server.keys import ApiKey
 from shardnet.api.server.service import Exchange, Service
+from shardnet.api.server.settings import LogLine
 from shardnet.api.server.web_pages import check_web_page
 from shardnet.errors import QueueFullError, ShardnetError, where
 
@@ -35,6 +36,9 @@ JSON_TYPE: Final = "application/json"
 TOO_MANY: Final = 429
 CLIENT_LEFT: Final = 499
 """The status in logs and counters of a request whose client went away."""
+
+TRACE_HEADER: Final = b"x-shardnet-trace"
+"""With it a request is traced; `GET /traces/REQUEST-ID` gives the trace."""
 
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -53,6 +57,7 @@ class Handler:
             service=self._service,
             request_id=_request_id(headers),
             path_parameters=scope.get("path_params", {}),
+            is_traced=headers.get(TRACE_HEADER, b"") not in (b"", b"0", b"off"),
         )
         names = self._endpoint.dialect.id_headers
         writer = AnswerWriter(send, [(name, exchange.request_id) for name in names])
@@ -186,16 +191,27 @@ class Handler:
         if endpoint.counts and status != TOO_MANY:
             for whose in ("", key) if key else ("",):
                 self._service.paces[whose].ended(now_s)
+        if exchange.traces:
+            self._service.traces.keep(exchange.request_id, exchange.key, exchange.traces)
         metrics.requests.labels(endpoint.path, str(status), key).inc()
         metrics.seconds.labels(endpoint.path).observe(took_s)
         if endpoint.is_open and status < 400:
             return  # a supervisor asks for it every few seconds
         tokens = f" {exchange.n_prompt}+{exchange.n_generated} tokens" if endpoint.counts else ""
         by = f" key {key}" if key else ""
-        self._service.settings.log(
+        line = LogLine.of(
             f"{endpoint.method} {endpoint.path} {status} {took_s:.3f} s{tokens}{by} "
-            f"request {exchange.request_id}"
+            f"request {exchange.request_id}",
+            method=endpoint.method,
+            path=endpoint.path,
+            status=status,
+            seconds=round(took_s, 6),
+            prompt_tokens=exchange.n_prompt,
+            generated_tokens=exchange.n_generated,
+            key=key,
+            request=exchange.request_id,
         )
+        self._service.settings.log(line)
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

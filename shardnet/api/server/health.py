@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from contextlib import aclosing
 from typing import Final
 
 from shardnet import __version__
 from shardnet.api.server.endpoint import Dialect, Endpoint, Json, Reply, Text
+from shardnet.api.server.errors import Fault, HttpError
 from shardnet.api.server.metrics import MEDIA_TYPE
-from shardnet.api.server.service import Exchange
+from shardnet.api.server.service import MAX_TRACES, Exchange
+from shardnet.api.traces import chrome_trace
 from shardnet.errors import ShardnetError
-from shardnet.wire.messages.membership import StatusReply
+from shardnet.wire.messages.membership import ReportReply, StatusReply
 
 STATUS_S: Final = 3.0
 """How long the node may take to say how it is."""
@@ -18,7 +22,15 @@ STATUS_S: Final = 3.0
 
 async def alive(exchange: Exchange, body: None) -> Reply:
     """Say that this process answers, whatever the ring does."""
-    return Json(value={"status": "ok", "version": __version__})
+    service = exchange.service
+    return Json(
+        value={
+            "status": "ok",
+            "node": service.client.node_name,
+            "version": __version__,
+            "uptime_s": service.uptime_s,
+        }
+    )
 
 
 async def ready(exchange: Exchange, body: None) -> Reply:
@@ -36,6 +48,7 @@ async def ready(exchange: Exchange, body: None) -> Reply:
             "status": "ready",
             "node": status.node.name,
             "version": status.node.version,
+            "uptime_s": round(status.node.uptime_s, 3),
             "model": stage.model if stage is not None else None,
             "loading": switch.doing or None,
         }
@@ -43,11 +56,28 @@ async def ready(exchange: Exchange, body: None) -> Reply:
 
 
 async def metrics(exchange: Exchange, body: None) -> Reply:
-    """Return all counters, those of the ring as they are now."""
-    counters, status = exchange.service.metrics, await _status(exchange)
+    """Return all counters, those of the nodes as they are now."""
+    counters = exchange.service.metrics
+    status, reports = await asyncio.gather(_status(exchange), _reports(exchange))
     counters.node_up.set(0 if isinstance(status, str) else 1)
-    counters.take_load(None if isinstance(status, str) else status.load)
+    counters.ring.take(reports, None if isinstance(status, str) else status.load)
     return Text(text=counters.written(), media_type=MEDIA_TYPE)
+
+
+async def trace(exchange: Exchange, body: None) -> Reply:
+    """Return the trace of one of the last requests that asked for it with the same key."""
+    request_id = exchange.path_parameters["request_id"]
+    traces = exchange.service.traces.find(request_id, exchange.key)
+    if traces is None:
+        raise HttpError(
+            Fault(
+                status=404,
+                kind="invalid_request_error",
+                message=f"there is no trace of request {request_id[:128]}: send the header "
+                f"X-Shardnet-Trace: 1 with one, and ask when it has ended; {MAX_TRACES} are kept",
+            )
+        )
+    return Json(value=chrome_trace(traces))
 
 
 async def _status(exchange: Exchange) -> StatusReply | str:
@@ -59,6 +89,19 @@ async def _status(exchange: Exchange) -> StatusReply | str:
         return str(error)
     except TimeoutError:
         return f"the node did not answer for {STATUS_S:g} s"
+
+
+async def _reports(exchange: Exchange) -> list[ReportReply]:
+    """Ask the node and its peers for their reports; return those that come in time."""
+    reports: list[ReportReply] = []
+    with contextlib.suppress(ShardnetError, TimeoutError):
+        async with (
+            asyncio.timeout(STATUS_S),
+            aclosing(exchange.service.client.report(with_peers=True)) as answers,
+        ):
+            async for reply in answers:
+                reports.append(reply)
+    return reports
 
 
 def endpoints(dialect: Dialect) -> list[Endpoint[None]]:
@@ -85,6 +128,13 @@ def endpoints(dialect: Dialect) -> list[Endpoint[None]]:
             path="/metrics",
             summary="Counters for Prometheus",
             handle=metrics,
+            dialect=dialect,
+        ),
+        Endpoint(
+            method="GET",
+            path="/traces/{request_id}",
+            summary="Where the time of a request went that was sent with X-Shardnet-Trace: 1",
+            handle=trace,
             dialect=dialect,
         ),
     ]

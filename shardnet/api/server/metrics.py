@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from shardnet.wire.messages.membership import RingLoad
+from shardnet.api.server.ring_metrics import RingMetrics
 
 MEDIA_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 _SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _BETWEEN_S: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
-
-_RING: Final = {
-    "running": "Requests that run on the ring",
-    "waiting": "Requests that wait for the ring",
-    "paused": "Requests that make room for others",
-    "warm_slots": "Slots whose prefixes can be continued",
-    "used_blocks": "Blocks of the KV cache in use, of one stage",
-    "room_blocks": "Blocks of the KV cache there are, of one stage",
-}
 
 
 class Metrics:
@@ -70,15 +62,13 @@ class Metrics:
         self.node_up = Gauge(
             "shardnet_node_up", "Whether the node answers: 1 or 0", registry=registry
         )
-        self._ring = {
-            name: Gauge(f"shardnet_ring_{name}", text, registry=registry)
-            for name, text in _RING.items()
-        }
-
-    def take_load(self, load: RingLoad | None) -> None:
-        """Take what the ring has in hand now, None without a ring."""
-        for name, gauge in self._ring.items():
-            gauge.set(0 if load is None else getattr(load, name))
+        self.up_s = Gauge(
+            "shardnet_http_uptime_seconds", "How long the server has run", registry=registry
+        )
+        began_s = time.monotonic()
+        self.up_s.set_function(lambda: time.monotonic() - began_s)
+        self.ring = RingMetrics()
+        registry.register(self.ring)
 
     def written(self) -> bytes:
         """Write all of them in Prometheus' text format."""

@@ -26,6 +26,7 @@ from shardnet.api.server.pace import Pace
 from shardnet.api.server.settings import Settings
 from shardnet.api.switching.model_switch import PATIENCE_S, Keep, ModelSwitch
 from shardnet.api.switching.turns import Ticket
+from shardnet.api.traces import RequestTrace
 from shardnet.errors import (
     BusyError,
     LinkError,
@@ -43,8 +44,31 @@ TOKENIZER_FRESH_S: Final = 60.0
 MAX_TOKENIZERS: Final = 8
 MAX_DISPLACED: Final = 3
 """How often a request begins again that found another program's model on the ring."""
+MAX_TRACES: Final = 16
+"""HTTP requests whose traces are kept."""
+MAX_TRACED_AT_ONCE: Final = 8
+"""Generations of one HTTP request that are traced."""
 
 Answer = TypeVar("Answer")
+
+
+@dataclass(slots=True)
+class KeptTraces:
+    """The traces of the latest requests that asked for one, by request id and key."""
+
+    _kept: dict[tuple[str, str], dict[str, RequestTrace]] = field(default_factory=dict)
+
+    def keep(self, request_id: str, key: ApiKey | None, traces: dict[str, RequestTrace]) -> None:
+        """Keep what one HTTP request has traced; the oldest is dropped."""
+        place = (request_id, key.name if key is not None else "")
+        self._kept.pop(place, None)
+        self._kept[place] = traces
+        if len(self._kept) > MAX_TRACES:
+            del self._kept[next(iter(self._kept))]
+
+    def find(self, request_id: str, key: ApiKey | None) -> dict[str, RequestTrace] | None:
+        """Return what a request with this key has traced, None where nothing is kept of it."""
+        return self._kept.get((request_id, key.name if key is not None else ""))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +87,8 @@ class Service:
     """What is known of the tokenizers of models, and since when."""
     switch: ModelSwitch = field(init=False)
     """What has the ring load the models that are asked for."""
+    traces: KeptTraces = field(default_factory=KeptTraces)
+    began_s: float = field(default_factory=time.monotonic)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _background: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -77,6 +103,11 @@ class Service:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
+
+    @property
+    def uptime_s(self) -> float:
+        """How long the server has run, in seconds to the millisecond."""
+        return round(time.monotonic() - self.began_s, 3)
 
     def stop(self) -> None:
         """End all requests: each gets an error that says so."""
@@ -100,7 +131,8 @@ class Exchange:
     """One HTTP request on its way. Generates as a client does, and counts.
 
     `note` says what it waits for, for a stream's comments; `hears` whether the client gets those.
-    `keep` is how long its model stays loaded after it, None for as long as usual.
+    `keep` is how long its model stays loaded after it, None for as long as usual. With `is_traced`
+    it keeps `traces` of what is generated for it, MAX_TRACED_AT_ONCE at most.
 
     What needs the ring waits until that has the model, which it keeps until the exchange ends.
     """
@@ -115,6 +147,8 @@ class Exchange:
     keep: Keep | None = None
     n_prompt: int = 0
     n_generated: int = 0
+    is_traced: bool = False
+    traces: dict[str, RequestTrace] = field(default_factory=dict)
     _place: Ticket | None = None
 
     async def use(self, model: str | ModelChoice | None = None) -> ModelChoice:
@@ -153,6 +187,8 @@ class Exchange:
         while True:
             await self.use(choice)
             has_begun = False
+            if self.is_traced and len(self.traces) < MAX_TRACED_AT_ONCE:
+                options["trace"] = True
             events = self.service.client.generate(
                 prompts, sampling, n=n, model=choice, on_loading=self.loading, **options
             )
@@ -285,6 +321,8 @@ class Exchange:
             metrics.prompt_tokens.inc(usage.n_prompt)
             metrics.cached_tokens.inc(usage.n_reused)
             self.n_prompt += usage.n_prompt
+            if event.result.trace is not None and len(self.traces) < MAX_TRACED_AT_ONCE:
+                self.traces[f"{self.request_id} {len(self.traces)}"] = event.result.trace
 
 
 def _is_displaced(error: ShardnetError) -> bool:

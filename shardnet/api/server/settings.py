@@ -20,13 +20,28 @@ HEARTBEAT_S = 8.0
 """A stream in which nothing comes for so long gets a comment: programs give up after 10 s."""
 
 
+class LogLine(str):
+    """A line of the log for people; its `facts` are for programs."""
+
+    __slots__ = ("facts",)
+
+    facts: dict[str, object]
+
+    @classmethod
+    def of(cls, line: str, **facts: object) -> LogLine:
+        """Make a line with its facts."""
+        made = cls(line)
+        made.facts = facts
+        return made
+
+
 def _silent(line: str) -> None:
     """Log nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Keys, limits and names. `log` takes one line.
+    """Keys, limits and names. `log` takes one line; that of a request is a LogLine.
 
     `cors_origins` are the web sites whose pages may ask, "*" for all. Without keys, `allowed_hosts`
     are the names that this server may be asked for by, beside those that mean a machine at hand.
@@ -50,10 +65,20 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening:
-    """Where a server listens; `certificate` and `private_key` are files for TLS, "" for none."""
+    """Where a server listens; `certificate` and `private_key` are files for TLS, "" for none.
+
+    With `cluster_secret` it makes certificates of its own, by the authority of the cluster key.
+    """
 
     host: str
     port: int
     certificate: str = ""
     private_key: str = ""
+    cluster_secret: bytes = field(default=b"", repr=False)
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether it serves HTTPS."""
+        return bool(self.certificate or self.cluster_secret)
+
     settings: Settings = field(default_factory=Settings)

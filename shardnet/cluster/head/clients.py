@@ -41,6 +41,7 @@ from shardnet.cluster.head.requests import (
 from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.ring.tracing import trace_pieces
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import CheckpointError, ShardnetError, UsageError
 from shardnet.runtime.engine.outputs import OutputBudget, PromptLogprobsReady, RowsReady
@@ -283,6 +284,7 @@ class Clients:
             deterministic=message.deterministic,
             outputs=message.outputs.params(),
             constrained=constrained,
+            is_traced=message.trace,
         )
         with self._outputs.room_for(reserved_bytes(request, lead)):
             await self._answer(control, message, request, lead)
@@ -292,6 +294,7 @@ class Clients:
     ) -> None:
         n_tokens = 0
         tail = await self._reader.run(lambda: prompt_tail(request.prompt, lead))
+        clocks = await lead.ring.clocks() if request.is_traced else []
         async with aclosing(lead.ring.engine.generate(request)) as events:
             async for event in events:
                 match event:
@@ -314,6 +317,11 @@ class Clients:
                             )
                         )
                     case GenerationFinished():
+                        if event.trace is not None:
+                            now, nodes = await lead.ring.clocks(), lead.ring.node_names
+                            for part in trace_pieces(message, event.trace, nodes, clocks, now):
+                                control.send(part)
+                                await control.link.drain(shared=True)
                         await self._keep(lead, event, n_tokens)
                         control.send(finished(message, event, request.prompt, lead.load_s))
 

@@ -27,7 +27,7 @@ from shardnet.tokenizers.tokenizer import Tokenizer, no_tokenizer
 from shardnet.transport.loop import finish
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.framing.schema import Phase
-from shardnet.wire.messages.membership import RingLoad
+from shardnet.wire.messages.diagnostics import RingLoad, RingWork
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.stages import RingBroken
 
@@ -130,6 +130,14 @@ class Head:
         if self._lead is None or self._lead.ring.broken is not None:
             return None
         return RingLoad(**asdict(self._lead.ring.engine.counters))
+
+    @property
+    def work(self) -> RingWork | None:
+        """What the ring has done so far, None without one."""
+        load = self.load
+        if load is None or self._lead is None:
+            return None
+        return self._lead.ring.work(load)
 
     def check_idle(self) -> None:
         """Raise BusyError, which names the model, while requests run on this node's ring."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.node.own_state import OwnState
+from shardnet.cluster.peers.clocks import now_us
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.node_directory import NodeDirectory
@@ -19,6 +20,7 @@ from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.handshake import PeerRole
 from shardnet.wire.messages.membership import IdentifyModel, PeersKnown, Ping, Status, StatusReply
 from shardnet.wire.messages.stages import LoadStage
+from shardnet.wire.messages.traces import ClockRead, ReadClock
 
 
 class NodeMessages:
@@ -50,6 +52,7 @@ class NodeMessages:
         handlers.register(PeersKnown, self._peers_known)
         handlers.register(IdentifyModel, self._identify)
         handlers.register(LoadStage, self._load_stage)
+        handlers.register(ReadClock, self._read_clock)
 
     async def _status(self, control: ControlLink, message: Status) -> None:
         peers = await self._directory.listed() if message.with_peers else []
@@ -63,6 +66,10 @@ class NodeMessages:
         if message.as_step:
             await self._host.wait_for_compute()
         control.send(Done(request=message.request))
+
+    async def _read_clock(self, control: ControlLink, message: ReadClock) -> None:
+        received_us = now_us()
+        control.send(ClockRead(request=message.request, received_us=received_us, sent_us=now_us()))
 
     async def _peers_known(self, control: ControlLink, message: PeersKnown) -> None:
         """Take the peers of a node. Raises RemoteProtocolError if a client sends them."""

@@ -5,7 +5,8 @@ Knows where each fact is found. Must not send anything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from shardnet import __version__
 from shardnet.cluster.machine.profile import available_cores, make_host_id
@@ -24,6 +25,7 @@ class OwnState:
     advertisement: Advertisement
     host: StageHost
     orders: StageOrders
+    started_s: float = field(default_factory=time.monotonic)
 
     def info(self) -> NodeInfo:
         """Describe this node: who it is, its memory in bytes, and the stage it has loaded."""
@@ -53,6 +55,7 @@ class OwnState:
             host_id=make_host_id(),
             stage=stage,
             isa=device.isa,
+            uptime_s=time.monotonic() - self.started_s,
         )
 
     def memory_free_bytes(self) -> int:

@@ -45,6 +45,7 @@ from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.runtime.stage.executor import Executor
 from shardnet.transport.link import Link
+from shardnet.transport.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ class LinkParts:
     advertisement: Advertisement
     peers: Peers
     refusals: RejectedHandshakes
+    traffic: Traffic
 
     async def dial_bulk(self, address: str) -> Link:
         """Open a link for weights, by whichever address of the node answers."""
@@ -102,11 +104,13 @@ class ServiceParts:
 
 def build_links(settings: NodeSettings, events: NodeEvents, tasks: asyncio.TaskGroup) -> LinkParts:
     """Build what needs nothing else of the node, and the peers on top of it."""
+    traffic = Traffic(settings.node)
     dialer = Dialer(
         node=settings.node,
         name=settings.name,
         identity=settings.identity,
         progress=events.heartbeat_progress,
+        traffic=traffic,
     )
     advertisement = Advertisement(
         node=settings.node, name=settings.name, on_changed=events.addresses_changed
@@ -124,7 +128,13 @@ def build_links(settings: NodeSettings, events: NodeEvents, tasks: asyncio.TaskG
         log=settings.log,
         on_member=refusals.forget,
     )
-    return LinkParts(dialer=dialer, advertisement=advertisement, peers=peers, refusals=refusals)
+    return LinkParts(
+        dialer=dialer,
+        advertisement=advertisement,
+        peers=peers,
+        refusals=refusals,
+        traffic=traffic,
+    )
 
 
 def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
@@ -238,6 +248,8 @@ def build_services(
         own_info=stage.own.info,
         stage_state=stage.host.state,
         n_requests=lambda: head.n_requests,
+        ring_work=lambda: head.work,
+        traffic=links.traffic,
         cluster=settings.cluster,
         advertisement=links.advertisement,
         peers=links.peers,

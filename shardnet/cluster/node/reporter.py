@@ -23,6 +23,7 @@ from shardnet.cluster.discovery.discovery import Discovery
 from shardnet.cluster.machine.addresses import is_loopback
 from shardnet.cluster.peers.address_diagnosis import judge, probe
 from shardnet.cluster.peers.advertisement import Advertisement
+from shardnet.cluster.peers.clocks import clock_ahead
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.peers import PeerReport, Peers
@@ -32,6 +33,7 @@ from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import AuthenticationError, ShardnetError, first_error
 from shardnet.runtime.stage.loading import config_text, identify_at
 from shardnet.transport.address import host_of, split_address
+from shardnet.transport.traffic import LinkCounts, Traffic
 from shardnet.types import NodeId
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
 from shardnet.wire.framing.schema import MAX_PEER_ADDRESSES
@@ -42,11 +44,13 @@ from shardnet.wire.messages.diagnostics import (
     MAX_VIEWS,
     AddressView,
     InterfaceAddress,
+    LinkTraffic,
     MulticastHeard,
     MulticastState,
     NodeReport,
     PeerView,
     RecordSeen,
+    RingWork,
     StageState,
 )
 from shardnet.wire.messages.handshake import explained, explanation
@@ -77,6 +81,7 @@ class NodeReporter:
     `disk` a folder on the disk where weights are kept. `bandwidth` gives the bytes per second to a
     linked node, None where they are not known. `resolve` finds the name that a part of one means,
     `temperature` returns the device's in degrees Celsius without waiting, None if unknown.
+    `ring_work` gives what the ring has done that this node leads.
     """
 
     def __init__(
@@ -85,6 +90,8 @@ class NodeReporter:
         own_info: Callable[[], NodeInfo],
         stage_state: Callable[[], StageState | None],
         n_requests: Callable[[], int],
+        ring_work: Callable[[], RingWork | None],
+        traffic: Traffic,
         cluster: str | None,
         advertisement: Advertisement,
         peers: Peers,
@@ -100,6 +107,8 @@ class NodeReporter:
         self._own_info = own_info
         self._stage_state = stage_state
         self._n_requests = n_requests
+        self._ring_work = ring_work
+        self._traffic = traffic
         self._cluster = cluster
         self._advertisement = advertisement
         self._peers = peers
@@ -112,7 +121,6 @@ class NodeReporter:
         self._resolve = resolve
         self._temperature = temperature
         self._probe_slots = asyncio.Semaphore(PROBES_AT_ONCE)
-        self._started = time.monotonic()
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the message that asks for reports."""
@@ -177,7 +185,7 @@ class NodeReporter:
         answered_at = time.time()
         report, ahead_s = reply.report, None
         if report is not None:
-            ahead_s = clock_ahead_s(asked_at, report.received_at, report.sent_at, answered_at)
+            ahead_s = clock_ahead(asked_at, report.received_at, report.sent_at, answered_at)
         return ReportReply(
             request=message.request,
             node=hello.node,
@@ -197,7 +205,7 @@ class NodeReporter:
         report = NodeReport(
             cluster=self._cluster or "",
             protocol=PROTOCOL_VERSION,
-            uptime_s=now - self._started,
+            uptime_s=info.uptime_s,
             received_at=received_at,
             interfaces=self._interfaces(),
             multicast=self._multicast(now),
@@ -213,6 +221,8 @@ class NodeReporter:
             model_failure=model.failure,
             model_config=model.config,
             temperature_c=self._temperature(),
+            ring=self._ring_work(),
+            links=[_traffic(counts) for counts in self._traffic.counts()],
             sent_at=time.time(),
         )
         return ReportReply(
@@ -308,15 +318,6 @@ class NodeReporter:
         )
 
 
-def clock_ahead_s(asked: float, received: float, sent: float, answered: float) -> float:
-    """Return how far the clock of a peer is ahead of ours, as NTP finds it (RFC 5905, section 8).
-
-    `asked` and `answered` are read from our clock, `received` and `sent` from the peer's. However
-    long the peer takes for its answer, the error is half the difference of both ways.
-    """
-    return ((received - asked) + (sent - answered)) / 2
-
-
 def free_bytes(folder: Path) -> int | None:
     """Return the free space of the disk where `folder` is or would be made, None if unknown."""
     try:
@@ -325,6 +326,19 @@ def free_bytes(folder: Path) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
+
+
+def _traffic(counts: LinkCounts) -> LinkTraffic:
+    return LinkTraffic(
+        name=counts.name,
+        purpose=counts.purpose.value,
+        n_links=counts.n_links,
+        n_failed=counts.n_failed,
+        sent_bytes=counts.sent_bytes,
+        received_bytes=counts.received_bytes,
+        round_trip_us=counts.round_trip_us,
+        n_resent=counts.n_resent,
+    )
 
 
 def _unreached(address: str, error: ShardnetError) -> AddressView:

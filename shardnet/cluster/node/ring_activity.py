@@ -27,7 +27,7 @@ from shardnet.wire.messages.activity import (
     StepSeen,
 )
 from shardnet.wire.messages.control import Done, Redirect
-from shardnet.wire.messages.membership import RingLoad
+from shardnet.wire.messages.diagnostics import RingLoad
 
 
 class RingWatch:

@@ -55,6 +55,7 @@ from shardnet.wire.messages.stages import (
     UnloadStage,
 )
 from shardnet.wire.messages.tokens import Detokenize, Tokenize
+from shardnet.wire.messages.traces import ReadClock
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ _PROCESS_ENDS = (KeyboardInterrupt, SystemExit)
 ControlRequest = (
     Status
     | Ping
+    | ReadClock
     | ReportRequest
     | IdentifyModel
     | ListModels

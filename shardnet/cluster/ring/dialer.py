@@ -19,6 +19,7 @@ from shardnet.transport.address import host_of, split_address
 from shardnet.transport.admission import KnownHosts
 from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
+from shardnet.transport.traffic import Traffic
 from shardnet.types import NodeId
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
@@ -35,6 +36,7 @@ both leave by one interface. Enough for 1 Gbit/s over 1 ms."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialer:
     """Opens links for one node. `progress` returns what its heartbeats carry: (epoch, last step).
+    `traffic` counts what goes over them.
 
     Hosts that answer join `known`: their own links to this node come up when strangers flood it.
     Every method that opens a link raises UsageError if the address is not `host:port`, and what
@@ -46,6 +48,7 @@ class Dialer:
     identity: Identity | None
     progress: Callable[[], tuple[int, int]]
     known: KnownHosts = field(default_factory=KnownHosts)
+    traffic: Traffic | None = None
 
     @property
     def options(self) -> LinkOptions:
@@ -55,6 +58,7 @@ class Dialer:
             heartbeat_s=HEARTBEAT_S,
             silence_s=SILENCE_S,
             progress=self.progress,
+            traffic=self.traffic,
         )
 
     def hello(self, purpose: Purpose) -> Hello:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from shardnet.cluster.peers.clocks import ClockOffset
 from shardnet.cluster.ring.stage_port import StagePort
 from shardnet.errors import BusyError, PeerFailedError, ShardnetError, first_error, internal_error
 from shardnet.runtime.engine.engine import Engine
@@ -22,6 +23,7 @@ from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
 from shardnet.transport.loop import finish
 from shardnet.types import STATE_SLOTS, DType, Epoch, LayerRange, RoutingShape, WireDType
 from shardnet.wire.framing.schema import KvDTypeName, Phase, Quant
+from shardnet.wire.messages.diagnostics import RingLoad, RingWork, StageWork
 from shardnet.wire.messages.stages import LoadStage, StageReady
 
 MAX_SLOTS = 64
@@ -131,6 +133,46 @@ class Ring:
         finally:
             self._n_users -= 1
             self._used_at_s = time.monotonic()
+
+    def work(self, load: RingLoad) -> RingWork:
+        """Say what the ring has done since it was built; it has `load` in hand."""
+        totals = self.engine.totals
+        stages = [
+            StageWork(
+                rank=rank,
+                name=port.node_name,
+                compute_us=totals.compute_us[rank],
+                queue_us=totals.queue_us[rank],
+            )
+            for rank, port in enumerate(self._ports)
+        ]
+        return RingWork(
+            load=load,
+            n_steps=totals.n_steps,
+            wire_us=totals.wire_us,
+            stages=stages,
+            n_prompts=totals.n_prompts,
+            n_prefix_hits=totals.n_prefix_hits,
+            n_prompt_tokens=totals.n_prompt_tokens,
+            n_prefix_tokens=totals.n_prefix_tokens,
+        )
+
+    async def clocks(self) -> list[ClockOffset]:
+        """Compare the clock of every stage with the head's, in ring order.
+
+        Raises LinkError when a node is gone.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                read = [tasks.create_task(port.compare_clock()) for port in self._ports]
+        except* ShardnetError as group:
+            raise first_error(group) from None
+        return [task.result() for task in read]
+
+    @property
+    def node_names(self) -> list[str]:
+        """The names of its nodes, in order."""
+        return [port.node_name for port in self._ports]
 
     async def build(self, on_progress: OnStageProgress) -> float:
         """Load every stage, connect them and start. Returns the seconds it took.

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from shardnet.cluster.peers.clocks import ClockOffset, compare_clock, same_clock
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.errors import ShardnetError
@@ -35,6 +36,10 @@ class StagePort(Protocol):
         """The display name of the node."""
 
     @property
+    def node_name(self) -> str:
+        """The name of the node alone, without its address."""
+
+    @property
     def last_step(self) -> int:
         """The last step that it is known to have completed."""
 
@@ -50,6 +55,9 @@ class StagePort(Protocol):
 
     async def unload(self, ring: str) -> None:
         """Have the stage freed."""
+
+    async def compare_clock(self) -> ClockOffset:
+        """Compare the clock of the stage with the head's."""
 
     def watch(self, on_lost: Callable[[ShardnetError], None]) -> Callable[[], None]:
         """Call `on_lost` when the node is lost. Returns what ends the watching."""
@@ -70,7 +78,7 @@ class LocalPort:
         self._load = load
         self._unload = unload
         self.node = node
-        self.name = name
+        self.name = self.node_name = name
 
     @property
     def last_step(self) -> int:
@@ -88,6 +96,10 @@ class LocalPort:
     async def unload(self, ring: str) -> None:
         """Free the stage here."""
         await self._unload(ring)
+
+    async def compare_clock(self) -> ClockOffset:
+        """Return no difference: it is one clock."""
+        return same_clock()
 
     def watch(self, on_lost: Callable[[ShardnetError], None]) -> Callable[[], None]:
         """Watch nothing: a head does not lose itself."""
@@ -123,6 +135,11 @@ class RemotePort:
         return self._control.peer_name
 
     @property
+    def node_name(self) -> str:
+        """The name in the peer's hello."""
+        return self._first_control.link.peer.name
+
+    @property
     def last_step(self) -> int:
         """The step in the peer's last heartbeat."""
         return self._control.link.peer_progress[1]
@@ -146,6 +163,10 @@ class RemotePort:
         """Ask the peer."""
         message = UnloadStage(request=self._control.next_request(), ring=ring)
         await self._control.ask(message, Done)
+
+    async def compare_clock(self) -> ClockOffset:
+        """Ask the peer."""
+        return await compare_clock(self._control)
 
     def watch(self, on_lost: Callable[[ShardnetError], None]) -> Callable[[], None]:
         """Watch the control link."""

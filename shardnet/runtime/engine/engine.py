@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
 
@@ -67,6 +67,44 @@ class EngineCounters:
     warm_blocks: int
     used_blocks: int
     room_blocks: int
+    room_slots: int
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineTotals:
+    """What an engine has done so far. Times in microseconds, by rank where they are the stages'.
+
+    `wire_us` is what steps took beside all computing and queueing. Of `n_prompts` the first
+    positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`.
+    """
+
+    n_steps: int = 0
+    compute_us: Counter[int] = field(default_factory=Counter)
+    queue_us: Counter[int] = field(default_factory=Counter)
+    wire_us: int = 0
+    n_prompts: int = 0
+    n_prefix_hits: int = 0
+    n_prompt_tokens: int = 0
+    n_prefix_tokens: int = 0
+
+    def add_step(self, answered: StepAnswered) -> int:
+        """Count a step; return how long it was queued."""
+        self.n_steps += 1
+        computed_us = queued_us = 0
+        for timing in answered.answer.timings:
+            self.compute_us[timing.rank] += timing.compute_us
+            self.queue_us[timing.rank] += timing.queue_us
+            computed_us += timing.compute_us
+            queued_us += timing.queue_us
+        self.wire_us += max(0, answered.round_trip_us - computed_us - queued_us)
+        return queued_us
+
+    def add_prompt(self, n_tokens: int, n_kept: int) -> None:
+        """Count a prompt that begins to run."""
+        self.n_prompts += 1
+        self.n_prefix_hits += n_kept > 0
+        self.n_prompt_tokens += n_tokens
+        self.n_prefix_tokens += n_kept
 
 
 class Engine:
@@ -90,10 +128,7 @@ class Engine:
         self._step_cost = StepCost()
         self.log = StepLog(clock_ns())
         """The last steps that came round."""
-        self.n_steps = 0
-        """Steps that came round."""
-        self.compute_us: Counter[int] = Counter()
-        """Time that each rank has computed on them, microseconds."""
+        self.totals = EngineTotals()
         self._broken: ShardnetError | None = None
 
     @property
@@ -115,6 +150,7 @@ class Engine:
             warm_blocks=book.warm_blocks,
             used_blocks=book.booked_blocks,
             room_blocks=book.room_blocks,
+            room_slots=self._scheduler.room_slots,
         )
 
     @property
@@ -276,6 +312,8 @@ class Engine:
             case OpenSequence(sequence_id=sequence_id, n_kept=n_kept):
                 live = self._live[sequence_id]
                 was_paused = live.state is LiveState.PAUSED
+                if not was_paused:
+                    self.totals.add_prompt(len(live.request.prompt), n_kept)
                 live.move(LiveState.RESUMED if was_paused else LiveState.RUNNING, n_kept=n_kept)
             case CloseSequence(sequence_id=sequence_id) if instruction.is_pause:
                 if sequence_id in self._live:
@@ -340,11 +378,7 @@ class Engine:
 
     def _learn_cost(self, answered: StepAnswered) -> None:
         """Count a step; take from one with decode rows what rows cost, and how many may mix."""
-        self.n_steps += 1
-        queued_us = 0
-        for timing in answered.answer.timings:
-            self.compute_us[timing.rank] += timing.compute_us
-            queued_us += timing.queue_us
+        queued_us = self.totals.add_step(answered)
         first = answered.batch.groups[0]
         if first.n_sampled == first.n_rows:  # decode rows stand before prompt rows
             took_s = max(1, answered.round_trip_us - queued_us) / 1e6

@@ -19,6 +19,7 @@ from shardnet.runtime.engine.requests import (
     GenerationRequest,
     RequestEvent,
     RequestMoved,
+    StepTrace,
     TokenGenerated,
 )
 from shardnet.runtime.ring.pipeline import StepAnswered
@@ -105,6 +106,7 @@ class LiveRequest:
     n_kept: int = 0
     """Those of the prompt that were there before it began to run."""
     outputs: OutputCollector | None = None
+    trace: StepTrace | None = None
     _sums: _StageSums = field(default_factory=_StageSums)
     _alone: _AloneSteps = field(default_factory=_AloneSteps)
     _reported_ahead: int | None = None
@@ -114,6 +116,8 @@ class LiveRequest:
     def __post_init__(self) -> None:
         if self.request.outputs.asks:
             self.outputs = OutputCollector(self.request.outputs, len(self.request.prompt))
+        if self.request.is_traced:
+            self.trace = StepTrace(submitted_us=self.submitted_ns // 1000)
 
     def move(self, state: LiveState, *, n_kept: int = 0) -> None:
         """Record and report that the request runs, is paused or resumes."""
@@ -140,6 +144,8 @@ class LiveRequest:
         Outputs of sampled rows are released together with their token.
         """
         self.n_computed = group.position + group.n_rows
+        if self.trace is not None:
+            self.trace.add(group, answered)
         if group.position >= len(self.request.prompt):
             self._sums.add(answered)
             self._alone.add(group.position, answered)
@@ -176,6 +182,7 @@ class LiveRequest:
                 text=self.request.text.finish(),
                 timing=self._timing(now_ns),
                 alone_s=self._alone.medians_s(),
+                trace=self.trace,
             )
         )
 

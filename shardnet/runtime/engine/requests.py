@@ -6,12 +6,13 @@ Knows their fields. Must not know how a request is carried out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from shardnet.errors import SamplingError
 from shardnet.runtime.engine.guide import Constrained
 from shardnet.runtime.engine.outputs import OutputEvent
+from shardnet.runtime.ring.pipeline import StepAnswered
 from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, DraftSource
 from shardnet.runtime.scheduling.sequences import FinishReason
 from shardnet.types import (
@@ -19,10 +20,12 @@ from shardnet.types import (
     NO_OUTPUTS,
     LiveState,
     OutputParams,
+    RowGroup,
     SamplingParams,
     TokenLogprobs,
 )
 from shardnet.wire.messages.generation import Timing
+from shardnet.wire.messages.traces import MAX_TRACED_STEPS, TracedStep
 
 
 class TextAssembler(Protocol):
@@ -53,7 +56,8 @@ class GenerationRequest:
 
     A larger `priority` goes first. A request that has not ended after `deadline_s` fails.
     `deterministic` asks for bits that do not depend on the batch (design decision 4). What
-    `constrained` matches ends with the output, whatever the stop ids are.
+    `constrained` matches ends with the output, whatever the stop ids are. With `is_traced` its end
+    has its steps.
     """
 
     prompt: tuple[int, ...]
@@ -67,6 +71,7 @@ class GenerationRequest:
     deterministic: bool = False
     outputs: OutputParams = NO_OUTPUTS
     constrained: Constrained | None = None
+    is_traced: bool = False
 
     def check(self) -> None:
         """Raise SamplingError, naming the parameter, if one is outside its range."""
@@ -100,6 +105,38 @@ class TokenGenerated:
     logprobs: TokenLogprobs | None
 
 
+@dataclass(slots=True, kw_only=True)
+class StepTrace:
+    """The steps of a request that came to the engine at `submitted_us`, by the head's clock.
+
+    The stages' moments are those of their own clocks. `n_left_out` steps followed that are not
+    kept.
+    """
+
+    submitted_us: int
+    steps: list[TracedStep] = field(default_factory=list)
+    n_left_out: int = 0
+
+    def add(self, group: RowGroup, answered: StepAnswered) -> None:
+        """Add a step, of which the rows of `group` are the request's."""
+        if len(self.steps) >= MAX_TRACED_STEPS:
+            self.n_left_out += 1
+            return
+        batch = answered.batch
+        self.steps.append(
+            TracedStep(
+                step=batch.step,
+                position=group.position,
+                n_rows=group.n_rows,
+                n_sampled=group.n_sampled,
+                n_batch_rows=batch.n_rows,
+                sent_us=answered.sent_ns // 1000,
+                answered_us=answered.sent_ns // 1000 + answered.round_trip_us,
+                timings=list(answered.answer.timings),
+            )
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationFinished:
     """The end of a request. `text` is what the detokenizer held back until now.
@@ -112,6 +149,7 @@ class GenerationFinished:
     text: str
     timing: Timing
     alone_s: tuple[float, ...] = ()
+    trace: StepTrace | None = None
 
 
 RequestEvent = RequestMoved | TokenGenerated | OutputEvent | GenerationFinished

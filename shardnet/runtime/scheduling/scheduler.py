@@ -134,6 +134,11 @@ class Scheduler:
         return self._queue.book
 
     @property
+    def room_slots(self) -> int:
+        """Most sequences that run at once."""
+        return self._queue.max_slots
+
+    @property
     def waiting(self) -> list[SequenceId]:
         """Waiting and paused sequences, the next to be admitted first."""
         return [sequence.sequence_id for sequence in self._queue.waiting]

@@ -199,6 +199,7 @@ class StageWorker:
             rank=self._rank,
             compute_us=(self._clock_ns() - started_ns) // 1000,
             queue_us=max(0, started_ns - arrived.arrived_ns) // 1000,
+            arrived_us=arrived.arrived_ns // 1000,
         )
         return StepComputed(
             batch=arrived.batch,

@@ -29,8 +29,8 @@ from shardnet.wire.framing.schema import (
     Strict,
     Tagged,
 )
+from shardnet.wire.messages.diagnostics import RingLoad
 from shardnet.wire.messages.extras import Microseconds, StageTiming
-from shardnet.wire.messages.membership import RingLoad
 from shardnet.wire.messages.plans import PlanReply
 
 MAX_STEPS_SEEN: Final = 1024

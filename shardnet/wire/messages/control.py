@@ -2,7 +2,7 @@
 
 Knows which messages may come in a CONTROL frame (docs/protocol.md section 8). Knows nothing of what
 is done with them; their fields stand in messages/membership.py, messages/measurements.py,
-stages.py, plans.py and generation.py.
+stages.py, plans.py, generation.py and traces.py.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ from shardnet.wire.messages.stages import (
     UnloadStage,
 )
 from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
+from shardnet.wire.messages.traces import ClockRead, ReadClock, TracePiece
 
 
 class Done(Tagged, frozen=True, kw_only=True):
@@ -99,6 +100,8 @@ ControlMessage = (
     Status
     | StatusReply
     | Ping
+    | ReadClock
+    | ClockRead
     | PeersKnown
     | ReportRequest
     | ReportReply
@@ -140,6 +143,7 @@ ControlMessage = (
     | Redirect
     | TextPiece
     | RowsPiece
+    | TracePiece
     | Finished
 )
 

@@ -37,6 +37,7 @@ Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 Advice = Reason | msgspec.UnsetType
 """What to do about it. The key is left out where nothing is known."""
 MAX_TELLERS = 40
+MAX_TRAFFIC = 256
 
 Seen = Literal[
     "answers",
@@ -176,6 +177,65 @@ class StageState(Strict, frozen=True, kw_only=True):
     head: Name = ""
 
 
+class RingLoad(Strict, frozen=True, kw_only=True):
+    """What a ring has in hand: requests, slots, and KV blocks of one stage.
+
+    Warm slots and their blocks are among the used ones.
+    """
+
+    running: U32
+    waiting: U32
+    paused: U32
+    warm_slots: U32
+    warm_blocks: U32
+    used_blocks: U32
+    room_blocks: U32
+    room_slots: U32 = 0
+
+
+class StageWork(Strict, frozen=True, kw_only=True):
+    """What one stage has done since its ring was built, microseconds by its own clock."""
+
+    rank: Rank
+    name: Name
+    compute_us: Count
+    queue_us: Count
+
+
+class RingWork(Strict, frozen=True, kw_only=True):
+    """What a ring has done since it was built, as its head counts it, and what it has in hand.
+
+    `wire_us` is what steps took beside all computing and queueing. Of `n_prompts` the first
+    positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`.
+    """
+
+    load: RingLoad
+    n_steps: Count
+    wire_us: Count
+    stages: Annotated[list[StageWork], Meta(max_length=MAX_STAGES)]
+    n_prompts: Count = 0
+    n_prefix_hits: Count = 0
+    n_prompt_tokens: Count = 0
+    n_prefix_tokens: Count = 0
+
+
+class LinkTraffic(Strict, frozen=True, kw_only=True):
+    """What the links of one purpose to the nodes of one name have carried since this node started.
+
+    `n_links` of them live, `n_failed` were broken. `round_trip_us` is the kernel's, of the slowest
+    that lives, and `n_resent` the segments that TCP had to send again; null where it does not say.
+    """
+
+    name: Name
+    purpose: Literal["control", "data", "bulk"]
+    n_links: U32
+    n_failed: Count
+    sent_bytes: Count
+    received_bytes: Count
+    round_trip_us: U32 | None = None
+    n_resent: Count | None = None
+
+
 class NodeReport(Strict, frozen=True, kw_only=True):
     """What a node knows. `cluster` is the fingerprint of its key, "" without one; never the key.
 
@@ -183,7 +243,8 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     this left. `unreached` are the addresses that it was told with --peer and has no link to.
     `model_id`, `model_config` (its config.json) and `model_failure` answer for the model that was
     asked about. `disk_free_bytes` is that of the disk where weights are kept. `temperature_c` is
-    the GPU's, else the CPU's, in degrees Celsius.
+    the GPU's, else the CPU's, in degrees Celsius. `ring` is what the ring has done that the node
+    leads, `links` what went over its links to other nodes.
     """
 
     cluster: Name
@@ -203,3 +264,7 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     model_failure: Explanation = ""
     model_config: Text = ""
     temperature_c: Annotated[float, Meta(ge=-100, le=1000)] | None = None
+    ring: RingWork | None = None
+    links: Annotated[list[LinkTraffic], Meta(max_length=MAX_TRAFFIC)] = msgspec.field(
+        default_factory=list
+    )

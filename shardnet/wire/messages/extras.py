@@ -37,11 +37,15 @@ Microseconds = Annotated[int, Meta(ge=0, le=10**15)]
 
 
 class StageTiming(Row, frozen=True, array_like=True):
-    """How long one step took in one stage, microseconds, by that stage's own clock."""
+    """How long one step took in one stage, microseconds, and when it came, by that stage's clock.
+
+    The clock counts from a moment of its own.
+    """
 
     rank: Rank
     compute_us: Microseconds
     queue_us: Microseconds
+    arrived_us: Microseconds
 
 
 class TopLogprob(Row, frozen=True, array_like=True):

@@ -65,7 +65,7 @@ class Generate(Tagged, frozen=True, kw_only=True):
     many as pay. `deterministic` is design decision 4's. A larger `priority` goes first;
     `deadline_s` counts from when the ring has the request. Fields of `sampling` that are named in
     `recommended` are as the model's makers recommend, if they do. All of the output matches
-    `constraint`.
+    `constraint`. With `trace` TracePieces precede Finished.
     """
 
     request: RequestId
@@ -96,6 +96,7 @@ class Generate(Tagged, frozen=True, kw_only=True):
         default_factory=list
     )
     constraint: Constraint | None = None
+    trace: bool = False
 
 
 class StateChanged(Tagged, frozen=True, kw_only=True):

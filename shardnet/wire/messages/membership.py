@@ -25,11 +25,12 @@ from shardnet.wire.framing.schema import (
     PingPayload,
     Rank,
     RequestId,
+    Seconds,
     Strict,
     Tagged,
     Threads,
 )
-from shardnet.wire.messages.diagnostics import NodeReport, Reason
+from shardnet.wire.messages.diagnostics import NodeReport, Reason, RingLoad
 
 MAX_FIT_NODES: Final = 64
 """Most nodes whose memory is asked about."""
@@ -49,7 +50,8 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     """What a node reports of itself. `host_id` is equal for nodes on one machine.
 
     `isa` is the instruction set of the compiled kernels on its CPU, `none` where they were not
-    built, `off` where they are switched off, "" where it has no use for them.
+    built, `off` where they are switched off, "" where it has no use for them. It has run for
+    `uptime_s`.
     """
 
     node: Name
@@ -65,6 +67,7 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     host_id: Name
     stage: StageInfo | None = None
     isa: Name = ""
+    uptime_s: Seconds = 0.0
 
 
 class Status(Tagged, frozen=True, kw_only=True):
@@ -72,21 +75,6 @@ class Status(Tagged, frozen=True, kw_only=True):
 
     request: RequestId
     with_peers: bool
-
-
-class RingLoad(Strict, frozen=True, kw_only=True):
-    """What a ring has in hand: requests, slots that lie warm, and KV blocks of one stage.
-
-    Warm slots' blocks are among the used ones.
-    """
-
-    running: U32
-    waiting: U32
-    paused: U32
-    warm_slots: U32
-    warm_blocks: U32
-    used_blocks: U32
-    room_blocks: U32
 
 
 class StatusReply(Tagged, frozen=True, kw_only=True):

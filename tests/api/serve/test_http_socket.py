@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import ssl
 from pathlib import Path
@@ -13,9 +14,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from support.cluster.scripted_node import ScriptedNode, client_of
 
+from shardnet.api.serve.authority import HttpAuthority, at_home, server_context
 from shardnet.api.serve.server import serving
 from shardnet.api.server.settings import Listening
 from shardnet.errors import ConfigurationError
+from shardnet.transport.identity import as_file
 
 
 def certificate(folder: Path) -> tuple[str, str]:
@@ -87,3 +90,63 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
                 await begin(Listening(host="127.0.0.1", port=taken))
 
     asyncio.run(main())
+
+
+def now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def shake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> None:
+    """Shake hands in memory. Raises ssl.SSLCertVerificationError."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ours = client.wrap_bio(to_client, to_server, server_hostname=name)
+    theirs = server.wrap_bio(to_server, to_client, server_side=True)
+    for end in (ours, theirs, ours, theirs):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    ours.do_handshake()
+
+
+def test_https_by_the_clusters_authority() -> None:
+    """Who trusts the authority reaches the machine by its names and addresses, without a file."""
+    secret = bytes(range(16))
+    trusting = ssl.create_default_context(cadata=HttpAuthority(secret).certificate().decode())
+
+    async def main() -> bytes:
+        listening = Listening(host="127.0.0.1", port=0, cluster_secret=secret)
+        async with client_of(ScriptedNode()) as client, serving(client, listening) as url:
+            assert url.startswith("https://127.0.0.1:")
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", int(url.rpartition(":")[2]), ssl=trusting
+            )
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            answer = await reader.read()
+            writer.close()
+            return answer
+
+    assert b'"status":"ok"' in asyncio.run(main())
+    addresses = ["192.168.7.9", "8.8.8.8"]
+    server = server_context(HttpAuthority(secret), lambda: addresses, now, "Attic.example.org")
+    for name in ("attic.local", "attic.home.arpa", "localhost", "192.168.7.9"):
+        shake(server, trusting, name)
+    for name in ("attic.example.org", "8.8.8.8", "192.168.7.10"):
+        with pytest.raises(ssl.SSLCertVerificationError, match=r"mismatch|not valid for"):
+            shake(server, trusting, name)
+    addresses[0] = "192.168.7.10"  # DHCP gave it another one
+    shake(server, trusting, "192.168.7.10")
+    other = ssl.create_default_context(cadata=HttpAuthority(bytes(16)).certificate().decode())
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shake(server, other, "attic.local")
+
+
+def test_the_authority_speaks_for_home_alone() -> None:
+    """Whoever has the cluster key can pose as no bank to those who trust the authority."""
+    authority = HttpAuthority(bytes(16))
+    trusting = ssl.create_default_context(cadata=authority.certificate().decode())
+    for name in ("bank.example", "8.8.8.8", "notlocal"):
+        assert not at_home(name)
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        with as_file(authority.leaf([name], now())) as path:
+            server.load_cert_chain(path)
+        with pytest.raises(ssl.SSLCertVerificationError, match="permitted subtree violation"):
+            shake(server, trusting, name)

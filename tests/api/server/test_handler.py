@@ -18,8 +18,8 @@ from shardnet.api.server.endpoint import Endpoint, Reply, Stream, comment, event
 from shardnet.api.server.errors import RETRY_S, HttpError
 from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.pace import MAX_RETRY_S, Pace
-from shardnet.api.server.service import Exchange
-from shardnet.api.server.settings import Settings
+from shardnet.api.server.service import MAX_TRACED_AT_ONCE, MAX_TRACES, Exchange
+from shardnet.api.server.settings import LogLine, Settings
 from shardnet.errors import (
     BusyError,
     CancelledRequestError,
@@ -115,6 +115,38 @@ def test_an_id_is_taken_if_it_is_sound() -> None:
                 assert (answer.headers["x-request-id"] == given) is is_kept
                 assert log[-1].endswith(f"request {answer.headers['x-request-id']}")
                 assert log[-1].startswith("GET /v1/models 200 ")
+
+    asyncio.run(main())
+
+
+def test_a_request_is_traced_that_asks_for_it_and_its_key_alone_sees_it() -> None:
+    async def main() -> None:
+        log: list[str] = []
+        async with served(Settings(keys=keyring("alice:one", "bob:two"), log=log.append)) as server:
+            mine = {"Authorization": "Bearer one"}
+            traced = {**mine, "X-Request-Id": "slow", "X-Shardnet-Trace": "1"}
+            body = {"prompt": "ab", "n": MAX_TRACED_AT_ONCE + 2}
+            assert (await ask(server.app, COMPLETIONS, body, headers=traced)).status == 200
+            line = log[-1]
+            assert isinstance(line, LogLine)
+            assert (line.facts["request"], line.facts["key"]) == ("slow", "alice")
+            assert line.facts["generated_tokens"] == MAX_TRACED_AT_ONCE + 2
+            trace = await ask(server.app, "/traces/slow", headers=mine)
+            requests = {e["args"]["request"] for e in trace.json["traceEvents"] if e["ph"] == "X"
+                        and e["cat"] == "request"}  # fmt: skip
+            assert len(requests) == MAX_TRACED_AT_ONCE
+            other = {"Authorization": "Bearer two"}
+            assert (await ask(server.app, "/traces/slow", headers=other)).status == 404
+            for number in range(MAX_TRACES):
+                plain = {**mine, "X-Request-Id": f"plain{number}"}
+                await ask(server.app, COMPLETIONS, {"prompt": "ab"}, headers=plain)
+            refused = await ask(server.app, "/traces/plain0", headers=mine)
+            assert "X-Shardnet-Trace: 1" in refused.json["error"]["message"]
+            assert (await ask(server.app, "/traces/slow", headers=mine)).status == 200
+            for number in range(MAX_TRACES):
+                newer = {**traced, "X-Request-Id": f"newer{number}"}
+                await ask(server.app, COMPLETIONS, {"prompt": "ab"}, headers=newer)
+            assert (await ask(server.app, "/traces/slow", headers=mine)).status == 404
 
     asyncio.run(main())
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+from pathlib import Path
 
+from prometheus_client.parser import text_string_to_metric_families
 from support.servers.asgi_client import ask
 from support.servers.http_app import served
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_the_document_names_every_endpoint_and_only_schemas_that_it_has() -> None:
@@ -53,10 +58,44 @@ def test_counters_count() -> None:
                 "shardnet_time_between_tokens_seconds_count 1.0",
                 "shardnet_node_up 1.0",
                 "shardnet_ring_running 3.0",
+                "shardnet_ring_prefix_tokens_total 40.0",
+                'shardnet_stage_compute_seconds_total{node="bert",rank="1"} 2.0',
+                'shardnet_link_round_trip_seconds{node="bert",peer="anna",purpose="data"} 0.00025',
+                '_round_trip_seconds{node="anna",peer="bert",purpose="control"} 0.0004',
+                'shardnet_link_failures_total{node="anna",peer="bert",purpose="data"} 2.0',
+                'shardnet_link_resent_segments_total{node="bert",peer="anna",purpose="data"} 7.0',
+                'shardnet_node_info{device="cpu",node="anna",version="0.1.0"} 1.0',
             ):
                 assert line in text
 
     asyncio.run(main())
+
+
+def test_the_dashboard_asks_for_what_there_is() -> None:
+    """docs/grafana.json: every metric it names is counted, with every label that it uses."""
+
+    async def main() -> dict[str, set[str]]:
+        async with served() as server:
+            await ask(server.app, "/v1/completions", {"prompt": "abc"})
+            text = (await ask(server.app, "/metrics")).content.decode()
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+        labels: dict[str, set[str]] = {}
+        for sample in samples:
+            labels.setdefault(sample.name, {"instance", "job"}).update(sample.labels)
+        return labels
+
+    labels = asyncio.run(main())
+    dashboard = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
+    targets = [target for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    assert len(targets) > 30
+    for target in targets:
+        names = re.findall(r"shardnet_\w+", target["expr"])
+        assert names
+        assert set(names) <= labels.keys()
+        used = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
+        for by in re.findall(r"by \(([^)]*)\)", target["expr"]):
+            used += by.split(", ")
+        assert set(used) <= set.union(*(labels[name] for name in names)), target
 
 
 def test_readiness_is_that_of_the_node() -> None:

@@ -24,6 +24,7 @@ NODE = NodeInfo(
     threads=1,
     dtypes=[],
     host_id="h",
+    uptime_s=180,
 )
 STAGE = StageInfo(model="bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:Q4_K_M", layers=(0, 16), rank=0)
 
@@ -35,8 +36,8 @@ def test_nodes_are_lines_and_long_parts_stand_alone() -> None:
         msgspec.structs.replace(NODE, name="desk", device="cuda (NVIDIA GeForce RTX 3090)"),
     ]
     assert node_lines(nodes[:1], 80) == [
-        "name   address            device  memory free      version  stage",
-        "attic  192.168.1.10:7433  cpu     8.0 of 16.0 GiB  0.1.0    -",
+        "name   address            device  memory free      version  up     stage",
+        "attic  192.168.1.10:7433  cpu     8.0 of 16.0 GiB  0.1.0    3 min  -",
     ]
     shown = node_lines(nodes, 80)
     assert max(map(len, shown)) <= 80

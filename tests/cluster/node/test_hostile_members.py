@@ -29,11 +29,13 @@ from shardnet.wire.messages.measurements import LinksMeasured, StageMeasured
 from shardnet.wire.messages.membership import ModelIdentity, Ping, StatusReply
 from shardnet.wire.messages.plans import PlanReply
 from shardnet.wire.messages.stages import StageReady
+from shardnet.wire.messages.traces import ClockRead
 
 NOWHERE = "/nowhere/model"
 ANSWER_S = 30.0
 LAST = (
-    *(Done, Redirect, Finished, LastRun, RingActivity, LinksMeasured, StageMeasured, ModelIdentity),
+    *(ClockRead, Done, Redirect, Finished, LastRun, RingActivity, LinksMeasured, StageMeasured),
+    ModelIdentity,
     StatusReply,
 )
 SLOW = {

@@ -38,8 +38,10 @@ from shardnet.wire.messages.membership import (
 from shardnet.wire.messages.plans import NodeProgress, PlanReply
 from shardnet.wire.messages.stages import LoadProgress, StageReady
 from shardnet.wire.messages.tokens import Detokenized, Tokenized
+from shardnet.wire.messages.traces import ClockRead, TracePiece
 
 ANSWERS = {
+    ClockRead,
     Detokenized,
     Done,
     Failed,
@@ -62,6 +64,7 @@ ANSWERS = {
     TextPiece,
     Tokenized,
     TokenizerDescribed,
+    TracePiece,
 }
 """What answers a request: peers/control_link.py gives it to whoever asked."""
 ON_THE_LINK = {Cancel}

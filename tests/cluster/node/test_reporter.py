@@ -20,9 +20,10 @@ from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import Device, MemoryBudget
 from shardnet.cluster.node import reporter
 from shardnet.cluster.node.node import Node, listening
-from shardnet.cluster.node.reporter import clock_ahead_s, free_bytes
+from shardnet.cluster.node.reporter import free_bytes
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers import node_directory
+from shardnet.cluster.peers.clocks import clock_ahead
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.ring import dialer
 from shardnet.cluster.store.model_cache import ModelCache
@@ -285,7 +286,7 @@ def test_a_clock_is_found_to_half_the_difference_of_both_ways(
     received = asked + there_s + ahead_s
     sent = received + busy_s
     answered = asked + there_s + busy_s + back_s
-    found_s = clock_ahead_s(asked, received, sent, answered)
+    found_s = clock_ahead(asked, received, sent, answered)
     assert abs(found_s - ahead_s) <= abs(there_s - back_s) / 2 + 1e-5
 
 

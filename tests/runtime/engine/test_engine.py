@@ -165,7 +165,14 @@ def test_counters_tell_what_is_in_hand() -> None:
             assert 2 <= counters.used_blocks <= 9
             for events in running:
                 await events.aclose()
-            await ring.generate([5], 1)
+            before = ring.engine.totals.n_prompts
+            for _ in range(2):
+                await ring.generate([5] * 40, 1)
+            totals = ring.engine.totals
+            assert (totals.n_prompts - before, totals.n_prefix_hits) == (2, 1)
+            assert 0 < totals.n_prefix_tokens < 40
+            assert totals.n_steps >= 2
+            assert set(totals.queue_us) == {0, 1, 2}
             check_nothing_is_left(ring)
 
     asyncio.run(main())

@@ -28,7 +28,7 @@ def step(position: int, compute_us: tuple[int, int], n_rows: int = 1) -> StepAns
     group = RowGroup(
         sequence_id=SequenceId(1), slot=SlotId(0), position=position, n_rows=1, n_sampled=1
     )
-    timings = [StageTiming(rank=r, compute_us=us, queue_us=9) for r, us in enumerate(compute_us)]
+    timings = [StageTiming(r, us, 9, 0) for r, us in enumerate(compute_us)]
     return StepAnswered(
         batch=MicroBatch(
             epoch=Epoch(1), step=StepId(1), groups=(group,) * n_rows, token_ids=(0,) * n_rows

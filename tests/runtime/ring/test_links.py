@@ -53,7 +53,7 @@ from shardnet.wire.payloads.data import tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, rows_frames
 
 EPOCH = Epoch(2)
-TIMED = Extras(timings=[StageTiming(rank=0, compute_us=5, queue_us=1)])
+TIMED = Extras(timings=[StageTiming(0, 5, 1, 7)])
 
 
 def received(

@@ -131,7 +131,7 @@ def test_a_link_that_is_lost_while_a_prompt_is_read_ends_the_request(lost: int) 
         async with asyncio.timeout(DEADLINE_S), fake_ring(3, over="tcp") as ring:
             reading = asyncio.create_task(ring.generate(prompt(0, 700), 2))
             await asyncio.sleep(0)
-            assert (ring.engine.counters.running, ring.engine.n_steps) == (1, 0)
+            assert (ring.engine.counters.running, ring.engine.totals.n_steps) == (1, 0)
             ring.links[2 * lost].abort("pulled out")
             with pytest.raises(ShardnetError, match=r"pulled out|closed|broke"):
                 await reading

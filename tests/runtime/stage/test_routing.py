@@ -101,7 +101,7 @@ def test_a_model_without_experts_has_no_routing() -> None:
 
 
 def test_nothing_of_it_travels_where_nobody_asks() -> None:
-    timings = [StageTiming(rank=0, compute_us=1, queue_us=1)]
+    timings = [StageTiming(0, 1, 1, 2)]
     quiet = extras_frame(Extras(timings=timings), epoch=1, step=1)
     assert b"routing" not in bytes(quiet.meta)
     told = extras_frame(Extras(timings=timings, routing=[part(0, 3)]), epoch=1, step=1)

@@ -201,7 +201,8 @@ class Browser:
         message: Value = {"id": self._number, "method": method, "params": parameters}
         if session:
             message["sessionId"] = session
-        answer = self._waiting[self._number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Value] = asyncio.get_running_loop().create_future()
+        self._waiting[self._number] = answer
         self._writer.write(json.dumps(message).encode() + b"\0")
         async with asyncio.timeout(COMMAND_S):
             return await answer

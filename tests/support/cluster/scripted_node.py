@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
+from support.cluster.checkup_facts import reply, view
 
 from shardnet.api.client import Client, open_client
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
@@ -23,6 +24,13 @@ from shardnet.transport.memory import memory_pair
 from shardnet.types import LiveState
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
+from shardnet.wire.messages.diagnostics import (
+    LinkTraffic,
+    RingLoad,
+    RingWork,
+    StageWork,
+)
+from shardnet.wire.messages.extras import StageTiming
 from shardnet.wire.messages.generation import (
     Finished,
     Generate,
@@ -38,13 +46,15 @@ from shardnet.wire.messages.membership import (
     ListModels,
     ModelsListed,
     NodeInfo,
-    RingLoad,
+    ReportReply,
+    ReportRequest,
     StageInfo,
     Status,
     StatusReply,
 )
 from shardnet.wire.messages.plans import ModelChoice, PlanReply, PlanRequest
 from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
+from shardnet.wire.messages.traces import TracedStep, TracePiece
 
 MODELS = ("org/Tiny-Llama", "org/Big-Llama")
 TEMPLATE = "{{ tools }} <tool_call> <think>"
@@ -138,6 +148,16 @@ class ScriptedNode:
             if prompt.startswith("wait"):
                 await asyncio.Event().wait()
             await asyncio.sleep(0)
+        if message.trace:
+            control.send(
+                TracePiece(
+                    request=number,
+                    nodes=["scripted"],
+                    clocks_within_us=[0],
+                    submitted_us=5,
+                    steps=[TracedStep(1, 0, 2, 1, 2, 6, 9, [StageTiming(0, 2, 1, 6)])],
+                )
+            )
         control.send(
             Finished(
                 request=number,
@@ -167,6 +187,30 @@ _LOAD = RingLoad(
 )
 
 
+_WORK = RingWork(
+    load=_LOAD,
+    n_steps=10,
+    wire_us=3_000_000,
+    stages=[
+        StageWork(rank=rank, name=name, compute_us=2_000_000, queue_us=500_000)
+        for rank, name in enumerate(("anna", "bert"))
+    ],
+    n_prompts=4,
+    n_prefix_hits=1,
+    n_prompt_tokens=100,
+    n_prefix_tokens=40,
+)
+_LINK = LinkTraffic(
+    name="bert", purpose="data", n_links=1, n_failed=2, sent_bytes=1000, received_bytes=10
+)
+REPORTS = (
+    reply("anna", view("bert"), ring=_WORK, links=[_LINK, replace(_LINK, purpose="control")]),
+    reply("bert", links=[replace(_LINK, name="anna", round_trip_us=250, n_resent=7)]),
+    ReportReply(request=0, node="c", name="cleo", failure="it runs shardnet 0"),
+)
+"""What the node reports of itself, of a peer, and of one that does not answer."""
+
+
 def _text(message: Generate) -> str:
     if message.token_ids is not None:
         return "".join(map(chr, message.token_ids))
@@ -182,6 +226,8 @@ def _short_answers(message: Incoming, info: NodeInfo) -> list[ControlMessage]:
             return [_plan(number, choice)]
         case Status(request=number):
             return [StatusReply(request=number, node=info, peers=[], load=_LOAD)]
+        case ReportRequest(request=number):
+            return [*(replace(reply, request=number) for reply in REPORTS), Done(request=number)]
         case ListModels(request=number):
             models = [ListedModel(name=name, store="here") for name in MODELS]
             return [

@@ -19,10 +19,10 @@ from shardnet.wire.messages.activity import (
     StepSeen,
 )
 from shardnet.wire.messages.control import ControlMessage, Done
-from shardnet.wire.messages.diagnostics import StageState
+from shardnet.wire.messages.diagnostics import RingLoad, StageState
 from shardnet.wire.messages.extras import StageTiming
 from shardnet.wire.messages.generation import Unload
-from shardnet.wire.messages.membership import ReportReply, ReportRequest, RingLoad
+from shardnet.wire.messages.membership import ReportReply, ReportRequest
 from shardnet.wire.messages.plans import LeftOut, PlannedStage, PlanReply, PlanRequest
 
 MS = 1000
@@ -87,8 +87,8 @@ def step(number: int, sent_ms: float, *, tokens: int = 1, prompt_rows: int = 0) 
         n_prompt_rows=prompt_rows,
         n_tokens=tokens,
         timings=[
-            StageTiming(rank=0, compute_us=3 * MS, queue_us=0),
-            StageTiming(rank=1, compute_us=4 * MS, queue_us=1 * MS),
+            StageTiming(rank=0, compute_us=3 * MS, queue_us=0, arrived_us=0),
+            StageTiming(rank=1, compute_us=4 * MS, queue_us=1 * MS, arrived_us=0),
         ],
     )
 

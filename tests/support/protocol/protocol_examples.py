@@ -122,7 +122,7 @@ EXAMPLES: dict[str, Frame] = {
     ),
     "extras": extras_frame(
         Extras(
-            timings=[StageTiming(0, 1500, 20), StageTiming(1, 1600, 35)],
+            timings=[StageTiming(0, 1500, 20, 70_000), StageTiming(1, 1600, 35, 9)],
             logprobs=[RowLogprobs(1, 31999, -0.5, [TopLogprob(31999, -0.5)])],
             routing=[StageExperts(9, 0, 2, 2, struct.pack("<4h", 6, 1, -1, -1))],
         ),

@@ -1,0 +1,159 @@
+"""Counters of the nodes behind a server, for Prometheus: rings, stages, links, machines.
+
+Knows what the reports of nodes say, and writes the latest ones. Must not know how they are asked
+for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from shardnet.wire.messages.diagnostics import LinkTraffic, NodeReport, RingLoad, RingWork
+from shardnet.wire.messages.membership import NodeInfo, ReportReply
+
+_LOAD: Final = {
+    "running": "Requests that run on the ring",
+    "waiting": "Requests that wait for the ring",
+    "paused": "Requests that make room for others",
+    "warm_slots": "Slots whose prefixes can be continued",
+    "room_slots": "Sequences that the ring runs at once at most",
+    "warm_blocks": "Blocks of the KV cache that warm slots hold, of one stage",
+    "used_blocks": "Blocks of the KV cache in use, of one stage",
+    "room_blocks": "Blocks of the KV cache there are, of one stage",
+}
+
+_WORK: Final = {
+    "steps": ("n_steps", "Steps that came round the ring", 1.0),
+    "wire_seconds": ("wire_us", "Time of steps beside all computing and queueing", 1e-6),
+    "prompts": ("n_prompts", "Prompts that began to run", 1.0),
+    "prefix_hits": ("n_prefix_hits", "Prompts whose beginning was in the KV cache", 1.0),
+    "prompt_tokens": ("n_prompt_tokens", "Tokens of prompts that began to run", 1.0),
+    "prefix_tokens": ("n_prefix_tokens", "Tokens of prompts that were in the KV cache", 1.0),
+}
+
+_NODE: Final = {
+    "uptime_seconds": ("uptime_s", "How long a node has run"),
+    "memory_bytes": ("memory_bytes", "Memory that a node may take for weights and KV cache"),
+    "memory_free_bytes": ("memory_free_bytes", "What of that is not taken by weights"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A node that reported. Its label is its name, with its id where another has the same."""
+
+    label: str
+    info: NodeInfo
+    report: NodeReport
+
+
+class RingMetrics(Collector):
+    """Writes the reports it was given last."""
+
+    def __init__(self) -> None:
+        self._nodes: tuple[_Node, ...] = ()
+        self._load: RingLoad | None = None
+
+    def take(self, replies: Iterable[ReportReply], load: RingLoad | None) -> None:
+        """Take the reports of nodes, and the load of the ring, which counts if no node has one."""
+        told = [(r.info, r.report) for r in replies if r.info is not None and r.report is not None]
+        names = Counter(info.name for info, _ in told)
+        self._nodes = tuple(
+            _Node(info.name if names[info.name] == 1 else f"{info.name} {info.node}", info, report)
+            for info, report in told
+        )
+        work = self._work
+        self._load = work.load if work is not None else load
+
+    @property
+    def _work(self) -> RingWork | None:
+        """What the ring of these nodes has done: the one with the most steps if there are more."""
+        works = [node.report.ring for node in self._nodes if node.report.ring is not None]
+        return max(works, key=lambda work: work.n_steps, default=None)
+
+    def collect(self) -> Iterator[Metric]:
+        """Write all metrics."""
+        yield from self._of_nodes()
+        for name, text in _LOAD.items():
+            value = 0 if self._load is None else getattr(self._load, name)
+            yield GaugeMetricFamily(f"shardnet_ring_{name}", text, value=value)
+        yield from self._of_ring()
+        yield from self._of_links()
+
+    def _of_nodes(self) -> Iterator[Metric]:
+        about = GaugeMetricFamily(
+            "shardnet_node_info",
+            "A node, its version and its device; always 1",
+            labels=["node", "version", "device"],
+        )
+        for node in self._nodes:
+            about.add_metric([node.label, node.info.version, node.info.device], 1)
+        yield about
+        for name, (field, text) in _NODE.items():
+            gauge = GaugeMetricFamily(f"shardnet_node_{name}", text, labels=["node"])
+            for node in self._nodes:
+                gauge.add_metric([node.label], getattr(node.info, field))
+            yield gauge
+
+    def _of_ring(self) -> Iterator[Metric]:
+        work = self._work
+        for name, (field, text, unit) in _WORK.items():
+            value = 0 if work is None else getattr(work, field) * unit
+            yield CounterMetricFamily(f"shardnet_ring_{name}", text, value=value)
+        for name, text in (
+            ("compute", "Time that a stage has computed"),
+            ("queue", "Time that steps have waited in a stage"),
+        ):
+            counter = CounterMetricFamily(
+                f"shardnet_stage_{name}_seconds", text, labels=["rank", "node"]
+            )
+            for stage in work.stages if work is not None else ():
+                value = getattr(stage, f"{name}_us") / 1e6
+                counter.add_metric([str(stage.rank), stage.name], value)
+            yield counter
+
+    def _of_links(self) -> Iterator[Metric]:
+        labels = ["node", "peer", "purpose"]
+        links = [(node, link) for node in self._nodes for link in node.report.links]
+        round_trip = GaugeMetricFamily(
+            "shardnet_link_round_trip_seconds", "Round trip of a link", labels=labels
+        )
+        up = GaugeMetricFamily("shardnet_links_up", "Links that are up", labels=labels)
+        sent = CounterMetricFamily("shardnet_link_sent_bytes", "Bytes sent", labels=labels)
+        received = CounterMetricFamily(
+            "shardnet_link_received_bytes", "Bytes received", labels=labels
+        )
+        failed = CounterMetricFamily(
+            "shardnet_link_failures", "Links that were broken", labels=labels
+        )
+        resent = CounterMetricFamily(
+            "shardnet_link_resent_segments", "Segments that TCP had to send again", labels=labels
+        )
+        for node, link in links:
+            where = [node.label, link.name, link.purpose]
+            up.add_metric(where, link.n_links)
+            sent.add_metric(where, link.sent_bytes)
+            received.add_metric(where, link.received_bytes)
+            failed.add_metric(where, link.n_failed)
+            if link.n_resent is not None:
+                resent.add_metric(where, link.n_resent)
+            if (round_trip_s := _round_trip_s(node.report, link)) is not None:
+                round_trip.add_metric(where, round_trip_s)
+        yield from (round_trip, up, sent, received, failed, resent)
+
+
+def _round_trip_s(report: NodeReport, link: LinkTraffic) -> float | None:
+    """Return the round trip of a link: the kernel's, or that of pings on a control link."""
+    if link.round_trip_us is not None:
+        return link.round_trip_us / 1e6
+    if link.purpose != "control":
+        return None
+    pinged = [view.rtt_s for view in report.peers if view.name == link.name]
+    return max((rtt_s for rtt_s in pinged if rtt_s is not None), default=None)

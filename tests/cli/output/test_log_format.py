@@ -1,0 +1,40 @@
+"""Lines on standard error as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from shardnet.api.server.settings import LogLine
+from shardnet_cli.output import log_format
+from shardnet_cli.output.exit_codes import say, say_over
+
+
+def test_lines_are_objects_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(log_format.VARIABLE, "text")  # what the format leaves there is taken back
+    logger = logging.getLogger("shardnet.test")
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    try:
+        say("first")
+        log_format.keep_log_format("json")
+        say("warning: the disk\nis full")
+        say(LogLine.of("GET / 200", status=200, message="not this one"))
+        logger.error("a bug in %s", "here")
+        say_over("a bar that would be overwritten")
+    finally:
+        root.handlers[:], root.level = before
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "first"
+    told = [json.loads(line) for line in lines]
+    assert [(entry["level"], entry["message"]) for entry in told] == [
+        ("warning", "the disk\nis full"),
+        ("info", "GET / 200"),
+        ("error", "a bug in here"),
+    ]
+    assert told[1]["status"] == 200
+    assert all(entry["time"].endswith("+00:00") for entry in told)

@@ -1,0 +1,94 @@
+"""A head's traces: the moments of every stage, moved to the head's clock."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+from support.cluster.scripted_node import ScriptedNode, serving
+
+from shardnet.cluster.peers import clocks
+from shardnet.cluster.peers.clocks import ClockOffset, compare_clock
+from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.ring.tracing import trace_pieces
+from shardnet.errors import ShardnetError
+from shardnet.runtime.engine.requests import StepTrace
+from shardnet.types import SamplingParams
+from shardnet.wire.messages.extras import StageTiming
+from shardnet.wire.messages.generation import Generate
+from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.sequences import Sampling
+from shardnet.wire.messages.traces import MAX_PIECE_STEPS, ClockRead, ReadClock, TracedStep
+
+MESSAGE = Generate(request=3, choice=ModelChoice(model="m"), sampling=Sampling.of(SamplingParams()))
+STEP = TracedStep(
+    1, 0, 1, 1, 1, 5000, 6000, [StageTiming(0, 9, 0, 5000), StageTiming(1, 9, 0, 905_500)]
+)
+
+
+def offset(at_us: int, ahead_us: float, within_us: float = 0) -> ClockOffset:
+    return ClockOffset(at_us=at_us, ahead_us=ahead_us, within_us=within_us)
+
+
+def test_a_clock_that_runs_fast_is_followed() -> None:
+    """It is 900 000 us ahead at first and 1000 us more at the end: half way there, by half."""
+    before = [offset(0, 0), offset(0, 900_000, 20)]
+    after = [offset(10_000, 0), offset(10_000, 901_000, 70)]
+    trace = StepTrace(submitted_us=4000, steps=[STEP], n_left_out=2)
+    [piece] = trace_pieces(MESSAGE, trace, ["anna", "bert"], before, after)
+    assert [timing.arrived_us for timing in piece.steps[0].timings] == [5000, 5000]
+    assert (piece.request, piece.submitted_us, piece.n_left_out) == (3, 4000, 2)
+    assert piece.clocks_within_us == [0, 70]
+
+
+@pytest.mark.parametrize("n_steps", [0, 1, MAX_PIECE_STEPS, MAX_PIECE_STEPS + 1])
+def test_a_long_trace_travels_in_pieces(n_steps: int) -> None:
+    same = [offset(0, 0)] * 2
+    steps = [replace(STEP, step=step) for step in range(n_steps)]
+    trace = StepTrace(submitted_us=0, steps=steps)
+    pieces = list(trace_pieces(MESSAGE, trace, ["anna", "bert"], same, same))
+    assert [step for piece in pieces for step in piece.steps] == steps
+    assert len(pieces) == max(1, -(-n_steps // MAX_PIECE_STEPS))
+
+
+def test_a_clock_is_compared_over_a_link_that_is_slow_at_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of several readings the quickest counts: a delay one way only would look like an offset."""
+    now_us = 0
+    delays_us = iter([(700, 10), (10, 10), (10, 400), (5, 900), (300, 0)])
+    monkeypatch.setattr(clocks, "now_us", lambda: now_us)
+
+    class Peer(ScriptedNode):
+        async def handle(self, control: ControlLink, message: Incoming) -> None:
+            nonlocal now_us
+            assert isinstance(message, ReadClock)
+            there_us, back_us = next(delays_us)
+            now_us += there_us
+            theirs_us = now_us + 5_000_000
+            control.send(
+                ClockRead(request=message.request, received_us=theirs_us, sent_us=theirs_us)
+            )
+            now_us += back_us
+
+    async def refuse(control: ControlLink, message: Incoming) -> None:
+        raise ShardnetError("it only asks")
+
+    async def main() -> ClockOffset:
+        async with serving(Peer()) as link, asyncio.TaskGroup() as tasks:
+            control = ControlLink(link, refuse)
+            reading = tasks.create_task(_read(control))
+            found = await compare_clock(control)
+            reading.cancel()
+            return found
+
+    found = asyncio.run(main())
+    assert (found.ahead_us, found.within_us) == (5_000_000, 10)
+
+
+async def _read(control: ControlLink) -> None:
+    try:
+        await control.serve()
+    except ShardnetError:
+        return
