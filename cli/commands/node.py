@@ -73,6 +73,7 @@ class _Flags:
     threads: int
     cache_limit_bytes: int | None
     share_rate: int | None
+    prefix_cache_bytes: int
     peers: tuple[str, ...]
     no_mdns: bool
     access: Access
@@ -172,6 +173,16 @@ def node(
             show_default=False,
         ),
     ] = "",
+    prefix_cache: Annotated[
+        str,
+        typer.Option(
+            "--prefix-cache",
+            metavar="20GiB",
+            help="Disk space for long prompts that are not computed again. Default: none.",
+            envvar="SHARDNET_PREFIX_CACHE",
+            show_default=False,
+        ),
+    ] = "",
     peer: Peer = None,
     no_mdns: NoMdns = False,
     offline: Offline = False,
@@ -208,6 +219,7 @@ def node(
         threads=threads,
         cache_limit_bytes=parse_size(cache_limit, "--cache-limit") if cache_limit else None,
         share_rate=(parse_size(share_rate, "--share-rate") or None) if share_rate else None,
+        prefix_cache_bytes=parse_size(prefix_cache, "--prefix-cache") if prefix_cache else 0,
         peers=tuple(check_addresses(peer)),
         no_mdns=no_mdns,
         access=access,
@@ -270,6 +282,7 @@ async def _run(flags: _Flags) -> None:
         cache=cache_dir(os.environ),
         models=ModelCache(cache_dir(os.environ), flags.cache_limit_bytes),
         share_rate=flags.share_rate,
+        prefix_cache_bytes=flags.prefix_cache_bytes,
         log=say,
         identity=identity,
         discovery=None

@@ -17,7 +17,7 @@ from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.head.wire_loss import WireLoss
-from shardnet.cluster.machine.folders import PACKS_FOLDER
+from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER
 from shardnet.cluster.measuring.figure_cache import FigureCache
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement_service import MeasurementService
@@ -34,6 +34,7 @@ from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
 from shardnet.cluster.ring.dialer import Dialer
+from shardnet.cluster.ring.prefix_orders import PrefixOrders
 from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
@@ -41,6 +42,7 @@ from shardnet.cluster.sharing.send_rate import SendRate
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.runtime.stage.executor import Executor
+from shardnet.stage.prefixes.prefix_store import PrefixStore
 from shardnet.transport.link import Link
 
 
@@ -127,7 +129,10 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
     """Build what loads a stage, and what measures this node, over its links."""
     peers = links.peers
     disk = DiskJobs("shardnet-disk", niceness=10)
-    host = StageHost(dial=links.dial_data, packs=settings.cache / PACKS_FOLDER)
+    prefixes = None
+    if settings.prefix_cache_bytes:
+        prefixes = PrefixStore(settings.cache / PREFIXES_FOLDER, settings.prefix_cache_bytes)
+    host = StageHost(dial=links.dial_data, packs=settings.cache / PACKS_FOLDER, prefixes=prefixes)
     sharing = Sharing(
         node=settings.node,
         name=settings.name,
@@ -251,7 +256,8 @@ def build_services(
         head=head,
     )
     handlers = MessageHandlers()
-    for room in (messages, stage.orders, stage.measuring, head, clients, lists, reporter):
+    prefixes = PrefixOrders(stage.host)
+    for room in (messages, stage.orders, prefixes, stage.measuring, head, clients, lists, reporter):
         room.register(handlers)
     dispatcher = Dispatcher(
         own_hello=links.dialer.hello,

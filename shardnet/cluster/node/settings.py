@@ -22,7 +22,8 @@ class NodeSettings:
     nodes; `share_rate` limits the bytes per second that this node sends of its weights, None does
     not. Without `identity` links are neither encrypted nor authenticated. `discovery` finds other
     nodes and advertises this one; without it only `peers` and their peers are known. `cache` is
-    the folder for figures, the last run and other things that can be made again.
+    the folder for figures, the last run and other things that can be made again; finished prompts
+    take at most `prefix_cache_bytes` of it, 0 for none.
     """
 
     node: NodeId
@@ -37,6 +38,7 @@ class NodeSettings:
     share_rate: float | None = None
     identity: Identity | None = None
     discovery: Discovery | None = None
+    prefix_cache_bytes: int = 0
 
     @property
     def cluster(self) -> str | None:

@@ -48,8 +48,10 @@ from shardnet.wire.messages.membership import (
 from shardnet.wire.messages.plans import PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
+    FindPrefix,
     LoadProgress,
     LoadStage,
+    RestorePrefix,
     RingBroken,
     UnloadStage,
 )
@@ -75,6 +77,8 @@ ControlRequest = (
     | LoadStage
     | ConnectRing
     | UnloadStage
+    | FindPrefix
+    | RestorePrefix
     | PlanRequest
     | LastRunRequest
     | Generate

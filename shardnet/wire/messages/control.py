@@ -58,8 +58,12 @@ from shardnet.wire.messages.membership import (
 from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
+    FindPrefix,
     LoadProgress,
     LoadStage,
+    PrefixFound,
+    PrefixRestored,
+    RestorePrefix,
     RingBroken,
     StageReady,
     UnloadStage,
@@ -116,6 +120,10 @@ ControlMessage = (
     | ConnectRing
     | RingBroken
     | UnloadStage
+    | FindPrefix
+    | PrefixFound
+    | RestorePrefix
+    | PrefixRestored
     | Done
     | Failed
     | PlanRequest

@@ -77,7 +77,7 @@ class Status(Tagged, frozen=True, kw_only=True):
 class RingLoad(Strict, frozen=True, kw_only=True):
     """What a ring has in hand: requests, slots that lie warm, and KV blocks of one stage.
 
-    Warm slots' blocks are among the used ones.
+    Warm slots' blocks are among the used ones. `restored_positions` of prompts were read from disk.
     """
 
     running: U32
@@ -87,6 +87,7 @@ class RingLoad(Strict, frozen=True, kw_only=True):
     warm_blocks: U32
     used_blocks: U32
     room_blocks: U32
+    restored_positions: Count = 0
 
 
 class StatusReply(Tagged, frozen=True, kw_only=True):
