@@ -20,6 +20,7 @@ _RING: Final = {
     "warm_slots": "Slots whose prefixes can be continued",
     "used_blocks": "Blocks of the KV cache in use, of one stage",
     "room_blocks": "Blocks of the KV cache there are, of one stage",
+    "restored_positions": "Positions of prompts that were read from disk instead of computed",
 }
 
 

@@ -79,7 +79,7 @@ def test_a_long_prompt_is_read_after_a_restart(tmp_path: Path) -> None:
     expected, short = asyncio.run(first())
     found, state, n_restored = asyncio.run(again())
     assert found.token_ids == expected.token_ids
-    assert (expected.n_reused, short.n_reused, found.n_reused) == (0, 0, 512)
+    assert [each.usage.n_reused for each in (expected, short, found)] == [0, 0, 512]
     assert (n_restored, state and state.restored_positions) == (512, 512)
     for name, layers in (("anna", "layer 0"), ("bert", "layer 1")):
         [stored] = stored_prefixes(tmp_path / name / "prefixes")

@@ -97,10 +97,11 @@ def test_a_sequence_that_is_paused_while_it_waits_is_computed_later() -> None:
     """An older one grows to where there is no room for both."""
     book = scheduler(room_blocks=5)
     book.submit(wanted(ONE, n_stored=0, prompt=PROMPT[:510]))
-    [step] = [each for each in book.next_instructions() if isinstance(each, SendStep)]
+    steps = [each for each in book.next_instructions() if isinstance(each, SendStep)]
     book.submit(wanted(TWO, prompt=PROMPT[::-1]))
     assert [type(each) for each in book.next_instructions()] == [RestorePrefix]
-    book.on_tokens(step.batch.step, [7] * step.batch.n_sampled)
+    for step in steps:
+        book.on_tokens(step.batch.step, [7] * step.batch.n_sampled)
     rest = run(book)
     assert [each.sequence_id for each in operations(rest, CloseSequence)] == [ONE, TWO]
     [opened] = operations(rest, OpenSequence)
