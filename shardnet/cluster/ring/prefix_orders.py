@@ -39,7 +39,7 @@ async def find_prefix(host: StageHost, message: FindPrefix) -> PrefixFound:
             bytes_per_s=prefixes.files.store.bytes_per_s,
         )
 
-    return await host.on_prefixes(message.ring, message.epoch, find)
+    return await host.on_prefixes(message.ring, message.epoch, find, is_long=False)
 
 
 async def restore_prefix(host: StageHost, message: RestorePrefix) -> PrefixRestored:
@@ -49,7 +49,7 @@ async def restore_prefix(host: StageHost, message: RestorePrefix) -> PrefixResto
     def restore(prefixes: StagePrefixes) -> bool:
         return prefixes.restore(SequenceId(message.sequence_id), message.keys, token_ids)
 
-    is_whole = await host.on_prefixes(message.ring, message.epoch, restore)
+    is_whole = await host.on_prefixes(message.ring, message.epoch, restore, is_long=True)
     return PrefixRestored(request=message.request, is_whole=is_whole)
 
 

@@ -185,8 +185,12 @@ class StageHost:
             membership.is_loaded = True
             return self.loaded, reused
 
-    async def on_prefixes(self, ring: str, epoch: int, job: Callable[[StagePrefixes], T]) -> T:
+    async def on_prefixes(
+        self, ring: str, epoch: int, job: Callable[[StagePrefixes], T], *, is_long: bool
+    ) -> T:
         """Run `job` with the prefixes of this node's stage, on a thread that reads files.
+
+        A job that `is_long` waits for others of its kind, and holds up no short one.
 
         Raises UsageError unless this node is a member of that ring and keeps prefixes, what `job`
         raises, and DiskSilentError if the disk does not answer.
@@ -195,7 +199,9 @@ class StageHost:
         prefixes = self.loaded.prefixes if self.loaded is not None else None
         if prefixes is None:
             raise UsageError("this node keeps no prefixes of this model on disk")
-        return await self._prefix_disk.run(prefixes.files.store.folder, partial(job, prefixes))
+        folder = prefixes.files.store.folder
+        place = folder if is_long else f"the list of {folder}"
+        return await self._prefix_disk.run(place, partial(job, prefixes))
 
     async def measure(
         self,

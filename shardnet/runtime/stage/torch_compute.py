@@ -20,6 +20,7 @@ from shardnet.runtime.stage.sampling_stage import SamplingStage
 from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
 from shardnet.stage.stage_model import Run, StageModel
 from shardnet.types import (
+    BLOCK_POSITIONS,
     CloseSequence,
     FreeSlot,
     MicroBatch,
@@ -81,7 +82,7 @@ class TorchCompute:
                     del self._owners[slot]
                     self._keep(slot, n_kept, None)
                     if self.prefixes is not None and operation.stored:
-                        self.prefixes.save(slot, operation.stored)
+                        self.prefixes.save(slot, operation.stored[: n_kept // BLOCK_POSITIONS])
             case FreeSlot(slot=slot):
                 if slot not in self._owners:
                     self._keep(slot, 0, None)

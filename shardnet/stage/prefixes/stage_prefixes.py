@@ -102,6 +102,8 @@ class StagePrefixes:
         self._saving: list[_Saving] = []
         self._writing: list[Future[None]] = []
         self._restored: dict[SequenceId, _Restored] = {}
+        self._wanted: dict[SequenceId, object] = {}
+        """The latest call of `restore` for each sequence: an older one may come late."""
         self._is_closed = False
         kv.before_write = self._before_write
 
@@ -117,7 +119,7 @@ class StagePrefixes:
 
         Nothing is written where too much waits already.
         """
-        if self._is_closed:
+        if self._is_closed or not keys:
             return
         contents = self._kv.contents(slot)
         n_bytes = len(keys) * self.block_bytes
@@ -139,6 +141,7 @@ class StagePrefixes:
         Raises UsageError if that is not what is here, CapacityError as KvCache.adopt.
         """
         restored = self._restored.pop(sequence_id, None)
+        self._wanted.pop(sequence_id, None)
         if restored is None or restored.n_blocks * BLOCK_POSITIONS != n_positions:
             raise UsageError(f"{n_positions} positions were not read for sequence {sequence_id}")
         self._kv.adopt(slot, restored.contents, restored.n_blocks)
@@ -146,7 +149,8 @@ class StagePrefixes:
         return restored.token_ids
 
     def clear(self) -> None:
-        """Forget what was read. What is being written is written to its end."""
+        """Forget what was read or is being read. What is written is written to its end."""
+        self._wanted.clear()
         self._restored.clear()
 
     def _before_write(self, slot: SlotId, begin: int, keys: Sequence[Tensor]) -> None:
@@ -179,17 +183,31 @@ class StagePrefixes:
 
         Returns whether all of them came. Without any keys what was read before is forgotten.
         """
+        self._restored.pop(sequence_id, None)
+        self._wanted.pop(sequence_id, None)
         if not keys:
-            self._restored.pop(sequence_id, None)
             return True
+        this = self._wanted[sequence_id] = object()
+        contents = self._read(keys, token_ids)
+        if contents is None or self._wanted.get(sequence_id) is not this:
+            return False
+        while len(self._restored) >= MAX_RESTORED:
+            self._restored.pop(next(iter(self._restored)), None)
+        self._restored[sequence_id] = _Restored(
+            contents=contents, n_blocks=len(keys), token_ids=token_ids
+        )
+        return True
+
+    def _read(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> SlotContents | None:
+        """Read blocks to memory; None if one is missing, or there is no room."""
         n_blocks = len(keys)
         if n_blocks > self._kv.room_blocks or len(token_ids) != n_blocks * BLOCK_POSITIONS:
-            return False
+            return None
         began = time.perf_counter()
         try:
             contents = self._kv.new_contents(n_blocks)
         except CapacityError:
-            return False
+            return None
         n_bytes = 0
         paths = []
         for part in self._parts:
@@ -197,18 +215,13 @@ class StagePrefixes:
             for block in range(first_block(n_blocks, part.window), n_blocks):
                 path = self._files.path(keys[block], part.name)
                 if not self._files.read(path, keys[block], _bytes_of(buffer)):
-                    return False
+                    return None
                 contents.write_block(part.layers, block, buffer)
                 n_bytes += buffer.numel()
                 paths.append((block, path))
         self._files.store.measured(n_bytes, time.perf_counter() - began)
         self._files.touch([path for _, path in sorted(paths)])
-        while len(self._restored) >= MAX_RESTORED:
-            self._restored.pop(next(iter(self._restored)), None)
-        self._restored[sequence_id] = _Restored(
-            contents=contents, n_blocks=n_blocks, token_ids=token_ids
-        )
-        return True
+        return contents
 
     def settle(self, timeout_s: float) -> None:
         """Wait until everything is written, at most `timeout_s`."""
