@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -19,7 +20,7 @@ from ..finding.target import Target, open_target
 from ..flags.cluster_access import Access
 from ..flags.http_options import HttpOptions
 from ..flags.option_groups import takes_groups
-from ..flags.options import Json
+from ..flags.options import Json, PrefixCache, parse_prefix_cache
 from ..flags.ring_options import RingOptions, Wanted
 from ..output.exit_codes import counted, run_command, say, write_out
 from .node import stop_signal
@@ -46,6 +47,7 @@ def serve(
     ] = DEFAULT_PORT,
     http: HttpOptions,
     ring: RingOptions,
+    prefix_cache: PrefixCache = "",
     access: Access,
     as_json: Json = False,
 ) -> None:
@@ -54,7 +56,8 @@ def serve(
     Asks the nodes of --nodes or --local, else the node of this machine, else the nearest one found
     on the network; without any, the model runs in this process. Prints one line when it is ready.
     """
-    run_command(_run(host, port, http, ring.wanted(access), as_json=as_json))
+    wanted = replace(ring.wanted(access), prefix_cache_bytes=parse_prefix_cache(prefix_cache))
+    run_command(_run(host, port, http, wanted, as_json=as_json))
 
 
 async def _run(host: str, port: int, http: HttpOptions, wanted: Wanted, *, as_json: bool) -> None:
