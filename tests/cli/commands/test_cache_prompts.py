@@ -54,5 +54,5 @@ def test_status_tells_of_prompts_where_any_are_kept() -> None:
     )
     stage = replace(stage, prefixes=kept)
     assert _prefix_lines(stage) == [
-        "prompts  3.0 GiB of 20.0 GiB on disk, 1024 positions saved, 512 restored"
+        "prompts  3.00 GiB of 20.00 GiB on disk, 1024 positions saved, 512 restored"
     ]

@@ -174,7 +174,7 @@ def loading_never_ends(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     began, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def load_for_ever(
-        order: object, memory_bytes: int, report: Callable[[int, int], None], packs: object
+        order: object, memory_bytes: int, report: Callable[[int, int], None], *stores: object
     ) -> None:
         loop.call_soon_threadsafe(began.set)
         while True:
