@@ -127,7 +127,9 @@ class StagePrefixes:
         if waiting and sum(each.n_bytes for each in waiting) + n_bytes > MAX_WAITING_BYTES:
             return
         if self._kv.device.type != "cpu":
-            contents = _copied(contents)  # other threads must keep off the device's graphs
+            begin = self._first_missing(keys) * BLOCK_POSITIONS
+            # Other threads must keep off the device, whose graphs are captured.
+            contents = _copied(contents, begin, len(keys) * BLOCK_POSITIONS)
         saving = _Saving(
             contents=contents, keys=keys, end=len(keys) * BLOCK_POSITIONS, n_bytes=n_bytes
         )
@@ -152,6 +154,13 @@ class StagePrefixes:
         """Forget what was read or is being read. What is written is written to its end."""
         self._wanted.clear()
         self._restored.clear()
+
+    def _first_missing(self, keys: Sequence[bytes]) -> int:
+        """Return the first block that is not on disk whole, of layers without a window if any."""
+        names = self._files.names()
+        part = self._parts[0]
+        are_here = (self._files.path(key, part.name).name in names for key in keys)
+        return next((block for block, is_here in enumerate(are_here) if not is_here), len(keys))
 
     def _before_write(self, slot: SlotId, begin: int, keys: Sequence[Tensor]) -> None:
         for saving in [*self._saving] if self._saving else ():
@@ -247,7 +256,11 @@ class StagePrefixes:
     def _write_blocks(self, saving: _Saving) -> None:
         names = self._files.names()
         files = [*self._files_of(saving)]
-        missing = [file for file in files if file[2].name not in names]
+        missing = [
+            (block, part, path)
+            for block, part, path in files
+            if path.name not in names and block >= part.first_held(saving.contents)
+        ]
         wanted = sum(part.size_bytes for _, part, _ in missing)
         keep = {path for _, _, path in files}
         room = self._files.store.make_room(wanted, keep) if wanted else 0
@@ -270,8 +283,7 @@ class StagePrefixes:
         """List the files of a slot, block by block."""
         for block, key in enumerate(saving.keys):
             for part in self._parts:
-                if block >= part.first_held(saving.contents):
-                    yield block, part, self._files.path(key, part.name)
+                yield block, part, self._files.path(key, part.name)
 
 
 def _parts(kv: KvCache) -> Iterator[_Part]:
@@ -281,12 +293,17 @@ def _parts(kv: KvCache) -> Iterator[_Part]:
         yield _Part(window=window, layers=layers, size_bytes=contents.block_bytes(layers))
 
 
-def _copied(contents: SlotContents) -> SlotContents:
-    return SlotContents(
-        keys=[tensor.cpu() for tensor in contents.keys],
-        values=[tensor.cpu() for tensor in contents.values],
-        firsts=contents.firsts,
-    )
+def _copied(contents: SlotContents, begin: int, end: int) -> SlotContents:
+    """Copy positions `[begin, end)` to the CPU, of each layer those that it holds."""
+    firsts = [max(first, begin) for first in contents.firsts]
+
+    def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            tensor[:, first - held : max(first, end) - held].cpu()
+            for tensor, first, held in zip(tensors, firsts, contents.firsts, strict=True)
+        ]
+
+    return SlotContents(keys=copied(contents.keys), values=copied(contents.values), firsts=firsts)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

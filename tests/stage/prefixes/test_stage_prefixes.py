@@ -133,3 +133,23 @@ def test_only_what_was_read_whole_for_a_sequence_is_adopted(stage: Stage) -> Non
         stage.prefixes.adopt(ONE, OTHER, 512)
     with pytest.raises(UsageError, match="256 positions"):
         stage.prefixes.adopt(SequenceId(2), OTHER, 256)
+
+
+def test_of_a_slot_on_a_device_only_what_is_missing_is_copied(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KvCache, "device", property(lambda kv: torch.device("cuda")))
+    for n_blocks in (1, 3):
+        stage.fill(SLOT, n_blocks * 256, begin=stage.kv.blocks_used * 256)
+        go = threading.Event()
+        stage.prefixes._thread.submit(go.wait)
+        stage.prefixes.save(SLOT, KEYS[:n_blocks])
+        [saving] = stage.prefixes._saving
+        go.set()
+        stage.prefixes.settle(10.0)
+    assert saving.contents.firsts == [256, 256]
+    assert saving.contents.keys[0].shape[1] == 512
+    assert stage.prefixes.restore(ONE, KEYS[:3], range(768))
+    stage.prefixes.adopt(ONE, OTHER, 768)
+    assert stage.rows(OTHER, 0) == [*range(768)]
+    assert stage.rows(OTHER, 1) == [*range(256, 768)]
