@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from support.soak import examples
 
 from shardnet.errors import UsageError
 from shardnet.model.cache.kv_cache import KvCache
@@ -24,10 +27,10 @@ ONE = SequenceId(1)
 class Stage:
     """A cache of two layers, the second with a window, whose prefixes are on disk."""
 
-    def __init__(self, folder: Path, windows: tuple[int | None, ...] = (None, 300)) -> None:
+    def __init__(self, folder: Path, limit_bytes: int = 1 << 30) -> None:
         cpu = torch.device("cpu")
-        self.kv = KvCache(2, 1, 4, torch.float32, cpu, 16, windows=windows, value_size=0)
-        files = PrefixStore(folder, 1 << 30).of_stage("a", "/m", "layers 0-1")
+        self.kv = KvCache(2, 1, 4, torch.float32, cpu, 16, windows=(None, 300), value_size=0)
+        files = PrefixStore(folder, limit_bytes).of_stage("a", "/m", "layers 0-1")
         self.prefixes = StagePrefixes(self.kv, files)
 
     def fill(self, slot: SlotId, n_positions: int, begin: int = 0, value: float = 0.0) -> None:
@@ -153,3 +156,41 @@ def test_of_a_slot_on_a_device_only_what_is_missing_is_copied(
     stage.prefixes.adopt(ONE, OTHER, 768)
     assert stage.rows(OTHER, 0) == [*range(768)]
     assert stage.rows(OTHER, 1) == [*range(256, 768)]
+
+
+def test_what_comes_from_a_crowded_folder_is_always_what_was_asked_for(tmp_path: Path) -> None:
+    """Two nodes write and read four prompts in room for about two, and files get damaged."""
+    choices = random.Random(0)
+    stages = [Stage(tmp_path, limit_bytes=10 * 2 * 256 * 4 * 4) for _ in range(2)]
+    n_read = n_missing = 0
+    for number in range(examples(150)):
+        stage, prompt = choices.choice(stages), choices.randrange(4)
+        n_blocks = choices.randint(1, 4)
+        keys = [bytes([prompt, block]) * 8 for block in range(n_blocks)]
+        if choices.random() < 0.4:
+            stage.fill(SLOT, n_blocks * 256 + 1, value=1e4 * prompt)
+            stage.prefixes.save(SLOT, keys)
+            stage.kv.free(SLOT)
+            if choices.random() < 0.7:
+                stage.prefixes.settle(10.0)
+        elif stage.prefixes.restore(ONE, keys, range(n_blocks * 256)):
+            stage.prefixes.adopt(ONE, OTHER, n_blocks * 256)
+            expected = [position + 1e4 * prompt for position in range(n_blocks * 256)]
+            if stage.rows(OTHER, 0) != expected:
+                break
+            if stage.rows(OTHER, 1) != expected[stage.kv.first(OTHER, 1) :]:
+                break
+            n_read += 1
+        else:
+            n_missing += 1
+        files = [*tmp_path.glob("*/*.kv"), *tmp_path.glob("*/*.w300")]
+        if number % 20 == 19 and files:
+            damaged = choices.choice(files)
+            with contextlib.suppress(FileNotFoundError):
+                damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    for stage in stages:
+        stage.prefixes.settle(10.0)
+        stage.prefixes.close()
+    assert number == examples(150) - 1
+    assert n_read > 10
+    assert n_missing > 10
