@@ -40,7 +40,7 @@ _SUMMARIES: Final = {
     "unload": "Free the model on every node of the ring.",
     "doctor": "Diagnose the cluster: what is wrong, where, and what to do.",
     "key": "Make, enter or show the cluster key.",
-    "cache": "List or delete cached weights: from other nodes, or quantised.",
+    "cache": "List or delete what is cached on disk: weights and long prompts.",
 }
 """The commands, in the order of --help."""
 

@@ -26,7 +26,7 @@ from ..output.exit_codes import counted, fail, one_line, say, write_out
 MIB = 2**20
 
 cache_app = typer.Typer(
-    name="cache", help="List or delete cached weights, from other nodes or quantised, and prompts.",
+    name="cache", help="List or delete what is cached on disk: weights and long prompts.",
     no_args_is_help=True,
 )  # fmt: skip
 

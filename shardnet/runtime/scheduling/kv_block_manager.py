@@ -37,6 +37,11 @@ class Slot:
     is_warm: bool = False
     used_at: int = 0
 
+    def note_answered(self, position: int, end: int) -> None:
+        """Note that rows `[position, end)` were answered. Rows are answered in their order."""
+        if position <= self.n_answered:
+            self.n_answered = end
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:

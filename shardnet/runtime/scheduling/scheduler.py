@@ -23,7 +23,7 @@ from itertools import islice
 from shardnet.constraints import MAX_STEP_MASK_BYTES, RowMask, TokenMask
 from shardnet.errors import LocalProtocolError, ShardnetError
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
-from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, Slot, common_prefix
+from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, common_prefix
 from shardnet.runtime.scheduling.sequences import (
     FinishReason,
     Instruction,
@@ -399,7 +399,8 @@ class Scheduler:
     ) -> Iterable[Outcome]:
         """Append the sampled tokens of a live sequence up to the first rejected draft."""
         if not sampled:
-            _note_answered(sequence.slot, group.position, group.position + group.n_rows)
+            if sequence.slot is not None:
+                sequence.slot.note_answered(group.position, group.position + group.n_rows)
             if sequence.request.max_tokens == 0 and group.position + group.n_rows == len(
                 sequence.tokens
             ):
@@ -428,9 +429,11 @@ class Scheduler:
 
         Those from `position` on have just been answered.
         """
-        if sequence.slot is not None:
-            sequence.n_sent = sequence.slot.n_held = n_positions
-            _note_answered(sequence.slot, position, n_positions)
+        slot = sequence.slot
+        if slot is not None:
+            sequence.n_sent = slot.n_held = n_positions
+            if position <= slot.n_answered:  # as Slot.note_answered, at each token's cost
+                slot.n_answered = n_positions
 
     def _finish(self, sequence: LiveSequence, reason: FinishReason) -> SequenceFinished:
         self._queue.end(sequence, keep_warm=True)
@@ -443,12 +446,6 @@ class Scheduler:
         if is_full or sequence.n_generated >= sequence.request.max_tokens:
             return FinishReason.LENGTH
         return None
-
-
-def _note_answered(slot: Slot | None, position: int, end: int) -> None:
-    """Note that all stages have computed rows `[position, end)`, in order of position."""
-    if slot is not None and position <= slot.n_answered:
-        slot.n_answered = end
 
 
 def _masked(

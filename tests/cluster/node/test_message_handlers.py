@@ -35,7 +35,12 @@ from shardnet.wire.messages.membership import (
     StatusReply,
 )
 from shardnet.wire.messages.plans import NodeProgress, PlanReply
-from shardnet.wire.messages.stages import LoadProgress, StageReady
+from shardnet.wire.messages.stages import (
+    LoadProgress,
+    PrefixFound,
+    PrefixRestored,
+    StageReady,
+)
 from shardnet.wire.messages.tokens import Detokenized, Tokenized
 
 ANSWERS = {
@@ -50,6 +55,8 @@ ANSWERS = {
     ModelsListed,
     NodeProgress,
     PlanReply,
+    PrefixFound,
+    PrefixRestored,
     Redirect,
     ReportReply,
     RowsPiece,
