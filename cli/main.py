@@ -42,7 +42,7 @@ _SUMMARIES: Final = {
     "doctor": "Diagnose the cluster: what is wrong, where, and what to do.",
     "key": "Make, enter or show the cluster key.",
     "service": "Run a node or a server at boot, by systemd or launchd.",
-    "cache": "List or delete cached weights: from other nodes, or quantised.",
+    "cache": "List or delete what is cached on disk: weights and long prompts.",
 }
 """The commands, in the order of --help."""
 

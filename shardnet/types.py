@@ -43,6 +43,14 @@ Its layers keep their window and so many rows (design decision 6).
 """
 
 
+STORED_PREFIX_POSITIONS = 512
+"""Prompts of at least so many positions are kept on disk, where nodes keep any."""
+
+MAX_STORED_BLOCKS = 3500
+"""Blocks of one prompt that are kept on disk: their keys fit a SEQUENCE frame."""
+
+BLOCK_KEY_BYTES = 16
+
 STATE_SLOTS = 8
 """Slots, warm ones included, of a model whose layers keep a state: each takes room for all of it.
 
@@ -477,7 +485,8 @@ class TokenLogprobs:
 class OpenSequence:
     """A slot operation: a sequence takes a slot.
 
-    Its first `n_kept` positions stay as they are, or are copied from the slot `source`. Its output
+    Its first `n_kept` positions stay as they are, are copied from the slot `source`, or with
+    `is_restored` are those that every stage has read from its disk for this sequence. Its output
     begins at position `n_prompt`; `stop_ids` are those that `min_tokens` holds back. Only the tail
     uses `sampling` and `stop_ids`.
     """
@@ -487,6 +496,7 @@ class OpenSequence:
     sampling: SamplingParams
     n_kept: int = 0
     source: SlotId | None = None
+    is_restored: bool = False
     n_prompt: int = 0
     stop_ids: tuple[int, ...] = ()
     outputs: OutputParams = NO_OUTPUTS
@@ -496,12 +506,14 @@ class OpenSequence:
 class CloseSequence:
     """A slot operation: a sequence leaves its slot.
 
-    The slot keeps the first `n_kept` positions for another sequence; with 0 it is free.
+    The slot keeps the first `n_kept` positions for another sequence; with 0 it is free. Its first
+    blocks are kept on disk too, under the keys `stored`.
     """
 
     sequence_id: SequenceId
     slot: SlotId
     n_kept: int = 0
+    stored: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

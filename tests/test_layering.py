@@ -48,7 +48,7 @@ ROOMS: dict[str, list[str]] = {
     "model": ["config", "kernels", "cache", "layers", "fused", "families", "sampling"],
     "checkpoint": ["tensors", "quantization", "formats", ""],
     "tokenizers": ["chat", "backends", "formats", "", "grammar"],
-    "stage": ["estimate", "streaming", ""],
+    "stage": ["estimate", "streaming", "prefixes", ""],
     "runtime": ["scheduling", "stage", "ring", "engine"],
     "cluster": [
         "machine",

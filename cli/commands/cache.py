@@ -1,4 +1,6 @@
-"""`shardnet cache`: weights on this machine's disk, from other nodes or quantised."""
+"""`shardnet cache`: what lies on this machine's disk: weights from other nodes or quantised,
+finished prompts.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,13 @@ from typing import Annotated
 
 import typer
 
-from shardnet.cluster.machine.folders import PACKS_FOLDER, cache_dir
+from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER, cache_dir
 from shardnet.cluster.store.model_cache import CachedModel, ModelCache
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.stage.pack_cache import PackedModel, packed_models
 from shardnet.stage.pack_cache import remove as remove_packed
+from shardnet.stage.prefixes.prefix_store import PrefixesOfModel, stored_prefixes
+from shardnet.stage.prefixes.prefix_store import remove as remove_prefixes
 
 from ..flags.completion import cached_ids
 from ..flags.options import Json
@@ -22,22 +26,27 @@ from ..output.exit_codes import counted, fail, one_line, say, write_out
 MIB = 2**20
 
 cache_app = typer.Typer(
-    name="cache", help="List or delete cached weights: from other nodes, or quantised.",
+    name="cache", help="List or delete what is cached on disk: weights and long prompts.",
     no_args_is_help=True,
 )  # fmt: skip
 
 
 @cache_app.command("ls")
 def list_models(as_json: Json = False) -> None:
-    """List the models in the cache, the one used last first."""
+    """List what is in the cache: models, quantised weights, prompts, each used last first."""
     cache = ModelCache(cache_dir(os.environ))
     try:
         models = cache.models()
     except ShardnetError as error:
         fail(str(error))
     packs = packed_models(cache.folder / PACKS_FOLDER)
+    prompts = stored_prefixes(cache.folder / PREFIXES_FOLDER)
     if as_json:
-        listed = [*map(_as_json, models), *map(_packed_as_json, packs)]
+        listed = [
+            *map(_as_json, models),
+            *map(_packed_as_json, packs),
+            *map(_prefixes_as_json, prompts),
+        ]
         write_out(json.dumps(listed))
         return
     for model in models:
@@ -51,6 +60,12 @@ def list_models(as_json: Json = False) -> None:
         write_out(
             f"{packed.folder.name[:12]}  {packed.size_bytes / MIB:.1f} MiB, {packed.quant}  used "
             f"{age} ago  {one_line(packed.model)}"
+        )
+    for prefixes in prompts:
+        age = _age(time.time() - prefixes.used_s)
+        write_out(
+            f"{prefixes.folder.name[:12]}  {prefixes.size_bytes / MIB:.1f} MiB of prompts  used "
+            f"{age} ago  {prefixes.layers} of {one_line(prefixes.model)}"
         )
     quantised = f" and {counted(len(packs), 'quantised model')}" if packs else ""
     say(f"{counted(len(models), 'model')}{quantised} in {cache.folder}")
@@ -70,7 +85,7 @@ def remove(
         bool, typer.Option("--all", help="Delete all that no node uses.")
     ] = False,
 ) -> None:
-    """Delete models from the cache. Those that a node uses stay."""
+    """Delete models, quantised weights or prompts. Models that a node uses stay."""
     if everything == bool(model_id):
         raise typer.BadParameter("name one model by the first digits of its id, or give --all")
     cache = ModelCache(cache_dir(os.environ))
@@ -83,7 +98,16 @@ def remove(
         if not remove_packed(packed):
             fail(f"{packed.folder} cannot be deleted; delete it as the user who owns it")
         say(f"deleted quantised weights of {packed.model} ({packed.size_bytes / MIB:.1f} MiB)")
-    if packs and not everything:
+    prompts = [
+        prefixes
+        for prefixes in stored_prefixes(cache.folder / PREFIXES_FOLDER)
+        if prefixes.folder.name.startswith(model_id)
+    ]
+    for prefixes in prompts:
+        if not remove_prefixes(prefixes):
+            fail(f"{prefixes.folder} cannot be deleted; delete it as the user who owns it")
+        say(f"deleted prompts of {prefixes.model} ({prefixes.size_bytes / MIB:.1f} MiB)")
+    if (packs or prompts) and not everything:
         return
     try:
         for model in _chosen(cache, model_id):
@@ -136,6 +160,19 @@ def _packed_as_json(packed: PackedModel) -> dict[str, object]:
         "used": packed.used_s,
         "in_use": False,
         "quant": packed.quant,
+    }
+
+
+def _prefixes_as_json(prefixes: PrefixesOfModel) -> dict[str, object]:
+    return {
+        "model_id": prefixes.folder.name,
+        "name": prefixes.model,
+        "bytes": prefixes.size_bytes,
+        "whole_bytes": prefixes.size_bytes,
+        "used": prefixes.used_s,
+        "in_use": False,
+        "quant": None,
+        "prompts": prefixes.layers,
     }
 
 

@@ -43,11 +43,13 @@ from ..flags.options import (
     NoMdns,
     Offline,
     Peer,
+    PrefixCache,
     check_addresses,
     check_choice,
     is_loopback,
     keep_model_folders,
     keep_offline,
+    parse_prefix_cache,
     parse_size,
     take_log_format,
 )
@@ -76,6 +78,7 @@ class _Flags:
     threads: int
     cache_limit_bytes: int | None
     share_rate: int | None
+    prefix_cache_bytes: int
     peers: tuple[str, ...]
     no_mdns: bool
     access: Access
@@ -176,6 +179,7 @@ def node(
             show_default=False,
         ),
     ] = "",
+    prefix_cache: PrefixCache = "",
     peer: Peer = None,
     no_mdns: NoMdns = False,
     offline: Offline = False,
@@ -214,6 +218,7 @@ def node(
         threads=threads,
         cache_limit_bytes=parse_size(cache_limit, "--cache-limit") if cache_limit else None,
         share_rate=(parse_size(share_rate, "--share-rate") or None) if share_rate else None,
+        prefix_cache_bytes=parse_prefix_cache(prefix_cache),
         peers=tuple(check_addresses(peer)),
         no_mdns=no_mdns,
         access=access,
@@ -278,6 +283,7 @@ async def _run(flags: _Flags) -> None:
         cache=cache_dir(os.environ),
         models=ModelCache(cache_dir(os.environ), flags.cache_limit_bytes),
         share_rate=flags.share_rate,
+        prefix_cache_bytes=flags.prefix_cache_bytes,
         log=say,
         identity=identity,
         idle_unload_s=flags.idle_unload_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -19,7 +20,7 @@ from ..finding.target import Target, open_target
 from ..flags.cluster_access import Access
 from ..flags.http_options import HttpOptions
 from ..flags.option_groups import takes_groups
-from ..flags.options import Json, LogFormat, take_log_format
+from ..flags.options import Json, LogFormat, PrefixCache, parse_prefix_cache, take_log_format
 from ..flags.ring_options import RingOptions, Wanted
 from ..output.exit_codes import counted, exit_codes, run_command, say, write_out
 from .node import stop_signal
@@ -46,6 +47,7 @@ def serve(
     ] = DEFAULT_PORT,
     http: HttpOptions,
     ring: RingOptions,
+    prefix_cache: PrefixCache = "",
     access: Access,
     log_format: LogFormat = "",
     as_json: Json = False,
@@ -58,7 +60,8 @@ def serve(
     take_log_format(log_format)
     with exit_codes():
         listening = http.listening(host, port, access)
-    run_command(_run(listening, ring.wanted(access), as_json=as_json))
+    wanted = replace(ring.wanted(access), prefix_cache_bytes=parse_prefix_cache(prefix_cache))
+    run_command(_run(listening, wanted, as_json=as_json))
 
 
 async def _run(listening: Listening, wanted: Wanted, *, as_json: bool) -> None:

@@ -97,6 +97,7 @@ def _stage_as_json(info: NodeInfo, report: NodeReport, stage: StageState) -> dic
         "kv_positions": stage.room_blocks * BLOCK_POSITIONS,
         "kv_used_positions": stage.used_blocks * BLOCK_POSITIONS,
         "sequences": stage.n_open,
+        "prefixes": None if stage.prefixes is None else msgspec.structs.asdict(stage.prefixes),
     }
 
 
@@ -130,7 +131,21 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
         f"weights  {size(stage.weight_bytes)}, {stage.kernel}, ring in {stage.dtype}",
         f"KV room  {stage.used_blocks * BLOCK_POSITIONS} of "
         f"{stage.room_blocks * BLOCK_POSITIONS} positions used",
+        *_prefix_lines(stage),
         f"running  {_running(report, stage)}",
+    ]
+
+
+def _prefix_lines(stage: StageState) -> list[str]:
+    """Say what is on disk of finished prompts: nothing where none are kept."""
+    from shardnet.cluster.placement.words import size
+
+    kept = stage.prefixes
+    if kept is None:
+        return []
+    return [
+        f"prompts  {size(kept.used_bytes)} of {size(kept.limit_bytes)} on disk, "
+        f"{kept.saved_positions} positions saved, {kept.restored_positions} restored"
     ]
 
 

@@ -15,13 +15,18 @@ from ..output.exit_codes import counted, say
 
 
 @asynccontextmanager
-async def local_processes(n_nodes: int, threads: int, access: Access) -> AsyncIterator[list[str]]:
+async def local_processes(
+    n_nodes: int, threads: int, access: Access, prefix_cache_bytes: int = 0
+) -> AsyncIterator[list[str]]:
     """Start `n_nodes` node processes and yield their addresses; see `start_nodes`.
 
-    `threads` 0 gives each its share of the cores.
+    `threads` 0 gives each its share of the cores. Together they keep at most `prefix_cache_bytes`.
     """
     threads = threads or share_of_cores(available_cores(), n_nodes)
     say(f"starting {counted(n_nodes, 'node')} on this machine, threads each: {threads}")
     warn_of_cache()
-    async with start_nodes(n_nodes, threads, access.node_arguments()) as addresses:
+    arguments = access.node_arguments()
+    if prefix_cache_bytes:  # their folder is one, and each sees what the others take
+        arguments += ["--prefix-cache", str(prefix_cache_bytes)]
+    async with start_nodes(n_nodes, threads, arguments) as addresses:
         yield addresses

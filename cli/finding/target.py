@@ -61,7 +61,9 @@ async def open_target(wanted: Wanted) -> AsyncIterator[Target]:
         if wanted.local:
             check_local(wanted.local, choice)
             addresses = await stack.enter_async_context(
-                local_processes(wanted.local, choice.threads, wanted.access)
+                local_processes(
+                    wanted.local, choice.threads, wanted.access, wanted.prefix_cache_bytes
+                )
             )
             choice = replace(choice, nodes=addresses)
         client = await _client(stack, choice, wanted)
@@ -84,7 +86,9 @@ async def _client(stack: contextlib.AsyncExitStack, choice: ModelChoice, wanted:
         return await stack.enter_async_context(connect(found[0].address, identity))
     say("no node runs here, none was named and none was found: running in this process")
     warn_of_cache()
-    return await stack.enter_async_context(node_in_process(choice.threads, identity))
+    return await stack.enter_async_context(
+        node_in_process(choice.threads, identity, prefix_cache_bytes=wanted.prefix_cache_bytes)
+    )
 
 
 async def _search(

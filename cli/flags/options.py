@@ -119,6 +119,16 @@ LogFormat = Annotated[
         show_default=False,
     ),
 ]
+PrefixCache = Annotated[
+    str,
+    typer.Option(
+        "--prefix-cache",
+        metavar="20GiB",
+        help="Disk space for long prompts that are not computed again. Default: none.",
+        envvar="SHARDNET_PREFIX_CACHE",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
@@ -156,6 +166,11 @@ def parse_size(text: str, flag: str) -> int:
     if match is None:
         raise typer.BadParameter(f"'{text}' is not a size such as 8GiB", param_hint=flag)
     return int(float(match[1]) * _UNITS[(match[2] or "B").lower()])
+
+
+def parse_prefix_cache(text: str) -> int:
+    """Return the bytes of --prefix-cache, 0 without one. Raises as `parse_size`."""
+    return parse_size(text, "--prefix-cache") if text else 0
 
 
 def check_choice(flag: str, value: str, allowed: Sequence[str]) -> None:

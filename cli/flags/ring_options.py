@@ -41,7 +41,8 @@ _STREAM_LAYERS: Final = re.compile(r"(auto|off|[0-9]{1,4})?")
 class Wanted:
     """The ring that a command asks for, and where to look for a node.
 
-    `local` node processes are started for this run; `mdns` allows a search on the network.
+    `local` node processes are started for this run; `mdns` allows a search on the network. Nodes
+    of this run keep `prefix_cache_bytes` of finished prompts on disk.
     """
 
     choice: ModelChoice
@@ -49,6 +50,7 @@ class Wanted:
     peers: Sequence[str]
     mdns: bool
     access: Access
+    prefix_cache_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

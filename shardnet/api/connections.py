@@ -147,9 +147,15 @@ def import_node() -> None:
 
 @asynccontextmanager
 async def node_in_process(
-    threads: int, identity: Identity | None, device: str | ComputePlugin = "auto"
+    threads: int,
+    identity: Identity | None,
+    device: str | ComputePlugin = "auto",
+    prefix_cache_bytes: int = 0,
 ) -> AsyncIterator[Client]:
-    """Run a node inside this process; `identity` authenticates its links to other nodes."""
+    """Run a node inside this process; `identity` authenticates its links to other nodes.
+
+    It keeps at most `prefix_cache_bytes` of finished prompts on disk, 0 for none.
+    """
     from shardnet.cluster.machine.folders import cache_dir
     from shardnet.cluster.machine.profile import Device, MemoryBudget, find_device, make_node_id
     from shardnet.cluster.node.node import running
@@ -168,6 +174,7 @@ async def node_in_process(
         models=ModelCache(cache_dir(os.environ)),
         log=lambda line: None,
         identity=identity,
+        prefix_cache_bytes=prefix_cache_bytes,
     )
     async with (
         running(settings) as node,

@@ -27,6 +27,7 @@ _LOAD: Final = {
     "warm_blocks": "Blocks of the KV cache that warm slots hold, of one stage",
     "used_blocks": "Blocks of the KV cache in use, of one stage",
     "room_blocks": "Blocks of the KV cache there are, of one stage",
+    "restored_positions": "Positions of prompts that were read from disk instead of computed",
 }
 
 _WORK: Final = {

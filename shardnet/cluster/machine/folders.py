@@ -22,6 +22,8 @@ RUNTIME_DIR_VARIABLE: Final = "SHARDNET_RUNTIME_DIR"
 CONFIG_VARIABLE: Final = "SHARDNET_CONFIG"
 PACKS_FOLDER: Final = "packed"
 """Folder of packed weights in the cache (stage/pack_cache.py)."""
+PREFIXES_FOLDER: Final = "prefixes"
+"""Folder of finished prompts in the cache (stage/prefixes)."""
 _NAME: Final = "shardnet"
 _PROBE_BYTES: Final = 1 << 16
 

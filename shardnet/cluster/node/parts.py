@@ -17,7 +17,7 @@ from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.head.wire_loss import WireLoss
-from shardnet.cluster.machine.folders import PACKS_FOLDER
+from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER
 from shardnet.cluster.machine.temperature import Thermometer
 from shardnet.cluster.measuring.figure_cache import FigureCache
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
@@ -37,6 +37,7 @@ from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
 from shardnet.cluster.ring.dialer import Dialer
+from shardnet.cluster.ring.prefix_orders import PrefixOrders
 from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
@@ -44,6 +45,7 @@ from shardnet.cluster.sharing.send_rate import SendRate
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.runtime.stage.executor import Executor
+from shardnet.stage.prefixes.prefix_store import PrefixStore
 from shardnet.transport.link import Link
 from shardnet.transport.traffic import Traffic
 
@@ -141,9 +143,13 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
     """Build what loads a stage, and what measures this node, over its links."""
     peers = links.peers
     disk = DiskJobs("shardnet-disk", niceness=10)
+    prefixes = None
+    if settings.prefix_cache_bytes:
+        prefixes = PrefixStore(settings.cache / PREFIXES_FOLDER, settings.prefix_cache_bytes)
     host = StageHost(
         dial=links.dial_data,
         packs=settings.cache / PACKS_FOLDER,
+        prefixes=prefixes,
         plugin=settings.budget.device.plugin,
     )
     sharing = Sharing(
@@ -272,8 +278,8 @@ def build_services(
         head=head,
     )
     handlers = MessageHandlers()
-    rooms = (messages, stage.orders, stage.measuring, head, clients, lists, reporter)
-    for room in (*rooms, RingWatch(head)):
+    rooms = (messages, stage.orders, PrefixOrders(stage.host), stage.measuring)
+    for room in (*rooms, head, clients, lists, reporter, RingWatch(head)):
         room.register(handlers)
     dispatcher = Dispatcher(
         own_hello=links.dialer.hello,

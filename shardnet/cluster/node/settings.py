@@ -22,8 +22,9 @@ class NodeSettings:
     nodes; `share_rate` limits the bytes per second that this node sends of its weights, None does
     not. Without `identity` links are neither encrypted nor authenticated. `discovery` finds other
     nodes and advertises this one; without it only `peers` and their peers are known. `cache` is
-    the folder for figures, the last run and other things that can be made again. A model that no
-    request has used for `idle_unload_s` seconds is freed, never for None.
+    the folder for figures, the last run and other things that can be made again; finished prompts
+    take at most `prefix_cache_bytes` of it, 0 for none. A model that no request has used for
+    `idle_unload_s` seconds is freed, never for None.
     """
 
     node: NodeId
@@ -39,6 +40,7 @@ class NodeSettings:
     identity: Identity | None = None
     discovery: Discovery | None = None
     idle_unload_s: float | None = None
+    prefix_cache_bytes: int = 0
 
     @property
     def cluster(self) -> str | None:

@@ -49,8 +49,10 @@ from shardnet.wire.messages.membership import (
 from shardnet.wire.messages.plans import PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
+    FindPrefix,
     LoadProgress,
     LoadStage,
+    RestorePrefix,
     RingBroken,
     UnloadStage,
 )
@@ -78,6 +80,8 @@ ControlRequest = (
     | LoadStage
     | ConnectRing
     | UnloadStage
+    | FindPrefix
+    | RestorePrefix
     | PlanRequest
     | LastRunRequest
     | GetActivity

@@ -15,13 +15,23 @@ from dataclasses import dataclass
 from functools import partial
 
 from shardnet.cluster.peers.clocks import ClockOffset
+from shardnet.cluster.ring.ring_prefixes import RingPrefixes, ring_seed
 from shardnet.cluster.ring.stage_port import StagePort
 from shardnet.errors import BusyError, PeerFailedError, ShardnetError, first_error, internal_error
 from shardnet.runtime.engine.engine import Engine
+from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
 from shardnet.transport.loop import finish
-from shardnet.types import STATE_SLOTS, DType, Epoch, LayerRange, RoutingShape, WireDType
+from shardnet.types import (
+    PREFILL_CHUNK_ROWS,
+    STATE_SLOTS,
+    DType,
+    Epoch,
+    LayerRange,
+    RoutingShape,
+    WireDType,
+)
 from shardnet.wire.framing.schema import KvDTypeName, Phase, Quant
 from shardnet.wire.messages.diagnostics import RingLoad, RingWork, StageWork
 from shardnet.wire.messages.stages import LoadStage, StageReady
@@ -293,7 +303,24 @@ class Ring:
         if self.broken is not None:
             raise self.broken
 
+    def _prefixes(self, ready: Sequence[StageReady]) -> Prefixes | None:
+        """Return the prompts that the stages keep on disk, None unless all of them do."""
+        spec = self.spec
+        at = zip(spec.layers, ready, strict=True)
+        stages = [(layers, stage.arithmetic) for layers, stage in at]
+        if spec.wire_dtype is not WireDType.own(spec.dtype):  # a border rounds what goes over it
+            stages = [(layers, f"{layers} {kind}" if kind else "") for layers, kind in stages]
+        facts = (spec.model_id, spec.dtype.value, spec.wire_dtype.value, spec.quant)
+        seed = ring_seed((*facts, spec.kv_dtype, spec.context), stages)
+        if seed is None or spec.has_state:
+            return None
+        row_s = None
+        if self._chunk_s is not None:  # its stages work side by side
+            row_s = self._chunk_s / PREFILL_CHUNK_ROWS / len(stages)
+        return Prefixes(RingPrefixes(self._ports, self.name, self.epoch), seed, row_s)
+
     def _make_engine(self, ready: Sequence[StageReady]) -> Engine:
+        prefixes = self._prefixes(ready)
         scheduler = Scheduler(
             epoch=self.epoch,
             n_stages=len(self._ports),
@@ -303,6 +330,7 @@ class Ring:
             window=self.spec.window,
             state_slots=STATE_SLOTS if self.spec.has_state else None,
             limits=StepLimits(exact_rows=max(1, min(stage.exact_rows for stage in ready))),
+            prefix_seed=prefixes.seed if prefixes else None,
         )
         return Engine(
             scheduler=scheduler,
@@ -316,6 +344,7 @@ class Ring:
                 chunk_s=self._chunk_s,
             ),
             clock_ns=time.perf_counter_ns,
+            prefixes=prefixes,
         )
 
     def _node_lost(self, name: str, error: ShardnetError) -> None:

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
@@ -32,14 +32,20 @@ from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.transport.link import Link
 from shardnet.transport.loop import finish
 from shardnet.types import Epoch, WireDType
-from shardnet.wire.messages.diagnostics import StageState
+from shardnet.wire.messages.diagnostics import PrefixState, StageState
 from shardnet.wire.messages.handshake import Hello
 from shardnet.wire.messages.stages import LoadStage
+
+if TYPE_CHECKING:  # it imports torch
+    from shardnet.stage.prefixes.prefix_store import PrefixStore
+    from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
 
 T = TypeVar("T")
 
 LOAD_SILENCE_S = 30.0
 """How long loading may make no progress: as long as a head waits for a sign of it."""
+SETTLE_PREFIXES_S = 10.0
+"""How long a stage that is freed waits for finished prompts to be on disk."""
 CLOSE_S = 2.0
 """How long a node that leaves waits for a thread, before it leaves the thread behind."""
 
@@ -47,15 +53,23 @@ CLOSE_S = 2.0
 class StageHost:
     """Holds at most one loaded stage and one ring membership. `dial` opens its data links.
 
-    Quantised weights are kept below the folder `packs`. A `plugin` computes in place of torch.
+    Quantised weights are kept below the folder `packs`, finished prompts in `prefixes`. A `plugin`
+    computes in place of torch.
     """
 
     def __init__(
-        self, *, dial: DialData, packs: Path | None = None, plugin: ComputePlugin | None = None
+        self,
+        *,
+        dial: DialData,
+        packs: Path | None = None,
+        prefixes: PrefixStore | None = None,
+        plugin: ComputePlugin | None = None,
     ) -> None:
         self._dial = dial
         self._packs = packs
         self._plugin = plugin
+        self._prefixes = prefixes
+        self._prefix_disk = DiskJobs("shardnet-prefix-reader", silence_s=LOAD_SILENCE_S)
         self._compute = Executor("shardnet-compute")
         self._loader = DiskJobs("shardnet-load", niceness=10, silence_s=LOAD_SILENCE_S)
         self._changing = asyncio.Lock()
@@ -78,6 +92,7 @@ class StageHost:
             weight_bytes=loaded.weight_bytes,
             room_blocks=loaded.room_blocks,
             used_blocks=loaded.compute.used_blocks,
+            prefixes=_prefix_state(loaded.prefixes),
         )
         if membership is None or membership.is_over:
             return state
@@ -174,6 +189,24 @@ class StageHost:
             membership.is_loaded = True
             return self.loaded, reused
 
+    async def on_prefixes(
+        self, ring: str, epoch: int, job: Callable[[StagePrefixes], T], *, is_long: bool
+    ) -> T:
+        """Run `job` with the prefixes of this node's stage, on a thread that reads files.
+
+        A job that `is_long` waits for others of its kind, and holds up no short one.
+
+        Raises UsageError unless this node is a member of that ring and keeps prefixes, what `job`
+        raises, and DiskSilentError if the disk does not answer.
+        """
+        self._membership(ring, epoch)
+        prefixes = self.loaded.prefixes if self.loaded is not None else None
+        if prefixes is None:
+            raise UsageError("this node keeps no prefixes of this model on disk")
+        folder = prefixes.files.store.folder
+        place = folder if is_long else f"the list of {folder}"
+        return await self._prefix_disk.run(place, partial(job, prefixes))
+
     async def measure(
         self,
         job: Callable[[Callable[[], None]], T],
@@ -251,12 +284,26 @@ class StageHost:
         self._is_closing = True
         if self._work is not None:
             self._work.cancel(_leaving())
-        for give_up in (self._loader.close, self._compute.close):
+        for give_up in (self._loader.close, self._compute.close, self._prefix_disk.close):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S), self._changing:
                     await self._leave()
+                    if self.loaded is not None:
+                        await self._settle_prefixes(self.loaded)
                     self.loaded = None
             give_up()
+
+    async def _settle_prefixes(self, loaded: LoadedStage) -> None:
+        """Let finished prompts reach the disk before their memory is wanted for something else."""
+        prefixes = loaded.prefixes
+        if prefixes is None:
+            return
+        folder = prefixes.files.store.folder
+        try:
+            with contextlib.suppress(ShardnetError):  # the disk hangs, or this node leaves
+                await self._prefix_disk.run(folder, partial(prefixes.settle, SETTLE_PREFIXES_S))
+        finally:
+            prefixes.close()
 
     async def _fits(self, order: StageOrder) -> bool:
         """Say whether the loaded stage is the one that `order` would give."""
@@ -273,7 +320,14 @@ class StageHost:
             return await self._to_its_end(
                 self._loader.submit(
                     order.folder,
-                    lambda: load(order, memory_bytes, reporter.report, self._packs, self._plugin),
+                    lambda: load(
+                        order,
+                        memory_bytes,
+                        reporter.report,
+                        self._packs,
+                        self._plugin,
+                        self._prefixes,
+                    ),
                     alive=lambda: reporter.n_reports,
                 ),
                 reporter,
@@ -346,8 +400,22 @@ class StageHost:
 
     async def _free(self) -> None:
         if self.loaded is not None:
+            await self._settle_prefixes(self.loaded)
             self.loaded = None
             await self._release_freed_memory()
+
+
+def _prefix_state(prefixes: StagePrefixes | None) -> PrefixState | None:
+    if prefixes is None:
+        return None
+    store = prefixes.files.store
+    return PrefixState(
+        used_bytes=store.used_bytes,
+        limit_bytes=store.limit_bytes,
+        saved_positions=prefixes.figures.saved,
+        restored_positions=prefixes.figures.restored,
+        bytes_per_s=store.bytes_per_s,
+    )
 
 
 def generating_with(model: str) -> BusyError:

@@ -239,4 +239,5 @@ def _ready(message: LoadStage, loaded: LoadedStage, reused: bool) -> StageReady:
         kernel=loaded.kernel,
         load_s=loaded.load_s,
         exact_rows=loaded.exact_rows,
+        arithmetic=loaded.arithmetic,
     )

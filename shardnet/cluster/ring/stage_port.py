@@ -12,13 +12,23 @@ from msgspec.structs import replace
 
 from shardnet.cluster.peers.clocks import ClockOffset, compare_clock, same_clock
 from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.ring.prefix_orders import find_prefix, restore_prefix
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.errors import ShardnetError
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.types import NodeId
 from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.control import Done
-from shardnet.wire.messages.stages import ConnectRing, LoadStage, StageReady, UnloadStage
+from shardnet.wire.messages.stages import (
+    ConnectRing,
+    FindPrefix,
+    LoadStage,
+    PrefixFound,
+    PrefixRestored,
+    RestorePrefix,
+    StageReady,
+    UnloadStage,
+)
 
 PhaseProgress = Callable[[Phase, int, int], None]
 """Takes (what is done, bytes done, bytes in all)."""
@@ -52,6 +62,12 @@ class StagePort(Protocol):
 
     async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
         """Have the node connect to its neighbours. Only the head's own port uses `pipeline`."""
+
+    async def find_prefix(self, message: FindPrefix) -> PrefixFound:
+        """Ask which blocks of a prompt the stage has on disk. The port numbers the request."""
+
+    async def restore_prefix(self, message: RestorePrefix) -> PrefixRestored:
+        """Have blocks of a prompt read from its disk. The port numbers the request."""
 
     async def unload(self, ring: str) -> None:
         """Have the stage freed."""
@@ -92,6 +108,14 @@ class LocalPort:
     async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
         """Connect to both neighbours, with `pipeline` as the source of steps."""
         await self._host.join(ring, epoch, pipeline)
+
+    async def find_prefix(self, message: FindPrefix) -> PrefixFound:
+        """Look on this node's own disk."""
+        return await find_prefix(self._host, message)
+
+    async def restore_prefix(self, message: RestorePrefix) -> PrefixRestored:
+        """Read from this node's own disk."""
+        return await restore_prefix(self._host, message)
 
     async def unload(self, ring: str) -> None:
         """Free the stage here."""
@@ -158,6 +182,18 @@ class RemotePort:
         """Ask the peer."""
         message = ConnectRing(request=self._control.next_request(), ring=ring, epoch=epoch)
         await self._control.ask(message, Done)
+
+    async def find_prefix(self, message: FindPrefix) -> PrefixFound:
+        """Ask the peer."""
+        request = self._control.next_request()
+        return await self._control.ask(replace(message, request=request), PrefixFound)
+
+    async def restore_prefix(self, message: RestorePrefix) -> PrefixRestored:
+        """Ask the peer, and wait as long as it reports that it reads."""
+        request = self._control.next_request()
+        return await self._control.ask(
+            replace(message, request=request), PrefixRestored, on_progress=lambda report: None
+        )
 
     async def unload(self, ring: str) -> None:
         """Ask the peer."""

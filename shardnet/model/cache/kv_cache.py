@@ -16,7 +16,7 @@ quantised on write and dequantised on read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_quantization import dequantize_rows, quantize_rows
+from shardnet.model.cache.slot_blocks import SlotContents, first_block
 from shardnet.model.cache.slot_state import SlotState
 from shardnet.model.config.model_config import StateShape
 from shardnet.model.kernels.device_memory import capacity_error_for
@@ -93,6 +94,8 @@ class KvCache:
         self._room_blocks = room_blocks
         self._slots: dict[SlotId, _Slot] = {}
         self._blocks_used = 0
+        self.before_write: Callable[[SlotId, int, Sequence[Tensor]], None] | None = None
+        """Called before rows are written: slot, first position, and the slot's keys by layer."""
 
     @property
     def device(self) -> torch.device:
@@ -108,6 +111,16 @@ class KvCache:
     def n_kv_heads(self) -> int:
         """Heads of keys and values."""
         return self._n_kv_heads
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer, None where it has none."""
+        return self._windows
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep a state, which cannot be rewound."""
+        return bool(self._states)
 
     @property
     def is_quantized(self) -> bool:
@@ -159,6 +172,8 @@ class KvCache:
         if not begin:
             for state in self._slots[slot].states.values():
                 state.reset()
+        if self.before_write is not None:
+            self.before_write(slot, begin, self._slots[slot].keys)
 
     def trim(self, slot: SlotId, n_positions: int) -> None:
         """Free the blocks beyond positions `[0, n_positions)`. Unknown slots are ignored.
@@ -215,6 +230,44 @@ class KvCache:
         except CapacityError:
             del self._slots[target]
             raise
+
+    def contents(self, slot: SlotId) -> SlotContents:
+        """Return the slot's keys and values, without its states: the tensors, not copies."""
+        held = self._slots[slot]
+        return SlotContents(keys=[*held.keys], values=[*held.values], firsts=[*held.firsts])
+
+    def new_contents(self, n_blocks: int) -> SlotContents:
+        """Make room on the CPU for the first `n_blocks` blocks of a slot, to be adopted later.
+
+        A layer with a window has the blocks that the row after them attends to.
+        """
+        end = n_blocks * BLOCK_POSITIONS
+        firsts = [first_block(n_blocks, window) * BLOCK_POSITIONS for window in self._windows]
+        cpu = torch.device("cpu")
+        with capacity_error_for(f"no memory for {n_blocks} KV blocks", remedy="send it again"):
+            return SlotContents(
+                keys=[self._empty(end - first, self._key_width, cpu) for first in firsts],
+                values=[self._empty(end - first, self._value_width, cpu) for first in firsts],
+                firsts=firsts,
+            )
+
+    def adopt(self, slot: SlotId, contents: SlotContents, n_blocks: int) -> None:
+        """Let the slot hold `contents` of `n_blocks` blocks, in place of its own.
+
+        Raises CapacityError, with the slot free, if blocks or the device's memory run out.
+        """
+        self.free(slot)
+        self._check_room(slot, n_blocks, n_blocks * BLOCK_POSITIONS)
+        held = self._new_slot()
+        with self._enough_memory(slot, f"{n_blocks} KV blocks"):
+            for layer, first in enumerate(contents.firsts):
+                keys = contents.keys[layer].to(self._device)
+                values = contents.values[layer].to(self._device)
+                held.keys[layer], held.values[layer], held.firsts[layer] = keys, values, first
+                held.addresses[layer] = (keys.data_ptr(), values.data_ptr(), first, keys.shape[1])
+        held.blocks = n_blocks
+        self._blocks_used += n_blocks
+        self._slots[slot] = held
 
     def clear(self) -> None:
         """Free all slots."""
@@ -345,9 +398,9 @@ class KvCache:
         new[:, :kept] = old[:, skipped : skipped + kept]
         return new
 
-    def _empty(self, n_positions: int, width: int) -> Tensor:
+    def _empty(self, n_positions: int, width: int, device: torch.device | None = None) -> Tensor:
         shape = (self._n_kv_heads, n_positions, width)  # [KV heads, capacity, W]
-        return torch.empty(shape, dtype=self._stored_dtype, device=self._device)
+        return torch.empty(shape, dtype=self._stored_dtype, device=device or self._device)
 
     @property
     def _stored_dtype(self) -> torch.dtype:

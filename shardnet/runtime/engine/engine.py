@@ -25,6 +25,7 @@ from shardnet.errors import (
 )
 from shardnet.runtime.engine.guide import Guide
 from shardnet.runtime.engine.live_request import LiveRequest
+from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, RequestEvent
 from shardnet.runtime.engine.step_log import RequestProgress, StepLog
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
@@ -34,6 +35,7 @@ from shardnet.runtime.scheduling.sequences import (
     FinishReason,
     OperateSlot,
     Outcome,
+    RestorePrefix,
     SendStep,
     SequenceFailed,
     SequenceFinished,
@@ -58,7 +60,10 @@ LONGEST_DEADLINE_S = 1e8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounters:
-    """What an engine has in hand. Blocks are those of one stage, warm ones among the used."""
+    """What an engine has in hand. Blocks are those of one stage, warm ones among the used.
+
+    `restored_positions` of prompts were read from disk so far.
+    """
 
     running: int
     waiting: int
@@ -68,6 +73,7 @@ class EngineCounters:
     used_blocks: int
     room_blocks: int
     room_slots: int
+    restored_positions: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,7 +124,10 @@ class Engine:
             [Callable[[StepAnswered], None], Callable[[StepFailed], None]], Pipeline
         ],
         clock_ns: Callable[[], int],
+        prefixes: Prefixes | None = None,
     ) -> None:
+        self._prefixes = prefixes
+        self._restoring: set[asyncio.Task[None]] = set()
         self._scheduler = scheduler
         scheduler.mixed_rows = min(scheduler.mixed_rows, FIRST_MIXED_ROWS)
         self.pipeline = make_pipeline(self._on_answered, self._on_failed)
@@ -151,6 +160,7 @@ class Engine:
             used_blocks=book.booked_blocks,
             room_blocks=book.room_blocks,
             room_slots=self._scheduler.room_slots,
+            restored_positions=self._prefixes.restored_positions if self._prefixes else 0,
         )
 
     @property
@@ -192,6 +202,7 @@ class Engine:
         when its deadline passes, and whatever ended the ring or the request.
         """
         request.check()
+        n_stored = await self._find_stored(request)
         if self._broken is not None:
             raise self._broken
         drafter = self._drafter(request)
@@ -212,6 +223,7 @@ class Engine:
                 outputs=request.outputs,
                 drafter=drafter,
                 guide=guide,
+                n_stored=n_stored,
             )
         )
         live = LiveRequest(
@@ -242,9 +254,29 @@ class Engine:
     def fail(self, error: ShardnetError) -> None:
         """End every request with `error`, and refuse new ones: the ring is gone."""
         self._broken = error
+        for restoring in self._restoring:
+            restoring.cancel()
         for sequence_id, live in self._live.items():
             self._scheduler.end(sequence_id)
             live.fail(error)
+
+    async def _find_stored(self, request: GenerationRequest) -> int:
+        """Return how many positions of the prompt to read from the stages' disks."""
+        if self._prefixes is None or request.deterministic or request.outputs.needs_whole_prompt:
+            return 0
+        held = self._scheduler.book.prefix(request.prompt)
+        return await self._prefixes.find(request.prompt, held.n_kept if held else 0)
+
+    async def _restore(self, prefixes: Prefixes, wanted: RestorePrefix) -> None:
+        """Have a prompt's beginning read from disk, and let its sequence begin in any case."""
+        sequence_id, n_positions = wanted.sequence_id, 0
+        live = self._live.get(sequence_id)
+        if live is not None:
+            prompt = live.request.prompt
+            n_positions = await prefixes.restore(sequence_id, prompt, wanted.n_positions)
+        if not self._scheduler.restored(sequence_id, n_positions) and n_positions:
+            await prefixes.forget(sequence_id)
+        self._pump()
 
     def _drafter(self, request: GenerationRequest) -> AdaptiveDrafter | None:
         """Make the drafter of a request. Raises UsageError where drafts could change its bits."""
@@ -298,6 +330,12 @@ class Engine:
                 case OperateSlot(operation=operation):
                     self._report_move(instruction)
                     self.pipeline.operate(operation)
+                case RestorePrefix() if self._prefixes is not None:
+                    restoring = asyncio.create_task(self._restore(self._prefixes, instruction))
+                    self._restoring.add(restoring)
+                    restoring.add_done_callback(self._restoring.discard)
+                case RestorePrefix():  # nobody found anything
+                    self._scheduler.restored(instruction.sequence_id, 0)
                 case _:
                     assert_never(instruction)
         if any(
@@ -385,6 +423,9 @@ class Engine:
             self._step_cost.learn(answered.batch.n_rows, took_s)
             if answered.batch.n_sampled < answered.batch.n_rows:
                 self._scheduler.mix(answered.batch.n_sampled, self._step_cost, SLOWDOWN)
+        elif self._prefixes is not None and answered.answer.timings:
+            slowest_us = max(timing.compute_us for timing in answered.answer.timings)
+            self._prefixes.learn(answered.batch.n_rows, slowest_us)
 
     def _deliver(self, outcomes: list[Outcome], answered: StepAnswered | None) -> None:
         for outcome in outcomes:

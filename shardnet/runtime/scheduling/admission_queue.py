@@ -19,14 +19,17 @@ from dataclasses import dataclass, field
 from shardnet.errors import CapacityError, ContextExceededError, QueueFullError, UsageError
 from shardnet.runtime.scheduling.drafting import check_drafts
 from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, Slot, Start, common_prefix
+from shardnet.runtime.scheduling.prefix_keys import block_keys
 from shardnet.runtime.scheduling.sequences import (
     Instruction,
     LiveSequence,
     OperateSlot,
+    RestorePrefix,
     SequenceRequest,
 )
 from shardnet.types import (
     BLOCK_POSITIONS,
+    STORED_PREFIX_POSITIONS,
     CloseSequence,
     FreeSlot,
     OpenSequence,
@@ -58,6 +61,7 @@ class AdmissionQueue:
     window: int | None
     state_slots: int | None
     chunk_rows: int
+    prefix_seed: bytes | None = None
     book: KvBlockManager = field(init=False)
     waiting: list[LiveSequence] = field(default_factory=list)
     """Waiting and paused sequences, the next to be admitted first."""
@@ -167,12 +171,20 @@ class AdmissionQueue:
 
     def _start(self, sequence: LiveSequence, n_blocks: int) -> None:
         request = sequence.request
+        if self._restores(sequence):
+            self._start_restoring(sequence, n_blocks)
+            return
         if request.whole_prompt:
             start = self.book.start_empty(n_blocks)
         else:
             only_chunks = self.chunk_rows if request.deterministic else 0
             start = self.book.start(sequence.tokens, n_blocks, chunk_rows=only_chunks)
         self._free(start.given_up)
+        self._open(sequence, start)
+
+    def _open(self, sequence: LiveSequence, start: Start) -> None:
+        """Let a sequence run in the slot of `start`."""
+        request = sequence.request
         slot = sequence.slot = start.slot
         slot.tokens, slot.n_held = sequence.tokens, start.n_kept
         sequence.n_sent = start.n_kept
@@ -184,6 +196,45 @@ class AdmissionQueue:
                 is_resumed=sequence.n_generated > 0,
             )
         )
+
+    def _restores(self, sequence: LiveSequence) -> bool:
+        """Say whether a sequence should begin with what is on disk: a block more than any slot has.
+
+        It is tried once. Bits of a deterministic sequence depend on how its chunks were computed.
+        """
+        request = sequence.request
+        if not (request.n_stored and sequence.may_restore):
+            return False
+        sequence.may_restore = False
+        if request.deterministic or request.whole_prompt or sequence.n_generated:
+            return False
+        held = self.book.prefix(sequence.tokens)
+        return request.n_stored >= (held.n_kept if held else 0) + BLOCK_POSITIONS
+
+    def _start_restoring(self, sequence: LiveSequence, n_blocks: int) -> None:
+        start = self.book.start_empty(n_blocks)
+        self._free(start.given_up)
+        sequence.slot = start.slot
+        sequence.slot.tokens = sequence.tokens
+        sequence.is_restoring = True
+        self.running[sequence.sequence_id] = sequence
+        self.pending.append(
+            RestorePrefix(sequence_id=sequence.sequence_id, n_positions=sequence.request.n_stored)
+        )
+
+    def restored(self, sequence_id: SequenceId, n_positions: int) -> bool:
+        """Open a sequence whose first positions every stage has read; with 0 none has.
+
+        Returns False, and nothing changed, for one that waits for no such thing any more.
+        """
+        sequence = self.running.get(sequence_id)
+        if sequence is None or not sequence.is_restoring or sequence.slot is None:
+            return False
+        sequence.is_restoring = False
+        self.book.restored(sequence.slot, n_positions)
+        start = Start(slot=sequence.slot, n_kept=n_positions, is_restored=n_positions > 0)
+        self._open(sequence, start)
+        return True
 
     def _pause(self, sequence: LiveSequence) -> None:
         """Pause a sequence: free its slot and queue it to be replayed from its tokens."""
@@ -199,7 +250,7 @@ class AdmissionQueue:
             self.waiting.remove(sequence)
             return
         assert sequence.slot is not None
-        n_held = sequence.slot.n_held if keep_warm else 0
+        n_held = sequence.slot.n_held if keep_warm and not sequence.is_restoring else 0
         self._leave(sequence, n_kept=n_held if n_held >= self.book.least_copied else 0)
 
     def secure_row(self, sequence: LiveSequence) -> bool:
@@ -225,7 +276,12 @@ class AdmissionQueue:
         del self.running[sequence.sequence_id]
         self.ready.pop(sequence.sequence_id, None)
         sequence.slot = None
+        if sequence.is_restoring:  # no stage knows of it yet
+            sequence.is_restoring = False
+            self.book.drop(slot)
+            return
         given_up: tuple[Slot, ...] = ()
+        stored = self._stored(sequence, slot) if n_kept else ()
         if n_kept:
             given_up = self.book.keep_warm(slot)
         else:
@@ -233,12 +289,25 @@ class AdmissionQueue:
         self.pending.append(
             OperateSlot(
                 operation=CloseSequence(
-                    sequence_id=sequence.sequence_id, slot=slot.slot, n_kept=n_kept
+                    sequence_id=sequence.sequence_id,
+                    slot=slot.slot,
+                    n_kept=n_kept,
+                    stored=stored,
                 ),
                 is_pause=is_pause,
             )
         )
         self._free(given_up)
+
+    def _stored(self, sequence: LiveSequence, slot: Slot) -> tuple[bytes, ...]:
+        """Return the keys of the blocks to keep on disk of a sequence that ends.
+
+        Rows that were not answered do not count: a step may still fail on some stage.
+        """
+        n_positions = min(slot.n_held, slot.n_answered)
+        if self.prefix_seed is None or n_positions < STORED_PREFIX_POSITIONS:
+            return ()
+        return block_keys(self.prefix_seed, sequence.tokens, n_positions)
 
     def _free(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
@@ -254,6 +323,7 @@ def _opening(request: SequenceRequest, slot: SlotId, start: Start) -> OpenSequen
         sampling=request.sampling,
         n_kept=start.n_kept,
         source=start.source,
+        is_restored=start.is_restored,
         n_prompt=len(request.prompt),
         stop_ids=tuple(sorted(request.stop_ids)) if holds_back else (),
         outputs=request.outputs,

@@ -22,7 +22,8 @@ class Slot:
 
     `n_chunked` of them were computed in whole prompt chunks. `n_written` is the highest position
     ever written plus one, rejected drafts included. `n_shared` counts the sequences that were
-    started with a copy of it.
+    started with a copy of it. The rows of the first `n_answered` positions were answered: every
+    stage has computed them.
     """
 
     slot: SlotId
@@ -30,23 +31,30 @@ class Slot:
     n_held: int = 0
     n_chunked: int = 0
     n_written: int = 0
+    n_answered: int = 0
     n_blocks: int = 0
     n_shared: int = 0
     is_warm: bool = False
     used_at: int = 0
+
+    def note_answered(self, position: int, end: int) -> None:
+        """Note that rows `[position, end)` were answered. Rows are answered in their order."""
+        if position <= self.n_answered:
+            self.n_answered = end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """A slot assigned to a sequence, its first `n_kept` positions computed already.
 
-    They are in the slot, or copied from the slot `source`. The warm slots `given_up` must be freed
-    before.
+    They are in the slot, copied from the slot `source`, or were read from disk. The warm slots
+    `given_up` must be freed before.
     """
 
     slot: Slot
     n_kept: int
     source: SlotId | None = None
+    is_restored: bool = False
     given_up: tuple[Slot, ...] = ()
 
 
@@ -154,12 +162,21 @@ class KvBlockManager:
         slot = self._new(n_blocks)
         slot.n_chunked = min(source.n_chunked, prefix.n_kept)
         slot.n_written = source.n_written  # the copy lacks what the source has forgotten
+        slot.n_answered = min(source.n_answered, prefix.n_kept)
         return Start(slot=slot, n_kept=prefix.n_kept, source=source.slot, given_up=given_up)
 
     def start_empty(self, n_blocks: int) -> Start:
         """Assign an empty slot with `n_blocks` blocks, which must be available."""
         given_up = self._make_room(n_blocks, n_slots=1)
         return Start(slot=self._new(n_blocks), n_kept=0, given_up=given_up)
+
+    def restored(self, slot: Slot, n_positions: int) -> None:
+        """Note that every stage holds the first positions of an empty slot, and no more.
+
+        With a window that is its end alone: the slot cannot be rewound before it.
+        """
+        slot.n_held = slot.n_answered = n_positions
+        slot.n_written = n_positions + (REWIND_ROWS if self.window is not None else 0)
 
     def grow(self, slot: Slot, n_positions: int) -> tuple[Slot, ...] | None:
         """Book the slot for `n_positions`. Returns the warm slots that were freed for it.
@@ -206,6 +223,7 @@ class KvBlockManager:
         slot = prefix.slot
         slot.is_warm = False
         slot.n_chunked = min(slot.n_chunked, prefix.n_kept)
+        slot.n_answered = min(slot.n_answered, prefix.n_kept)
         given_up = self._make_room(n_blocks - slot.n_blocks)
         self._book(slot, n_blocks)
         return Start(slot=slot, n_kept=prefix.n_kept, given_up=given_up)

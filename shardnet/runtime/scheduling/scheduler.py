@@ -87,6 +87,7 @@ class Scheduler:
     the sequences that run at once, `max_waiting` those that wait. `window` is the smallest sliding
     window of the model's layers, None where none has one. `state_slots` is the most slots, warm
     ones included, where layers keep a state, which cannot be rewound; None where none does.
+    `prefix_seed` stands for the ring where all stages keep prefixes on disk, else it is None.
     """
 
     epoch: Epoch
@@ -98,6 +99,7 @@ class Scheduler:
     window: int | None = None
     state_slots: int | None = None
     limits: StepLimits = field(default_factory=StepLimits)
+    prefix_seed: bytes | None = None
     mixed_rows: int = field(init=False)
     """Most prompt rows batched with decode rows at present."""
     _queue: AdmissionQueue = field(init=False)
@@ -115,6 +117,7 @@ class Scheduler:
             window=self.window,
             state_slots=self.state_slots,
             chunk_rows=self.limits.chunk_rows,
+            prefix_seed=self.prefix_seed,
         )
         self.mixed_rows = self.limits.mixed_rows
 
@@ -146,6 +149,10 @@ class Scheduler:
     def submit(self, request: SequenceRequest) -> None:
         """Queue a request. Raises what AdmissionQueue.submit raises."""
         self._queue.submit(request)
+
+    def restored(self, sequence_id: SequenceId, n_positions: int) -> bool:
+        """Handle the end of a RestorePrefix; see AdmissionQueue.restored."""
+        return self._queue.restored(sequence_id, n_positions)
 
     def next_instructions(self) -> list[Instruction]:
         """Return, in order, everything that may be sent now."""
@@ -279,7 +286,8 @@ class Scheduler:
         A deterministic sequence is batched with no other.
         """
         rows: list[_Rows] = []
-        waiting = [s for s in self._queue.running.values() if s.is_prefilling]
+        running = self._queue.running.values()
+        waiting = [s for s in running if s.is_prefilling and not s.is_restoring]
         for sequence in sorted(waiting, key=lambda waiting: waiting.rank):
             if sequence.request.deterministic:
                 if rows or beside:
@@ -397,6 +405,8 @@ class Scheduler:
     ) -> Iterable[Outcome]:
         """Append the sampled tokens of a live sequence up to the first rejected draft."""
         if not sampled:
+            if sequence.slot is not None:
+                sequence.slot.note_answered(group.position, group.position + group.n_rows)
             if sequence.request.max_tokens == 0 and group.position + group.n_rows == len(
                 sequence.tokens
             ):
@@ -412,17 +422,24 @@ class Scheduler:
             reason = self._finish_reason(sequence)
             if reason is not None:
                 n_before = group.position + group.n_rows - group.n_sampled
-                self._hold(sequence, n_before + index + 1)
+                self._hold(sequence, group.position, n_before + index + 1)
                 yield self._finish(sequence, reason)
                 return
-        self._hold(sequence, group.position + group.n_rows - len(drafts) + n_right)
+        n_positions = group.position + group.n_rows - len(drafts) + n_right
+        self._hold(sequence, group.position, n_positions)
         if sequence.slot is not None:
             self._queue.note_ready(sequence)
 
-    def _hold(self, sequence: LiveSequence, n_positions: int) -> None:
-        """Take note that the rows of the first `n_positions` positions are right."""
-        if sequence.slot is not None:
-            sequence.n_sent = sequence.slot.n_held = n_positions
+    def _hold(self, sequence: LiveSequence, position: int, n_positions: int) -> None:
+        """Take note that the rows of the first `n_positions` positions are right.
+
+        Those from `position` on have just been answered.
+        """
+        slot = sequence.slot
+        if slot is not None:
+            sequence.n_sent = slot.n_held = n_positions
+            if position <= slot.n_answered:  # as Slot.note_answered, at each token's cost
+                slot.n_answered = n_positions
 
     def _finish(self, sequence: LiveSequence, reason: FinishReason) -> SequenceFinished:
         self._queue.end(sequence, keep_warm=True)

@@ -89,6 +89,8 @@ class SequenceRequest:
     outputs: OutputParams = NO_OUTPUTS
     drafter: Drafter | None = None
     guide: Guide | None = None
+    n_stored: int = 0
+    """Positions of the prompt that every stage has on disk."""
 
 
 # --- instructions -------------------------------------------------------------------------------
@@ -115,7 +117,15 @@ class OperateSlot:
     is_pause: bool = False
 
 
-Instruction = SendStep | OperateSlot
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestorePrefix:
+    """Have every stage read the first positions of a sequence from disk, before it is opened."""
+
+    sequence_id: SequenceId
+    n_positions: int
+
+
+Instruction = SendStep | OperateSlot | RestorePrefix
 
 
 # --- outcomes -----------------------------------------------------------------------------------
@@ -158,7 +168,8 @@ class LiveSequence:
 
     `tokens` holds prompt and output; the rows of the first `n_sent` positions have been sent and
     are valid. `n_in_flight` counts its steps in flight; `awaits_token` says that one of them
-    samples a token. `drafted_by` made the drafts of the last step that had any.
+    samples a token. `drafted_by` made the drafts of the last step that had any. It has a slot and
+    no rows are sent while it `is_restoring`.
     """
 
     request: SequenceRequest
@@ -169,6 +180,8 @@ class LiveSequence:
     n_in_flight: int = 0
     awaits_token: bool = False
     drafted_by: Drafter | None = None
+    is_restoring: bool = False
+    may_restore: bool = True
     sequence_id: SequenceId = field(init=False)
     n_prompt: int = field(init=False)
 

@@ -57,6 +57,8 @@ from shardnet.types import (
 if TYPE_CHECKING:
     from shardnet.model.sampling.sampler import Sampler
     from shardnet.stage.pack_cache import PackCache
+    from shardnet.stage.prefixes.prefix_store import PrefixStore
+    from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
     from shardnet.stage.stage_model import StageModel
 
 MAX_ROOM_POSITIONS = 1 << 20
@@ -132,7 +134,10 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedStage:
-    """A stage ready to compute. `stamp` is that of the checkpoint's files when it was loaded."""
+    """A stage ready to compute. `stamp` is that of the checkpoint's files when it was loaded.
+
+    `prefixes` are those on disk of finished prompts, None where none are kept; `arithmetic` is "".
+    """
 
     order: StageOrder
     stamp: Stamp
@@ -142,6 +147,8 @@ class LoadedStage:
     load_s: float
     kernel: str
     exact_rows: int
+    prefixes: StagePrefixes | None = None
+    arithmetic: str = ""
 
     def fits(self, order: StageOrder) -> bool:
         """Whether loading `order` now would give the same stage."""
@@ -274,11 +281,12 @@ def load(
     progress: Callable[[int, int], None],
     packs: Path | None = None,
     plugin: ComputePlugin | None = None,
+    prefixes: PrefixStore | None = None,
 ) -> LoadedStage:
     """Load one stage into at most `memory_bytes`, its KV cache included, with torch or a `plugin`.
 
-    Quantised weights are cached below the folder `packs`. `progress` is called with (bytes done,
-    total bytes) and may raise to cancel.
+    Quantised weights are cached below the folder `packs`, finished prompts in `prefixes`.
+    `progress` is called with (bytes done, total bytes) and may raise to cancel.
 
     Raises CheckpointError if the checkpoint is not the one in the plan, UsageError if its model has
     no such stage, CapacityError if the stage does not fit its memory, and the errors of reading the
@@ -296,10 +304,13 @@ def load(
         memory_bytes=memory_bytes,
         progress=progress,
     )
+    kept, arithmetic = None, ""
     if plugin is not None:
         loaded = plugin.load(job)
     else:
-        loaded = _load_with_torch(job, _pack_cache(order, stamped, packs))
+        loaded, kept, arithmetic = _load_with_torch(
+            job, _pack_cache(order, stamped, packs), prefixes
+        )
     return LoadedStage(
         order=order,
         stamp=stamped,
@@ -309,11 +320,15 @@ def load(
         load_s=time.perf_counter() - started,
         kernel=loaded.kernel,
         exact_rows=loaded.exact_rows,
+        prefixes=kept,
+        arithmetic=arithmetic,
     )
 
 
-def _load_with_torch(job: StageJob, packs: PackCache | None) -> PluggedStage:
-    """Load a stage as a plug-in does."""
+def _load_with_torch(
+    job: StageJob, packs: PackCache | None, prefixes: PrefixStore | None
+) -> tuple[PluggedStage, StagePrefixes | None, str]:
+    """Load a stage as a plug-in does; return its prefixes on disk and its arithmetic, too."""
     from shardnet.runtime.stage.torch_compute import StreamingCompute, TorchCompute
 
     model, room_blocks = _load_model(
@@ -321,13 +336,34 @@ def _load_with_torch(job: StageJob, packs: PackCache | None) -> PluggedStage:
     )
     release_freed_memory()  # quantising leaves some behind
     make_compute = StreamingCompute if model.streams else TorchCompute
-    return PluggedStage(
-        compute=make_compute(model, job.sampler, WireDType.own(job.order.dtype)),
+    arithmetic, kept = _prefixes(job.order, model, prefixes)
+    plugged = PluggedStage(
+        compute=make_compute(model, job.sampler, WireDType.own(job.order.dtype), kept),
         weight_bytes=model.weight_bytes,
         room_blocks=room_blocks,
         kernel=model.kernel,
         exact_rows=model.exact_rows,
     )
+    return plugged, kept, arithmetic
+
+
+def _prefixes(
+    order: StageOrder, model: StageModel, store: PrefixStore | None
+) -> tuple[str, StagePrefixes | None]:
+    """Return the stage's arithmetic and its prefixes on disk: "" and None where none are kept.
+
+    Where layers keep a state there are none: it is that after the last position only.
+    """
+    if store is None or model.kv.has_states:
+        return "", None
+    from shardnet.runtime.stage.arithmetic import arithmetic_of
+    from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
+
+    arithmetic = arithmetic_of(model)
+    identity = [order.model_id, str(order.layers), order.dtype.value, order.kv_dtype.value]
+    identity += [order.quantization.value if order.quantization else "", str(order.context)]
+    files = store.of_stage(json.dumps([*identity, arithmetic]), order.model, order.layers.words)
+    return arithmetic, StagePrefixes(model.kv, files)
 
 
 def _load_model(

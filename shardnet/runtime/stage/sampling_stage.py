@@ -6,7 +6,7 @@ links or threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -41,6 +41,10 @@ class SamplingStage:
             self._history.copy(source, slot, n_positions)
         self._history.trim(slot, n_positions)
         self._outputs.forget(slot)
+
+    def restore(self, slot: SlotId, token_ids: Sequence[int]) -> None:
+        """Take the tokens at the first positions of an empty slot, whose rows are not computed."""
+        self._history.write(slot, 0, token_ids)
 
     def clear(self) -> None:
         """Forget all slots."""

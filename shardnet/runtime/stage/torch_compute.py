@@ -17,8 +17,10 @@ from shardnet.model.sampling.sampler import Sampler
 from shardnet.runtime.stage.compute import Activations, Samples, StepArrived, StepResult
 from shardnet.runtime.stage.routing import routing_table
 from shardnet.runtime.stage.sampling_stage import SamplingStage
+from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
 from shardnet.stage.stage_model import Run, StageModel
 from shardnet.types import (
+    BLOCK_POSITIONS,
     CloseSequence,
     FreeSlot,
     MicroBatch,
@@ -38,8 +40,16 @@ class TorchCompute:
     not the one that the stage computes in.
     """
 
-    def __init__(self, model: StageModel, sampler: Sampler | None, wire_dtype: WireDType) -> None:
+    def __init__(
+        self,
+        model: StageModel,
+        sampler: Sampler | None,
+        wire_dtype: WireDType,
+        prefixes: StagePrefixes | None = None,
+    ) -> None:
         self._model = model
+        self.prefixes = prefixes
+        """What this stage keeps on disk, None for nothing."""
         self._wire_dtype = wire_dtype
         self._owners: dict[SlotId, OpenSequence] = {}
         self._tail = None if sampler is None else SamplingStage(model, sampler, self._owners)
@@ -60,6 +70,9 @@ class TorchCompute:
         ring.
         """
         match operation:
+            case OpenSequence(is_restored=True):
+                self._restore(operation)
+                self._owners[operation.slot] = operation
             case OpenSequence(slot=slot, n_kept=n_kept, source=source):
                 self._keep(slot, n_kept, source)
                 self._owners[slot] = operation
@@ -68,6 +81,8 @@ class TorchCompute:
                 if owner is not None and owner.sequence_id == sequence_id:
                     del self._owners[slot]
                     self._keep(slot, n_kept, None)
+                    if self.prefixes is not None and operation.stored:
+                        self.prefixes.save(slot, operation.stored[: n_kept // BLOCK_POSITIONS])
             case FreeSlot(slot=slot):
                 if slot not in self._owners:
                     self._keep(slot, 0, None)
@@ -114,6 +129,8 @@ class TorchCompute:
         """Forget all sequences and free all slots; keep the weights."""
         self._model.kv.clear()
         self._owners.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
         if self._tail is not None:
             self._tail.clear()
 
@@ -134,6 +151,18 @@ class TorchCompute:
         self._model.kv.trim(slot, n_positions)
         if self._tail is not None:
             self._tail.keep(slot, n_positions, source)
+
+    def _restore(self, opened: OpenSequence) -> None:
+        """Let the slot of a sequence hold what was read from disk for it, and no other."""
+        if self.prefixes is None:
+            raise RemoteProtocolError(
+                f"sequence {opened.sequence_id} should begin with a prefix from disk, and none are "
+                "kept here"
+            )
+        token_ids = self.prefixes.adopt(opened.sequence_id, opened.slot, opened.n_kept)
+        if self._tail is not None:
+            self._tail.keep(opened.slot, 0, None)
+            self._tail.restore(opened.slot, token_ids)
 
     def _hidden(self, batch: MicroBatch, activations: Activations | None) -> torch.Tensor | None:
         if activations is None:

@@ -13,7 +13,13 @@ from msgspec import Meta
 
 from shardnet import constraints
 from shardnet.errors import RemoteProtocolError
-from shardnet.types import MAX_LOGPROBS, OutputParams, SamplingParams
+from shardnet.types import (
+    BLOCK_KEY_BYTES,
+    MAX_LOGPROBS,
+    MAX_STORED_BLOCKS,
+    OutputParams,
+    SamplingParams,
+)
 from shardnet.wire.framing.frames import Frame
 
 U32_MAX: Final = 2**32 - 1
@@ -84,6 +90,9 @@ Explanation = Annotated[str, Meta(max_length=MAX_EXPLANATION)]
 """Text for a person: an error's message, the reason of a plan."""
 Remedy = Explanation | msgspec.UnsetType
 """What to do about a failure, in the imperative. The key is left out where nothing is known."""
+BlockKey = Annotated[bytes, Meta(max_length=BLOCK_KEY_BYTES)]
+"""Stands for all tokens of a prompt up to the end of one block, on one ring."""
+BlockKeys = Annotated[tuple[BlockKey, ...], Meta(max_length=MAX_STORED_BLOCKS)]
 TokenIds = Annotated[list[U32], Meta(max_length=1 << 20)]
 
 

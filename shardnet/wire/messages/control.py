@@ -59,8 +59,12 @@ from shardnet.wire.messages.membership import (
 from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
+    FindPrefix,
     LoadProgress,
     LoadStage,
+    PrefixFound,
+    PrefixRestored,
+    RestorePrefix,
     RingBroken,
     StageReady,
     UnloadStage,
@@ -120,6 +124,10 @@ ControlMessage = (
     | ConnectRing
     | RingBroken
     | UnloadStage
+    | FindPrefix
+    | PrefixFound
+    | RestorePrefix
+    | PrefixRestored
     | Done
     | Failed
     | PlanRequest

@@ -157,10 +157,24 @@ class RefusedHost(Strict, frozen=True, kw_only=True):
     remedy: Advice = msgspec.UNSET
 
 
+class PrefixState(Strict, frozen=True, kw_only=True):
+    """The prompts that a node keeps on disk: bytes of all models, positions of the loaded one.
+
+    `bytes_per_s` is how fast they were read, 0 if none was.
+    """
+
+    used_bytes: Count
+    limit_bytes: Count
+    saved_positions: Count = 0
+    restored_positions: Count = 0
+    bytes_per_s: Figure = 0.0
+
+
 class StageState(Strict, frozen=True, kw_only=True):
     """The stage that a node holds, and its place in a ring; `n_stages` is 0 where it has none.
 
-    `head` is the id of the ring's head. KV room is counted in blocks of 256 positions.
+    `head` is the id of the ring's head. KV room is counted in blocks of 256 positions. `prefixes`
+    is null where none are kept on disk.
     """
 
     model: PathText
@@ -175,12 +189,14 @@ class StageState(Strict, frozen=True, kw_only=True):
     n_stages: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
     epoch: U32 = 0
     head: Name = ""
+    prefixes: PrefixState | None = None
 
 
 class RingLoad(Strict, frozen=True, kw_only=True):
     """What a ring has in hand: requests, slots, and KV blocks of one stage.
 
-    Warm slots and their blocks are among the used ones.
+    Warm slots and their blocks are among the used ones. `restored_positions` of prompts were read
+    from disk.
     """
 
     running: U32
@@ -191,6 +207,7 @@ class RingLoad(Strict, frozen=True, kw_only=True):
     used_blocks: U32
     room_blocks: U32
     room_slots: U32 = 0
+    restored_positions: Count = 0
 
 
 class StageWork(Strict, frozen=True, kw_only=True):

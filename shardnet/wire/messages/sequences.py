@@ -26,6 +26,7 @@ from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import (
     U32,
     U64,
+    BlockKeys,
     NLogprobs,
     Positions,
     Strict,
@@ -88,8 +89,9 @@ class Outputs(Travelling[OutputParams], frozen=True, kw_only=True):
 class OpenSequence(Tagged, frozen=True, kw_only=True):
     """A sequence takes a slot; the tail learns how to sample it and what else it is to give.
 
-    The first `n_kept` positions stay, or are copied from the slot `source`. Its output begins at
-    position `n_prompt`; `stop_ids` are those that `min_tokens` holds back.
+    The first `n_kept` positions stay, are copied from the slot `source`, or with `is_restored` are
+    what RestorePrefix has read for this sequence. Its output begins at position `n_prompt`;
+    `stop_ids` are those that `min_tokens` holds back.
     """
 
     sequence_id: U64
@@ -100,6 +102,7 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
     n_prompt: Positions = 0
     stop_ids: Annotated[tuple[U32, ...], Meta(max_length=MAX_STOP_IDS)] = ()
     outputs: Outputs = Outputs()
+    is_restored: bool = False
 
     def operation(self) -> types.OpenSequence:
         """Return the operation; its parameters are unchecked."""
@@ -112,20 +115,28 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
             n_prompt=self.n_prompt,
             stop_ids=self.stop_ids,
             outputs=self.outputs.params(),
+            is_restored=self.is_restored,
         )
 
 
 class CloseSequence(Tagged, frozen=True, kw_only=True):
-    """A sequence has ended. Its slot keeps the first `n_kept` positions, without any it is free."""
+    """A sequence has ended. Its slot keeps the first `n_kept` positions, without any it is free.
+
+    Its first blocks are written to disk under the keys `stored`, where they are not there yet.
+    """
 
     sequence_id: U64
     slot: U32
     n_kept: Positions = 0
+    stored: BlockKeys = ()
 
     def operation(self) -> types.CloseSequence:
         """Return the operation."""
         return types.CloseSequence(
-            sequence_id=SequenceId(self.sequence_id), slot=SlotId(self.slot), n_kept=self.n_kept
+            sequence_id=SequenceId(self.sequence_id),
+            slot=SlotId(self.slot),
+            n_kept=self.n_kept,
+            stored=self.stored,
         )
 
 
@@ -157,9 +168,15 @@ def _message(operation: SlotOperation) -> SequenceMessage:
                 n_prompt=operation.n_prompt,
                 stop_ids=operation.stop_ids,
                 outputs=Outputs.of(operation.outputs),
+                is_restored=operation.is_restored,
             )
-        case types.CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
-            return CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept)
+        case types.CloseSequence():
+            return CloseSequence(
+                sequence_id=operation.sequence_id,
+                slot=operation.slot,
+                n_kept=operation.n_kept,
+                stored=operation.stored,
+            )
         case types.FreeSlot(slot=slot):
             return FreeSlot(slot=slot)
         case _:

@@ -11,13 +11,18 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from shardnet.types import BLOCK_POSITIONS, MAX_STORED_BLOCKS
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
     U32,
+    U64,
     Addresses,
+    BlockKeys,
     Count,
     Digest,
+    DigestOrNone,
     Explanation,
+    Figure,
     KvDTypeName,
     LayerNumber,
     Layers,
@@ -78,6 +83,8 @@ class StageReady(Tagged, frozen=True, kw_only=True):
 
     `room_blocks` is the KV room that is really there; `reused` that the weights were there already.
     A row's bits do not depend on the rows beside it in steps of at most `exact_rows` rows.
+    `arithmetic` stands for everything but the model that decides the bits of its keys and values,
+    "" where the node keeps no prefixes on disk.
     """
 
     request: RequestId
@@ -87,6 +94,7 @@ class StageReady(Tagged, frozen=True, kw_only=True):
     kernel: Name
     load_s: Seconds
     exact_rows: U32
+    arithmetic: DigestOrNone = ""
 
 
 class RingBroken(Tagged, frozen=True, kw_only=True):
@@ -111,3 +119,46 @@ class UnloadStage(Tagged, frozen=True, kw_only=True):
 
     request: RequestId
     ring: Name
+
+
+class FindPrefix(Tagged, frozen=True, kw_only=True):
+    """Ask a stage which of a prompt's first blocks it has on disk."""
+
+    request: RequestId
+    ring: Name
+    epoch: U32
+    keys: BlockKeys
+
+
+class PrefixFound(Tagged, frozen=True, kw_only=True):
+    """Answers FindPrefix: bit `n % 8` of byte `n // 8` is 1 if the first `n + 1` can be restored.
+
+    Reading one takes `block_bytes`, at `bytes_per_s` as measured, 0 if it was not.
+    """
+
+    request: RequestId
+    restorable: Annotated[bytes, Meta(max_length=-(-MAX_STORED_BLOCKS // 8))]
+    block_bytes: Count
+    bytes_per_s: Figure = 0.0
+
+
+class RestorePrefix(Tagged, frozen=True, kw_only=True):
+    """Tell a stage to read all blocks of `keys`, for a sequence that is opened then.
+
+    `token_ids` are those of their positions, u32 little-endian. Without keys what was read for the
+    sequence is forgotten.
+    """
+
+    request: RequestId
+    ring: Name
+    epoch: U32
+    sequence_id: U64
+    keys: BlockKeys
+    token_ids: Annotated[bytes, Meta(max_length=4 * BLOCK_POSITIONS * MAX_STORED_BLOCKS)] = b""
+
+
+class PrefixRestored(Tagged, frozen=True, kw_only=True):
+    """Answers RestorePrefix: whether all of it is there. Nothing is kept if not."""
+
+    request: RequestId
+    is_whole: bool

@@ -99,6 +99,7 @@ def run_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             threads=1,
             cache_limit_bytes=None,
             share_rate=None,
+            prefix_cache_bytes=0,
             peers=(),
             no_mdns=True,
             access=Access(insecure=True),

@@ -36,7 +36,12 @@ from shardnet.wire.messages.membership import (
     StatusReply,
 )
 from shardnet.wire.messages.plans import NodeProgress, PlanReply
-from shardnet.wire.messages.stages import LoadProgress, StageReady
+from shardnet.wire.messages.stages import (
+    LoadProgress,
+    PrefixFound,
+    PrefixRestored,
+    StageReady,
+)
 from shardnet.wire.messages.tokens import Detokenized, Tokenized
 from shardnet.wire.messages.traces import ClockRead, TracePiece
 
@@ -53,6 +58,8 @@ ANSWERS = {
     ModelsListed,
     NodeProgress,
     PlanReply,
+    PrefixFound,
+    PrefixRestored,
     Redirect,
     ReportReply,
     RingActivity,

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 from shardnet.errors import ShardnetError
 from shardnet.runtime.engine.engine import Engine
+from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
 from shardnet.runtime.scheduling.scheduler import Scheduler
@@ -43,6 +44,7 @@ async def running_ring(
     routing: RoutingShape | None = None,
     over: str = "memory",
     options: LinkOptions = SMALLEST,
+    prefixes: Prefixes | None = None,
 ) -> AsyncIterator[tuple[Engine, list[Link]]]:
     """Run a ring over "memory" or "tcp" links, by default with the smallest queues and buffers."""
     n_stages, epoch = len(computes), scheduler.epoch
@@ -57,6 +59,7 @@ async def running_ring(
             routing=routing,
         ),
         clock_ns=time.perf_counter_ns,
+        prefixes=prefixes,
     )
     pipeline = engine.pipeline
     pairs = [await _pair(over, options) for _ in range(n_stages if n_stages > 1 else 0)]

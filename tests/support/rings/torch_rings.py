@@ -15,6 +15,7 @@ from support.rings.stage_chain import StageChain
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.sampling.sampler import Sampler
+from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
     GenerationRequest,
@@ -158,6 +159,7 @@ def run(
     chunk_rows: int = 16,
     room_blocks: int = 64,
     at_once: bool = True,
+    prefixes: Prefixes | None = None,
 ) -> list[list[RequestEvent]]:
     """Run requests over memory links, all at once or one by one; return the events of each."""
 
@@ -177,9 +179,14 @@ def run(
             limits=StepLimits(
                 chunk_rows=chunk_rows, mixed_rows=chunk_rows // 2, exact_rows=stages.exact_rows
             ),
+            prefix_seed=prefixes.seed if prefixes else None,
         )
         ring = running_ring(
-            stages.computes, scheduler, vocab_size=stages.vocab_size, routing=stages.routing
+            stages.computes,
+            scheduler,
+            vocab_size=stages.vocab_size,
+            routing=stages.routing,
+            prefixes=prefixes,
         )
         async with ring as (engine, _):
             if at_once:

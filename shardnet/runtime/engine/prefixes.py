@@ -1,0 +1,121 @@
+"""Which prompts begin with what is on the stages' disks, and whether reading it pays.
+
+Knows keys of blocks, rates, and that all stages must restore the same positions or none. Must not
+know files, nor how the stages are asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from shardnet.errors import ShardnetError
+from shardnet.runtime.scheduling.prefix_keys import block_keys
+from shardnet.types import BLOCK_POSITIONS, STORED_PREFIX_POSITIONS, SequenceId
+
+FIND_S: Final = 1.0
+"""How long stages may take to say what they have: a prompt waits for it."""
+_LEAST_ROWS: Final = 64
+"""Steps of fewer rows say little about what prompts cost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPrefix:
+    """What one stage has of a prompt: bit `n - 1` of `restorable` is set for its first `n` blocks.
+
+    A block has `block_bytes`, read at `bytes_per_s`, 0 where that was not measured.
+    """
+
+    restorable: int
+    block_bytes: int
+    bytes_per_s: float
+
+    def seconds(self, n_blocks: int) -> float:
+        """Predict the time to read the first blocks; 0 where nothing was measured."""
+        return n_blocks * self.block_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
+
+
+class PrefixStages(Protocol):
+    """The stages of a ring, all of which keep prefixes on disk."""
+
+    async def find(self, keys: Sequence[bytes]) -> list[FoundPrefix]:
+        """Ask every stage which blocks it has. Raises the first error of any."""
+
+    async def restore(
+        self, sequence_id: SequenceId, keys: Sequence[bytes], token_ids: bytes
+    ) -> bool:
+        """Have every stage read these blocks; return whether all have. Raises likewise."""
+
+    async def forget(self, sequence_id: SequenceId) -> None:
+        """Have every stage forget what it has read for a sequence. Raises likewise."""
+
+
+class Prefixes:
+    """The prefixes of one ring, which `seed` stands for.
+
+    `row_s` is what a row of a prompt takes as far as is known before any was computed.
+    """
+
+    def __init__(self, stages: PrefixStages, seed: bytes, row_s: float | None = None) -> None:
+        self._stages = stages
+        self.seed = seed
+        self._row_s = row_s
+        self._one_by_one = asyncio.Lock()
+        self.restored_positions = 0
+        """Positions that were read from disk instead of being computed."""
+
+    def learn(self, n_rows: int, slowest_us: int) -> None:
+        """Learn what rows of prompts take, from a step of nothing else: its slowest stage."""
+        if n_rows >= _LEAST_ROWS:
+            row_s = slowest_us / 1e6 / n_rows
+            self._row_s = row_s if self._row_s is None else (3 * self._row_s + row_s) / 4
+
+    async def find(self, prompt: Sequence[int], n_held: int) -> int:
+        """Return how many of the first positions of `prompt` to read from disk, 0 for none.
+
+        `n_held` of them are in the KV cache. The last token never counts: its row is sampled.
+        Reading must be faster than computing, as far as both were measured.
+        """
+        n_positions = len(prompt) - 1
+        if n_positions < max(STORED_PREFIX_POSITIONS, n_held + BLOCK_POSITIONS):
+            return 0
+        keys = block_keys(self.seed, prompt, n_positions)
+        try:
+            async with asyncio.timeout(FIND_S):
+                found = await self._stages.find(keys)
+        except (ShardnetError, TimeoutError):
+            return 0
+        restorable = (1 << len(keys)) - 1
+        for stage in found:
+            restorable &= stage.restorable
+        n_blocks = restorable.bit_length()
+        more = n_blocks * BLOCK_POSITIONS - n_held
+        if more < BLOCK_POSITIONS:
+            return 0
+        slowest_s = max(stage.seconds(n_blocks) for stage in found)
+        if self._row_s is not None and slowest_s >= more * self._row_s:
+            return 0
+        return n_blocks * BLOCK_POSITIONS
+
+    async def restore(
+        self, sequence_id: SequenceId, prompt: Sequence[int], n_positions: int
+    ) -> int:
+        """Have all stages read the first positions; return how many they have: all, or 0."""
+        keys = block_keys(self.seed, prompt, n_positions)
+        token_ids = struct.pack(f"<{n_positions}I", *prompt[:n_positions])
+        async with self._one_by_one:
+            with contextlib.suppress(ShardnetError):  # the positions are computed instead
+                if await self._stages.restore(sequence_id, keys, token_ids):
+                    self.restored_positions += n_positions
+                    return n_positions
+            await self.forget(sequence_id)
+        return 0
+
+    async def forget(self, sequence_id: SequenceId) -> None:
+        """Have the stages forget what they have read for a sequence that does not begin."""
+        with contextlib.suppress(ShardnetError):  # it goes with the next one, or with the ring
+            await self._stages.forget(sequence_id)

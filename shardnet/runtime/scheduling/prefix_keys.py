@@ -1,0 +1,27 @@
+"""Names for the blocks of a prompt, by which stages keep and find them on disk. Pure.
+
+A key stands for all tokens from the first up to the end of its block, and for the ring that
+computed them: two rings whose keys and values differ in a bit never share a key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from shardnet.types import BLOCK_KEY_BYTES, BLOCK_POSITIONS, MAX_STORED_BLOCKS
+
+
+def block_keys(seed: bytes, tokens: Sequence[int], n_positions: int) -> tuple[bytes, ...]:
+    """Return the keys of the whole blocks among the first `n_positions` of `tokens`.
+
+    `seed` stands for the ring. At most MAX_STORED_BLOCKS keys are returned.
+    """
+    digest = hashlib.sha256(seed)
+    keys = []
+    for block in range(min(n_positions // BLOCK_POSITIONS, MAX_STORED_BLOCKS)):
+        ids = tokens[block * BLOCK_POSITIONS : (block + 1) * BLOCK_POSITIONS]
+        digest.update(struct.pack(f"<{BLOCK_POSITIONS}I", *ids))
+        keys.append(digest.digest()[:BLOCK_KEY_BYTES])
+    return tuple(keys)

@@ -1,0 +1,318 @@
+"""The prefixes of one stage: from a slot to files, and from files to a slot.
+
+Knows blocks of a KV cache and which of them a prefix needs. Must not know the sequences' tokens:
+the head names a block by a key that stands for all tokens up to its end. Nothing is restored but
+blocks whose files are all there and undamaged.
+
+A finished slot is written from its own tensors, block by block, on a thread of its own: no copy of
+it is made. Rows that are written meanwhile end what may still be copied, before they are written.
+Layers with a sliding window hold the end of a slot only, so each window has a file of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardnet.errors import CapacityError, UsageError
+from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.cache.slot_blocks import SlotContents, first_block
+from shardnet.stage.prefixes.prefix_store import StageFolder
+from shardnet.threads import DaemonThreads
+from shardnet.types import BLOCK_POSITIONS, SequenceId, SlotId
+
+_log = logging.getLogger(__name__)
+
+MAX_WAITING_BYTES: Final = 1 << 30
+"""Slots that wait to be written hold at most this much, unless it is only one."""
+MAX_RESTORED: Final = 2
+"""Prefixes that were read and whose sequence has not begun; the head reads one after the other."""
+_NICENESS: Final = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """The layers of a stage with one window, None for those without: a file for each block."""
+
+    window: int | None
+    layers: tuple[int, ...]
+    size_bytes: int
+
+    @property
+    def name(self) -> str:
+        return "kv" if self.window is None else f"w{self.window}"
+
+    def first_held(self, contents: SlotContents) -> int:
+        """Return the first block that a slot holds whole in all of these layers."""
+        return max(contents.firsts[layer] for layer in self.layers) // BLOCK_POSITIONS
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Saving:
+    """A slot on its way to the disk: the positions before `end` are as they were."""
+
+    contents: SlotContents
+    keys: Sequence[bytes]
+    end: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Restored:
+    contents: SlotContents
+    n_blocks: int
+    token_ids: Sequence[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefixFigures:
+    """What became of prefixes on a stage, in positions."""
+
+    saved: int = 0
+    restored: int = 0
+
+
+class StagePrefixes:
+    """Writes prefixes of the slots of `kv` to `files`, and reads them back.
+
+    `kv` must not have layers that keep a state.
+    """
+
+    def __init__(self, kv: KvCache, files: StageFolder) -> None:
+        assert not kv.has_states
+        self._kv = kv
+        self._files = files
+        self._parts = [*_parts(kv)]
+        self.block_bytes = sum(part.size_bytes for part in self._parts)
+        """Bytes of one block in all layers."""
+        self.figures = PrefixFigures()
+        self._thread = DaemonThreads(1, "shardnet-prefixes", _lower_priority)
+        self._saving: list[_Saving] = []
+        self._writing: list[Future[None]] = []
+        self._restored: dict[SequenceId, _Restored] = {}
+        self._wanted: dict[SequenceId, object] = {}
+        """The latest call of `restore` for each sequence: an older one may come late."""
+        self._is_closed = False
+        kv.before_write = self._before_write
+
+    @property
+    def files(self) -> StageFolder:
+        """Where the blocks are."""
+        return self._files
+
+    # --- on the compute thread
+
+    def save(self, slot: SlotId, keys: Sequence[bytes]) -> None:
+        """Begin to write the first blocks of `slot`, named by `keys`, that are not on disk yet.
+
+        Nothing is written where too much waits already.
+        """
+        if self._is_closed or not keys:
+            return
+        contents = self._kv.contents(slot)
+        n_bytes = len(keys) * self.block_bytes
+        waiting = [*self._saving]
+        if waiting and sum(each.n_bytes for each in waiting) + n_bytes > MAX_WAITING_BYTES:
+            return
+        if self._kv.device.type != "cpu":
+            begin = self._first_missing(keys) * BLOCK_POSITIONS
+            # Other threads must keep off the device, whose graphs are captured.
+            contents = _copied(contents, begin, len(keys) * BLOCK_POSITIONS)
+        saving = _Saving(
+            contents=contents, keys=keys, end=len(keys) * BLOCK_POSITIONS, n_bytes=n_bytes
+        )
+        self._saving.append(saving)
+        self._writing = [each for each in self._writing if not each.done()]
+        self._writing.append(self._thread.submit(self._write, saving))
+
+    def adopt(self, sequence_id: SequenceId, slot: SlotId, n_positions: int) -> Sequence[int]:
+        """Let `slot` hold what was read for a sequence; return the tokens of its positions.
+
+        Raises UsageError if that is not what is here, CapacityError as KvCache.adopt.
+        """
+        restored = self._restored.pop(sequence_id, None)
+        self._wanted.pop(sequence_id, None)
+        if restored is None or restored.n_blocks * BLOCK_POSITIONS != n_positions:
+            raise UsageError(f"{n_positions} positions were not read for sequence {sequence_id}")
+        self._kv.adopt(slot, restored.contents, restored.n_blocks)
+        self.figures.restored += n_positions
+        return restored.token_ids
+
+    def clear(self) -> None:
+        """Forget what was read or is being read. What is written is written to its end."""
+        self._wanted.clear()
+        self._restored.clear()
+
+    def _first_missing(self, keys: Sequence[bytes]) -> int:
+        """Return the first block that is not on disk whole, of layers without a window if any."""
+        names = self._files.names()
+        part = self._parts[0]
+        are_here = (self._files.path(key, part.name).name in names for key in keys)
+        return next((block for block, is_here in enumerate(are_here) if not is_here), len(keys))
+
+    def _before_write(self, slot: SlotId, begin: int, keys: Sequence[Tensor]) -> None:
+        for saving in [*self._saving] if self._saving else ():
+            if begin < saving.end and saving.contents.keys[0] is keys[0]:
+                saving.end = begin
+
+    # --- on any other thread
+
+    def restorable(self, keys: Sequence[bytes]) -> bytes:
+        """Return of which of the first blocks all files are here: bit `n - 1` for `n` blocks."""
+        names = self._files.names()
+        found = bytearray(-(-len(keys) // 8))
+        runs = dict.fromkeys((part.name for part in self._parts), 0)
+        for n_blocks, key in enumerate(keys, start=1):
+            is_whole = True
+            for part in self._parts:
+                is_here = self._files.path(key, part.name).name in names
+                runs[part.name] = runs[part.name] + 1 if is_here else 0
+                needed = n_blocks - first_block(n_blocks, part.window)
+                is_whole = is_whole and runs[part.name] >= needed
+            if is_whole:
+                found[(n_blocks - 1) // 8] |= 1 << (n_blocks - 1) % 8
+        return bytes(found)
+
+    def restore(
+        self, sequence_id: SequenceId, keys: Sequence[bytes], token_ids: Sequence[int]
+    ) -> bool:
+        """Read the blocks `keys` for a sequence that will begin with `token_ids`.
+
+        Returns whether all of them came. Without any keys what was read before is forgotten.
+        """
+        self._restored.pop(sequence_id, None)
+        self._wanted.pop(sequence_id, None)
+        if not keys:
+            return True
+        this = self._wanted[sequence_id] = object()
+        contents = self._read(keys, token_ids)
+        if contents is None or self._wanted.get(sequence_id) is not this:
+            return False
+        while len(self._restored) >= MAX_RESTORED:
+            self._restored.pop(next(iter(self._restored)), None)
+        self._restored[sequence_id] = _Restored(
+            contents=contents, n_blocks=len(keys), token_ids=token_ids
+        )
+        return True
+
+    def _read(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> SlotContents | None:
+        """Read blocks to memory; None if one is missing, or there is no room."""
+        n_blocks = len(keys)
+        if n_blocks > self._kv.room_blocks or len(token_ids) != n_blocks * BLOCK_POSITIONS:
+            return None
+        began = time.perf_counter()
+        try:
+            contents = self._kv.new_contents(n_blocks)
+        except CapacityError:
+            return None
+        n_bytes = 0
+        paths = []
+        for part in self._parts:
+            buffer = torch.empty(part.size_bytes, dtype=torch.uint8)
+            for block in range(first_block(n_blocks, part.window), n_blocks):
+                path = self._files.path(keys[block], part.name)
+                if not self._files.read(path, keys[block], _bytes_of(buffer)):
+                    return None
+                contents.write_block(part.layers, block, buffer)
+                n_bytes += buffer.numel()
+                paths.append((block, path))
+        self._files.store.measured(n_bytes, time.perf_counter() - began)
+        self._files.touch([path for _, path in sorted(paths)])
+        return contents
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until everything is written, at most `timeout_s`."""
+        wait_for([*self._writing], timeout_s)
+
+    def close(self) -> None:
+        """End the thread after the block that it writes."""
+        self._is_closed = True
+        self._kv.before_write = None
+        self._thread.close()
+
+    # --- on the thread that writes
+
+    def _write(self, saving: _Saving) -> None:
+        try:
+            self._files.begin()
+            self._write_blocks(saving)
+        except OSError as error:
+            _log.warning("a prefix cannot be kept on disk: %s", error)
+        finally:
+            self._saving.remove(saving)
+
+    def _write_blocks(self, saving: _Saving) -> None:
+        names = self._files.names()
+        files = [*self._files_of(saving)]
+        missing = [
+            (block, part, path)
+            for block, part, path in files
+            if path.name not in names and block >= part.first_held(saving.contents)
+        ]
+        wanted = sum(part.size_bytes for _, part, _ in missing)
+        keep = {path for _, _, path in files}
+        room = self._files.store.make_room(wanted, keep) if wanted else 0
+        if wanted > room and any(part.window is not None for part in self._parts):
+            return  # its end is what counts
+        for block, part, path in missing:
+            room -= part.size_bytes
+            if room < 0 or self._is_closed:
+                break
+            buffer = torch.empty(part.size_bytes, dtype=torch.uint8)
+            saving.contents.read_block(part.layers, block, buffer)
+            if saving.end < (block + 1) * BLOCK_POSITIONS:  # rows have been written meanwhile
+                break
+            self._files.write(path, saving.keys[block], _bytes_of(buffer))
+            if part is self._parts[-1]:
+                self.figures.saved += BLOCK_POSITIONS
+        self._files.touch([path for _, _, path in files])
+
+    def _files_of(self, saving: _Saving) -> Iterator[tuple[int, _Part, Path]]:
+        """List the files of a slot, block by block."""
+        for block, key in enumerate(saving.keys):
+            for part in self._parts:
+                yield block, part, self._files.path(key, part.name)
+
+
+def _parts(kv: KvCache) -> Iterator[_Part]:
+    contents = kv.new_contents(1)
+    for window in sorted(set(kv.windows), key=lambda window: window or 0):
+        layers = tuple(n for n, other in enumerate(kv.windows) if other == window)
+        yield _Part(window=window, layers=layers, size_bytes=contents.block_bytes(layers))
+
+
+def _copied(contents: SlotContents, begin: int, end: int) -> SlotContents:
+    """Copy positions `[begin, end)` to the CPU, of each layer those that it holds."""
+    firsts = [max(first, begin) for first in contents.firsts]
+
+    def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            tensor[:, first - held : max(first, end) - held].cpu()
+            for tensor, first, held in zip(tensors, firsts, contents.firsts, strict=True)
+        ]
+
+    return SlotContents(keys=copied(contents.keys), values=copied(contents.values), firsts=firsts)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.numpy()  # numpy's arrays are buffers, which its types do not say
+    return memoryview(array).cast("B")
+
+
+def _lower_priority() -> None:
+    """Let steps go first. Elsewhere than on Linux it would be the whole process."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)

@@ -1,0 +1,58 @@
+"""`shardnet cache` and `status` say what is on disk of finished prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from shardnet.stage.prefixes.prefix_store import PrefixStore
+from shardnet.wire.messages.diagnostics import PrefixState, StageState
+from shardnet_cli.commands.status import _prefix_lines
+from shardnet_cli.main import app
+
+KEY = bytes(16)
+
+
+def test_prompts_are_listed_and_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDNET_CACHE_DIR", str(tmp_path))
+    store = PrefixStore(tmp_path / "prefixes", 1 << 20)
+    names = []
+    for layers in ("layers 0-3", "layers 4-7"):
+        files = store.of_stage(layers, "/m/llama", layers)
+        files.begin()
+        files.write(files.path(KEY, "kv"), KEY, memoryview(bytes(1 << 20)))
+        names.append(files.path(KEY, "kv").parent.name)
+    cli = CliRunner()
+    listed = cli.invoke(app, ["cache", "ls"]).stdout
+    assert "1.0 MiB of prompts  used 0 seconds ago  layers 4-7 of /m/llama" in listed
+    entries = json.loads(cli.invoke(app, ["cache", "ls", "--json"]).stdout)
+    assert {entry["prompts"] for entry in entries} == {"layers 0-3", "layers 4-7"}
+    assert cli.invoke(app, ["cache", "rm", names[0][:12]]).exit_code == 0
+    [left] = json.loads(cli.invoke(app, ["cache", "ls", "--json"]).stdout)
+    assert (left["model_id"], left["prompts"]) == (names[1], "layers 4-7")
+    assert cli.invoke(app, ["cache", "rm", "--all"]).exit_code == 0
+    assert json.loads(cli.invoke(app, ["cache", "ls", "--json"]).stdout) == []
+
+
+def test_status_tells_of_prompts_where_any_are_kept() -> None:
+    stage = StageState(
+        model="/m",
+        layers=(0, 4),
+        dtype="float32",
+        kernel="packed",
+        weight_bytes=1,
+        room_blocks=4,
+        used_blocks=0,
+    )
+    assert _prefix_lines(stage) == []
+    kept = PrefixState(
+        used_bytes=3 << 30, limit_bytes=20 << 30, saved_positions=1024, restored_positions=512
+    )
+    stage = replace(stage, prefixes=kept)
+    assert _prefix_lines(stage) == [
+        "prompts  3.00 GiB of 20.00 GiB on disk, 1024 positions saved, 512 restored"
+    ]
