@@ -163,7 +163,7 @@ class RoundingChain(StageChain):
             if hidden is not None:
                 payload = pack_rows(hidden, self.dtype)
                 hidden = unpack_rows(payload, self.dtype, *hidden.shape, CPU)
-            hidden = StageChain([stage]).step(*groups, hidden=hidden)
+            hidden = stage.forward(batch_of(groups), hidden)
         assert hidden is not None
         return hidden
 
