@@ -26,7 +26,7 @@ INLINE TARGET lanes NAME(fused)(lanes a, lanes b, lanes c) {
 #endif
 }
 
-INLINE TARGET lanes NAME(broadcast)(float value) { return (lanes){0} + value; }
+INLINE TARGET lanes NAME(broadcast)(float value) { return value - (lanes){0}; } /* x - 0 is x, x + 0 is not */
 
 INLINE TARGET lanes NAME(select)(ints where, lanes yes, lanes no) {
     return (lanes)((where & (ints)yes) | (~where & (ints)no));
