@@ -8,7 +8,10 @@
  * added nor counted.
  */
 
-#define QUERIES (LANES == 16 ? 8 : 4) /* that share each load of keys or values */
+/* Queries that share each load of keys or values, and the vectors of keys or values that `n_queries` take at a time: as
+ * many sums as there are registers for. */
+#define QUERIES (LANES == 16 ? 8 : LANES == 8 ? 6 : 4)
+#define VECTORS(n_queries) (n_queries == 1 ? 8 : n_queries == 2 ? 4 : 2)
 
 /* A part of a value's 32 bits: the first or second of two bfloat16, or one of four int8, which `scales` are for. */
 INLINE TARGET lanes NAME(part)(uints bits, int part, const enum kind kind, lanes scales) {
@@ -94,10 +97,10 @@ INLINE TARGET void NAME(score_some)(const struct attend *call, const uint32_t *c
         for (int v = 0; v < n_vectors; v++) memcpy(scores + q * KEYS + v * LANES, &sums[q][v], sizeof(lanes));
 }
 
-/* Scores of `n` keys, a multiple of LANES, eight sums at a time. */
+/* Scores of `n` keys, a multiple of LANES. */
 INLINE TARGET void NAME(score)(const struct attend *call, const uint32_t *columns, const float (*scales)[KEYS], int n,
                                const float *queries, float *scores, const int n_queries, const enum kind kind) {
-    const int n_vectors = 8 / n_queries * LANES < GROUP ? 8 / n_queries : GROUP / LANES;
+    const int n_vectors = VECTORS(n_queries) * LANES < GROUP ? VECTORS(n_queries) : GROUP / LANES;
     int i = 0;
     for (; i + n_vectors * LANES <= n; i += n_vectors * LANES)
         NAME(score_some)
@@ -186,21 +189,24 @@ INLINE TARGET void NAME(weigh_columns)(const struct attend *call, const char *ro
             if (q < n) memcpy(&totals[q][begin + v * LANES], &sums[q][v], sizeof(lanes));
 }
 
-/* All columns, eight sums at a time. */
+/* All columns. */
 INLINE TARGET void NAME(weigh)(const struct attend *call, const char *values, int n_keys, const float *weights,
                                float (*totals)[MAX_HEAD], int n, const int n_queries, const enum kind kind) {
-    const int n_vectors = 8 / n_queries;
+    const int n_vectors = VECTORS(n_queries);
     const int64_t size = call->value_size;
     int64_t c = 0;
     for (; c + n_vectors * LANES <= size; c += n_vectors * LANES)
         NAME(weigh_columns)(call, values, n_keys, weights, totals, n, c, LANES, n_vectors, n_queries, kind);
+    if (n_vectors == 8 && c + 4 * LANES <= size) {
+        NAME(weigh_columns)(call, values, n_keys, weights, totals, n, c, LANES, 4, n_queries, kind);
+        c += 4 * LANES;
+    }
     for (; c < size; c += LANES)
         NAME(weigh_columns)(call, values, n_keys, weights, totals, n, c, of_last(size, c), 1, n_queries, kind);
 }
 
-
 /* The number of queries that `n` are padded to. */
-INLINE TARGET int NAME(padded)(int n) { return n <= 2 ? n : n <= 4 ? 4 : 8; }
+INLINE TARGET int NAME(padded)(int n) { return n <= 2 ? n : n <= 4 ? 4 : QUERIES; }
 
 #define KIND(name, kind)                                                                                             \
     static NOINLINE TARGET void NAME(score_##name)(const struct attend *call, const uint32_t *columns,               \
@@ -208,25 +214,20 @@ INLINE TARGET int NAME(padded)(int n) { return n <= 2 ? n : n <= 4 ? 4 : 8; }
                                                    const float *queries, float *scores, int n) {                     \
         for (int q = 0; q < n; q += QUERIES) {                                                                       \
             const int some = n - q < QUERIES ? n - q : QUERIES;                                                      \
-            SCORE(1, kind) SCORE(2, kind) SCORE(4, kind) SCORE(8, kind)                                              \
+            SCORE(1, kind) SCORE(2, kind) SCORE(4, kind) SCORE(6, kind) SCORE(8, kind)                               \
         }                                                                                                            \
     }                                                                                                                \
     static NOINLINE TARGET void NAME(weigh_##name)(const struct attend *call, const char *values, int n_keys,        \
                                                    const float *weights, float(*totals)[MAX_HEAD], int n) {          \
-        for (int key = 0; key < n_keys; key += GROUP, values += GROUP * call->value_bytes)                           \
-            for (int q = 0; q < n; q += QUERIES) {                                                                   \
-                const int some = n - q < QUERIES ? n - q : QUERIES;                                                  \
-                const int keys = n_keys - key < GROUP ? n_keys - key : GROUP;                                        \
-                WEIGH(1, kind) WEIGH(2, kind) WEIGH(4, kind) WEIGH(8, kind)                                          \
-            }                                                                                                        \
+        WEIGH(1, kind) WEIGH(2, kind) WEIGH(4, kind) WEIGH(6, kind) WEIGH(8, kind)                                   \
     }
 #define SCORE(number, kind)                                                                                          \
     if (number <= QUERIES && NAME(padded)(some) == number)                                                           \
         NAME(score)                                                                                                  \
         (call, columns, scales, n_keys, queries + q * call->head_size, scores + q * KEYS, number, kind);
 #define WEIGH(number, kind)                                                                                          \
-    if (number <= QUERIES && NAME(padded)(some) == number)                                                           \
-        NAME(weigh)(call, values, keys, weights + q * KEYS + key, totals + q, some, number, kind);
+    if (number <= QUERIES && NAME(padded)(n) == number)                                                              \
+        NAME(weigh)(call, values, n_keys, weights, totals, n, number, kind);
 KIND(float32, FLOAT32)
 KIND(bfloat16, BFLOAT16)
 KIND(int8, INT8)
@@ -256,28 +257,61 @@ INLINE void NAME(seen)(const struct NAME(tile) *tile, int row, int64_t block, in
     *end = position < block ? 0 : position + 1 - block < KEYS ? (int)(position + 1 - block) : KEYS;
 }
 
-/* Adds the values that `n` rows from `row` on see, weighted. */
-INLINE TARGET void NAME(weigh_rows)(struct NAME(tile) *tile, const char *values, int row, int n, int begin, int end) {
+/* Adds the values [begin, end) of a block, weighted, for `n` queries. */
+INLINE TARGET void NAME(weigh_queries)(struct NAME(tile) *tile, const char *values, int query, int n, int begin,
+                                       int end) {
     const struct attend *call = tile->call;
-    const int query = row * tile->n_heads, n_queries = n * tile->n_heads;
+    const float *weights = &tile->scores[query][begin];
+    float(*totals)[MAX_HEAD] = tile->totals + query;
     if (begin >= end) return;
     values += begin * call->value_bytes;
     if (call->group)
-        NAME(weigh_int8)
-        (call, values, end - begin, &tile->scores[query][begin], tile->totals + query, n_queries);
+        NAME(weigh_int8)(call, values, end - begin, weights, totals, n);
     else if (call->is_bf16)
-        NAME(weigh_bfloat16)
-        (call, values, end - begin, &tile->scores[query][begin], tile->totals + query, n_queries);
+        NAME(weigh_bfloat16)(call, values, end - begin, weights, totals, n);
     else
-        NAME(weigh_float32)
-        (call, values, end - begin, &tile->scores[query][begin], tile->totals + query, n_queries);
+        NAME(weigh_float32)(call, values, end - begin, weights, totals, n);
 }
 
-/* Scores the keys [low, high) of a block, GROUP at a time; `ahead` of its keys may be prefetched. */
-static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const char *keys, const char *values, int low,
-                                              int high, int64_t ahead) {
+/* The same for what each of the queries' rows sees of these values. */
+static NOINLINE TARGET void NAME(weigh_each)(struct NAME(tile) *tile, const char *values, int64_t block, int query,
+                                             int n, int begin, int end) {
+    for (int own; begin < end && n > 0; query += own, n -= own) {
+        int first, last;
+        own = tile->n_heads - query % tile->n_heads;
+        if (own > n) own = n;
+        NAME(seen)(tile, query / tile->n_heads, block, &first, &last);
+        NAME(weigh_queries)
+        (tile, values, query, own, first > begin ? first : begin, last < end ? last : end);
+    }
+}
+
+/* Adds the values [low, high) of a block, GROUP at a time, which stay in the first cache for all queries. What QUERIES
+ * queries all see is weighted for all at once, the positions before and behind for each row. */
+static NOINLINE TARGET void NAME(weigh_block)(struct NAME(tile) *tile, const char *values, int64_t block, int low,
+                                              int high) {
+    for (int begin = low, end; begin < high; begin = end) {
+        end = begin / GROUP * GROUP + GROUP < high ? begin / GROUP * GROUP + GROUP : high;
+        for (int query = 0; query < tile->n; query += QUERIES) {
+            const int n = tile->n - query < QUERIES ? tile->n - query : QUERIES;
+            int from, to, ignored;
+            NAME(seen)(tile, (query + n - 1) / tile->n_heads, block, &from, &ignored);
+            NAME(seen)(tile, query / tile->n_heads, block, &ignored, &to);
+            from = from < begin ? begin : from < end ? from : end;
+            to = to < from ? from : to < end ? to : end;
+            NAME(weigh_each)(tile, values, block, query, n, begin, from);
+            NAME(weigh_queries)(tile, values, query, n, from, to);
+            NAME(weigh_each)(tile, values, block, query, n, to, end);
+        }
+    }
+}
+
+/* Scores the keys [low, high) of a block, GROUP at a time. */
+static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const char *keys, const char *values,
+                                              int64_t block, int low, int high) {
     const struct attend *call = tile->call;
     const int per_word = call->group ? 4 : call->is_bf16 ? 2 : 1;
+    const int64_t ahead = tile->first_position + tile->n_rows - block;
     if (call->group) NAME(read_scales)(call, keys, low, high, tile->scales);
     for (int begin = low / LANES * LANES; begin < high; begin += GROUP) {
         const int end = begin + GROUP < high ? begin + GROUP : (high + LANES - 1) / LANES * LANES;
@@ -287,16 +321,17 @@ static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const cha
             NAME(transpose)
             (tile->columns + i - begin, keys, call->row_bytes, i, low, high, call->head_size / per_word);
         }
+        const int64_t before = block + begin - tile->first_position; /* rows that do not see these keys yet */
+        const int query = before > 0 ? (int)before * tile->n_heads / QUERIES * QUERIES : 0;
         const float(*scales)[KEYS] = (const float(*)[KEYS])(&tile->scales[0][begin]);
+        const float *queries = tile->queries + query * call->head_size;
+        float *scores = &tile->scores[query][begin];
         if (call->group)
-            NAME(score_int8)
-            (call, tile->columns, scales, end - begin, tile->queries, &tile->scores[0][begin], tile->n);
+            NAME(score_int8)(call, tile->columns, scales, end - begin, queries, scores, tile->n - query);
         else if (call->is_bf16)
-            NAME(score_bfloat16)
-            (call, tile->columns, scales, end - begin, tile->queries, &tile->scores[0][begin], tile->n);
+            NAME(score_bfloat16)(call, tile->columns, scales, end - begin, queries, scores, tile->n - query);
         else
-            NAME(score_float32)
-            (call, tile->columns, scales, end - begin, tile->queries, &tile->scores[0][begin], tile->n);
+            NAME(score_float32)(call, tile->columns, scales, end - begin, queries, scores, tile->n - query);
     }
 }
 
@@ -304,10 +339,10 @@ static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const cha
 static NOINLINE TARGET void NAME(attend_block)(struct NAME(tile) *tile, const char *keys, const char *values,
                                                int64_t block) {
     const struct attend *call = tile->call;
-    int low, high, common, ignored;
+    int low, high, ignored;
     NAME(seen)(tile, 0, block, &low, &ignored);
     NAME(seen)(tile, tile->n_rows - 1, block, &ignored, &high);
-    NAME(score_block)(tile, keys, values, low, high, tile->first_position + tile->n_rows - block);
+    NAME(score_block)(tile, keys, values, block, low, high);
     for (int row = 0; row < tile->n_rows; row++) {
         int first, last;
         NAME(seen)(tile, row, block, &first, &last);
@@ -323,21 +358,7 @@ static NOINLINE TARGET void NAME(attend_block)(struct NAME(tile) *tile, const ch
             }
         }
     }
-    /* What all rows see is weighted for all at once, the positions before and behind for each row. */
-    NAME(seen)(tile, tile->n_rows - 1, block, &low, &ignored);
-    NAME(seen)(tile, 0, block, &ignored, &common);
-    for (int row = 0; row < tile->n_rows; row++) {
-        int first, last;
-        NAME(seen)(tile, row, block, &first, &last);
-        NAME(weigh_rows)(tile, values, row, 1, first, common > low ? low : last);
-    }
-    if (common <= low) return;
-    NAME(weigh_rows)(tile, values, 0, tile->n_rows, low, common);
-    for (int row = 0; row < tile->n_rows; row++) {
-        int first, last;
-        NAME(seen)(tile, row, block, &first, &last);
-        NAME(weigh_rows)(tile, values, row, 1, common, last);
-    }
+    NAME(weigh_block)(tile, values, block, low, high);
 }
 
 /* Attends `n_rows` rows of a span from `row` on, with `n_heads` query heads from `head` on. */
@@ -412,3 +433,4 @@ static TARGET void NAME(attend)(const void *argument, int64_t begin, int64_t end
 }
 
 #undef QUERIES
+#undef VECTORS
