@@ -94,7 +94,10 @@ INLINE TARGET void NAME(score_some)(const struct attend *call, const uint32_t *c
         }
     }
     for (int q = 0; q < n_queries; q++)
-        for (int v = 0; v < n_vectors; v++) memcpy(scores + q * KEYS + v * LANES, &sums[q][v], sizeof(lanes));
+        for (int v = 0; v < n_vectors; v++) {
+            const lanes sum = sums[q][v];
+            memcpy(scores + q * KEYS + v * LANES, &sum, sizeof sum);
+        }
 }
 
 /* Scores of `n` keys, a multiple of LANES. */
@@ -120,38 +123,44 @@ INLINE TARGET void NAME(cap)(float *scores, int begin, int end, float soft_cap) 
     }
 }
 
+/* Some scores from `i` on, and `instead` of those outside [begin, end); `is_whole`: there are none outside. */
+INLINE TARGET lanes NAME(scores_within)(lanes some, int i, int begin, int end, const int is_whole, lanes instead) {
+    const ints place = NAME(numbers)() + i;
+    return is_whole ? some : NAME(select)((place >= begin) & (place < end), some, instead);
+}
+
 /* Turns the scores of a block into softmax weights relative to the largest score so far, and what is not in
  * [begin, end) into 0. Returns the factor by which earlier weights shrink. */
-INLINE TARGET float NAME(softmax)(float *scores, int begin, int end, float *best, lanes *sums) {
+INLINE TARGET float NAME(softmax)(float *scores, int begin, int end, float *best, lanes *sums, const int is_whole) {
     const lanes none = (lanes){0} - INFINITY;
     const int first = begin / PARTS * PARTS;
-    lanes most = none;
+    lanes most = none, parts[REGISTERS];
     for (int i = first; i < end; i += LANES) {
         lanes some;
         memcpy(&some, scores + i, sizeof some);
-        const ints place = NAME(numbers)() + i;
-        some = NAME(select)((place >= begin) & (place < end), some, none);
-        memcpy(scores + i, &some, sizeof some);
-        most = NAME(select)(~(some <= most), some, most); /* NaN, too */
+        most = NAME(more)(most, NAME(scores_within)(some, i, begin, end, is_whole, none));
     }
     const float largest = NAME(largest)(most);
     float less = 1.0f;
+    memcpy(parts, sums, sizeof parts);
     if (!(largest <= *best)) {
         const lanes shrunk = NAME(exponential)(NAME(broadcast)(*best - largest));
         less = shrunk[0];
         *best = largest;
-        for (int r = 0; r < REGISTERS; r++) sums[r] *= less;
+        for (int r = 0; r < REGISTERS; r++) parts[r] *= less;
     }
+    const lanes from = NAME(broadcast)(*best);
     for (int i = first; i < end; i += PARTS)
         for (int r = 0; r < REGISTERS; r++) {
+            const int place = i + r * LANES;
             lanes some;
-            memcpy(&some, scores + i + r * LANES, sizeof some);
-            const ints place = NAME(numbers)() + (i + r * LANES);
-            const ints is_seen = (place >= begin) & (place < end);
-            some = (lanes)(is_seen & (ints)NAME(exponential)(some - *best));
-            sums[r] += some;
-            memcpy(scores + i + r * LANES, &some, sizeof some);
+            memcpy(&some, scores + place, sizeof some);
+            some = NAME(exponential)(some - from);
+            some = NAME(scores_within)(some, place, begin, end, is_whole, (lanes){0});
+            parts[r] += some;
+            memcpy(scores + place, &some, sizeof some);
         }
+    memcpy(sums, parts, sizeof parts);
     return less;
 }
 
@@ -348,8 +357,10 @@ static NOINLINE TARGET void NAME(attend_block)(struct NAME(tile) *tile, const ch
         NAME(seen)(tile, row, block, &first, &last);
         for (int query = row * tile->n_heads; first < last && query < (row + 1) * tile->n_heads; query++) {
             if (call->soft_cap > 0) NAME(cap)(tile->scores[query], first / LANES * LANES, last, call->soft_cap);
-            const float less =
-                NAME(softmax)(tile->scores[query], first, last, &tile->best[query], tile->sums[query]);
+            float *scores = tile->scores[query], *best = &tile->best[query];
+            const float less = first == 0 && last == KEYS
+                                   ? NAME(softmax)(scores, 0, KEYS, best, tile->sums[query], 1)
+                                   : NAME(softmax)(scores, first, last, best, tile->sums[query], 0);
             for (int64_t i = 0; less != 1 && i < call->value_size; i += LANES) {
                 lanes total;
                 memcpy(&total, &tile->totals[query][i], sizeof total);
