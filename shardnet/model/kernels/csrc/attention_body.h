@@ -24,17 +24,31 @@ INLINE TARGET lanes NAME(part)(uints bits, int part, const enum kind kind, lanes
  * [low, high) are not read: the nearest one takes their place. */
 INLINE TARGET void NAME(transpose)(uint32_t *columns, const char *rows, int64_t stride, int begin, int low, int high,
                                    int64_t n_words) {
-    for (int lane = begin; lane < begin + LANES; lane += 4) {
-        const char *from[4];
-        for (int i = 0; i < 4; i++) {
-            const int row = lane + i < low ? low : lane + i < high ? lane + i : high - 1;
-            from[i] = rows + row * stride;
+    const char *from[LANES];
+    int64_t word = 0;
+    for (int i = 0; i < LANES; i++) {
+        const int row = begin + i < low ? low : begin + i < high ? begin + i : high - 1;
+        from[i] = rows + row * stride;
+    }
+    for (; word + 4 <= n_words; word += 4) {
+        uint32_t *to = columns + word * GROUP;
+#if LANES == 8
+        __m256i rows4[4], pairs[4]; /* four words of keys i and i + 4 */
+        for (int i = 0; i < 4; i++)
+            rows4[i] = _mm256_loadu2_m128i((const __m128i *)(from[i + 4] + 4 * word),
+                                           (const __m128i *)(from[i] + 4 * word));
+        for (int i = 0; i < 4; i += 2) {
+            pairs[i] = _mm256_unpacklo_epi32(rows4[i], rows4[i + 1]);
+            pairs[i + 1] = _mm256_unpackhi_epi32(rows4[i], rows4[i + 1]);
         }
-        uint32_t *to = columns + lane - begin;
-        int64_t word = 0;
-        for (; word + 4 <= n_words; word += 4) {
+        for (int i = 0; i < 2; i++) {
+            _mm256_storeu_si256((__m256i *)(to + 2 * i * GROUP), _mm256_unpacklo_epi64(pairs[i], pairs[i + 2]));
+            _mm256_storeu_si256((__m256i *)(to + (2 * i + 1) * GROUP), _mm256_unpackhi_epi64(pairs[i], pairs[i + 2]));
+        }
+#else
+        for (int lane = 0; lane < LANES; lane += 4) {
             quad rows4[4], pairs[4];
-            for (int i = 0; i < 4; i++) memcpy(&rows4[i], from[i] + 4 * word, sizeof(quad));
+            for (int i = 0; i < 4; i++) memcpy(&rows4[i], from[lane + i] + 4 * word, sizeof(quad));
             for (int i = 0; i < 4; i += 2) {
                 pairs[i] = PICK(rows4[i], rows4[i + 1], 0, 4, 1, 5);
                 pairs[i + 1] = PICK(rows4[i], rows4[i + 1], 2, 6, 3, 7);
@@ -42,13 +56,14 @@ INLINE TARGET void NAME(transpose)(uint32_t *columns, const char *rows, int64_t 
             for (int i = 0; i < 2; i++) {
                 const quad even = PICK(pairs[i], pairs[i + 2], 0, 1, 4, 5);
                 const quad odd = PICK(pairs[i], pairs[i + 2], 2, 3, 6, 7);
-                memcpy(to + (word + 2 * i) * GROUP, &even, sizeof even);
-                memcpy(to + (word + 2 * i + 1) * GROUP, &odd, sizeof odd);
+                memcpy(to + 2 * i * GROUP + lane, &even, sizeof even);
+                memcpy(to + (2 * i + 1) * GROUP + lane, &odd, sizeof odd);
             }
         }
-        for (; word < n_words; word++)
-            for (int i = 0; i < 4; i++) memcpy(to + word * GROUP + i, from[i] + 4 * word, 4);
+#endif
     }
+    for (; word < n_words; word++)
+        for (int i = 0; i < LANES; i++) memcpy(columns + word * GROUP + i, from[i] + 4 * word, 4);
 }
 
 /* The scales [groups][KEYS] of the keys [low, high). */
