@@ -8,7 +8,10 @@
  * added nor counted.
  */
 
-#define QUERIES (LANES == 16 ? 8 : 4) /* that share each load of keys or values */
+/* Queries that share each load of keys or values, and the vectors of keys or values that `n_queries` take at a time: as
+ * many sums as there are registers for. */
+#define QUERIES (LANES == 16 ? 8 : LANES == 8 ? 6 : 4)
+#define VECTORS(n_queries) (n_queries == 1 ? 8 : n_queries == 2 ? 4 : 2)
 
 /* A part of a value's 32 bits: the first or second of two bfloat16, or one of four int8, which `scales` are for. */
 INLINE TARGET lanes NAME(part)(uints bits, int part, const enum kind kind, lanes scales) {
@@ -21,17 +24,31 @@ INLINE TARGET lanes NAME(part)(uints bits, int part, const enum kind kind, lanes
  * [low, high) are not read: the nearest one takes their place. */
 INLINE TARGET void NAME(transpose)(uint32_t *columns, const char *rows, int64_t stride, int begin, int low, int high,
                                    int64_t n_words) {
-    for (int lane = begin; lane < begin + LANES; lane += 4) {
-        const char *from[4];
-        for (int i = 0; i < 4; i++) {
-            const int row = lane + i < low ? low : lane + i < high ? lane + i : high - 1;
-            from[i] = rows + row * stride;
+    const char *from[LANES];
+    int64_t word = 0;
+    for (int i = 0; i < LANES; i++) {
+        const int row = begin + i < low ? low : begin + i < high ? begin + i : high - 1;
+        from[i] = rows + row * stride;
+    }
+    for (; word + 4 <= n_words; word += 4) {
+        uint32_t *to = columns + word * GROUP;
+#if LANES == 8
+        __m256i rows4[4], pairs[4]; /* four words of keys i and i + 4 */
+        for (int i = 0; i < 4; i++)
+            rows4[i] = _mm256_loadu2_m128i((const __m128i *)(from[i + 4] + 4 * word),
+                                           (const __m128i *)(from[i] + 4 * word));
+        for (int i = 0; i < 4; i += 2) {
+            pairs[i] = _mm256_unpacklo_epi32(rows4[i], rows4[i + 1]);
+            pairs[i + 1] = _mm256_unpackhi_epi32(rows4[i], rows4[i + 1]);
         }
-        uint32_t *to = columns + lane - begin;
-        int64_t word = 0;
-        for (; word + 4 <= n_words; word += 4) {
+        for (int i = 0; i < 2; i++) {
+            _mm256_storeu_si256((__m256i *)(to + 2 * i * GROUP), _mm256_unpacklo_epi64(pairs[i], pairs[i + 2]));
+            _mm256_storeu_si256((__m256i *)(to + (2 * i + 1) * GROUP), _mm256_unpackhi_epi64(pairs[i], pairs[i + 2]));
+        }
+#else
+        for (int lane = 0; lane < LANES; lane += 4) {
             quad rows4[4], pairs[4];
-            for (int i = 0; i < 4; i++) memcpy(&rows4[i], from[i] + 4 * word, sizeof(quad));
+            for (int i = 0; i < 4; i++) memcpy(&rows4[i], from[lane + i] + 4 * word, sizeof(quad));
             for (int i = 0; i < 4; i += 2) {
                 pairs[i] = PICK(rows4[i], rows4[i + 1], 0, 4, 1, 5);
                 pairs[i + 1] = PICK(rows4[i], rows4[i + 1], 2, 6, 3, 7);
@@ -39,13 +56,14 @@ INLINE TARGET void NAME(transpose)(uint32_t *columns, const char *rows, int64_t 
             for (int i = 0; i < 2; i++) {
                 const quad even = PICK(pairs[i], pairs[i + 2], 0, 1, 4, 5);
                 const quad odd = PICK(pairs[i], pairs[i + 2], 2, 3, 6, 7);
-                memcpy(to + (word + 2 * i) * GROUP, &even, sizeof even);
-                memcpy(to + (word + 2 * i + 1) * GROUP, &odd, sizeof odd);
+                memcpy(to + 2 * i * GROUP + lane, &even, sizeof even);
+                memcpy(to + (2 * i + 1) * GROUP + lane, &odd, sizeof odd);
             }
         }
-        for (; word < n_words; word++)
-            for (int i = 0; i < 4; i++) memcpy(to + word * GROUP + i, from[i] + 4 * word, 4);
+#endif
     }
+    for (; word < n_words; word++)
+        for (int i = 0; i < LANES; i++) memcpy(columns + word * GROUP + i, from[i] + 4 * word, 4);
 }
 
 /* The scales [groups][KEYS] of the keys [low, high). */
@@ -91,13 +109,16 @@ INLINE TARGET void NAME(score_some)(const struct attend *call, const uint32_t *c
         }
     }
     for (int q = 0; q < n_queries; q++)
-        for (int v = 0; v < n_vectors; v++) memcpy(scores + q * KEYS + v * LANES, &sums[q][v], sizeof(lanes));
+        for (int v = 0; v < n_vectors; v++) {
+            const lanes sum = sums[q][v];
+            memcpy(scores + q * KEYS + v * LANES, &sum, sizeof sum);
+        }
 }
 
-/* Scores of `n` keys, a multiple of LANES, eight sums at a time. */
+/* Scores of `n` keys, a multiple of LANES. */
 INLINE TARGET void NAME(score)(const struct attend *call, const uint32_t *columns, const float (*scales)[KEYS], int n,
                                const float *queries, float *scores, const int n_queries, const enum kind kind) {
-    const int n_vectors = 8 / n_queries * LANES < GROUP ? 8 / n_queries : GROUP / LANES;
+    const int n_vectors = VECTORS(n_queries) * LANES < GROUP ? VECTORS(n_queries) : GROUP / LANES;
     int i = 0;
     for (; i + n_vectors * LANES <= n; i += n_vectors * LANES)
         NAME(score_some)
@@ -117,38 +138,44 @@ INLINE TARGET void NAME(cap)(float *scores, int begin, int end, float soft_cap) 
     }
 }
 
+/* Some scores from `i` on, and `instead` of those outside [begin, end); `is_whole`: there are none outside. */
+INLINE TARGET lanes NAME(scores_within)(lanes some, int i, int begin, int end, const int is_whole, lanes instead) {
+    const ints place = NAME(numbers)() + i;
+    return is_whole ? some : NAME(select)((place >= begin) & (place < end), some, instead);
+}
+
 /* Turns the scores of a block into softmax weights relative to the largest score so far, and what is not in
  * [begin, end) into 0. Returns the factor by which earlier weights shrink. */
-INLINE TARGET float NAME(softmax)(float *scores, int begin, int end, float *best, lanes *sums) {
+INLINE TARGET float NAME(softmax)(float *scores, int begin, int end, float *best, lanes *sums, const int is_whole) {
     const lanes none = (lanes){0} - INFINITY;
     const int first = begin / PARTS * PARTS;
-    lanes most = none;
+    lanes most = none, parts[REGISTERS];
     for (int i = first; i < end; i += LANES) {
         lanes some;
         memcpy(&some, scores + i, sizeof some);
-        const ints place = NAME(numbers)() + i;
-        some = NAME(select)((place >= begin) & (place < end), some, none);
-        memcpy(scores + i, &some, sizeof some);
-        most = NAME(select)(~(some <= most), some, most); /* NaN, too */
+        most = NAME(more)(most, NAME(scores_within)(some, i, begin, end, is_whole, none));
     }
     const float largest = NAME(largest)(most);
     float less = 1.0f;
+    memcpy(parts, sums, sizeof parts);
     if (!(largest <= *best)) {
         const lanes shrunk = NAME(exponential)(NAME(broadcast)(*best - largest));
         less = shrunk[0];
         *best = largest;
-        for (int r = 0; r < REGISTERS; r++) sums[r] *= less;
+        for (int r = 0; r < REGISTERS; r++) parts[r] *= less;
     }
+    const lanes from = NAME(broadcast)(*best);
     for (int i = first; i < end; i += PARTS)
         for (int r = 0; r < REGISTERS; r++) {
+            const int place = i + r * LANES;
             lanes some;
-            memcpy(&some, scores + i + r * LANES, sizeof some);
-            const ints place = NAME(numbers)() + (i + r * LANES);
-            const ints is_seen = (place >= begin) & (place < end);
-            some = (lanes)(is_seen & (ints)NAME(exponential)(some - *best));
-            sums[r] += some;
-            memcpy(scores + i + r * LANES, &some, sizeof some);
+            memcpy(&some, scores + place, sizeof some);
+            some = NAME(exponential)(some - from);
+            some = NAME(scores_within)(some, place, begin, end, is_whole, (lanes){0});
+            parts[r] += some;
+            memcpy(scores + place, &some, sizeof some);
         }
+    memcpy(sums, parts, sizeof parts);
     return less;
 }
 
@@ -186,21 +213,24 @@ INLINE TARGET void NAME(weigh_columns)(const struct attend *call, const char *ro
             if (q < n) memcpy(&totals[q][begin + v * LANES], &sums[q][v], sizeof(lanes));
 }
 
-/* All columns, eight sums at a time. */
+/* All columns. */
 INLINE TARGET void NAME(weigh)(const struct attend *call, const char *values, int n_keys, const float *weights,
                                float (*totals)[MAX_HEAD], int n, const int n_queries, const enum kind kind) {
-    const int n_vectors = 8 / n_queries;
+    const int n_vectors = VECTORS(n_queries);
     const int64_t size = call->value_size;
     int64_t c = 0;
     for (; c + n_vectors * LANES <= size; c += n_vectors * LANES)
         NAME(weigh_columns)(call, values, n_keys, weights, totals, n, c, LANES, n_vectors, n_queries, kind);
+    if (n_vectors == 8 && c + 4 * LANES <= size) {
+        NAME(weigh_columns)(call, values, n_keys, weights, totals, n, c, LANES, 4, n_queries, kind);
+        c += 4 * LANES;
+    }
     for (; c < size; c += LANES)
         NAME(weigh_columns)(call, values, n_keys, weights, totals, n, c, of_last(size, c), 1, n_queries, kind);
 }
 
-
 /* The number of queries that `n` are padded to. */
-INLINE TARGET int NAME(padded)(int n) { return n <= 2 ? n : n <= 4 ? 4 : 8; }
+INLINE TARGET int NAME(padded)(int n) { return n <= 2 ? n : n <= 4 ? 4 : QUERIES; }
 
 #define KIND(name, kind)                                                                                             \
     static NOINLINE TARGET void NAME(score_##name)(const struct attend *call, const uint32_t *columns,               \
@@ -208,25 +238,20 @@ INLINE TARGET int NAME(padded)(int n) { return n <= 2 ? n : n <= 4 ? 4 : 8; }
                                                    const float *queries, float *scores, int n) {                     \
         for (int q = 0; q < n; q += QUERIES) {                                                                       \
             const int some = n - q < QUERIES ? n - q : QUERIES;                                                      \
-            SCORE(1, kind) SCORE(2, kind) SCORE(4, kind) SCORE(8, kind)                                              \
+            SCORE(1, kind) SCORE(2, kind) SCORE(4, kind) SCORE(6, kind) SCORE(8, kind)                               \
         }                                                                                                            \
     }                                                                                                                \
     static NOINLINE TARGET void NAME(weigh_##name)(const struct attend *call, const char *values, int n_keys,        \
                                                    const float *weights, float(*totals)[MAX_HEAD], int n) {          \
-        for (int key = 0; key < n_keys; key += GROUP, values += GROUP * call->value_bytes)                           \
-            for (int q = 0; q < n; q += QUERIES) {                                                                   \
-                const int some = n - q < QUERIES ? n - q : QUERIES;                                                  \
-                const int keys = n_keys - key < GROUP ? n_keys - key : GROUP;                                        \
-                WEIGH(1, kind) WEIGH(2, kind) WEIGH(4, kind) WEIGH(8, kind)                                          \
-            }                                                                                                        \
+        WEIGH(1, kind) WEIGH(2, kind) WEIGH(4, kind) WEIGH(6, kind) WEIGH(8, kind)                                   \
     }
 #define SCORE(number, kind)                                                                                          \
     if (number <= QUERIES && NAME(padded)(some) == number)                                                           \
         NAME(score)                                                                                                  \
         (call, columns, scales, n_keys, queries + q * call->head_size, scores + q * KEYS, number, kind);
 #define WEIGH(number, kind)                                                                                          \
-    if (number <= QUERIES && NAME(padded)(some) == number)                                                           \
-        NAME(weigh)(call, values, keys, weights + q * KEYS + key, totals + q, some, number, kind);
+    if (number <= QUERIES && NAME(padded)(n) == number)                                                              \
+        NAME(weigh)(call, values, n_keys, weights, totals, n, number, kind);
 KIND(float32, FLOAT32)
 KIND(bfloat16, BFLOAT16)
 KIND(int8, INT8)
@@ -256,28 +281,61 @@ INLINE void NAME(seen)(const struct NAME(tile) *tile, int row, int64_t block, in
     *end = position < block ? 0 : position + 1 - block < KEYS ? (int)(position + 1 - block) : KEYS;
 }
 
-/* Adds the values that `n` rows from `row` on see, weighted. */
-INLINE TARGET void NAME(weigh_rows)(struct NAME(tile) *tile, const char *values, int row, int n, int begin, int end) {
+/* Adds the values [begin, end) of a block, weighted, for `n` queries. */
+INLINE TARGET void NAME(weigh_queries)(struct NAME(tile) *tile, const char *values, int query, int n, int begin,
+                                       int end) {
     const struct attend *call = tile->call;
-    const int query = row * tile->n_heads, n_queries = n * tile->n_heads;
+    const float *weights = &tile->scores[query][begin];
+    float(*totals)[MAX_HEAD] = tile->totals + query;
     if (begin >= end) return;
     values += begin * call->value_bytes;
     if (call->group)
-        NAME(weigh_int8)
-        (call, values, end - begin, &tile->scores[query][begin], tile->totals + query, n_queries);
+        NAME(weigh_int8)(call, values, end - begin, weights, totals, n);
     else if (call->is_bf16)
-        NAME(weigh_bfloat16)
-        (call, values, end - begin, &tile->scores[query][begin], tile->totals + query, n_queries);
+        NAME(weigh_bfloat16)(call, values, end - begin, weights, totals, n);
     else
-        NAME(weigh_float32)
-        (call, values, end - begin, &tile->scores[query][begin], tile->totals + query, n_queries);
+        NAME(weigh_float32)(call, values, end - begin, weights, totals, n);
 }
 
-/* Scores the keys [low, high) of a block, GROUP at a time; `ahead` of its keys may be prefetched. */
-static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const char *keys, const char *values, int low,
-                                              int high, int64_t ahead) {
+/* The same for what each of the queries' rows sees of these values. */
+static NOINLINE TARGET void NAME(weigh_each)(struct NAME(tile) *tile, const char *values, int64_t block, int query,
+                                             int n, int begin, int end) {
+    for (int own; begin < end && n > 0; query += own, n -= own) {
+        int first, last;
+        own = tile->n_heads - query % tile->n_heads;
+        if (own > n) own = n;
+        NAME(seen)(tile, query / tile->n_heads, block, &first, &last);
+        NAME(weigh_queries)
+        (tile, values, query, own, first > begin ? first : begin, last < end ? last : end);
+    }
+}
+
+/* Adds the values [low, high) of a block, GROUP at a time, which stay in the first cache for all queries. What QUERIES
+ * queries all see is weighted for all at once, the positions before and behind for each row. */
+static NOINLINE TARGET void NAME(weigh_block)(struct NAME(tile) *tile, const char *values, int64_t block, int low,
+                                              int high) {
+    for (int begin = low, end; begin < high; begin = end) {
+        end = begin / GROUP * GROUP + GROUP < high ? begin / GROUP * GROUP + GROUP : high;
+        for (int query = 0; query < tile->n; query += QUERIES) {
+            const int n = tile->n - query < QUERIES ? tile->n - query : QUERIES;
+            int from, to, ignored;
+            NAME(seen)(tile, (query + n - 1) / tile->n_heads, block, &from, &ignored);
+            NAME(seen)(tile, query / tile->n_heads, block, &ignored, &to);
+            from = from < begin ? begin : from < end ? from : end;
+            to = to < from ? from : to < end ? to : end;
+            NAME(weigh_each)(tile, values, block, query, n, begin, from);
+            NAME(weigh_queries)(tile, values, query, n, from, to);
+            NAME(weigh_each)(tile, values, block, query, n, to, end);
+        }
+    }
+}
+
+/* Scores the keys [low, high) of a block, GROUP at a time. */
+static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const char *keys, const char *values,
+                                              int64_t block, int low, int high) {
     const struct attend *call = tile->call;
     const int per_word = call->group ? 4 : call->is_bf16 ? 2 : 1;
+    const int64_t ahead = tile->first_position + tile->n_rows - block;
     if (call->group) NAME(read_scales)(call, keys, low, high, tile->scales);
     for (int begin = low / LANES * LANES; begin < high; begin += GROUP) {
         const int end = begin + GROUP < high ? begin + GROUP : (high + LANES - 1) / LANES * LANES;
@@ -287,16 +345,17 @@ static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const cha
             NAME(transpose)
             (tile->columns + i - begin, keys, call->row_bytes, i, low, high, call->head_size / per_word);
         }
+        const int64_t before = block + begin - tile->first_position; /* rows that do not see these keys yet */
+        const int query = before > 0 ? (int)before * tile->n_heads / QUERIES * QUERIES : 0;
         const float(*scales)[KEYS] = (const float(*)[KEYS])(&tile->scales[0][begin]);
+        const float *queries = tile->queries + query * call->head_size;
+        float *scores = &tile->scores[query][begin];
         if (call->group)
-            NAME(score_int8)
-            (call, tile->columns, scales, end - begin, tile->queries, &tile->scores[0][begin], tile->n);
+            NAME(score_int8)(call, tile->columns, scales, end - begin, queries, scores, tile->n - query);
         else if (call->is_bf16)
-            NAME(score_bfloat16)
-            (call, tile->columns, scales, end - begin, tile->queries, &tile->scores[0][begin], tile->n);
+            NAME(score_bfloat16)(call, tile->columns, scales, end - begin, queries, scores, tile->n - query);
         else
-            NAME(score_float32)
-            (call, tile->columns, scales, end - begin, tile->queries, &tile->scores[0][begin], tile->n);
+            NAME(score_float32)(call, tile->columns, scales, end - begin, queries, scores, tile->n - query);
     }
 }
 
@@ -304,17 +363,19 @@ static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const cha
 static NOINLINE TARGET void NAME(attend_block)(struct NAME(tile) *tile, const char *keys, const char *values,
                                                int64_t block) {
     const struct attend *call = tile->call;
-    int low, high, common, ignored;
+    int low, high, ignored;
     NAME(seen)(tile, 0, block, &low, &ignored);
     NAME(seen)(tile, tile->n_rows - 1, block, &ignored, &high);
-    NAME(score_block)(tile, keys, values, low, high, tile->first_position + tile->n_rows - block);
+    NAME(score_block)(tile, keys, values, block, low, high);
     for (int row = 0; row < tile->n_rows; row++) {
         int first, last;
         NAME(seen)(tile, row, block, &first, &last);
         for (int query = row * tile->n_heads; first < last && query < (row + 1) * tile->n_heads; query++) {
             if (call->soft_cap > 0) NAME(cap)(tile->scores[query], first / LANES * LANES, last, call->soft_cap);
-            const float less =
-                NAME(softmax)(tile->scores[query], first, last, &tile->best[query], tile->sums[query]);
+            float *scores = tile->scores[query], *best = &tile->best[query];
+            const float less = first == 0 && last == KEYS
+                                   ? NAME(softmax)(scores, 0, KEYS, best, tile->sums[query], 1)
+                                   : NAME(softmax)(scores, first, last, best, tile->sums[query], 0);
             for (int64_t i = 0; less != 1 && i < call->value_size; i += LANES) {
                 lanes total;
                 memcpy(&total, &tile->totals[query][i], sizeof total);
@@ -323,21 +384,7 @@ static NOINLINE TARGET void NAME(attend_block)(struct NAME(tile) *tile, const ch
             }
         }
     }
-    /* What all rows see is weighted for all at once, the positions before and behind for each row. */
-    NAME(seen)(tile, tile->n_rows - 1, block, &low, &ignored);
-    NAME(seen)(tile, 0, block, &ignored, &common);
-    for (int row = 0; row < tile->n_rows; row++) {
-        int first, last;
-        NAME(seen)(tile, row, block, &first, &last);
-        NAME(weigh_rows)(tile, values, row, 1, first, common > low ? low : last);
-    }
-    if (common <= low) return;
-    NAME(weigh_rows)(tile, values, 0, tile->n_rows, low, common);
-    for (int row = 0; row < tile->n_rows; row++) {
-        int first, last;
-        NAME(seen)(tile, row, block, &first, &last);
-        NAME(weigh_rows)(tile, values, row, 1, common, last);
-    }
+    NAME(weigh_block)(tile, values, block, low, high);
 }
 
 /* Attends `n_rows` rows of a span from `row` on, with `n_heads` query heads from `head` on. */
@@ -412,3 +459,4 @@ static TARGET void NAME(attend)(const void *argument, int64_t begin, int64_t end
 }
 
 #undef QUERIES
+#undef VECTORS

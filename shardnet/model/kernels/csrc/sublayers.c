@@ -18,7 +18,7 @@
 
 #define NOINLINE __attribute__((noinline)) /* compiled once, rather than wherever it is called */
 #define MAX_HEAD 576  /* columns of a head */
-#define TILE 32       /* queries that are attended together: of consecutive rows and the heads of a group */
+#define TILE 48       /* queries that are attended together: of consecutive rows and the heads of a group */
 #define KEYS 128      /* scored before their values are weighted and summed: a block of positions */
 #define GROUP 32      /* keys that are transposed and scored at a time: their columns stay in the first cache */
 #define AHEAD 32      /* keys to prefetch before they are transposed */

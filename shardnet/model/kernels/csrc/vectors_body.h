@@ -26,10 +26,31 @@ INLINE TARGET lanes NAME(fused)(lanes a, lanes b, lanes c) {
 #endif
 }
 
-INLINE TARGET lanes NAME(broadcast)(float value) { return (lanes){0} + value; }
+INLINE TARGET lanes NAME(broadcast)(float value) { return value - (lanes){0}; } /* x - 0 is x, x + 0 is not */
 
 INLINE TARGET lanes NAME(select)(ints where, lanes yes, lanes no) {
     return (lanes)((where & (ints)yes) | (~where & (ints)no));
+}
+
+/* The larger and the smaller numbers of two vectors: those of b where one is NaN or both are equal. */
+INLINE TARGET lanes NAME(more)(lanes a, lanes b) {
+#if LANES == 16
+    return (lanes)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (lanes)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return NAME(select)(a > b, a, b);
+#endif
+}
+
+INLINE TARGET lanes NAME(less)(lanes a, lanes b) {
+#if LANES == 16
+    return (lanes)_mm512_min_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (lanes)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return NAME(select)(a < b, a, b);
+#endif
 }
 
 INLINE TARGET ints NAME(numbers)(void) {
@@ -76,7 +97,7 @@ INLINE TARGET float NAME(largest)(lanes wide) {
  * clamped to [-87.3, 88]. */
 INLINE TARGET lanes NAME(exponential)(lanes x) {
     const lanes low = NAME(broadcast)(-87.3f), high = NAME(broadcast)(88.0f), magic = NAME(broadcast)(12582912.0f); /* 1.5 * 2^23 */
-    x = NAME(select)(x < low, low, NAME(select)(x > high, high, x));
+    x = NAME(more)(low, NAME(less)(high, x));
     const lanes shifted = NAME(fused)(x, NAME(broadcast)(1.44269504f), magic); /* rounds to a whole number */
     const ints power = (ints)shifted - 0x4b400000;
     const lanes whole = shifted - magic;
