@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, Unpack, cast
 
 import msgspec
 
-from shardnet.api.events import GenerationEvent, GenerationResult
-from shardnet.api.requests import GenerationOptions, Prompt, Prompts
+from shardnet.api.events import GenerationResult
+from shardnet.api.generation import Generator
+from shardnet.api.requests import GenerationOptions, Prompt
 from shardnet.errors import NumericalError, UsageError
 from shardnet.types import ALL_ROWS, OutputParams, SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
@@ -31,21 +32,6 @@ _OUTPUTS: Final[dict[Pooling, OutputParams]] = {
     "last": OutputParams(hidden_rows=1),
     "mean": OutputParams(hidden_rows=ALL_ROWS, hidden_mean=True),
 }
-
-
-class Generator(Protocol):
-    """What generates: a client, or what stands before one."""
-
-    def generate(
-        self,
-        prompts: Prompts,
-        sampling: SamplingParams,
-        *,
-        n: int = 1,
-        model: str | ModelChoice | None = None,
-        **options: Unpack[GenerationOptions],
-    ) -> AsyncGenerator[GenerationEvent, None]:
-        """Generate as `shardnet.api.Client.generate` does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
+from typing import Protocol, Unpack
 
 from msgspec.structs import replace
 
@@ -29,7 +30,7 @@ from shardnet.api.events import (
     TokenLogprob,
     Usage,
 )
-from shardnet.api.requests import Request
+from shardnet.api.requests import GenerationOptions, Prompts, Request
 from shardnet.api.traces import RequestTrace
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.errors import (
@@ -42,9 +43,10 @@ from shardnet.errors import (
     ShardnetError,
     UsageError,
 )
+from shardnet.types import SamplingParams
 from shardnet.wire.messages import generation as wire
 from shardnet.wire.messages.control import ControlMessage, Failed, Redirect, reported_error
-from shardnet.wire.messages.plans import NodeProgress, PlanReply
+from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply
 from shardnet.wire.messages.traces import TracePiece
 
 MAX_REDIRECTS = 3
@@ -61,6 +63,21 @@ ShouldStop = Callable[[Sequence[ActiveRequest]], Iterable[int]]
 OnPlan = Callable[[PlanReply], None]
 OnLoading = Callable[[NodeProgress], None]
 _Answer = ControlMessage | ShardnetError
+
+
+class Generator(Protocol):
+    """What generates: a client, or what stands before one."""
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        model: str | ModelChoice | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """Generate as `shardnet.api.Client.generate` does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,9 @@ from shardnet.api.chat_formats.marks import TokenText
 from shardnet.api.chat_formats.reader import HOLD
 from shardnet.api.chat_grammars.output import may_begin_thought, output_constraint
 from shardnet.api.events import GenerationEvent, GenerationResult, TokenLogprob
-from shardnet.api.requests import GenerationOptions, Message, Prompts
+from shardnet.api.generation import Generator
+from shardnet.api.requests import GenerationOptions, Message
 from shardnet.constraints import Constraint
-from shardnet.types import SamplingParams
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.tokens import Detokenized, Tokenized
@@ -34,19 +34,8 @@ TAIL_TOKENS: Final = 32
 """Of a prompt, in whose text reasoning may begin."""
 
 
-class Generator(Protocol):
-    """What generates: a client, or what stands before one."""
-
-    def generate(
-        self,
-        prompts: Prompts,
-        sampling: SamplingParams,
-        *,
-        n: int = 1,
-        model: str | ModelChoice | None = None,
-        **options: Unpack[GenerationOptions],
-    ) -> AsyncGenerator[GenerationEvent, None]:
-        """Generate as `shardnet.api.Client.generate` does."""
+class ChatGenerator(Generator, Protocol):
+    """What also knows tokenizers and chat templates."""
 
     async def describe_tokenizer(
         self, *, model: str | ModelChoice | None = None
@@ -102,7 +91,7 @@ ChatEvent: TypeAlias = Accepted | Piece | Ended
 
 
 async def run_chat(
-    generator: Generator, request: ChatRequest, *, is_streamed: bool
+    generator: ChatGenerator, request: ChatRequest, *, is_streamed: bool
 ) -> AsyncGenerator[ChatEvent, None]:
     """Run a request and yield its events: Accepted first, then for each sample pieces and its end.
 
@@ -162,7 +151,7 @@ class _Reader:
         )
 
 
-async def _reader(generator: Generator, request: ChatRequest, *, hold: int | None) -> _Reader:
+async def _reader(generator: ChatGenerator, request: ChatRequest, *, hold: int | None) -> _Reader:
     """Choose the format of the model. Raises what describing its tokenizer raises."""
     described = await generator.describe_tokenizer(model=request.model)
     tokens = {token.token_id: TokenText(token.text, token.is_special) for token in described.added}
@@ -177,7 +166,7 @@ async def _reader(generator: Generator, request: ChatRequest, *, hold: int | Non
 
 
 async def _constraint(
-    generator: Generator,
+    generator: ChatGenerator,
     request: ChatRequest,
     reader: _Reader,
     messages: Sequence[Message],
