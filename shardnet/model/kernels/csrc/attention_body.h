@@ -77,10 +77,12 @@ INLINE TARGET void NAME(read_scales)(const struct attend *call, const char *keys
         }
 }
 
-/* Scores [n_queries][KEYS] of some vectors of keys for queries [head_size][n_queries]. */
+/* Scores [n_queries][KEYS] of some vectors of keys for queries [head_size][n_queries]; prefetches as many keys from
+ * `next` on, which need not be there, a part for each word so that nothing waits for them. */
 INLINE TARGET void NAME(score_some)(const struct attend *call, const uint32_t *columns, const float (*scales)[KEYS],
-                                    const float *queries, float *scores, const int n_vectors, const int n_queries,
-                                    const enum kind kind) {
+                                    const float *queries, float *scores, const char *next, const int n_vectors,
+                                    const int n_queries, const enum kind kind) {
+    const int n_lines = n_vectors * LANES * 4 / LINE; /* to prefetch for each word */
     const int per_word = kind == INT8 ? 4 : kind == BFLOAT16 ? 2 : 1;
     const int64_t n_words = call->head_size / per_word;
     lanes sums[8][8], own_scales[8];
@@ -95,6 +97,7 @@ INLINE TARGET void NAME(score_some)(const struct attend *call, const uint32_t *c
             group++;
         }
         of_group -= per_word;
+        for (int i = 0; i < n_lines; i++, next += LINE) __builtin_prefetch(next);
         for (int part = 0; part < per_word; part++) {
             const float *query = queries + (word * per_word + part) * n_queries;
             lanes column[8];
@@ -117,15 +120,18 @@ INLINE TARGET void NAME(score_some)(const struct attend *call, const uint32_t *c
 
 /* Scores of `n` keys, a multiple of LANES. */
 INLINE TARGET void NAME(score)(const struct attend *call, const uint32_t *columns, const float (*scales)[KEYS], int n,
-                               const float *queries, float *scores, const int n_queries, const enum kind kind) {
+                               const float *queries, float *scores, const char *next, const int n_queries,
+                               const enum kind kind) {
     const int n_vectors = VECTORS(n_queries) * LANES < GROUP ? VECTORS(n_queries) : GROUP / LANES;
     int i = 0;
     for (; i + n_vectors * LANES <= n; i += n_vectors * LANES)
         NAME(score_some)
-        (call, columns + i, (const float(*)[KEYS])(&scales[0][i]), queries, scores + i, n_vectors, n_queries, kind);
+        (call, columns + i, (const float(*)[KEYS])(&scales[0][i]), queries, scores + i, next + i * call->row_bytes,
+         n_vectors, n_queries, kind);
     for (; i < n; i += LANES)
         NAME(score_some)
-        (call, columns + i, (const float(*)[KEYS])(&scales[0][i]), queries, scores + i, 1, n_queries, kind);
+        (call, columns + i, (const float(*)[KEYS])(&scales[0][i]), queries, scores + i, next + i * call->row_bytes, 1,
+         n_queries, kind);
 }
 
 /* Caps the scores of the keys [begin, end): tanh by e^2x. */
@@ -191,10 +197,11 @@ INLINE TARGET lanes NAME(value)(const struct attend *call, const char *row, int6
 }
 
 /* totals += weights * values, for `n_keys` values, some of their columns, and the first `n` queries of `n_queries`;
- * weights: [n_queries][KEYS]. */
+ * weights: [n_queries][KEYS]. Prefetches the same columns of the values GROUP positions on. */
 INLINE TARGET void NAME(weigh_columns)(const struct attend *call, const char *row, int n_keys, const float *weights,
                                        float (*totals)[MAX_HEAD], int n, int64_t begin, int width, const int n_vectors,
                                        const int n_queries, const enum kind kind) {
+    const int bytes = LANES * (kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1); /* of a vector */
     lanes sums[8][8];
     for (int q = 0; q < n_queries; q++)
         for (int v = 0; v < n_vectors; v++) {
@@ -202,7 +209,9 @@ INLINE TARGET void NAME(weigh_columns)(const struct attend *call, const char *ro
             if (q < n) memcpy(&sums[q][v], &totals[q][begin + v * LANES], sizeof(lanes));
         }
     for (int i = 0; i < n_keys; i++, row += call->value_bytes, weights++) {
+        const char *next = row + GROUP * call->value_bytes + begin * bytes / LANES;
         lanes value[8];
+        for (int v = 0; v < n_vectors; v += LINE / bytes) __builtin_prefetch(next + v * bytes);
         for (int v = 0; v < n_vectors; v++) value[v] = NAME(value)(call, row, begin + v * LANES, width, kind);
         for (int q = 0; q < n_queries; q++)
             for (int v = 0; v < n_vectors; v++)
@@ -235,7 +244,7 @@ INLINE TARGET int NAME(padded)(int n) { return n <= 2 ? n : n <= 4 ? 4 : QUERIES
 #define KIND(name, kind)                                                                                             \
     static NOINLINE TARGET void NAME(score_##name)(const struct attend *call, const uint32_t *columns,               \
                                                    const float(*scales)[KEYS], int n_keys,                           \
-                                                   const float *queries, float *scores, int n) {                     \
+                                                   const float *queries, float *scores, const char *next, int n) {   \
         for (int q = 0; q < n; q += QUERIES) {                                                                       \
             const int some = n - q < QUERIES ? n - q : QUERIES;                                                      \
             SCORE(1, kind) SCORE(2, kind) SCORE(4, kind) SCORE(6, kind) SCORE(8, kind)                               \
@@ -248,7 +257,7 @@ INLINE TARGET int NAME(padded)(int n) { return n <= 2 ? n : n <= 4 ? 4 : QUERIES
 #define SCORE(number, kind)                                                                                          \
     if (number <= QUERIES && NAME(padded)(some) == number)                                                           \
         NAME(score)                                                                                                  \
-        (call, columns, scales, n_keys, queries + q * call->head_size, scores + q * KEYS, number, kind);
+        (call, columns, scales, n_keys, queries + q * call->head_size, scores + q * KEYS, next, number, kind);
 #define WEIGH(number, kind)                                                                                          \
     if (number <= QUERIES && NAME(padded)(n) == number)                                                              \
         NAME(weigh)(call, values, n_keys, weights, totals, n, number, kind);
@@ -331,31 +340,28 @@ static NOINLINE TARGET void NAME(weigh_block)(struct NAME(tile) *tile, const cha
 }
 
 /* Scores the keys [low, high) of a block, GROUP at a time. */
-static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const char *keys, const char *values,
-                                              int64_t block, int low, int high) {
+static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const char *keys, int64_t block, int low,
+                                              int high) {
     const struct attend *call = tile->call;
     const int per_word = call->group ? 4 : call->is_bf16 ? 2 : 1;
-    const int64_t ahead = tile->first_position + tile->n_rows - block;
     if (call->group) NAME(read_scales)(call, keys, low, high, tile->scales);
     for (int begin = low / LANES * LANES; begin < high; begin += GROUP) {
         const int end = begin + GROUP < high ? begin + GROUP : (high + LANES - 1) / LANES * LANES;
-        for (int i = begin; i < end; i += LANES) {
-            if (i + AHEAD + LANES <= ahead) prefetch(keys, call->row_bytes, i + AHEAD, i + AHEAD + LANES);
-            prefetch(values, call->value_bytes, i < low ? low : i, i + LANES < high ? i + LANES : high);
+        for (int i = begin; i < end; i += LANES)
             NAME(transpose)
             (tile->columns + i - begin, keys, call->row_bytes, i, low, high, call->head_size / per_word);
-        }
         const int64_t before = block + begin - tile->first_position; /* rows that do not see these keys yet */
         const int query = before > 0 ? (int)before * tile->n_heads / QUERIES * QUERIES : 0;
         const float(*scales)[KEYS] = (const float(*)[KEYS])(&tile->scales[0][begin]);
         const float *queries = tile->queries + query * call->head_size;
         float *scores = &tile->scores[query][begin];
+        const char *next = keys + (begin + GROUP) * call->row_bytes;
         if (call->group)
-            NAME(score_int8)(call, tile->columns, scales, end - begin, queries, scores, tile->n - query);
+            NAME(score_int8)(call, tile->columns, scales, end - begin, queries, scores, next, tile->n - query);
         else if (call->is_bf16)
-            NAME(score_bfloat16)(call, tile->columns, scales, end - begin, queries, scores, tile->n - query);
+            NAME(score_bfloat16)(call, tile->columns, scales, end - begin, queries, scores, next, tile->n - query);
         else
-            NAME(score_float32)(call, tile->columns, scales, end - begin, queries, scores, tile->n - query);
+            NAME(score_float32)(call, tile->columns, scales, end - begin, queries, scores, next, tile->n - query);
     }
 }
 
@@ -366,7 +372,7 @@ static NOINLINE TARGET void NAME(attend_block)(struct NAME(tile) *tile, const ch
     int low, high, ignored;
     NAME(seen)(tile, 0, block, &low, &ignored);
     NAME(seen)(tile, tile->n_rows - 1, block, &ignored, &high);
-    NAME(score_block)(tile, keys, values, block, low, high);
+    NAME(score_block)(tile, keys, block, low, high);
     for (int row = 0; row < tile->n_rows; row++) {
         int first, last;
         NAME(seen)(tile, row, block, &first, &last);

@@ -21,7 +21,7 @@
 #define TILE 48       /* queries that are attended together: of consecutive rows and the heads of a group */
 #define KEYS 128      /* scored before their values are weighted and summed: a block of positions */
 #define GROUP 32      /* keys that are transposed and scored at a time: their columns stay in the first cache */
-#define AHEAD 32      /* keys to prefetch before they are transposed */
+#define LINE 64       /* bytes of a cache line */
 
 typedef uint32_t quad __attribute__((vector_size(16)));
 
@@ -132,11 +132,6 @@ INLINE float number(const void *values, int64_t index, int is_bf16) {
 INLINE int64_t tile_rows(const struct attend *call) {
     const int64_t rows = TILE * call->n_kv_heads / call->n_heads;
     return rows > 0 ? rows : 1;
-}
-
-/* Prefetches the rows [begin, end) of a head's keys or values. */
-INLINE void prefetch(const char *rows, int64_t stride, int64_t begin, int64_t end) {
-    for (int64_t i = begin * stride; i < end * stride; i += 64) __builtin_prefetch(rows + i);
 }
 
 struct steps {

@@ -96,7 +96,8 @@ INLINE TARGET float NAME(largest)(lanes wide) {
 /* e^x to two units in the last place, by (e^x - 1 - x) / x^2 on half of ln 2 to both sides (Chebyshev points); x is
  * clamped to [-87.3, 88]. */
 INLINE TARGET lanes NAME(exponential)(lanes x) {
-    const lanes low = NAME(broadcast)(-87.3f), high = NAME(broadcast)(88.0f), magic = NAME(broadcast)(12582912.0f); /* 1.5 * 2^23 */
+    const lanes low = NAME(broadcast)(-87.3f), high = NAME(broadcast)(88.0f);
+    const lanes magic = NAME(broadcast)(12582912.0f); /* 1.5 * 2^23 */
     x = NAME(more)(low, NAME(less)(high, x));
     const lanes shifted = NAME(fused)(x, NAME(broadcast)(1.44269504f), magic); /* rounds to a whole number */
     const ints power = (ints)shifted - 0x4b400000;
