@@ -33,7 +33,7 @@ cache_app = typer.Typer(
 
 @cache_app.command("ls")
 def list_models(as_json: Json = False) -> None:
-    """List what is in the cache: models, quantised weights, prompts, each used last first."""
+    """List models, quantised weights and prompts, each used last first."""
     cache = ModelCache(cache_dir(os.environ))
     try:
         models = cache.models()

@@ -124,5 +124,10 @@ def test_a_float16_checkpoint_is_computed_in_float32(
     folder = make(tmp_path, dtype=torch.float16)
     assert Checkpoint.open(folder).config.checkpoint_dtype is DType.FLOAT16
     reference = load_reference(folder)
-    chain = StageChain.load(folder, even_split(4, 3), probed(CPU, DType.FLOAT16, DType.FLOAT16))
-    check_generation(chain, reference, [random_prompt(40, 300)], 8)
+    prompt = random_prompt(40, 300)
+    chain = StageChain.load(folder, even_split(4, 3), probed(CPU, DType.FLOAT32, DType.FLOAT16))
+    check_generation(chain, reference, [prompt], 8)
+    exact = reference_logits(reference, prompt)
+    rounded = StageChain.load(folder, even_split(4, 2), probed(CPU, DType.FLOAT16, DType.FLOAT16))
+    error = rounded.prefill(1, prompt) - exact
+    assert error.square().mean() < 0.01**2 * exact.square().mean()

@@ -22,7 +22,7 @@ from shardnet.stage import pack_cache, tensor_reader
 from shardnet.stage.load import load_stage
 from shardnet.stage.pack_cache import PackCache
 from shardnet.stage.stage_model import StageModel
-from shardnet.types import DType, LayerRange
+from shardnet.types import ANY_ROWS, DType, LayerRange
 
 PIECE = 1000
 """Bytes that are read, written or rounded at a time here: no tensor of a product has so few."""
@@ -186,4 +186,4 @@ def test_products_that_are_exact_by_how_they_compute_are_not_tried(
 
     monkeypatch.setattr(NativeMatmul, "__call__", fail)
     model = load_range(checkpoint, LayerRange(0, 4), choice)
-    assert model.exact_rows == choice.exact_rows
+    assert model.exact_rows == ANY_ROWS

@@ -7,7 +7,7 @@ import signal
 
 import psutil
 import pytest
-from support.soak import cases
+from support.soak import cases, is_soak
 from support.system.nodes import Command, Machine
 from support.system.parrot import LONG, Parrots
 
@@ -99,6 +99,7 @@ def test_killing_the_parent_leaves_nothing(machine: Machine, parrots: Parrots) -
     check_nothing_left(machine)
 
 
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
 def test_a_failure_leaves_nothing(machine: Machine) -> None:
     result = machine.run("generate", "a", "--model", "/nowhere", "--local", "1")
     assert "/nowhere" in result.error

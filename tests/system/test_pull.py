@@ -13,7 +13,7 @@ from support.models.checkpoints import make_llama
 from support.models.gguf_files import write_gguf
 from support.models.torch_checkpoints import to_torch_files
 from support.servers.hub_server import COMMIT, Hub, open_hub
-from support.soak import cases
+from support.soak import cases, is_soak
 from support.system.nodes import Machine
 from support.system.parrot import Parrots, make_parrot
 
@@ -287,6 +287,7 @@ def test_two_machines_pull_their_layers_and_run_together(
         assert len(hub.asked) == n_asked
 
 
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
 def test_a_cut_range_is_resumed(machine: Machine, hub: Hub, parrots: Parrots) -> None:
     hub.add(REPO, parrots.big)
     hub.cut_after_bytes = 3_000_000

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from support.soak import is_soak
 from support.system.nodes import COMMAND_S, Crew, Machine, Result
 from support.system.parrot import Parrots, make_parrot
 
@@ -71,6 +72,7 @@ def test_bench_measures_a_ring(trio: Crew, parrots: Parrots) -> None:
     ]
 
 
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
 def test_bench_scores_a_text(trio: Crew, parrots: Parrots, tmp_path: Path) -> None:
     """The parrot is sure of the letters' order, and of nothing else."""
     where = ["--model", str(parrots.alphabet), "--nodes", trio.addresses(0, 1)]

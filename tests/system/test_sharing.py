@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from support.models.gguf_files import write_gguf
 from support.models.model_stores import put_in_ollama
-from support.soak import cases
+from support.soak import cases, is_soak
 from support.system.nodes import Machine, NodeProcess, Result
 from support.system.parrot import Parrots, make_parrot
 from support.system.sites import Site, address, meet, open_site
@@ -279,6 +279,7 @@ def tune(file: Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
 def test_an_empty_folder_at_the_path_is_none(machines: list[Machine], parrots: Parrots) -> None:
     """The node with the folder fetches from the one with the checkpoint, head or not."""
     copy(parrots.alphabet, machines[0])
@@ -291,6 +292,7 @@ def test_an_empty_folder_at_the_path_is_none(machines: list[Machine], parrots: P
     assert "fetched" in bert.log
 
 
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
 def test_a_copy_at_another_path_is_as_good(machines: list[Machine], parrots: Parrots) -> None:
     """A node that was asked for it there once knows its id, uses it, and gives it to others."""
     copy(parrots.alphabet, machines[0])

@@ -28,7 +28,7 @@ torch alone.
 """
 
 _LIBRARY: Final = "_quantized.so"
-_VERSION: Final = 12
+KERNELS_VERSION: Final = 13
 """Counts up when the library's functions or structs change."""
 _KEPT_BYTES: Final = 1 << 22
 """Scratch memory that each thread keeps: enough for a decode step."""
@@ -324,7 +324,7 @@ def find_kernels(environment: Mapping[str, str]) -> NativeKernels | None:
     library = _open() if wanted != "off" else None
     if library is None:
         return None
-    if not hasattr(library, f"shardnet_version_{_VERSION}"):
+    if not hasattr(library, f"shardnet_version_{KERNELS_VERSION}"):
         return None  # built from another version of the source
     isa = Isa(library.shardnet_isa())
     if wanted == "portable" or (wanted, isa) in _LESS:

@@ -12,7 +12,7 @@ import json
 import torch
 
 from shardnet import __version__
-from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.library import KERNELS_VERSION, native_kernels
 from shardnet.stage.stage_model import StageModel
 
 
@@ -30,6 +30,7 @@ def arithmetic_of(model: StageModel) -> str:
         choice.exact_rows,
         choice.min_rows,
         native.isa.name if native is not None else "torch",
+        KERNELS_VERSION,
         native.has_pairs if native is not None else False,
         torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     ]

@@ -134,12 +134,12 @@ INLINE TARGET void NAME(score)(const struct attend *call, const uint32_t *column
          n_queries, kind);
 }
 
-/* Caps the scores of the keys [begin, end): tanh by e^2x. */
+/* Caps the scores of the keys [begin, end). */
 INLINE TARGET void NAME(cap)(float *scores, int begin, int end, float soft_cap) {
     for (int i = begin; i < end; i += LANES) {
         lanes some;
         memcpy(&some, scores + i, sizeof some);
-        some = soft_cap - 2.0f * soft_cap / (1.0f + NAME(exponential)(2.0f * some));
+        some = soft_cap * NAME(hyperbolic_tangent)(some);
         memcpy(scores + i, &some, sizeof some);
     }
 }

@@ -116,3 +116,17 @@ INLINE TARGET lanes NAME(exponential)(lanes x) {
 
 /* x times its sigmoid. */
 INLINE TARGET lanes NAME(silu)(lanes x) { return x / (1.0f + NAME(exponential)(-x)); }
+
+/* tanh, to about two units in the last place: by its series near 0, where e^2x would lose digits. */
+INLINE TARGET lanes NAME(hyperbolic_tangent)(lanes x) {
+    const lanes square = x * x;
+    lanes y = NAME(broadcast)(0.0035921280f);
+    y = NAME(fused)(y, square, NAME(broadcast)(-0.0088632355f));
+    y = NAME(fused)(y, square, NAME(broadcast)(0.021869488f));
+    y = NAME(fused)(y, square, NAME(broadcast)(-0.053968254f));
+    y = NAME(fused)(y, square, NAME(broadcast)(0.13333333f));
+    y = NAME(fused)(y, square, NAME(broadcast)(-0.33333333f));
+    const lanes near = NAME(fused)(y * square, x, x);
+    const lanes far = 1.0f - 2.0f / (1.0f + NAME(exponential)(2.0f * x));
+    return NAME(select)(square < 0.25f, near, far);
+}
