@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.soak import is_soak
 from support.system.nodes import COMMAND_S, Crew, Machine, Result
 from support.system.parrot import Parrots, make_parrot

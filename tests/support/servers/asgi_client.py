@@ -58,6 +58,11 @@ class Exchanged:
         async with self.changed:
             await self.changed.wait_for(lambda: part in self.content)
 
+    async def until_lines(self, n_lines: int) -> None:
+        """Wait until the body has so many lines."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.content.count(b"\n") >= n_lines)
+
     async def receive(self) -> Message:
         """Give the application the body, then nothing until the client leaves."""
         if not self._is_read:
