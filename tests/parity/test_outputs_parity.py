@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from support.models.checkpoints import make_gpt2, make_llama
 from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
-from support.soak import cases
+from support.soak import cases, is_soak
 from transformers import AutoModelForCausalLM
 
 from shardnet.runtime.engine.outputs import PromptLogprobsReady, RowsReady
@@ -162,6 +162,7 @@ def test_a_prefix_that_lies_warm_is_computed_again(stages: TorchStages, referenc
     check_all(reference, wanted, events)
 
 
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
 def test_a_pause_repeats_nothing(stages: TorchStages, reference: Any) -> None:
     """The younger of two sequences outgrows the room, is replayed and goes on."""
     requests = [

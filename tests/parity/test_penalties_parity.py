@@ -11,7 +11,7 @@ import torch
 from support.models.checkpoints import make_llama
 from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
-from support.soak import cases
+from support.soak import cases, is_soak
 from transformers import AutoModelForCausalLM
 
 from shardnet.types import SamplingParams
@@ -136,6 +136,7 @@ def test_frequency_and_presence_count_the_output_alone(
     assert want != reference.by_hand(prompt, 0.0, 0.0)
 
 
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
 @pytest.mark.parametrize("temperature", cases([0.9], [0.0]))
 def test_a_warm_slot_and_a_pause_change_no_penalty(stages: TorchStages, temperature: float) -> None:
     """A second turn that continues a warm slot, a copy, and sequences that are replayed."""

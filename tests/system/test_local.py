@@ -66,6 +66,7 @@ def test_more_nodes_than_stages_are_refused_before_any_starts(
     assert "starting" not in result.stderr
 
 
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
 @pytest.mark.parametrize("moment", cases(["starting 2 nodes"], ["ring: "]))
 def test_interrupting_early_leaves_nothing(machine: Machine, parrots: Parrots, moment: str) -> None:
     """While the node processes start, and while they load, or just behind that."""

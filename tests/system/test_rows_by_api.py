@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from support.models.checkpoints import make_decoder, make_llama
 from support.oracles.oracle import load_reference
 from support.servers.asgi_client import ask
+from support.soak import is_soak
 from support.system.nodes import Crew, Machine
 from support.system.parrot import Parrots
 from tokenizers import Tokenizer
@@ -181,6 +182,7 @@ def routed(model: Any, ids: list[int]) -> Any:
     return torch.stack(chosen, 1).numpy()
 
 
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
 def test_the_routing_of_a_list(machine: Machine, tmp_path: Path) -> None:
     """Two node processes, prompts of different lengths, tokens drawn."""
     folder = make_decoder(tmp_path / "model", "mixtral", num_hidden_layers=3)

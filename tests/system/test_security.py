@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.soak import is_soak
 from support.system.nodes import Crew, Machine, NodeProcess, open_machine
 from support.system.parrot import LONG, Parrots
 
@@ -96,6 +97,7 @@ def test_a_node_answers_what_is_no_tls_with_an_alert_and_nothing_else(guarded: C
     assert len(received) == 7
 
 
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
 def test_local_nodes_use_the_key_that_is_named(
     machine: Machine, parrots: Parrots, tmp_path: Path
 ) -> None:

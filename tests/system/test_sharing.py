@@ -129,6 +129,7 @@ def test_after_a_restart_no_weights_move(machines: list[Machine], parrots: Parro
     assert machines[0].call("cache", "ls", "--json").json == []
 
 
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
 def test_a_model_of_ollamas_store_runs_where_only_a_peer_has_it(
     machines: list[Machine], parrots: Parrots, tmp_path: Path
 ) -> None:
@@ -207,6 +208,7 @@ def test_a_fetch_goes_on_where_it_was_ended(machines: list[Machine], large: Path
     assert "fetched" in cleo.log
 
 
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
 def test_two_nodes_of_one_machine_share_what_they_fetch(
     machines: list[Machine], parrots: Parrots
 ) -> None:

@@ -137,11 +137,14 @@ async def _open_tokenizer(disk: DiskJobs, path: Path) -> tuple[Tokenizer | None,
             await asyncio.wait([reading], timeout=0.1)
 
     reading = disk.submit(path, read, alive)
+    shielded = asyncio.shield(reading)
     try:
-        return await asyncio.shield(reading)
+        return await shielded
     except asyncio.CancelledError:
         await finish(abandon())
-        reading.exception()  # no caller is left to get it
+        for failed in (reading, shielded):  # no caller is left to get it
+            if failed.done() and not failed.cancelled():
+                failed.exception()
         raise
 
 

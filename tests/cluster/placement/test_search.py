@@ -93,6 +93,7 @@ def test_up_to_six_nodes_no_ring_is_better(
     assert find_s(*cluster, objective) == pytest.approx(best_s, rel=1e-6)
 
 
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
 @pytest.mark.parametrize("objective", cases([Objective.LATENCY], [Objective.THROUGHPUT]))
 def test_in_a_home_lab_of_six_no_ring_is_better(objective: Objective) -> None:
     n_stages = set()
