@@ -397,9 +397,12 @@ class Engine:
 
     def _on_answered(self, answered: StepAnswered) -> None:
         outcomes = self._scheduler.on_tokens(answered.answer.step, answered.answer.token_ids)
-        self._learn_cost(answered)
-        n_tokens = sum(isinstance(outcome, TokenSampled) for outcome in outcomes)
-        self.log.add(answered, n_tokens)
+        n_rows, n_sampled = answered.batch.n_rows, answered.batch.n_sampled
+        self._learn_cost(answered, n_rows, n_sampled)
+        n_tokens = 0
+        for outcome in outcomes:
+            n_tokens += isinstance(outcome, TokenSampled)
+        self.log.add(answered, n_rows, n_sampled, n_tokens)
         for group in answered.batch.groups:
             live = self._live.get(group.sequence_id)
             if live is not None:
@@ -414,18 +417,18 @@ class Engine:
         self._deliver(self._scheduler.on_step_failed(failed.step, failed.error), None)
         self._pump()
 
-    def _learn_cost(self, answered: StepAnswered) -> None:
+    def _learn_cost(self, answered: StepAnswered, n_rows: int, n_sampled: int) -> None:
         """Count a step; take from one with decode rows what rows cost, and how many may mix."""
         queued_us = self.totals.add_step(answered)
         first = answered.batch.groups[0]
         if first.n_sampled == first.n_rows:  # decode rows stand before prompt rows
             took_s = max(1, answered.round_trip_us - queued_us) / 1e6
-            self._step_cost.learn(answered.batch.n_rows, took_s)
-            if answered.batch.n_sampled < answered.batch.n_rows:
-                self._scheduler.mix(answered.batch.n_sampled, self._step_cost, SLOWDOWN)
+            self._step_cost.learn(n_rows, took_s)
+            if n_sampled < n_rows:
+                self._scheduler.mix(n_sampled, self._step_cost, SLOWDOWN)
         elif self._prefixes is not None and answered.answer.timings:
             slowest_us = max(timing.compute_us for timing in answered.answer.timings)
-            self._prefixes.learn(answered.batch.n_rows, slowest_us)
+            self._prefixes.learn(n_rows, slowest_us)
 
     def _deliver(self, outcomes: list[Outcome], answered: StepAnswered | None) -> None:
         for outcome in outcomes:

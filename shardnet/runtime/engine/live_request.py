@@ -76,7 +76,7 @@ class _AloneSteps:
     is_alone: bool = True
 
     def add(self, position: int, answered: StepAnswered) -> None:
-        self.is_alone &= answered.batch.n_rows == 1
+        self.is_alone &= len(answered.batch.token_ids) == 1
         for timing in answered.answer.timings if position < ALONE_POSITIONS else ():
             steps = self.compute_us.setdefault(timing.rank, [])
             if len(steps) < MOST_ALONE:

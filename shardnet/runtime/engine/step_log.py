@@ -59,16 +59,15 @@ class StepLog:
         self._began_ns = began_ns
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
 
-    def add(self, answered: StepAnswered, n_tokens: int) -> None:
-        """Remember a step; `n_tokens` of its samples were kept."""
-        batch = answered.batch
+    def add(self, answered: StepAnswered, n_rows: int, n_sampled: int, n_tokens: int) -> None:
+        """Remember a step of `n_rows` rows; `n_tokens` of its `n_sampled` samples were kept."""
         self._steps.append(
             StepRecord(
-                step=batch.step,
-                sent_us=max(0, self.age_us(answered.sent_ns)),
+                step=answered.batch.step,
+                sent_us=max(0, answered.sent_ns - self._began_ns) // 1000,
                 round_trip_us=answered.round_trip_us,
-                n_rows=batch.n_rows,
-                n_prompt_rows=batch.n_rows - batch.n_sampled,
+                n_rows=n_rows,
+                n_prompt_rows=n_rows - n_sampled,
                 n_tokens=n_tokens,
                 timings=answered.answer.timings,
             )

@@ -55,9 +55,11 @@ INLINE TARGET void NAME(update)(float *state, int64_t stride, int64_t key_size, 
     lanes held[4] = {0}, read[4] = {0}, difference[4];
     for (int64_t i = 0; i < key_size; i++)
         for (int at = 0; at < n_vectors; at++)
-            held[at] = NAME(fused)(NAME(load_floats)(state + i * stride + at * LANES, n), NAME(broadcast)(key[i]), held[at]);
+            held[at] =
+                NAME(fused)(NAME(load_floats)(state + i * stride + at * LANES, n), NAME(broadcast)(key[i]), held[at]);
     for (int at = 0; at < n_vectors; at++)
-        difference[at] = NAME(fused)(held[at], NAME(broadcast)(-decay), NAME(load_floats)(values + at * LANES, n)) * write;
+        difference[at] =
+            NAME(fused)(held[at], NAME(broadcast)(-decay), NAME(load_floats)(values + at * LANES, n)) * write;
     for (int64_t i = 0; i < key_size; i++)
         for (int at = 0; at < n_vectors; at++) {
             float *place = state + i * stride + at * LANES;
