@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import Annotated
+from collections.abc import Callable, Iterable
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -24,6 +25,7 @@ from ..flags.options import Json
 from ..output.exit_codes import counted, fail, one_line, say, write_out
 
 MIB = 2**20
+Stored = TypeVar("Stored", PackedModel, PrefixesOfModel)
 
 cache_app = typer.Typer(
     name="cache", help="List or delete what is cached on disk: weights and long prompts.",
@@ -89,25 +91,11 @@ def remove(
     if everything == bool(model_id):
         raise typer.BadParameter("name one model by the first digits of its id, or give --all")
     cache = ModelCache(cache_dir(os.environ))
-    packs = [
-        packed
-        for packed in packed_models(cache.folder / PACKS_FOLDER)
-        if packed.folder.name.startswith(model_id)
-    ]
-    for packed in packs:
-        if not remove_packed(packed):
-            fail(f"{packed.folder} cannot be deleted; delete it as the user who owns it")
-        say(f"deleted quantised weights of {packed.model} ({packed.size_bytes / MIB:.1f} MiB)")
-    prompts = [
-        prefixes
-        for prefixes in stored_prefixes(cache.folder / PREFIXES_FOLDER)
-        if prefixes.folder.name.startswith(model_id)
-    ]
-    for prefixes in prompts:
-        if not remove_prefixes(prefixes):
-            fail(f"{prefixes.folder} cannot be deleted; delete it as the user who owns it")
-        say(f"deleted prompts of {prefixes.model} ({prefixes.size_bytes / MIB:.1f} MiB)")
-    if (packs or prompts) and not everything:
+    packs = packed_models(cache.folder / PACKS_FOLDER)
+    prompts = stored_prefixes(cache.folder / PREFIXES_FOLDER)
+    n_deleted = _delete("quantised weights", packs, model_id, remove_packed)
+    n_deleted += _delete("prompts", prompts, model_id, remove_prefixes)
+    if n_deleted and not everything:
         return
     try:
         for model in _chosen(cache, model_id):
@@ -115,6 +103,18 @@ def remove(
             say(f"deleted {model.model_id[:12]} ({freed / MIB:.1f} MiB) {model.name}".rstrip())
     except ShardnetError as error:
         fail(str(error))
+
+
+def _delete(
+    what: str, stored: Iterable[Stored], prefix: str, remove: Callable[[Stored], bool]
+) -> int:
+    """Delete those whose folder's name begins with `prefix`; return how many there were."""
+    chosen = [one for one in stored if one.folder.name.startswith(prefix)]
+    for one in chosen:
+        if not remove(one):
+            fail(f"{one.folder} cannot be deleted; delete it as the user who owns it")
+        say(f"deleted {what} of {one.model} ({one.size_bytes / MIB:.1f} MiB)")
+    return len(chosen)
 
 
 def _chosen(cache: ModelCache, prefix: str) -> list[CachedModel]:
