@@ -7,43 +7,16 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from shardnet.api import Client, GenerationOptions, GenerationResult, ModelChoice, Prompt
 from shardnet.errors import ShardnetError
 from shardnet.types import SamplingParams
 
-WORDS = [
-    "the",
-    "morning",
-    "Elizabeth",
-    "walked",
-    "to",
-    "Meryton",
-    "letter",
-    "arrived",
-    "nobody",
-    "could",
-    "have",
-    "supposed",
-    "that",
-    "Mr",
-    "Darcy",
-    "would",
-    "dance",
-    "with",
-    "her",
-    "sister",
-    "again",
-    "whatever",
-    "his",
-    "aunt",
-    "might",
-    "say",
-    "of",
-    "family",
-    "and",
-    "fortune",
-]
+WORDS = (
+    "the morning Elizabeth walked to Meryton letter arrived nobody could have supposed "
+    "that Mr Darcy would dance with her sister again whatever his aunt might say of family and fortune"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +37,7 @@ class Heard:
     def longest_gap(self, since: float) -> float:
         """The longest time (s) without a token that ended after `since`."""
         times = self.at_s if self.error is None else [*self.at_s, self.ended_at]
-        return max((b - a for a, b in zip(times, times[1:], strict=False) if b > since), default=0)
+        return max((b - a for a, b in pairwise(times) if b > since), default=0)
 
     def difference(self, other: Heard) -> str:
         """Where this differs from what the same request says undisturbed, "" if nowhere.
@@ -92,7 +65,7 @@ def make_prompts(n: int, n_tokens: int) -> list[Prompt]:
     chance = random.Random(18)
     prompts = []
     for number in range(n):
-        content = " ".join(chance.choices(WORDS, k=chance.choice([3, 20, 60, 120])))
+        content = " ".join(chance.choices(WORDS.split(), k=chance.choice([3, 20, 60, 120])))
         sampled = number % 2 == 1
         sampling = SamplingParams(
             temperature=0.8 if sampled else 0.0,
