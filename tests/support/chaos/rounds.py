@@ -14,13 +14,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from support.chaos.faults import ENDING, Fault, Moment, Round
+from support.chaos.faults import Fault, Moment, Round
 from support.chaos.lab import Lab, differences
 from support.chaos.ledger import DIFFERS, EQUAL, NAMED, SILENT, Entry
 from support.chaos.streams import Heard, listen_to_all, make_prompts
 
 from shardnet.api import Client, ModelChoice
-from shardnet.api.client import connect
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.membership import StatusReply
 
@@ -45,8 +44,8 @@ SLACK = {
     "sequences": 0,
 }
 """What a node may have open beyond what it had at first: links come and go, pools fill."""
-PARTS = re.compile(r"recovered .*?\((?P<parts>[^)]*)\)")
-PART = re.compile(r"(?P<name>[a-z]+) (?P<value>[0-9.]+) (?P<unit>ms|s)\b")
+PARTS = re.compile(r"recovered in [0-9.]+ s \((?P<parts>[^)]*)\)")
+PART = re.compile(r"(?P<name>notice|plan|load|replay) (?P<value>[0-9.]+)")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -290,20 +289,8 @@ class Rounds:
 
 def read_parts(log: str) -> dict[str, float]:
     """The parts (s) of the recoveries in a head's log, added up."""
-    parts: Counter[str] = Counter()
+    parts: dict[str, float] = {}
     for found in PARTS.finditer(log):
         for part in PART.finditer(found["parts"]):
-            scale = 1e-3 if part["unit"] == "ms" else 1.0
-            parts[part["name"]] += float(part["value"]) * scale  # type: ignore[assignment]
-    return dict(parts)
-
-
-def is_ending(fault: Fault) -> bool:
-    """Whether a fault ends a process."""
-    return fault.kind in ENDING
-
-
-@contextlib.asynccontextmanager
-async def _client_of(lab: Lab):  # type: ignore[no-untyped-def]
-    async with connect(lab.places[0].address) as client:
-        yield client
+            parts[part["name"]] = parts.get(part["name"], 0.0) + float(part["value"])
+    return parts

@@ -100,8 +100,7 @@ class SimulatedRing:
         """Lose it."""
         self._taking.cancel()
         if late:
-            while not self._answers.empty():
-                await asyncio.sleep(self._step_s)
+            await asyncio.sleep(10 * self._step_s)
         self._answering.cancel()
         await asyncio.wait([self._taking, self._answering])
 
@@ -340,19 +339,17 @@ class Simulation:
             story.error = error
 
     def _cancel_any(self) -> None:
-        """Cancel a request that may be cancelled."""
+        """Cancel a request that may be cancelled: one whose prompt is as long as no other's."""
+        lengths = Counter(len(story.request.prompt) for story in self.stories)
+        mine = {
+            len(story.request.prompt): story
+            for story in self.stories
+            if story.cancelled_s is not None and lengths[len(story.request.prompt)] == 1
+        }
         for progress in self.engine.requests:
-            for story in self.stories:
-                mine = story.cancelled_s is not None and not story.finished
-                if mine and len(story.request.prompt) == progress.n_prompt:
-                    if all(
-                        other is story
-                        or other.cancelled_s is not None
-                        or len(other.request.prompt) != progress.n_prompt
-                        for other in self.stories
-                    ):
-                        self.engine.cancel(progress.sequence_id)
-                        return
+            if progress.n_prompt in mine:
+                self.engine.cancel(progress.sequence_id)
+                return
 
     async def _faults(self) -> None:
         """Lose the ring now and then, now and then again before there is another one."""

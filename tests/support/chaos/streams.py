@@ -15,7 +15,8 @@ from shardnet.types import SamplingParams
 
 WORDS = (
     "the morning Elizabeth walked to Meryton letter arrived nobody could have supposed "
-    "that Mr Darcy would dance with her sister again whatever his aunt might say of family and fortune"
+    "that Mr Darcy would dance with her sister again whatever his aunt might say of "
+    "family and fortune"
 )
 
 
