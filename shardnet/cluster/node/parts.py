@@ -36,6 +36,7 @@ from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
+from shardnet.cluster.recovery.recovery import Recovery
 from shardnet.cluster.ring.dialer import Dialer
 from shardnet.cluster.ring.prefix_orders import PrefixOrders
 from shardnet.cluster.ring.ring_membership import RingMembership
@@ -96,6 +97,7 @@ class ServiceParts:
     """What serves clients and peers."""
 
     head: Head
+    recovery: Recovery
     drafts: Drafts
     constraints: Constraints
     wire_loss: WireLoss
@@ -221,7 +223,14 @@ def build_services(
         disk=stage.disk,
         on_broken=events.ring_broken,
     )
-    head = Head(node=settings.node, host=stage.host, planner=planner, builder=builder)
+    head = Head(
+        node=settings.node,
+        host=stage.host,
+        planner=planner,
+        builder=builder,
+        on_broken=events.lead_broken,
+    )
+    recovery = Recovery(head=head, planner=planner, tasks=tasks, log=settings.log)
     drafts = Drafts(
         disk=stage.disk,
         device=settings.budget.device.for_torch,
@@ -292,6 +301,7 @@ def build_services(
     )
     return ServiceParts(
         head=head,
+        recovery=recovery,
         drafts=drafts,
         constraints=constraints,
         wire_loss=wire_loss,
