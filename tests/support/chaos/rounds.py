@@ -27,7 +27,7 @@ SILENCE_S = 120.0
 """How long nothing at all may come, of any request, before they count as hanging."""
 WHOLE_S = 120.0
 """How long all nodes may take to be linked and to have a ring again."""
-RETURN_S = 10.0
+RETURN_S = 3.0
 """How long a node that is back may take to be used again by itself."""
 REST_S = 30.0
 """How long what is left of a recovery may take to be gone."""
