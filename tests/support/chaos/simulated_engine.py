@@ -314,12 +314,8 @@ class Simulation:
             clock_ns=self._loop.time_ns,
         )
         self._ring = self._new_ring(self.engine.pipeline, limits)
-        faults = self._tasks.create_task(self._faults())
-        await asyncio.wait([self._tasks.create_task(self._tell(story)) for story in self.stories])
-        faults.cancel()
-        await asyncio.wait([faults])
-        if self.engine.is_suspended:
-            self._resume()
+        telling = [self._tasks.create_task(self._tell(story)) for story in self.stories]
+        await asyncio.wait([*telling, self._tasks.create_task(self._faults())])
         await self._check_nothing_left(scheduler)
 
     async def _tell(self, story: Story) -> None:
