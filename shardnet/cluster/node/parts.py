@@ -288,7 +288,7 @@ def build_services(
     )
     handlers = MessageHandlers()
     rooms = (messages, stage.orders, PrefixOrders(stage.host), stage.measuring)
-    for room in (*rooms, head, clients, lists, reporter, RingWatch(head)):
+    for room in (*rooms, head, clients, lists, reporter, RingWatch(head, recovery.records)):
         room.register(handlers)
     dispatcher = Dispatcher(
         own_hello=links.dialer.hello,
