@@ -225,13 +225,14 @@ class Rounds:
         return time.monotonic() - began, returned
 
     async def _is_whole(self, patience_s: float) -> bool:
-        """Whether every node has a stage, within some seconds."""
+        """Whether every node has a stage of the ring, within some seconds."""
         until = time.monotonic() + patience_s
         while True:
-            status = await self._status()
-            if status is not None:
-                nodes = [status.node, *status.peers]
-                if [node.stage is not None for node in nodes] == [True] * len(self._lab.places):
+            with contextlib.suppress(ShardnetError, TimeoutError):
+                async with asyncio.timeout(SILENCE_S):
+                    ring = await self._client.activity()
+                n_stages = len(ring.plan.stages) if ring.plan and not ring.is_broken else 0
+                if n_stages == len(self._lab.places):
                     return True
             if time.monotonic() > until:
                 return False

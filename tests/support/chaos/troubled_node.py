@@ -27,8 +27,8 @@ from typing import Any
 
 from support.chaos.switch import PREFACE, REACHED, VARIABLE
 
+from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.runtime.engine.engine import Engine
-from shardnet.runtime.stage.worker import StageWorker
 from shardnet.transport import loop as loops
 from shardnet.transport import tcp
 from shardnet.transport.link import LinkOptions
@@ -108,9 +108,9 @@ def _living() -> dict[str, int]:
     gc.collect()
     found: dict[str, int] = dict.fromkeys(("stages", "engines", "sequences"), 0)
     for thing in gc.get_objects():
-        if isinstance(thing, StageWorker):
+        if isinstance(thing, RingMembership):
             found["stages"] += 1
-            found["sequences"] += len(thing.open_sequences)
+            found["sequences"] += thing.n_open
         found["engines"] += isinstance(thing, Engine)
     return found
 
