@@ -40,15 +40,23 @@ class AsyncioLink(asyncio.BufferedProtocol):
     """A `Link` whose bytes an asyncio transport moves.
 
     It lives in this order: `connection_made`, `wait_up`, frames, an end (`_end`, exactly once, with
-    the error that later calls raise), `connection_lost`.
+    the error that later calls raise), `connection_lost`. Where it is `checked`, its frames carry
+    checksums.
     """
 
     def __init__(
-        self, hello: Hello | HelloAnswer, *, initiator: bool, options: LinkOptions
+        self,
+        hello: Hello | HelloAnswer,
+        *,
+        initiator: bool,
+        options: LinkOptions,
+        checked: bool = False,
     ) -> None:
         self._options = options
         self._loop = asyncio.get_running_loop()
-        self._connection = LinkConnection(hello, initiator=initiator, limits=options.limits)
+        self._connection = LinkConnection(
+            hello, initiator=initiator, limits=options.limits, checked=checked
+        )
         self._transport: asyncio.Transport | None = None
         self._peer: Hello | None = None
         self._peer_address = "?"

@@ -385,7 +385,7 @@ def test_what_comes_after_the_end_is_discarded_unread(harness: Harness) -> None:
         loop.set_exception_handler(lambda _, context: broken.append(context))
         peer, link = await harness.raw_up()
         closing = asyncio.create_task(link.close())
-        await peer.read(HEADER.size)  # BYE
+        await peer.read(peer.head_bytes)  # BYE
         peer.send(b"no frame" * 10)
         await turns()
         peer.transport.close()
@@ -398,7 +398,7 @@ def test_what_comes_after_the_end_is_discarded_unread(harness: Harness) -> None:
 def test_a_peer_that_ends_in_the_middle_of_a_frame(harness: Harness) -> None:
     async def scenario(harness: Harness) -> None:
         peer, link = await harness.raw_up()
-        peer.send(raw(frame(1, bytes(100)))[:-1])
+        peer.send(peer.packed(frame(1, bytes(100)))[:-1])
         peer.transport.close()
         await refused(link, LinkClosedError, "closed the connection in the middle of a frame")
 
@@ -408,7 +408,7 @@ def test_a_peer_that_ends_in_the_middle_of_a_frame(harness: Harness) -> None:
 def test_a_peer_that_ends_without_goodbye(harness: Harness) -> None:
     async def scenario(harness: Harness) -> None:
         peer, link = await harness.raw_up()
-        peer.send(raw(frame(1)))
+        peer.send(peer.packed(frame(1)))
         peer.transport.close()
         assert (await link.receive()).step == 1
         await refused(link, LinkClosedError, "without saying goodbye")
@@ -420,7 +420,7 @@ def test_a_peer_that_ends_without_goodbye(harness: Harness) -> None:
 def test_a_peer_that_falls_silent(harness: Harness, sent: int) -> None:
     async def scenario(harness: Harness) -> None:
         peer, link = await harness.raw_up(replace(OPTIONS, silence_s=0.2))
-        peer.send(raw(frame(1, bytes(100_000)))[:sent])
+        peer.send(peer.packed(frame(1, bytes(100_000)))[:sent])
         await refused(link, PeerSilentError, r"raw .*: nothing came for 0\.2 s")
         await peer.lost.wait()
 
@@ -489,7 +489,7 @@ def test_a_peer_that_breaks_the_protocol_is_told_why(
             RemoteProtocolError,
             "does not speak the protocol",
         ),
-        (PREAMBLE[:6] + struct.pack("<H", 9), VersionMismatchError, "version 9, we speak 1"),
+        (PREAMBLE[:6] + struct.pack("<H", 9), VersionMismatchError, "version 9, we speak 2"),
         (PREAMBLE + raw(frame(1)), RemoteProtocolError, "DATA frame is not allowed before the he"),
         (
             PREAMBLE + HEADER.pack(0x4E53, FrameKind.HELLO, 0, 5000, 0, 0, 0),
@@ -542,7 +542,7 @@ def test_an_error_about_the_link_is_raised_with_its_class_and_the_peers_name(
 ) -> None:
     async def scenario(harness: Harness) -> None:
         peer, link = await harness.raw_up()
-        peer.send(raw(error_frame(PlanError("no plan fits"))))
+        peer.send(peer.packed(error_frame(PlanError("no plan fits"))))
         await refused(link, PlanError, "raw .*: the peer reports: no plan fits")
 
     harness.run(scenario)
