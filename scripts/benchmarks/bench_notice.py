@@ -90,9 +90,6 @@ FAULTS: dict[str, Callable[[Ring], None]] = {
     "GIL blocked": lambda ring: ring.victim.signal(signal.SIGUSR1),
     "frozen for 3 s": lambda ring: pause(ring, 3.0),
     "cable out for 1 s": lambda ring: unplug_for(ring, 1.0),
-    "200 ms, 1 % lost": lambda ring: shape(
-        ring.hosts[1], *["netem", "delay", "200ms", "loss", "1%"]
-    ),
     "1 Mbit/s": lambda ring: shape(
         ring.hosts[1], *["tbf", "rate", "1mbit", "burst", "16kb", "latency", "400ms"]
     ),

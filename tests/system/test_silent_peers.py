@@ -1,4 +1,4 @@
-"""Peers that are there and say nothing: each is given up after 10 s, by name.
+"""Peers that are there and say nothing: each is given up after some seconds, by name.
 
 They all fall silent at the same time, so that the tests wait once.
 """

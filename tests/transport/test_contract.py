@@ -431,7 +431,7 @@ def test_a_silent_peer_is_told_why_its_control_link_ends(harness: Harness) -> No
     """It may have stood still, and read on later."""
 
     async def scenario(harness: Harness) -> None:
-        options = replace(OPTIONS, silence_s=0.2)
+        options = replace(OPTIONS, client_silence_s=0.2)
         peer, link = await harness.raw_up(options, Purpose.CONTROL)
         with pytest.raises(PeerSilentError, match=r"raw .*: nothing came for 0\.2 s"):
             await link.receive()
@@ -442,6 +442,27 @@ def test_a_silent_peer_is_told_why_its_control_link_ends(harness: Harness) -> No
         await link.close()
 
     harness.run(scenario)
+
+
+def test_a_client_may_be_silent_for_longer_than_a_node(harness: Harness) -> None:
+    """Its event loop may be that of a program which does other things too."""
+
+    async def scenario(harness: Harness) -> None:
+        options = replace(OPTIONS, silence_s=1e6, client_silence_s=0.2)
+        _, link = await harness.raw_up(options, Purpose.CONTROL)
+        with pytest.raises(PeerSilentError, match=r"raw .*: nothing came for 0\.2 s"):
+            await link.receive()
+        link.abort("enough")
+
+    harness.run(scenario)
+
+
+def test_a_ring_notices_within_five_seconds_and_not_a_pause_of_three() -> None:
+    """A heartbeat goes out at every second tick at least, and silence is looked at in each."""
+    options = LinkOptions()
+    tick_s = min(options.heartbeat_s, options.silence_s / 4)
+    assert options.silence_s + tick_s < 5
+    assert 3 + 2 * tick_s < options.silence_s
 
 
 def test_a_silent_peer_does_not_hold_drain(harness: Harness) -> None:
