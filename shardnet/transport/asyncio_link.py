@@ -33,22 +33,30 @@ from shardnet.wire.connection.connection import (
     ProgressReported,
 )
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
-from shardnet.wire.messages.handshake import Hello, Purpose, error_frame
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
 
 
 class AsyncioLink(asyncio.BufferedProtocol):
     """A `Link` whose bytes an asyncio transport moves.
 
     It lives in this order: `connection_made`, `wait_up`, frames, an end (`_end`, exactly once, with
-    the error that later calls raise), `connection_lost`.
+    the error that later calls raise), `connection_lost`. Where it is `checked`, its frames carry
+    checksums.
     """
 
     def __init__(
-        self, hello: Hello | HelloAnswer, *, initiator: bool, options: LinkOptions
+        self,
+        hello: Hello | HelloAnswer,
+        *,
+        initiator: bool,
+        options: LinkOptions,
+        checked: bool = False,
     ) -> None:
         self._options = options
         self._loop = asyncio.get_running_loop()
-        self._connection = LinkConnection(hello, initiator=initiator, limits=options.limits)
+        self._connection = LinkConnection(
+            hello, initiator=initiator, limits=options.limits, checked=checked
+        )
         self._transport: asyncio.Transport | None = None
         self._peer: Hello | None = None
         self._peer_address = "?"
@@ -65,9 +73,10 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._writing_paused = False
         self._lingering = False
         self._timer: asyncio.TimerHandle | None = None
-        self._idle = IdleTimeout(options.silence_s, self._loop.time())
+        self._silence_s = options.silence_s
+        self._idle = IdleTimeout(self._silence_s, self._loop.time())
         self._sending = SendTimeout(options.user_timeout_s, self._loop.time())
-        self._tick_s = min(options.heartbeat_s, options.silence_s / 4)
+        self._tick_s = min(options.heartbeat_s, self._silence_s / 4)
         self._sent_since_tick = False
         self._meter = Meter(tcp=self._socket)
 
@@ -242,6 +251,10 @@ class AsyncioLink(asyncio.BufferedProtocol):
         match event:
             case HelloReceived():
                 self._peer = event.hello
+                if self._peer.role is PeerRole.CLIENT:
+                    self._silence_s = self._options.client_silence_s
+                self._tick_s = min(self._options.heartbeat_s, self._silence_s / 4)
+                self._idle = IdleTimeout(self._silence_s, self._loop.time())
                 if self._options.traffic is not None:
                     self._options.traffic.up(self._peer, self._meter)
                 self._settled.set()
@@ -331,7 +344,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         """End the link. Tell why to a peer that may come to itself and read on, but not on a data
         link: its ring is broken, and the next one must not wait.
         """
-        silence_s = self._options.silence_s
+        silence_s = self._silence_s
         self._end(
             PeerSilentError(
                 f"nothing came for {silence_s:g} s; the peer is frozen, or the network between "

@@ -21,7 +21,8 @@ class TcpLink(AsyncioLink):
     def __init__(
         self, hello: Hello | HelloAnswer, *, initiator: bool, options: LinkOptions
     ) -> None:
-        super().__init__(hello, initiator=initiator, options=options)
+        is_plain = options.identity is None
+        super().__init__(hello, initiator=initiator, options=options, checked=is_plain)
         self._initiator = initiator
 
     async def take_over(self, sock: socket.socket) -> None:

@@ -11,11 +11,13 @@ import struct
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from shardnet.errors import LocalProtocolError, RemoteProtocolError
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from shardnet.errors import DamagedFrameError, LocalProtocolError, RemoteProtocolError
 
 Buffer = bytes | bytearray | memoryview
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 PREAMBLE_MAGIC: Final = b"shrdnt"
 PREAMBLE: Final = PREAMBLE_MAGIC + PROTOCOL_VERSION.to_bytes(2, "little")
 
@@ -25,6 +27,9 @@ TLS_RECORDS: Final = (b"\x15", b"\x16")
 FRAME_MAGIC: Final = 0x4E53
 HEADER: Final = struct.Struct("<HBBIIIQ")
 """magic, kind, reserved, meta length, payload length, epoch, step."""
+CHECKSUMS: Final = struct.Struct("<II")
+"""Behind the header where a link has them: of the header, of meta and payload."""
+_LOW_HALF: Final = 0xFFFFFFFF
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -152,11 +157,40 @@ def _above_cap(kind: FrameKind, part: str, length: int, cap: int) -> RemoteProto
     )
 
 
-def pack_frame(frame: Frame, limits: Limits) -> list[Buffer]:
+def check_header(header: Buffer, checksum: int, what: Header) -> None:
+    """Compare a header with its checksum. Raises DamagedFrameError."""
+    if xxh3_64_intdigest(header) & _LOW_HALF != checksum:
+        raise _damaged(what, "its header")
+
+
+def check_body(meta: Buffer, payload: Buffer, checksum: int, what: Header) -> None:
+    """Compare what came behind the header `what` with its checksum. Raises DamagedFrameError."""
+    if _body_checksum(meta, payload) != checksum:
+        raise _damaged(what, f"what followed its header ({len(meta)} + {len(payload)} bytes)")
+
+
+def _body_checksum(meta: Buffer, payload: Buffer) -> int:
+    if not len(payload):
+        return xxh3_64_intdigest(meta) & _LOW_HALF
+    whole = xxh3_64(meta)
+    whole.update(payload)
+    return whole.intdigest() & _LOW_HALF
+
+
+def _damaged(what: Header, part: str) -> DamagedFrameError:
+    return DamagedFrameError(
+        f"the {what.kind.name} frame of step {what.step} came damaged: {part} and the checksum "
+        "that its sender made are not the same",
+        remedy="check cables, network cards and memory, or use a cluster key: TLS is checked too",
+    )
+
+
+def pack_frame(frame: Frame, limits: Limits, *, checked: bool = False) -> list[Buffer]:
     """Return the buffers to write for `frame`: header and meta joined, then the payload as it is.
 
-    The payload is not copied. Raises LocalProtocolError when the frame breaks the caps or its
-    numbers do not fit: the peer would refuse it.
+    The payload is not copied. With `checked`, checksums stand behind the header of every frame but
+    HELLO. Raises LocalProtocolError when the frame breaks the caps or its numbers do not fit: the
+    peer would refuse it.
     """
     payload = memoryview(frame.payload)
     if payload.ndim != 1 or payload.format != "B":
@@ -181,5 +215,8 @@ def pack_frame(frame: Frame, limits: Limits) -> list[Buffer]:
         raise LocalProtocolError(
             f"epoch {frame.epoch} or step {frame.step} does not fit its field: {error}"
         ) from error
+    if checked and frame.kind is not FrameKind.HELLO:
+        of_header = xxh3_64_intdigest(header) & _LOW_HALF
+        header += CHECKSUMS.pack(of_header, _body_checksum(frame.meta, payload))
     head = header + frame.meta if frame.meta else header
     return [head, payload] if len(payload) else [head]
