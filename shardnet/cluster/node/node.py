@@ -158,6 +158,7 @@ class Node:
         await self.head.close()
         self._services.drafts.close()
         self._services.constraints.close()
+        await self._stage.kv.close()
         await self._stage.host.close()
         await self._links.peers.close()
         await self._stage.sharing.close()

@@ -37,6 +37,7 @@ from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
 from shardnet.cluster.ring.dialer import Dialer
+from shardnet.cluster.ring.kv_orders import HostedKv, KvOrders
 from shardnet.cluster.ring.prefix_orders import PrefixOrders
 from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
@@ -85,6 +86,7 @@ class StageParts:
     host: StageHost
     sharing: Sharing
     orders: StageOrders
+    kv: KvOrders
     own: OwnState
     directory: NodeDirectory
     links: LinkBenchmark
@@ -161,6 +163,7 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
         rate=SendRate(settings.share_rate),
         disk=disk,
         log=settings.log,
+        kv=HostedKv(host),
     )
     orders = StageOrders(
         host=host,
@@ -188,6 +191,7 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
         host=host,
         sharing=sharing,
         orders=orders,
+        kv=KvOrders(host, links.dial_bulk),
         own=own,
         directory=NodeDirectory(own_info=own.info, peers=peers, advertisement=links.advertisement),
         links=link_benchmark,
@@ -216,6 +220,7 @@ def build_services(
         name=settings.name,
         host=stage.host,
         orders=stage.orders,
+        kv=stage.kv,
         sharing=stage.sharing,
         peers=links.peers,
         disk=stage.disk,
@@ -278,7 +283,7 @@ def build_services(
         head=head,
     )
     handlers = MessageHandlers()
-    rooms = (messages, stage.orders, PrefixOrders(stage.host), stage.measuring)
+    rooms = (messages, stage.orders, PrefixOrders(stage.host), stage.kv, stage.measuring)
     for room in (*rooms, head, clients, lists, reporter, RingWatch(head)):
         room.register(handlers)
     dispatcher = Dispatcher(

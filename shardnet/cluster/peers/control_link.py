@@ -52,6 +52,7 @@ from shardnet.wire.messages.stages import (
     FindPrefix,
     LoadProgress,
     LoadStage,
+    MoveKv,
     RestorePrefix,
     RingBroken,
     UnloadStage,
@@ -82,6 +83,7 @@ ControlRequest = (
     | UnloadStage
     | FindPrefix
     | RestorePrefix
+    | MoveKv
     | PlanRequest
     | LastRunRequest
     | GetActivity

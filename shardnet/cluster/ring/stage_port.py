@@ -22,7 +22,9 @@ from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.stages import (
     ConnectRing,
     FindPrefix,
+    KvMoved,
     LoadStage,
+    MoveKv,
     PrefixFound,
     PrefixRestored,
     RestorePrefix,
@@ -69,6 +71,9 @@ class StagePort(Protocol):
     async def restore_prefix(self, message: RestorePrefix) -> PrefixRestored:
         """Have blocks of a prompt read from its disk. The port numbers the request."""
 
+    async def move_kv(self, message: MoveKv) -> KvMoved:
+        """Have what a sequence holds brought to the stage. The port numbers the request."""
+
     async def unload(self, ring: str) -> None:
         """Have the stage freed."""
 
@@ -89,7 +94,9 @@ class LocalPort:
         name: str,
         load: Callable[[LoadStage, PhaseProgress], Awaitable[StageReady]],
         unload: Callable[[str], Awaitable[None]],
+        move_kv: Callable[[MoveKv], Awaitable[KvMoved]],
     ) -> None:
+        self._move_kv = move_kv
         self._host = host
         self._load = load
         self._unload = unload
@@ -116,6 +123,10 @@ class LocalPort:
     async def restore_prefix(self, message: RestorePrefix) -> PrefixRestored:
         """Read from this node's own disk."""
         return await restore_prefix(self._host, message)
+
+    async def move_kv(self, message: MoveKv) -> KvMoved:
+        """Bring it to this node's own stage."""
+        return await self._move_kv(message)
 
     async def unload(self, ring: str) -> None:
         """Free the stage here."""
@@ -193,6 +204,13 @@ class RemotePort:
         request = self._control.next_request()
         return await self._control.ask(
             replace(message, request=request), PrefixRestored, on_progress=lambda report: None
+        )
+
+    async def move_kv(self, message: MoveKv) -> KvMoved:
+        """Ask the peer, and wait as long as it reports that it reads."""
+        request = self._control.next_request()
+        return await self._control.ask(
+            replace(message, request=request), KvMoved, on_progress=lambda report: None
         )
 
     async def unload(self, ring: str) -> None:

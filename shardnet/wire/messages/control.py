@@ -60,8 +60,10 @@ from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
     FindPrefix,
+    KvMoved,
     LoadProgress,
     LoadStage,
+    MoveKv,
     PrefixFound,
     PrefixRestored,
     RestorePrefix,
@@ -128,6 +130,8 @@ ControlMessage = (
     | PrefixFound
     | RestorePrefix
     | PrefixRestored
+    | MoveKv
+    | KvMoved
     | Done
     | Failed
     | PlanRequest
