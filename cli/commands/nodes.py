@@ -116,6 +116,7 @@ def _as_json(info: NodeInfo) -> dict[str, Any]:
         "memory_bytes": info.memory_bytes,
         "memory_free_bytes": info.memory_free_bytes,
         "threads": info.threads,
+        "draining": info.is_draining,
         "stage": None
         if info.stage is None
         else {
@@ -134,6 +135,8 @@ def node_lines(infos: Sequence[NodeInfo], width: int | None) -> list[str]:
     for info in infos:
         kind, _, board = info.device.partition(" ")  # a board's name is long
         loaded = [board.strip("()")] if board else []
+        if info.is_draining:
+            loaded.append("draining")
         if info.stage is not None:
             layers = LayerRange(*info.stage.layers).words
             loaded.append(f"rank {info.stage.rank}, {layers} of {info.stage.model}")

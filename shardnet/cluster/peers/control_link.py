@@ -49,7 +49,9 @@ from shardnet.wire.messages.membership import (
 from shardnet.wire.messages.plans import PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
+    Drain,
     FindPrefix,
+    LeaveRing,
     LoadProgress,
     LoadStage,
     MoveKv,
@@ -81,6 +83,8 @@ ControlRequest = (
     | LoadStage
     | ConnectRing
     | UnloadStage
+    | Drain
+    | LeaveRing
     | FindPrefix
     | RestorePrefix
     | MoveKv

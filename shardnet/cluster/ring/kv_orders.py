@@ -99,19 +99,23 @@ class KvOrders:
     async def move(self, message: MoveKv) -> KvMoved:
         """Bring what a sequence holds elsewhere to the stage that is ready for another ring.
 
-        Raises UsageError if this node is not in the ring or has no such stage, or if what comes
-        does not fit it, CapacityError without room, LinkError and RemoteProtocolError of a source.
+        Raises UsageError if this node has no such stage, or if what comes does not fit it,
+        CapacityError without room, LinkError and RemoteProtocolError of a source.
         """
         host, to, sequence_id = self._host, message.to, SequenceId(message.sequence_id)
         n_positions = len(message.token_ids) // 4
         if not n_positions:
-            await host.on_arrivals(to, lambda moves, _: moves.forget(sequence_id))
+            await host.on_arrivals(to, lambda moves: moves.forget(sequence_id))
             return KvMoved(request=message.request, is_whole=False, n_bytes=0)
         token_ids = struct.unpack(f"<{n_positions}I", message.token_ids[: 4 * n_positions])
-        membership = host.member_of(message.ring, message.epoch)
-        own = membership.addresses[membership.rank]
+        member = host.membership
+        is_member = member is not None and (member.ring, member.epoch) == (
+            message.ring,
+            message.epoch,
+        )
+        own = member.addresses[member.rank] if member is not None and is_member else ""
         self._expire_later()
-        await host.on_arrivals(to, lambda moves, _: moves.begin(sequence_id, token_ids))
+        await host.on_arrivals(to, lambda moves: moves.begin(sequence_id, token_ids))
         n_bytes, slot = 0, SlotId(message.slot)
         for source in message.sources:
             start, end = source.layers
@@ -121,14 +125,17 @@ class KvOrders:
             if source.address != own:
                 n_bytes += await self._pull(message, source.address, layers, n_positions)
             elif message.is_last:
+                ours = host.moves_of(message.ring, message.epoch)
 
-                def take(moves: SlotMoves, ours: SlotMoves, layers: list[int] = layers) -> None:
+                def take(
+                    moves: SlotMoves, ours: SlotMoves = ours, layers: list[int] = layers
+                ) -> None:
                     for layer in layers:
                         moves.take_own(sequence_id, ours, slot, layer, n_positions)
 
                 await host.on_arrivals(to, take)
         is_whole = await host.on_arrivals(
-            to, lambda moves, _: moves.is_whole(sequence_id, n_positions)
+            to, lambda moves: moves.is_whole(sequence_id, n_positions)
         )
         return KvMoved(request=message.request, is_whole=is_whole, n_bytes=n_bytes)
 
@@ -154,7 +161,7 @@ class KvOrders:
         """Ask for all layers, then take what comes, block by block."""
         sequence_id = SequenceId(message.sequence_id)
 
-        def wanted(moves: SlotMoves, _: SlotMoves) -> tuple[str, list[int]]:
+        def wanted(moves: SlotMoves) -> tuple[str, list[int]]:
             return moves.form, [moves.next_wanted(sequence_id, layer) for layer in layers]
 
         form, begins = await self._host.on_arrivals(message.to, wanted)
@@ -186,7 +193,7 @@ class KvOrders:
         sequence_id, to = SequenceId(message.sequence_id), message.to
         rows = await client.rows(request)
 
-        def expect(moves: SlotMoves, _: SlotMoves) -> None:
+        def expect(moves: SlotMoves) -> None:
             held = HeldRows(first=rows.first, n_bytes=rows.n_bytes, is_state=rows.is_state)
             moves.expect(sequence_id, layer, held, end)
 
@@ -204,14 +211,13 @@ class KvOrders:
 
                 def write(
                     moves: SlotMoves,
-                    _: SlotMoves,
                     part: tuple[int, int] = part,
                     data: bytearray = data,
                 ) -> None:
                     moves.write(sequence_id, layer, *part, data)
 
                 await self._host.on_arrivals(to, write)
-        await self._host.on_arrivals(to, lambda moves, _: moves.came(sequence_id, layer, end))
+        await self._host.on_arrivals(to, lambda moves: moves.came(sequence_id, layer, end))
         return rows.n_bytes
 
     def _expire_later(self) -> None:

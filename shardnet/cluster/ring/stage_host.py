@@ -88,6 +88,8 @@ class StageHost:
         self._work: ProgressReporter | None = None
         """Progress of the current load or measurement."""
         self._is_closing = False
+        self.is_draining = False
+        """Whether this node takes no more stages."""
         self.loaded: LoadedStage | None = None
         self.membership: RingMembership | None = None
         self._prepared: _Prepared | None = None
@@ -139,6 +141,7 @@ class StageHost:
         sequences of another head are open, TakenError while another one builds its ring,
         PeerFailedError when this node leaves.
         """
+        self._check_not_draining()
         self._refuse_others(owner)  # whose loading keeps the lock for long
         if self._is_preparing and self._work is not None:
             self._work.cancel(PeerFailedError(f"ring {message.ring} came before it was ready"))
@@ -219,6 +222,7 @@ class StageHost:
         `load` for that ring takes it. Returns the stage and whether it is the one in use. Raises
         CapacityError if both do not fit, what loading raises, and as `enter_ring`.
         """
+        self._check_not_draining()
         self._refuse_others(owner)
         async with self._changing:
             self._check_not_closing()
@@ -265,9 +269,13 @@ class StageHost:
         if self._prepared is not None and self._prepared.ring == ring:
             self._prepared = None
 
-    def member_of(self, ring: str, epoch: int) -> RingMembership:
-        """Return the membership of that ring. Raises UsageError if this node is in another one."""
-        return self._membership(ring, epoch)
+    def moves_of(self, ring: str, epoch: int) -> SlotMoves:
+        """Return what moves sequences from this node's stage; for jobs on the compute thread.
+
+        Raises UsageError unless this node is a member of that ring and its stage can give them.
+        """
+        self._membership(ring, epoch)
+        return _moves(self.loaded)
 
     def prepared_layers(self, ring: str) -> LayerRange:
         """Return the layers of the stage that is ready for a ring, or raise UsageError."""
@@ -276,19 +284,16 @@ class StageHost:
     async def on_moves(self, ring: str, epoch: int, job: Callable[[SlotMoves], T]) -> T:
         """Run `job` with what sequences hold on this node's stage, on the compute thread.
 
-        Raises UsageError unless this node is a member of that ring and its stage can give it, and
-        what `job` raises.
+        Raises as `moves_of`, and what `job` raises.
         """
-        self._membership(ring, epoch)
-        return await self._compute.run(partial(job, _moves(self.loaded)))
+        return await self._compute.run(partial(job, self.moves_of(ring, epoch)))
 
-    async def on_arrivals(self, ring: str, job: Callable[[SlotMoves, SlotMoves], T]) -> T:
-        """Run `job` with what arrives for the stage that is ready for a ring, and what is in use.
+    async def on_arrivals(self, ring: str, job: Callable[[SlotMoves], T]) -> T:
+        """Run `job` with what arrives for the stage that is ready for a ring.
 
         On the compute thread. Raises UsageError if no stage is ready, and what `job` raises.
         """
-        stage = self._prepared_for(ring)
-        return await self._compute.run(partial(job, _moves(stage), _moves(self.loaded)))
+        return await self._compute.run(partial(job, _moves(self._prepared_for(ring))))
 
     async def forget_arrivals(self) -> None:
         """Drop what has arrived and was not opened."""
@@ -473,6 +478,10 @@ class StageHost:
         finally:
             self._work = None
 
+    def _check_not_draining(self) -> None:
+        if self.is_draining:
+            raise draining()
+
     def _check_not_closing(self) -> None:
         if self._is_closing:
             raise _leaving()
@@ -557,6 +566,11 @@ def generating_with(model: str) -> BusyError:
     return BusyError(
         f"this node is generating with {model}", remedy="wait until that ends, or stop it"
     )
+
+
+def draining() -> PeerFailedError:
+    """Make the error of a node that takes nothing more."""
+    return PeerFailedError("this node is draining, and ends soon", remedy="ask another node")
 
 
 def _leaving() -> PeerFailedError:

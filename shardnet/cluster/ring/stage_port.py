@@ -5,8 +5,9 @@ Knows how each command reaches a stage. Must not know why it is given.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -14,7 +15,7 @@ from shardnet.cluster.peers.clocks import ClockOffset, compare_clock, same_clock
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.ring.prefix_orders import find_prefix, restore_prefix
 from shardnet.cluster.ring.stage_host import StageHost
-from shardnet.errors import ShardnetError
+from shardnet.errors import ShardnetError, first_error
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.types import NodeId
 from shardnet.wire.framing.schema import Phase
@@ -32,8 +33,19 @@ from shardnet.wire.messages.stages import (
     UnloadStage,
 )
 
+T = TypeVar("T")
 PhaseProgress = Callable[[Phase, int, int], None]
 """Takes (what is done, bytes done, bytes in all)."""
+
+
+async def ask_all(asked: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Wait for what several nodes were asked; raise the first error of any."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(each) for each in asked]
+    except* ShardnetError as group:
+        raise first_error(group) from None
+    return [each.result() for each in running]
 
 
 class StagePort(Protocol):

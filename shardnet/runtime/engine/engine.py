@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
@@ -32,6 +32,7 @@ from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
+    ComputedSequence,
     FinishReason,
     OperateSlot,
     Outcome,
@@ -139,6 +140,8 @@ class Engine:
         """The last steps that came round."""
         self.totals = EngineTotals()
         self._broken: ShardnetError | None = None
+        self._is_held = False
+        self._settled = asyncio.Event()
 
     @property
     def n_active(self) -> int:
@@ -251,9 +254,36 @@ class Engine:
                 self._pump()
                 self._report_queue_positions()
 
+    async def hold(self) -> None:
+        """Send nothing more, and wait until all that was sent is answered.
+
+        Then every stage stands still until `release`, or until another ring resumes. Raises what
+        ended the ring meanwhile.
+        """
+        self._is_held = True
+        while self._scheduler.n_in_flight:
+            self._settled.clear()
+            await self._settled.wait()
+        if self._broken is not None:
+            raise self._broken
+
+    def release(self) -> None:
+        """Go on after `hold`, on the same ring."""
+        self._is_held = False
+        self._pump()
+
+    def computed(self) -> list[ComputedSequence]:
+        """List what running sequences have on every stage; see Scheduler.computed."""
+        return self._scheduler.computed()
+
+    def moved(self, n_positions: Mapping[SequenceId, int]) -> None:
+        """Note what sequences have on all stages of the ring to resume with. While suspended."""
+        self._scheduler.moved(n_positions)
+
     def fail(self, error: ShardnetError) -> None:
         """End every request with `error`, and refuse new ones: the ring is gone."""
         self._broken = error
+        self._settled.set()
         for restoring in self._restoring:
             restoring.cancel()
         for sequence_id, live in self._live.items():
@@ -320,7 +350,8 @@ class Engine:
 
     def _pump(self) -> None:
         """Carry out what the scheduler wants sent now."""
-        if self._broken is not None:
+        if self._broken is not None or self._is_held:
+            self._settled.set()
             return
         instructions = self._scheduler.next_instructions()
         for instruction in instructions:

@@ -59,8 +59,10 @@ from shardnet.wire.messages.membership import (
 from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
+    Drain,
     FindPrefix,
     KvMoved,
+    LeaveRing,
     LoadProgress,
     LoadStage,
     MoveKv,
@@ -126,6 +128,8 @@ ControlMessage = (
     | ConnectRing
     | RingBroken
     | UnloadStage
+    | Drain
+    | LeaveRing
     | FindPrefix
     | PrefixFound
     | RestorePrefix

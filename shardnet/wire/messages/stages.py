@@ -126,6 +126,23 @@ class UnloadStage(Tagged, frozen=True, kw_only=True):
     ring: Name
 
 
+class Drain(Tagged, frozen=True, kw_only=True):
+    """Tell a node to give its layers to others, and to end when it is empty.
+
+    After `deadline_s` seconds it ends in any case.
+    """
+
+    request: RequestId
+    deadline_s: Seconds
+
+
+class LeaveRing(Tagged, frozen=True, kw_only=True):
+    """Ask the head of a ring to do without the sender, which is draining."""
+
+    request: RequestId
+    ring: Name
+
+
 class FindPrefix(Tagged, frozen=True, kw_only=True):
     """Ask a stage which of a prompt's first blocks it has on disk."""
 
