@@ -291,6 +291,7 @@ class LiveState(enum.Enum):
     RUNNING = "running"
     PAUSED = "paused"
     RESUMED = "resumed"
+    RECOVERING = "recovering"
 
 
 MAX_LOGPROBS = 100

@@ -45,10 +45,13 @@ class PreparedRing:
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
 
-    def ring(self, epoch: Epoch, on_busy: OnBusy) -> Ring:
-        """Make the ring, not built yet. `on_busy` decides how to treat a busy node."""
-        plan = self.plan
-        return Ring(ring_spec(plan), self.ports, epoch, self.sources, plan.chunk_s, on_busy)
+    def ring(self, epoch: Epoch, on_busy: OnBusy, former: Ring | None = None) -> Ring:
+        """Make the ring, not built yet. `on_busy` decides how to treat a busy node.
+
+        It takes over the requests of the ring `former`.
+        """
+        plan, spec = self.plan, ring_spec(self.plan)
+        return Ring(spec, self.ports, epoch, self.sources, plan.chunk_s, on_busy, former)
 
 
 class RingBuilder:
@@ -80,8 +83,10 @@ class RingBuilder:
         self._disk = disk
         self._on_broken = on_broken
 
-    async def prepare(self, plan: Plan) -> PreparedRing:
+    async def prepare(self, plan: Plan, *, with_tokenizer: bool = True) -> PreparedRing:
         """Check that all nodes of the plan hold the same model, and read its tokenizer.
+
+        Without `with_tokenizer` it has none: there is one from a ring before.
 
         Raises PlanError if they do not, CheckpointError for a damaged tokenizer, LinkError for a
         node that cannot be reached.
@@ -90,7 +95,10 @@ class RingBuilder:
         replicas = await self._sharing.sources(plan.facts, plan.choice.model, plan.nodes)
         check_same_model(replicas[: len(plan.nodes)])
         sources = choose_sources(plan.facts.model_id, replicas, limit=MAX_STAGES)
-        tokenizer, eos_ids = await _open_tokenizer(self._disk, plan.facts.path)
+        tokenizer: Tokenizer | None = None
+        eos_ids: tuple[int, ...] = ()
+        if with_tokenizer:
+            tokenizer, eos_ids = await _open_tokenizer(self._disk, plan.facts.path)
         return PreparedRing(
             plan=plan,
             ports=tuple(ports),

@@ -36,6 +36,7 @@ from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
+from shardnet.cluster.recovery.recovery import Recovery
 from shardnet.cluster.ring.dialer import Dialer
 from shardnet.cluster.ring.kv_orders import HostedKv, KvOrders
 from shardnet.cluster.ring.prefix_orders import PrefixOrders
@@ -98,6 +99,7 @@ class ServiceParts:
     """What serves clients and peers."""
 
     head: Head
+    recovery: Recovery
     drafts: Drafts
     constraints: Constraints
     wire_loss: WireLoss
@@ -226,7 +228,14 @@ def build_services(
         disk=stage.disk,
         on_broken=events.ring_broken,
     )
-    head = Head(node=settings.node, host=stage.host, planner=planner, builder=builder)
+    head = Head(
+        node=settings.node,
+        host=stage.host,
+        planner=planner,
+        builder=builder,
+        on_broken=events.lead_broken,
+    )
+    recovery = Recovery(head=head, planner=planner, tasks=tasks, log=settings.log)
     drafts = Drafts(
         disk=stage.disk,
         device=settings.budget.device.for_torch,
@@ -297,6 +306,7 @@ def build_services(
     )
     return ServiceParts(
         head=head,
+        recovery=recovery,
         drafts=drafts,
         constraints=constraints,
         wire_loss=wire_loss,

@@ -56,14 +56,16 @@ class NodeDirectory:
         self._status_s = status_s
         self._latest: dict[str, NodeInfo] = {}
 
-    async def candidates(self, addresses: Sequence[str]) -> NodeCandidates:
+    async def candidates(
+        self, addresses: Sequence[str], status_s: float | None = None
+    ) -> NodeCandidates:
         """Return the nodes at `addresses`; without any, this node and its peers that do not drain.
 
-        Waits for a peer while its link lives, at most `status_s`. Raises LinkError if there is no
-        node at an address, UsageError if one is named twice.
+        Waits for a peer while its link lives, at most `status_s` if given. Raises LinkError if
+        there is no node at an address, UsageError if one is named twice.
         """
         if not addresses:
-            infos, silent = await self._ask_all(self._status_s)
+            infos, silent = await self._ask_all(self._status_s if status_s is None else status_s)
             nodes = (self._own_info(), *infos)
             draining = tuple(_draining(info) for info in nodes if info.is_draining)
             stay = tuple(info for info in nodes if not info.is_draining)

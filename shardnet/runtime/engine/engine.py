@@ -18,6 +18,7 @@ from typing import assert_never
 from shardnet.errors import (
     CancelledRequestError,
     DeadlineError,
+    PeerFailedError,
     ShardnetError,
     UsageError,
     internal_error,
@@ -30,7 +31,7 @@ from shardnet.runtime.engine.requests import GenerationFinished, GenerationReque
 from shardnet.runtime.engine.step_log import RequestProgress, StepLog
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
-from shardnet.runtime.scheduling.scheduler import Scheduler
+from shardnet.runtime.scheduling.scheduler import RingLimits, Scheduler
 from shardnet.runtime.scheduling.sequences import (
     ComputedSequence,
     FinishReason,
@@ -54,6 +55,9 @@ SLOWDOWN = 2.2
 
 FIRST_MIXED_ROWS = 12
 """Prompt rows beside decode rows before it is known what rows cost on this ring."""
+
+MakePipeline = Callable[[Callable[[StepAnswered], None], Callable[[StepFailed], None]], Pipeline]
+"""Makes a pipeline that calls the first function with answers, the second with failed steps."""
 
 LONGEST_DEADLINE_S = 1e8
 """Three years: what is longer is no deadline, and more than timers take."""
@@ -79,7 +83,8 @@ class EngineCounters:
 
 @dataclass(slots=True, kw_only=True)
 class EngineTotals:
-    """What an engine has done so far. Times in microseconds, by rank where they are the stages'.
+    """What an engine has done so far. Times in microseconds, by rank where they are the stages' of
+    the present ring.
 
     `wire_us` is what steps took beside all computing and queueing. Of `n_prompts` the first
     positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`.
@@ -106,6 +111,11 @@ class EngineTotals:
         self.wire_us += max(0, answered.round_trip_us - computed_us - queued_us)
         return queued_us
 
+    def begin_ring(self) -> None:
+        """Forget the stages: others have their ranks."""
+        self.compute_us.clear()
+        self.queue_us.clear()
+
     def add_prompt(self, n_tokens: int, n_kept: int) -> None:
         """Count a prompt that begins to run."""
         self.n_prompts += 1
@@ -115,15 +125,13 @@ class EngineTotals:
 
 
 class Engine:
-    """Runs the requests of one ring. All calls are made on the event loop."""
+    """Runs requests on a ring, and on the one that replaces it. All calls are made on the loop."""
 
     def __init__(
         self,
         *,
         scheduler: Scheduler,
-        make_pipeline: Callable[
-            [Callable[[StepAnswered], None], Callable[[StepFailed], None]], Pipeline
-        ],
+        make_pipeline: MakePipeline,
         clock_ns: Callable[[], int],
         prefixes: Prefixes | None = None,
     ) -> None:
@@ -142,6 +150,15 @@ class Engine:
         self._broken: ShardnetError | None = None
         self._is_held = False
         self._settled = asyncio.Event()
+        self._is_suspended = False
+        self._replayed: set[SequenceId] = set()
+        """Sequences that ran when the ring was lost, and have made no token since."""
+        self._on_replayed: Callable[[], None] = lambda: None
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether its ring is gone and no other one has come."""
+        return self._is_suspended
 
     @property
     def n_active(self) -> int:
@@ -250,6 +267,8 @@ class Engine:
             self._live.pop(sequence_id, None)
             if drafter is not None:
                 drafter.draft_source.close()
+            if self._replayed:
+                self._note_replayed(sequence_id)
             if self._scheduler.end(sequence_id):
                 self._pump()
                 self._report_queue_positions()
@@ -266,6 +285,8 @@ class Engine:
             await self._settled.wait()
         if self._broken is not None:
             raise self._broken
+        if self._is_suspended:
+            raise PeerFailedError("the ring was lost while its steps were awaited")
 
     def release(self) -> None:
         """Go on after `hold`, on the same ring."""
@@ -280,10 +301,79 @@ class Engine:
         """Note what sequences have on all stages of the ring to resume with. While suspended."""
         self._scheduler.moved(n_positions)
 
+    def suspend(self, why: str, expected_s: float = 0.0) -> float:
+        """Hold every request, and those that come: the ring is gone, and is being replaced.
+
+        They are told `why`, and how many seconds that may take. Returns how long the oldest step
+        has waited for its answer, in seconds. May be called again while it is suspended.
+        """
+        if self._broken is not None:
+            return 0.0
+        if not self._is_suspended:
+            ran = (LiveState.RUNNING, LiveState.RESUMED)
+            self._replayed |= {key for key, live in self._live.items() if live.state in ran}
+        self._is_suspended, self._is_held = True, False
+        waited_s = self.pipeline.abandon()
+        for restoring in self._restoring:
+            restoring.cancel()
+        self._scheduler.suspend()
+        self._settled.set()
+        for live in self._live.values():
+            live.suspend(why, expected_s)
+        return waited_s
+
+    def new_pipeline(self, make_pipeline: MakePipeline) -> Pipeline:
+        """Make a pipeline to `resume` with. It is not used before."""
+        return make_pipeline(self._on_answered, self._on_failed)
+
+    def resume(
+        self,
+        pipeline: Pipeline,
+        ring: RingLimits,
+        *,
+        prefixes: Prefixes | None = None,
+        on_replayed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Go on, on another ring: requests are replayed from their tokens and continue.
+
+        One that could never fit the new ring ends by name. `on_replayed` is called when all that
+        ran before have made a token again, or have ended.
+        """
+        if self._broken is not None:
+            return
+        self.pipeline, self._prefixes = pipeline, prefixes
+        self._on_replayed = on_replayed
+        self.totals.begin_ring()
+        for failed in self._scheduler.resume(ring):
+            self._live.pop(failed.sequence_id).fail(failed.error)
+        self._replayed &= self._live.keys()
+        self._is_suspended = False
+        is_bound = ring.limits.exact_rows < ANY_ROWS
+        for sequence_id, live in self._live.items():
+            live.go_on()
+            if live.request.deterministic:
+                self._scheduler.batch_exactly(sequence_id, is_bound)
+        self._pump()
+        self._scheduler.moved({})  # who does not run at once is computed again
+        self._report_queue_positions()
+        for live in self._live.values():
+            live.report_wait()
+        self._note_replayed(None)
+
+    def _note_replayed(self, sequence_id: SequenceId | None) -> None:
+        """Note that a sequence has made a token or has ended."""
+        if self._is_suspended:
+            return
+        self._replayed -= {sequence_id}
+        if not self._replayed:
+            on_replayed, self._on_replayed = self._on_replayed, lambda: None
+            on_replayed()
+
     def fail(self, error: ShardnetError) -> None:
         """End every request with `error`, and refuse new ones: the ring is gone."""
         self._broken = error
         self._settled.set()
+        self._replayed.clear()
         for restoring in self._restoring:
             restoring.cancel()
         for sequence_id, live in self._live.items():
@@ -292,7 +382,9 @@ class Engine:
 
     async def _find_stored(self, request: GenerationRequest) -> int:
         """Return how many positions of the prompt to read from the stages' disks."""
-        if self._prefixes is None or request.deterministic or request.outputs.needs_whole_prompt:
+        if self._prefixes is None or self._is_suspended:
+            return 0
+        if request.deterministic or request.outputs.needs_whole_prompt:
             return 0
         held = self._scheduler.book.prefix(request.prompt)
         return await self._prefixes.find(request.prompt, held.n_kept if held else 0)
@@ -350,7 +442,7 @@ class Engine:
 
     def _pump(self) -> None:
         """Carry out what the scheduler wants sent now."""
-        if self._broken is not None or self._is_held:
+        if self._broken is not None or self._is_suspended or self._is_held:
             self._settled.set()
             return
         instructions = self._scheduler.next_instructions()
@@ -433,6 +525,8 @@ class Engine:
         n_tokens = 0
         for outcome in outcomes:
             n_tokens += isinstance(outcome, TokenSampled)
+            if self._replayed:
+                self._note_replayed(outcome.sequence_id)
         self.log.add(answered, n_rows, n_sampled, n_tokens)
         for group in answered.batch.groups:
             live = self._live.get(group.sequence_id)

@@ -109,8 +109,19 @@ class Pipeline:
         self._in_flight: dict[StepId, _InFlight] = {}
         self._longest_ns = 0 if chunk_s is None else int(chunk_s * 1e9)
         self._at_least_s = STUCK_UNMEASURED_S if chunk_s is None else STUCK_AT_LEAST_S
+        self._is_abandoned = False
         self.dropped: Counter[str] = Counter()
         """Answers that were dropped, by reason."""
+
+    def abandon(self) -> float:
+        """Forget the steps in flight, and drop whatever answers still come: the ring is gone.
+
+        Returns how many seconds the oldest of the steps has waited, 0 if there is none.
+        """
+        self._is_abandoned = True
+        oldest = next(iter(self._in_flight.values()), None)
+        self._in_flight.clear()
+        return (self._clock_ns() - oldest.sent_ns) / 1e9 if oldest is not None else 0.0
 
     def send(self, batch: MicroBatch) -> None:
         """Send a step. The scheduler's credit bounds how many are queued here."""
@@ -135,6 +146,9 @@ class Pipeline:
         not in flight, the number of ids is wrong, an id is outside the vocabulary, or the routing
         of a stage is missing.
         """
+        if self._is_abandoned:
+            self.dropped["abandoned"] += 1
+            return
         if isinstance(answer, StepFailed):
             if self._in_flight.pop(answer.step, None) is None:
                 raise RemoteProtocolError(f"the tail failed step {answer.step}, not in flight")

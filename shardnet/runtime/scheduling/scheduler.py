@@ -17,7 +17,7 @@ Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from shardnet.constraints import MAX_STEP_MASK_BYTES, RowMask, TokenMask
@@ -65,6 +65,17 @@ class StepLimits:
     mixed_rows: int = MIXED_ROWS[-1]
     cheap_rows: int = 32
     exact_rows: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingLimits:
+    """What a ring gives its scheduler; for the fields see Scheduler."""
+
+    epoch: Epoch
+    n_stages: int
+    room_blocks: int
+    limits: StepLimits = field(default_factory=StepLimits)
+    prefix_seed: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +197,30 @@ class Scheduler:
     def moved(self, n_positions: Mapping[SequenceId, int]) -> None:
         """Note what sequences have on every stage of the next ring; see AdmissionQueue.moved."""
         self._queue.moved(n_positions)
+
+    def suspend(self) -> None:
+        """Forget the steps in flight and all slots: the ring is gone.
+
+        Its sequences wait. Nothing may be sent before `resume`.
+        """
+        self._steps.clear()
+        self._queue.suspend()
+
+    def resume(self, ring: RingLimits) -> list[SequenceFailed]:
+        """Go on with another ring, on which sequences are replayed from their tokens.
+
+        Returns those that could never fit it, which have ended.
+        """
+        self.epoch, self.n_stages, self.room_blocks = ring.epoch, ring.n_stages, ring.room_blocks
+        self.limits, self.prefix_seed = ring.limits, ring.prefix_seed
+        self.mixed_rows = min(self.mixed_rows, self.limits.mixed_rows)
+        return self._queue.move(ring.room_blocks, ring.prefix_seed)
+
+    def batch_exactly(self, sequence_id: SequenceId, deterministic: bool) -> None:
+        """Change how the rows of a sequence that waits are batched from now on."""
+        for sequence in self._queue.waiting:
+            if sequence.sequence_id == sequence_id:
+                sequence.request = replace(sequence.request, deterministic=deterministic)
 
     def next_instructions(self) -> list[Instruction]:
         """Return, in order, everything that may be sent now."""

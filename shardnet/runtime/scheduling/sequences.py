@@ -201,6 +201,15 @@ class LiveSequence:
         self.sequence_id = self.request.sequence_id
         self.n_prompt = len(self.request.prompt)
 
+    def lose_slot(self) -> None:
+        """Forget what was sent: nothing of it will be answered, nor is it in any KV cache.
+
+        What the stages had on disk counts no more: others may compute it otherwise.
+        """
+        self.slot = None
+        self.n_sent = self.n_in_flight = self.n_moved = 0
+        self.awaits_token = self.is_restoring = self.may_restore = False
+
     @property
     def rank(self) -> tuple[int, int]:
         """Sort key, the smaller first: by priority, then by arrival."""
