@@ -47,6 +47,10 @@ class Node:
         """What this node does as a head."""
         self.handlers = self._services.handlers
         """What handles each control message."""
+        self.drain = self._services.drain
+        """How this node is emptied before it ends."""
+        self.planned = self._services.planned
+        """How a ring that this node leads is replaced while it works."""
         events.connect(self)
 
     def addresses_changed(self) -> None:
