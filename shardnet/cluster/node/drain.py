@@ -62,6 +62,11 @@ class NodeDrain:
             control.send(Done(request=message.request))
             await control.link.drain()
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether requests would miss this node."""
+        return self._head.is_in_use or self._host.is_busy
+
     async def drain(self, deadline_s: float) -> None:
         """Take nothing more, and give away what is here; return when that is done.
 
@@ -76,7 +81,7 @@ class NodeDrain:
             async with asyncio.timeout(deadline_s):
                 await self._leave_ring()
                 while True:
-                    if not (self._head.is_in_use or self._host.is_busy):
+                    if not self.is_needed:
                         break
                     await asyncio.sleep(LOOK_S)
             self._log("drained: no request needs this node any more")
