@@ -29,6 +29,14 @@ def blocks_for(n_positions: int) -> int:
     return -(-n_positions // BLOCK_POSITIONS)
 
 
+def block_spans(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cut positions `[begin, end)` at the ends of blocks."""
+    while begin < end:
+        cut = min(end, (begin // BLOCK_POSITIONS + 1) * BLOCK_POSITIONS)
+        yield begin, cut
+        begin = cut
+
+
 WEIGHT_PART_BYTES = 16 << 20
 """Tensors travel, and are checked and kept, in parts of so many bytes; the last is smaller."""
 
@@ -196,6 +204,15 @@ class LayerRange:
         if len(self) == 1:
             return f"layer {self.start}"
         return f"layers {self.start}-{self.end - 1}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldRows:
+    """What a slot has of one layer: rows from position `first` on, or a state, in bytes."""
+
+    first: int
+    n_bytes: int
+    is_state: bool = False
 
 
 def parse_layer_range(text: str) -> LayerRange:

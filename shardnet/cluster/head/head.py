@@ -20,7 +20,7 @@ from shardnet.cluster.head.ring_dtypes import settle_wire_dtype
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.ring.ring import OnStageProgress, Ring, give_up
-from shardnet.cluster.ring.stage_host import StageHost, generating_with
+from shardnet.cluster.ring.stage_host import StageHost, draining, generating_with
 from shardnet.errors import BusyError, PeerFailedError, ShardnetError, error_for_code
 from shardnet.tokenizers.grammar.grammars import Grammars
 from shardnet.tokenizers.tokenizer import Tokenizer, no_tokenizer
@@ -107,6 +107,8 @@ class Head:
         self._epoch = 0
         self._building: Ring | None = None
         """The ring that is being built."""
+        self.is_draining = False
+        """Whether no more requests are taken."""
         self.opening: Opening | None = None
         """What is done now to have a ring for a request."""
 
@@ -161,9 +163,19 @@ class Head:
             return None
         return self._lead.ring.work(load)
 
+    @property
+    def node(self) -> NodeId:
+        """This node's id."""
+        return self._node
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether requests wait or run on the ring that this node leads."""
+        return self._lead is not None and self._lead.stands and self._lead.ring.is_in_use
+
     def check_idle(self) -> None:
         """Raise BusyError, which names the model, while requests run on this node's ring."""
-        if self._lead is not None and self._lead.stands and self._lead.ring.is_in_use:
+        if self._lead is not None and self.is_in_use:
             raise generating_with(self._lead.plan.choice.model)
 
     @contextlib.asynccontextmanager
@@ -185,6 +197,8 @@ class Head:
         has none. Raises BusyError when another model's requests run, CheckpointError for a model
         without a tokenizer, and what planning or loading raises.
         """
+        if self.is_draining and self._other_head() is None:
+            raise draining()
         with contextlib.ExitStack() as stack:
             lead: Lead | Elsewhere | None = await self._standing(choice)
             if isinstance(lead, Lead):
@@ -409,16 +423,21 @@ class Head:
                 raise PeerFailedError("the ring was unloaded")
             yield
 
-    async def build_instead(self, lead: Lead, plan: Plan, on_ring: Callable[[Ring], None]) -> None:
-        """Build the ring of `plan`, to which the requests of `lead` go over.
+    async def ring_instead(self, lead: Lead, plan: Plan) -> Ring:
+        """Prepare the ring of `plan`, to which the requests of `lead` are to go over.
 
-        `on_ring` takes the ring before it is built. Must be called within `changing`. Raises what
-        preparing or building raises; then the lead is as it was.
+        It is not built. Must be called within `changing`. Raises what preparing raises.
         """
         prepared = await self._builder.prepare(plan, with_tokenizer=False)
         self._epoch += 1
-        ring = self._building = prepared.ring(Epoch(self._epoch), give_up, lead.ring)
-        on_ring(ring)
+        return prepared.ring(Epoch(self._epoch), give_up, lead.ring)
+
+    async def put_instead(self, lead: Lead, plan: Plan, ring: Ring) -> None:
+        """Build a ring that `ring_instead` has prepared; the requests of `lead` go over to it.
+
+        Must be called within `changing`. Raises what building raises; then the lead is as it was.
+        """
+        self._building = ring
         with self._opened(plan.choice.model, lambda *_: None) as told:
             try:
                 await ring.build(told)
@@ -426,6 +445,16 @@ class Head:
                 self._building = None
         lead.plan, lead.ring = plan, ring
         self._watch(lead)
+
+    async def build_instead(self, lead: Lead, plan: Plan, on_ring: Callable[[Ring], None]) -> None:
+        """Build the ring of `plan`, to which the requests of `lead` go over.
+
+        `on_ring` takes the ring before it is built. Must be called within `changing`. Raises what
+        preparing or building raises; then the lead is as it was.
+        """
+        ring = await self.ring_instead(lead, plan)
+        on_ring(ring)
+        await self.put_instead(lead, plan, ring)
 
     def _watch(self, lead: Lead) -> None:
         """Have `on_broken` called when the ring of a lead breaks."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.peers.peers import Peers
+from shardnet.cluster.ring.kv_orders import KvOrders
 from shardnet.cluster.ring.ring import OnBusy, Ring, RingSpec
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
@@ -66,6 +67,7 @@ class RingBuilder:
         name: str,
         host: StageHost,
         orders: StageOrders,
+        kv: KvOrders,
         sharing: Sharing,
         peers: Peers,
         disk: DiskJobs,
@@ -75,6 +77,7 @@ class RingBuilder:
         self._name = name
         self._host = host
         self._orders = orders
+        self._kv = kv
         self._sharing = sharing
         self._peers = peers
         self._disk = disk
@@ -107,7 +110,8 @@ class RingBuilder:
     async def _port(self, node: NodeInfo) -> StagePort:
         if node.node == self._node:
             unload = partial(self._orders.unload, self._node)
-            return LocalPort(self._host, self._node, self._name, self._load_own, unload)
+            move_kv = self._kv.move
+            return LocalPort(self._host, self._node, self._name, self._load_own, unload, move_kv)
         control, links = await self._sharing.control(node), self._peers.links
         return RemotePort(control, links.watch, links.latest)
 

@@ -47,6 +47,10 @@ class Node:
         """What this node does as a head."""
         self.handlers = self._services.handlers
         """What handles each control message."""
+        self.drain = self._services.drain
+        """How this node is emptied before it ends."""
+        self.planned = self._services.planned
+        """How a ring that this node leads is replaced while it works."""
         events.connect(self)
 
     def addresses_changed(self) -> None:
@@ -164,6 +168,7 @@ class Node:
         await self.head.close()
         self._services.drafts.close()
         self._services.constraints.close()
+        await self._stage.kv.close()
         await self._stage.host.close()
         await self._links.peers.close()
         await self._stage.sharing.close()

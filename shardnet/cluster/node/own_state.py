@@ -56,6 +56,7 @@ class OwnState:
             stage=stage,
             isa=device.isa,
             uptime_s=time.monotonic() - self.started_s,
+            is_draining=self.host.is_draining,
         )
 
     def memory_free_bytes(self) -> int:

@@ -219,6 +219,11 @@ class Ring:
         return [task.result() for task in read]
 
     @property
+    def ports(self) -> tuple[StagePort, ...]:
+        """Its nodes, in order."""
+        return self._ports
+
+    @property
     def node_names(self) -> list[str]:
         """The names of its nodes, in order."""
         return [port.node_name for port in self._ports]
@@ -354,7 +359,7 @@ class Ring:
 
         while True:
             try:
-                ready = await self._ports[rank].load(self._order(rank), progress)
+                ready = await self._ports[rank].load(self.order(rank), progress)
             except BusyError as error:
                 self.blamed[self._ports[rank].node] = error
                 if taken.is_set():
@@ -369,7 +374,8 @@ class Ring:
                 taken.set()
                 return ready
 
-    def _order(self, rank: int) -> LoadStage:
+    def order(self, rank: int) -> LoadStage:
+        """Return what the node of a rank is told to load."""
         spec = self.spec
         return LoadStage(
             request=0,

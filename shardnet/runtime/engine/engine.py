@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
@@ -18,6 +18,7 @@ from typing import assert_never
 from shardnet.errors import (
     CancelledRequestError,
     DeadlineError,
+    PeerFailedError,
     ShardnetError,
     UsageError,
     internal_error,
@@ -32,6 +33,7 @@ from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
 from shardnet.runtime.scheduling.scheduler import RingLimits, Scheduler
 from shardnet.runtime.scheduling.sequences import (
+    ComputedSequence,
     FinishReason,
     OperateSlot,
     Outcome,
@@ -154,6 +156,8 @@ class Engine:
         """The last steps that came round."""
         self.totals = EngineTotals()
         self._broken: ShardnetError | None = None
+        self._is_held = False
+        self._settled = asyncio.Event()
         self._is_suspended = False
         self._replayed: set[SequenceId] = set()
         """Sequences that ran when the ring was lost, and have made no token since."""
@@ -277,6 +281,34 @@ class Engine:
                 self._pump()
                 self._report_queue_positions()
 
+    async def hold(self) -> None:
+        """Send nothing more, and wait until all that was sent is answered.
+
+        Then every stage stands still until `release`, or until another ring resumes. Raises what
+        ended the ring meanwhile.
+        """
+        self._is_held = True
+        while self._scheduler.n_in_flight:
+            self._settled.clear()
+            await self._settled.wait()
+        if self._broken is not None:
+            raise self._broken
+        if self._is_suspended:
+            raise PeerFailedError("the ring was lost while its steps were awaited")
+
+    def release(self) -> None:
+        """Go on after `hold`, on the same ring."""
+        self._is_held = False
+        self._pump()
+
+    def computed(self) -> list[ComputedSequence]:
+        """List what running sequences have on every stage; see Scheduler.computed."""
+        return self._scheduler.computed()
+
+    def moved(self, n_positions: Mapping[SequenceId, int]) -> None:
+        """Note what sequences have on all stages of the ring to resume with. While suspended."""
+        self._scheduler.moved(n_positions)
+
     def suspend(self, why: str, expected_s: float = 0.0) -> float:
         """Hold every request, and those that come: the ring is gone, and is being replaced.
 
@@ -288,11 +320,12 @@ class Engine:
         if not self._is_suspended:
             ran = (LiveState.RUNNING, LiveState.RESUMED)
             self._replayed |= {key for key, live in self._live.items() if live.state in ran}
-        self._is_suspended = True
+        self._is_suspended, self._is_held = True, False
         waited_s = self.pipeline.abandon()
         for restoring in self._restoring:
             restoring.cancel()
         self._scheduler.suspend()
+        self._settled.set()
         for live in self._live.values():
             live.suspend(why, expected_s)
         return waited_s
@@ -329,6 +362,7 @@ class Engine:
             if live.request.deterministic:
                 self._scheduler.batch_exactly(sequence_id, is_bound)
         self._pump()
+        self._scheduler.moved({})  # who does not run at once is computed again
         self._report_queue_positions()
         for live in self._live.values():
             live.report_wait()
@@ -346,6 +380,7 @@ class Engine:
     def fail(self, error: ShardnetError) -> None:
         """End every request with `error`, and refuse new ones: the ring is gone."""
         self._broken = error
+        self._settled.set()
         self._replayed.clear()
         for restoring in self._restoring:
             restoring.cancel()
@@ -415,7 +450,8 @@ class Engine:
 
     def _pump(self) -> None:
         """Carry out what the scheduler wants sent now."""
-        if self._broken is not None or self._is_suspended:
+        if self._broken is not None or self._is_suspended or self._is_held:
+            self._settled.set()
             return
         instructions = self._scheduler.next_instructions()
         for instruction in instructions:

@@ -13,7 +13,7 @@ must carry out (design decisions 1, 6 and 7). Must not know steps or rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardnet.errors import CapacityError, ContextExceededError, QueueFullError, UsageError
@@ -173,7 +173,7 @@ class AdmissionQueue:
             sequence = self.waiting[0]
             n_blocks = self._first_blocks(sequence)
             must_wait = sequence.n_in_flight or n_blocks > self.book.available_blocks
-            if must_wait or self._prefix_is_coming(sequence, least_rows):
+            if must_wait or (not sequence.n_moved and self._prefix_is_coming(sequence, least_rows)):
                 return
             self.waiting.pop(0)
             self._start(sequence, n_blocks)
@@ -203,6 +203,9 @@ class AdmissionQueue:
 
     def _start(self, sequence: LiveSequence, n_blocks: int) -> None:
         request = sequence.request
+        if sequence.n_moved:
+            self._start_moved(sequence, n_blocks)
+            return
         if self._restores(sequence):
             self._start_restoring(sequence, n_blocks)
             return
@@ -213,6 +216,21 @@ class AdmissionQueue:
             start = self.book.start(sequence.tokens, n_blocks, chunk_rows=only_chunks)
         self._free(start.given_up)
         self._open(sequence, start)
+
+    def _start_moved(self, sequence: LiveSequence, n_blocks: int) -> None:
+        n_moved, sequence.n_moved = sequence.n_moved, 0
+        start = self.book.start_empty(n_blocks)
+        self._free(start.given_up)
+        self.book.restored(start.slot, n_moved)
+        self._open(sequence, Start(slot=start.slot, n_kept=n_moved, is_restored=True))
+
+    def moved(self, n_positions: Mapping[SequenceId, int]) -> None:
+        """Note what waiting sequences have on every stage of the next ring, of all others nothing.
+
+        It is taken into slots by those that run at once.
+        """
+        for sequence in self.waiting:
+            sequence.n_moved = n_positions.get(sequence.sequence_id, 0)
 
     def _open(self, sequence: LiveSequence, start: Start) -> None:
         """Let a sequence run in the slot of `start`."""

@@ -16,7 +16,7 @@ Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -25,6 +25,7 @@ from shardnet.errors import LocalProtocolError, ShardnetError
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
 from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, common_prefix
 from shardnet.runtime.scheduling.sequences import (
+    ComputedSequence,
     FinishReason,
     Instruction,
     LiveSequence,
@@ -164,6 +165,38 @@ class Scheduler:
     def restored(self, sequence_id: SequenceId, n_positions: int) -> bool:
         """Handle the end of a RestorePrefix; see AdmissionQueue.restored."""
         return self._queue.restored(sequence_id, n_positions)
+
+    @property
+    def n_in_flight(self) -> int:
+        """Steps that were sent and are not answered."""
+        return len(self._steps)
+
+    def computed(self) -> list[ComputedSequence]:
+        """List what running sequences have on every stage, and what can go on from there alone.
+
+        Where prompts are scored the tail keeps the row before the next one, and no other stage can
+        take its place.
+        """
+        found = []
+        for sequence in self._queue.running.values():
+            slot, outputs = sequence.slot, sequence.request.outputs
+            if slot is None or sequence.is_restoring:
+                continue
+            n_positions = min(slot.n_answered, slot.n_held)
+            is_scored = outputs.n_prompt_logprobs is not None and n_positions < sequence.n_prompt
+            if n_positions and not is_scored:
+                found.append(
+                    ComputedSequence(
+                        sequence_id=sequence.sequence_id,
+                        slot=slot.slot,
+                        token_ids=sequence.tokens[:n_positions],
+                    )
+                )
+        return found
+
+    def moved(self, n_positions: Mapping[SequenceId, int]) -> None:
+        """Note what sequences have on every stage of the next ring; see AdmissionQueue.moved."""
+        self._queue.moved(n_positions)
 
     def suspend(self) -> None:
         """Forget the steps in flight and all slots: the ring is gone.

@@ -19,6 +19,7 @@ from shardnet.types import (
     OutputParams,
     SamplingParams,
     SequenceId,
+    SlotId,
     SlotOperation,
 )
 
@@ -156,6 +157,15 @@ class SequenceFailed:
     error: ShardnetError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedSequence:
+    """A sequence in a slot: every stage has computed the rows of `token_ids`, from position 0."""
+
+    sequence_id: SequenceId
+    slot: SlotId
+    token_ids: Sequence[int]
+
+
 Outcome = TokenSampled | SequenceFinished | SequenceFailed
 
 
@@ -169,7 +179,8 @@ class LiveSequence:
     `tokens` holds prompt and output; the rows of the first `n_sent` positions have been sent and
     are valid. `n_in_flight` counts its steps in flight; `awaits_token` says that one of them
     samples a token. `drafted_by` made the drafts of the last step that had any. It has a slot and
-    no rows are sent while it `is_restoring`.
+    no rows are sent while it `is_restoring`. Every stage of the next ring has its first `n_moved`
+    positions, and gives them to the slot that it opens.
     """
 
     request: SequenceRequest
@@ -182,6 +193,7 @@ class LiveSequence:
     drafted_by: Drafter | None = None
     is_restoring: bool = False
     may_restore: bool = True
+    n_moved: int = 0
     sequence_id: SequenceId = field(init=False)
     n_prompt: int = field(init=False)
 
@@ -195,7 +207,7 @@ class LiveSequence:
         What the stages had on disk counts no more: others may compute it otherwise.
         """
         self.slot = None
-        self.n_sent = self.n_in_flight = 0
+        self.n_sent = self.n_in_flight = self.n_moved = 0
         self.awaits_token = self.is_restoring = self.may_restore = False
 
     @property

@@ -18,6 +18,7 @@ from shardnet.runtime.stage.compute import Activations, Samples, StepArrived, St
 from shardnet.runtime.stage.routing import routing_table
 from shardnet.runtime.stage.sampling_stage import SamplingStage
 from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
+from shardnet.stage.slot_moves import SlotMoves
 from shardnet.stage.stage_model import Run, StageModel
 from shardnet.types import (
     BLOCK_POSITIONS,
@@ -53,6 +54,8 @@ class TorchCompute:
         self._wire_dtype = wire_dtype
         self._owners: dict[SlotId, OpenSequence] = {}
         self._tail = None if sampler is None else SamplingStage(model, sampler, self._owners)
+        self.moves = SlotMoves(model.kv, model.layers, self._owners)
+        """What sequences have in other stages, on its way here, and from here."""
 
     @property
     def used_blocks(self) -> int:
@@ -153,13 +156,16 @@ class TorchCompute:
             self._tail.keep(slot, n_positions, source)
 
     def _restore(self, opened: OpenSequence) -> None:
-        """Let the slot of a sequence hold what was read from disk for it, and no other."""
-        if self.prefixes is None:
+        """Let the slot of a sequence hold what was moved or read from disk for it, and no other."""
+        if self.moves.has(opened.sequence_id):
+            token_ids = self.moves.adopt(opened.sequence_id, opened.slot, opened.n_kept)
+        elif self.prefixes is not None:
+            token_ids = self.prefixes.adopt(opened.sequence_id, opened.slot, opened.n_kept)
+        else:
             raise RemoteProtocolError(
                 f"sequence {opened.sequence_id} should begin with a prefix from disk, and none are "
-                "kept here"
+                "kept here, nor was it moved"
             )
-        token_ids = self.prefixes.adopt(opened.sequence_id, opened.slot, opened.n_kept)
         if self._tail is not None:
             self._tail.keep(opened.slot, 0, None)
             self._tail.restore(opened.slot, token_ids)

@@ -51,7 +51,7 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
 
     `isa` is the instruction set of the compiled kernels on its CPU, `none` where they were not
     built, `off` where they are switched off, "" where it has no use for them. It has run for
-    `uptime_s`.
+    `uptime_s`. A node that `is_draining` takes no more stages, and ends when it is empty.
     """
 
     node: Name
@@ -68,6 +68,7 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     stage: StageInfo | None = None
     isa: Name = ""
     uptime_s: Seconds = 0.0
+    is_draining: bool = False
 
 
 class Status(Tagged, frozen=True, kw_only=True):
