@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from shardnet.cluster.head.plan import Plan
+from shardnet.cluster.head.ring_dtypes import node_arith
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.ring.ring import OnBusy, Ring, RingSpec
 from shardnet.cluster.ring.stage_host import StageHost
@@ -160,12 +161,13 @@ def ring_spec(plan: Plan) -> RingSpec:
         quant=plan.choice.quant,
         kv_dtype=plan.choice.kv_dtype,
         streamed=tuple(stage.n_streamed for stage in plan.placement.stages),
-        wire_dtype=plan.wire_dtype,
+        wires=plan.wires,
         context=plan.context,
         threads=plan.choice.threads,
         vocab_size=plan.facts.config.vocab_size,
         window=plan.facts.config.smallest_window,
         has_state=plan.facts.config.has_state,
         routing=plan.facts.config.routing,
+        ariths=tuple(node_arith(plan.choice.arith, plan.arith, node) for node in plan.nodes),
         ignore_unknown_config=plan.choice.ignore_unknown_config,
     )

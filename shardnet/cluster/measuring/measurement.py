@@ -13,7 +13,6 @@ from typing import Final, Protocol
 
 from shardnet.cluster.placement.figures import Links, LinkSpeed, StageSpeed
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.stage.estimate.memory_estimate import KEEPS_HALVES
 from shardnet.types import LayerRange, NodeId
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.measurements import (
@@ -37,14 +36,6 @@ class Measured:
     speeds: Mapping[NodeId, StageSpeed] = field(default_factory=dict)
     links: Links = field(default_factory=dict)
     reports: tuple[NodeMeasured, ...] = ()
-
-    @property
-    def keeping_halves(self) -> frozenset[str]:
-        """Nodes whose linear kernels compute in float32 with weights that stay in 16 bits.
-
-        On the wire a kernel is a display name; it is interpreted here and nowhere else.
-        """
-        return frozenset(own.node for own in self.reports if own.kernel == KEEPS_HALVES)
 
     @property
     def ways(self) -> list[WayMeasured]:

@@ -21,7 +21,7 @@ from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.errors import ShardnetError
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.stage.loading import ModelFacts, config_text
-from shardnet.types import PREFILL_CHUNK_ROWS, DType, NodeId
+from shardnet.types import PREFILL_CHUNK_ROWS, Arith, DType, NodeId
 from shardnet.wire.framing.schema import Quant
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.measurements import (
@@ -62,6 +62,7 @@ class MeasurementService:
         choice: ModelChoice,
         facts: ModelFacts,
         dtype: DType,
+        arith: Arith,
         *,
         again: bool = False,
         on_measured: OnMeasured,
@@ -70,16 +71,16 @@ class MeasurementService:
 
         With `again` known figures are measured too. `on_measured` is as for `gather`.
         """
-        ask = await self._ask(choice, facts, dtype, again=again)
+        ask = await self._ask(choice, facts, dtype, arith, again=again)
         largest = PREFILL_CHUNK_ROWS * facts.config.hidden_size * dtype.size_bytes
         payload_bytes = min(largest, MAX_PAYLOAD_BYTES)
         return await gather(nodes, ask, payload_bytes, self, on_measured)
 
     async def known(
-        self, node: NodeInfo, choice: ModelChoice, facts: ModelFacts, dtype: DType
+        self, node: NodeInfo, choice: ModelChoice, facts: ModelFacts, dtype: DType, arith: Arith
     ) -> Measured:
         """Return the known figures of this node, without measuring."""
-        ask = await self._ask(choice, facts, dtype, again=False)
+        ask = await self._ask(choice, facts, dtype, arith, again=False)
         return await gather([node], ask, 0, _KnownFigures(self._own))
 
     async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
@@ -103,13 +104,14 @@ class MeasurementService:
         choice: ModelChoice,
         facts: ModelFacts,
         dtype: DType,
+        arith: Arith,
         runs: Sequence[StageRun],
     ) -> None:
         """Tell nodes how long their stages took in a generation, each in one of `runs`.
 
         Waits TELL_S at most; a node that does not take it is left alone.
         """
-        ask = await self._ask(choice, facts, dtype, again=False)
+        ask = await self._ask(choice, facts, dtype, arith, again=False)
         by_id = {node.node: node for node in nodes}
 
         async def tell(run: StageRun) -> None:
@@ -124,6 +126,7 @@ class MeasurementService:
                 quant=ask.quant,
                 kv_dtype=ask.kv_dtype,
                 ignore_unknown_config=ask.ignore_unknown_config,
+                arith=ask.arith,
             )
             with contextlib.suppress(ShardnetError, TimeoutError):
                 async with asyncio.timeout(TELL_S):
@@ -160,7 +163,7 @@ class MeasurementService:
         control.send(await self._own.measure(message, control.peer_name, progress))
 
     async def _ask(
-        self, choice: ModelChoice, facts: ModelFacts, dtype: DType, *, again: bool
+        self, choice: ModelChoice, facts: ModelFacts, dtype: DType, arith: Arith, *, again: bool
     ) -> MeasureStage:
         return MeasureStage(
             request=0,
@@ -172,6 +175,7 @@ class MeasurementService:
             quant=_measured_as(choice, facts),
             kv_dtype=choice.kv_dtype,
             ignore_unknown_config=choice.ignore_unknown_config,
+            arith=arith.value,
         )
 
 

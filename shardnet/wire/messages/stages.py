@@ -17,6 +17,7 @@ from shardnet.wire.framing.schema import (
     U32,
     U64,
     Addresses,
+    ArithName,
     BlockKeys,
     Count,
     Digest,
@@ -46,7 +47,8 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     A node that lacks weights fetches them from `sources`, and holds their digests against the
     first. `quant` is what the weights of products are rounded to, `kv_dtype` how the KV cache holds
     keys and values. `streamed_layers` of the layers stay on disk. The node refuses a model whose
-    config has keys that it does not know, unless `ignore_unknown_config`.
+    config has keys that it does not know, unless `ignore_unknown_config`. Activations are sent in
+    `wire_dtype`, and received in `received_dtype`, "" for the same.
     """
 
     request: RequestId
@@ -67,6 +69,8 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     kv_dtype: KvDTypeName = "auto"
     streamed_layers: LayerNumber = 0
     ignore_unknown_config: bool = False
+    received_dtype: Name = ""
+    arith: ArithName = "fast"
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):
