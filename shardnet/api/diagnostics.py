@@ -21,7 +21,7 @@ from shardnet.api.connections import key_path
 from shardnet.cluster.diagnosis.facts import Answered, Facts, KeyFacts, ModelAsked
 from shardnet.cluster.head.model_shape import model_shape
 from shardnet.cluster.head.ring_dtypes import (
-    node_arith,
+    node_ariths,
     node_form,
     settle_arith,
     settle_dtype,
@@ -258,11 +258,9 @@ def _model_asked(
         config = its_config
     infos = [reply.info for reply in replies if reply.info is not None]
     dtype = settle_dtype("auto", config, infos)
-    arith = settle_arith("auto", infos)
-    forms = [
-        node_form(info, dtype, node_arith("auto", arith, info), config, config.checkpoint_dtype)
-        for info in infos
-    ]
+    ariths = node_ariths("auto", settle_arith("auto", infos), infos)
+    own = config.checkpoint_dtype
+    forms = [node_form(info, dtype, ariths[NodeId(info.node)], config, own) for info in infos]
     shapes = [
         model_shape(config, form.dtype, config.default_context, stored=form.linear)
         for form in forms

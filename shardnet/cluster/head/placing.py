@@ -15,7 +15,7 @@ from shardnet.cluster.head.plan import Plan, silent_words
 from shardnet.cluster.head.ring_dtypes import (
     NodeForm,
     narrow_hops,
-    node_arith,
+    node_ariths,
     node_form,
     settle_arith,
     settle_dtype,
@@ -87,17 +87,7 @@ def make_plan(
         weights=Quantization.named(choice.quant), kv_dtype=KvDType(choice.kv_dtype)
     )
     is_packed = quantization.weights is not None or (facts.packed is not None)
-    forms = {
-        NodeId(node.node): node_form(
-            node,
-            dtype,
-            node_arith(choice.arith, arith, node),
-            facts.config,
-            facts.linear_dtype,
-            is_packed=is_packed,
-        )
-        for node in nodes
-    }
+    forms = _forms(facts, nodes, dtype, choice.arith, arith, is_packed=is_packed)
     shapes = _Shapes(
         facts=facts,
         context=context,
@@ -164,20 +154,29 @@ def fits(facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
         quantization=UNQUANTIZED,
         narrow_hops={},
     )
-    forms = {
-        NodeId(node.node): node_form(
-            node,
-            dtype,
-            node_arith("auto", arith, node),
-            facts.config,
-            facts.linear_dtype,
-            is_packed=is_packed,
-        )
-        for node in nodes
-    }
+    forms = _forms(facts, nodes, dtype, "auto", arith, is_packed=is_packed)
     candidates = _candidates(facts, dtype, None, nodes, NOTHING_MEASURED, {}, shapes, forms)
     shape = shapes.of(NodeForm(dtype=dtype, linear=dtype, arithmetic="", by_library=False))
     return fits_somehow([candidate.held(shape) for candidate in candidates])
+
+
+def _forms(
+    facts: ModelFacts,
+    nodes: Sequence[NodeInfo],
+    dtype: DType,
+    requested: str,
+    arith: Arith,
+    *,
+    is_packed: bool,
+) -> dict[NodeId, NodeForm]:
+    """Tell in which form each node holds the model in a ring of `dtype` and `arith`."""
+    ariths, linear = node_ariths(requested, arith, nodes), facts.linear_dtype
+    return {
+        (node := NodeId(info.node)): node_form(
+            info, dtype, ariths[node], facts.config, linear, is_packed=is_packed
+        )
+        for info in nodes
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

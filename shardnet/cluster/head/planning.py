@@ -19,7 +19,7 @@ from shardnet.checkpoint.hub_cache import HubName
 from shardnet.cluster.download.pulling import pull_beside
 from shardnet.cluster.head.placing import Holdings, make_plan
 from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.head.ring_dtypes import settle_arith, settle_dtype
+from shardnet.cluster.head.ring_dtypes import node_ariths, settle_arith, settle_dtype
 from shardnet.cluster.measuring.measurement import Measured, OnMeasured, StageRun
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
@@ -157,6 +157,7 @@ class Planner:
         With `again` nodes measure what they remember too. `on_measured` takes the progress.
         """
         choice, nodes = model.candidates.choice, model.candidates.nodes
+        ariths = node_ariths(choice.arith, model.arith, nodes)
         holdings = await self._sharing.holdings(model.facts, choice.model, nodes)
         if len(nodes) > 1 or measure_one:
             measured = await self._measuring.measured(
@@ -164,20 +165,21 @@ class Planner:
                 choice,
                 model.facts,
                 model.dtype,
-                model.arith,
+                ariths,
                 again=again,
                 on_measured=on_measured,
             )
         else:
             measured = await self._measuring.known(
-                nodes[0], choice, model.facts, model.dtype, model.arith
+                nodes[0], choice, model.facts, model.dtype, ariths
             )
         return PlanFigures(model=model, measured=measured, holdings=holdings)
 
     async def learn(self, plan: Plan, runs: Sequence[StageRun]) -> None:
         """Tell the nodes of a plan what a generation has disproved, for the plans that follow."""
+        ariths = node_ariths(plan.choice.arith, plan.arith, plan.nodes)
         await self._measuring.observed(
-            plan.nodes, plan.choice, plan.facts, plan.dtype, plan.arith, runs
+            plan.nodes, plan.choice, plan.facts, plan.dtype, ariths, runs
         )
 
     async def look_up(self, model: str) -> ModelFacts:

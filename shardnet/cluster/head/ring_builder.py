@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.head.ring_dtypes import node_arith
+from shardnet.cluster.head.ring_dtypes import node_ariths
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.ring.ring import OnBusy, Ring, RingSpec
 from shardnet.cluster.ring.stage_host import StageHost
@@ -168,6 +168,6 @@ def ring_spec(plan: Plan) -> RingSpec:
         window=plan.facts.config.smallest_window,
         has_state=plan.facts.config.has_state,
         routing=plan.facts.config.routing,
-        ariths=tuple(node_arith(plan.choice.arith, plan.arith, node) for node in plan.nodes),
+        ariths=tuple(node_ariths(plan.choice.arith, plan.arith, plan.nodes).values()),
         ignore_unknown_config=plan.choice.ignore_unknown_config,
     )

@@ -78,14 +78,17 @@ def settle_arith(requested: str, nodes: Sequence[NodeInfo]) -> Arith:
     return Arith.PORTABLE if len(kinds) > 1 else Arith.FAST
 
 
-def node_arith(requested: str, arith: Arith, node: NodeInfo) -> Arith:
-    """Return how a node of a ring of `arith` computes.
+def node_ariths(requested: str, arith: Arith, nodes: Sequence[NodeInfo]) -> dict[NodeId, Arith]:
+    """Return how each node of a ring of `arith` computes.
 
     Unless portable arithmetic was `requested`, a CPU without vector instructions leaves that to
     torch: the library's plain C is ten and more times slower.
     """
-    is_left = requested == "auto" and node.isa == kernels.PLAIN_C
-    return Arith.FAST if is_left else arith
+    is_insisted = requested != "auto"
+    return {
+        NodeId(node.node): arith if is_insisted or node.isa != kernels.PLAIN_C else Arith.FAST
+        for node in nodes
+    }
 
 
 def node_form(

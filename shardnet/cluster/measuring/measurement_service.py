@@ -14,7 +14,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
-from shardnet.cluster.measuring.measurement import Measured, OnMeasured, StageRun, gather
+from shardnet.cluster.measuring.measurement import Ariths, Measured, OnMeasured, StageRun, gather
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
@@ -62,26 +62,26 @@ class MeasurementService:
         choice: ModelChoice,
         facts: ModelFacts,
         dtype: DType,
-        arith: Arith,
+        ariths: Ariths,
         *,
         again: bool = False,
         on_measured: OnMeasured,
     ) -> Measured:
         """Have the nodes and the links between them measured for a model.
 
-        With `again` known figures are measured too. `on_measured` is as for `gather`.
+        With `again` known figures are measured too. `ariths` and `on_measured` as for `gather`.
         """
-        ask = await self._ask(choice, facts, dtype, arith, again=again)
+        ask = await self._ask(choice, facts, dtype, again=again)
         largest = PREFILL_CHUNK_ROWS * facts.config.hidden_size * dtype.size_bytes
         payload_bytes = min(largest, MAX_PAYLOAD_BYTES)
-        return await gather(nodes, ask, payload_bytes, self, on_measured)
+        return await gather(nodes, ask, payload_bytes, self, on_measured, ariths)
 
     async def known(
-        self, node: NodeInfo, choice: ModelChoice, facts: ModelFacts, dtype: DType, arith: Arith
+        self, node: NodeInfo, choice: ModelChoice, facts: ModelFacts, dtype: DType, ariths: Ariths
     ) -> Measured:
         """Return the known figures of this node, without measuring."""
-        ask = await self._ask(choice, facts, dtype, arith, again=False)
-        return await gather([node], ask, 0, _KnownFigures(self._own))
+        ask = await self._ask(choice, facts, dtype, again=False)
+        return await gather([node], ask, 0, _KnownFigures(self._own), ariths=ariths)
 
     async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
         """Have a node measure itself (measurement.Instruments)."""
@@ -104,14 +104,14 @@ class MeasurementService:
         choice: ModelChoice,
         facts: ModelFacts,
         dtype: DType,
-        arith: Arith,
+        ariths: Ariths,
         runs: Sequence[StageRun],
     ) -> None:
         """Tell nodes how long their stages took in a generation, each in one of `runs`.
 
         Waits TELL_S at most; a node that does not take it is left alone.
         """
-        ask = await self._ask(choice, facts, dtype, arith, again=False)
+        ask = await self._ask(choice, facts, dtype, again=False)
         by_id = {node.node: node for node in nodes}
 
         async def tell(run: StageRun) -> None:
@@ -126,7 +126,7 @@ class MeasurementService:
                 quant=ask.quant,
                 kv_dtype=ask.kv_dtype,
                 ignore_unknown_config=ask.ignore_unknown_config,
-                arith=ask.arith,
+                arith=ariths.get(run.node, Arith.FAST).value,
             )
             with contextlib.suppress(ShardnetError, TimeoutError):
                 async with asyncio.timeout(TELL_S):
@@ -163,7 +163,7 @@ class MeasurementService:
         control.send(await self._own.measure(message, control.peer_name, progress))
 
     async def _ask(
-        self, choice: ModelChoice, facts: ModelFacts, dtype: DType, arith: Arith, *, again: bool
+        self, choice: ModelChoice, facts: ModelFacts, dtype: DType, *, again: bool
     ) -> MeasureStage:
         return MeasureStage(
             request=0,
@@ -175,7 +175,6 @@ class MeasurementService:
             quant=_measured_as(choice, facts),
             kv_dtype=choice.kv_dtype,
             ignore_unknown_config=choice.ignore_unknown_config,
-            arith=arith.value,
         )
 
 
