@@ -96,6 +96,27 @@ class DType(enum.Enum):
         return 4 if self is DType.FLOAT32 else 2
 
 
+class Arith(enum.Enum):
+    """How the CPUs of a ring compute. The value is the name used in flags and JSON.
+
+    PORTABLE is in float32 by the compiled library, whose bits are the same on every CPU. FAST may
+    use bfloat16 instructions where a CPU has them.
+    """
+
+    PORTABLE = "portable"
+    FAST = "fast"
+
+    @classmethod
+    def named(cls, name: str) -> Arith:
+        """Read a name. Raises UsageError for one that is none."""
+        return _named(cls, name, "arithmetic")
+
+
+PORTABLE_ARITHMETIC: Final = "portable"
+"""What a node says of its arithmetic whose CPU computes with the compiled library in float32."""
+PAIRS_ARITHMETIC: Final = "AVX-512 bfloat16"
+"""The same with the bfloat16 instructions that the library uses."""
+
 ANY_ROWS = 2**31 - 1
 """As a number of rows up to which bits do not depend on a batch: any number."""
 
@@ -135,6 +156,57 @@ class WireDType(enum.Enum):
         if self._plain_bytes:
             return width * self._plain_bytes
         return width + 4 * int8_groups(width)
+
+
+SLOW_LINKS = "slow"
+"""Stands for every slow link where --wire-dtype names links."""
+
+_NARROW_WIRES = (WireDType.BFLOAT16, WireDType.FLOAT16, WireDType.INT8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireChoice:
+    """What --wire-dtype asks for: on `every` link, on `slow` ones, on those that are `named`.
+
+    A name counts before slowness, and that before the rest. None is the ring's own dtype.
+    """
+
+    every: WireDType | None = None
+    slow: WireDType | None = None
+    named: tuple[tuple[str, WireDType], ...] = ()
+
+    @property
+    def varies(self) -> bool:
+        """Whether links may differ."""
+        return self.slow is not None or bool(self.named)
+
+
+def parse_wires(text: str) -> WireChoice:
+    """Read `int8`, `slow=int8` or `0-1=int8,desk-pi=bfloat16`, "" for the ring's own dtype.
+
+    A link is named by its two ranks, its two nodes, or is any that is slow. Raises UsageError.
+    """
+    every: WireDType | None = None
+    named: dict[str, WireDType] = {}
+    for part in text.split(",") if text else ():
+        link, is_link, name = part.strip().rpartition("=")
+        wire = next((wire for wire in _NARROW_WIRES if wire.value == name), None)
+        if wire is None:
+            raise UsageError(
+                f"the wire dtype '{name}': choose bfloat16, float16 or int8",
+                remedy="name links as in 0-1=int8, desk-pi=int8 or slow=int8",
+            )
+        if is_link and not link:
+            raise UsageError(
+                f"the wire dtype '{part.strip()}' names no link",
+                remedy="name its ranks as 0-1, its nodes as desk-pi, or slow for slow links",
+            )
+        if link:
+            named[link] = wire
+        else:
+            every = wire
+    slow = named.pop(SLOW_LINKS, None)
+    return WireChoice(every=every, slow=slow, named=tuple(named.items()))
 
 
 def int8_groups(width: int) -> int:

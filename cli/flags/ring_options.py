@@ -14,7 +14,7 @@ import typer
 
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import UsageError
-from shardnet.types import parse_layers
+from shardnet.types import parse_layers, parse_wires
 from shardnet.wire.messages.plans import ModelChoice
 
 from .cluster_access import Access
@@ -121,14 +121,25 @@ class RingOptions:
         str,
         typer.Option(
             "--wire-dtype",
-            autocompletion=one_of("bfloat16", "float16", "int8"),
-            metavar="bfloat16|float16|int8",
-            help="Quantise activations for slow links; `plan` measures the error. Default: as "
-            "computed.",
+            autocompletion=one_of("bfloat16", "float16", "int8", "slow=int8"),
+            metavar="bfloat16|float16|int8|LINK=…",
+            help="Quantise activations on every link, or on those named: slow=int8, 0-1=int8, "
+            "desk-pi=int8; `plan` measures the error. Default: the ring's dtype.",
             envvar="SHARDNET_WIRE_DTYPE",
             show_default=False,
         ),
     ] = ""
+    arith: Annotated[
+        str,
+        typer.Option(
+            "--arith",
+            autocompletion=one_of("auto", "portable", "fast"),
+            metavar="auto|portable|fast",
+            help="How CPUs compute: portable gives the same bits on all, fast uses bfloat16 "
+            "instructions. Default: portable where the ring's CPUs are unlike.",
+            envvar="SHARDNET_ARITH",
+        ),
+    ] = "auto"
     quant: Annotated[
         str,
         typer.Option(
@@ -201,7 +212,8 @@ class RingOptions:
         """Make the choice of model that is sent. Raises typer.BadParameter for a wrong value."""
         check_choice("--optimise", self.optimise, ("", "latency", "throughput"))
         check_choice("--dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
-        check_choice("--wire-dtype", self.wire_dtype, ("", "bfloat16", "float16", "int8"))
+        _check_wires(self.wire_dtype)
+        check_choice("--arith", self.arith, ("auto", "portable", "fast"))
         check_choice("--quant", self.quant, ("none", "int8", "int4"))
         check_choice("--kv-dtype", self.kv_dtype, ("auto", "int8"))
         return ModelChoice(
@@ -217,6 +229,7 @@ class RingOptions:
             kv_dtype=self.kv_dtype,  # type: ignore[arg-type]  # checked above
             stream_layers=_n_streamed(self.stream_layers),
             ignore_unknown_config=self.ignore_unknown_config,
+            arith=self.arith,  # type: ignore[arg-type]  # checked above
         )
 
 
@@ -232,6 +245,13 @@ def _ranges(layers: str) -> list[tuple[int, int]]:
         return [(part.start, part.end) for part in parse_layers(layers)] if layers else []
     except UsageError as error:
         raise typer.BadParameter(str(error), param_hint="--layers") from error
+
+
+def _check_wires(text: str) -> None:
+    try:
+        parse_wires(text)
+    except UsageError as error:
+        raise typer.BadParameter(str(error), param_hint="--wire-dtype") from error
 
 
 def _n_streamed(text: str) -> int | Literal["auto"]:

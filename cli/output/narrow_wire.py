@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardnet.wire.messages.plans import NarrowWire, NodeProgress, PlanReply, WireError
+from shardnet.wire.messages.plans import (
+    MIXED_WIRES,
+    NarrowWire,
+    NodeProgress,
+    PlanReply,
+    WireError,
+)
 
 from .bars import make_bars
 from .exit_codes import say
@@ -68,6 +74,13 @@ def narrow_wire_words(plan: PlanReply, wire: NarrowWire) -> str:
     if len(plan.stages) == 1 or plan.wire_dtype == plan.dtype:
         return f"{name}: {wire.why}"
     size = f"{_kb(wire.row_bytes)} instead of {_kb(wire.exact_row_bytes)} kB per token and hop"
+    links = [
+        f"{stage.rank}-{stage.rank + 1} {stage.wire_dtype}"
+        for stage in plan.stages[:-1]
+        if stage.wire_dtype not in ("", plan.dtype)
+    ]
+    if plan.wire_dtype == MIXED_WIRES:
+        name += f" ({', '.join(links)})"
     error = _error_words(wire.error) if wire.error else f"error not measured: {wire.why}"
     return f"{name}: {size}, {_saving_words(plan, wire)}; {error}"
 

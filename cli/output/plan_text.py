@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
+
 from shardnet.cluster.machine import kernels
 from shardnet.types import LayerRange
 from shardnet.wire.messages.generation import LastRun, MeanStageTime
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
-from shardnet.wire.messages.plans import PlannedStage, PlanReply
+from shardnet.wire.messages.plans import MIXED_WIRES, PlannedStage, PlanReply
 
 from .exit_codes import one_line
 from .narrow_wire import narrow_wire_json, narrow_wire_words, short_number
@@ -34,6 +36,8 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
         "quant": plan.quant or "none",
         "kv_dtype": plan.kv_dtype,
         "wire_dtype": plan.wire_dtype,
+        "arith": plan.arith,
+        "exact": plan.exact and msgspec.to_builtins(plan.exact),
         "context": plan.context,
         "optimise": plan.optimise,
         "stages": [
@@ -43,6 +47,10 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
                 "name": stage.name,
                 "address": stage.address,
                 "layers": list(stage.layers),
+                "dtype": stage.dtype,
+                "weight_dtype": stage.weight_dtype,
+                "wire_dtype": stage.wire_dtype or None,
+                "arithmetic": stage.arithmetic,
                 "weight_bytes": stage.weight_bytes,
                 "kv_bytes": stage.kv_bytes,
                 "streamed_layers": stage.streamed_layers,
@@ -85,6 +93,8 @@ def plan_text(plan: PlanReply) -> str:
         of_what += "" if is_steady else ", measured while busy: likely more"
         lines.append(f"  predicted: {short_number(plan.predicted_tok_s)} tokens/s{of_what}")
     lines += [f"  warning: {warning}" for warning in plan.warnings]
+    if plan.exact is not None:
+        lines.append(f"  same bits ({plan.arith} arithmetic): {plan.exact.why}")
     lines += [_stage_line(plan, stage) for stage in plan.stages]
     lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
     if plan.wire is not None:
@@ -201,6 +211,10 @@ def _stage_line(plan: PlanReply, stage: PlannedStage) -> str:
         f"  rank {stage.rank}: {stage.name}{where}, {layer_words(plan, stage)}, "
         f"weights {stage.weight_bytes / 2**20:.1f} MiB, KV cache {stage.kv_bytes / 2**20:.1f} MiB"
     )
+    if stage.dtype not in ("", plan.dtype):
+        line += f", computes in {stage.dtype}"
+    if plan.wire_dtype == MIXED_WIRES and stage.wire_dtype:
+        line += f", sends {stage.wire_dtype}"
     if stage.streamed_layers:
         line += f", {stage.streamed_layers} layers streamed from disk"
     if stage.compute_ms is not None:

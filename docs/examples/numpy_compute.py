@@ -134,16 +134,16 @@ class NumpyCompute:
 
     def __init__(self, model: Llama, job: StageJob, room_blocks: int) -> None:
         self.model = model
-        self.wire = WireDType.own(job.order.dtype)
+        self.sent = self.received = WireDType.own(job.order.dtype)
         self.room_blocks = room_blocks
         self.owners: dict[SlotId, OpenSequence] = {}
         self.slots: dict[SlotId, list[Array]] = {}
         """Keys and values of each layer, [2, N, H, D]."""
         self.tail = job.sampler and SamplingStage(model, job.sampler, self.owners)
 
-    def use_wire(self, dtype: WireDType) -> None:
+    def use_wire(self, sent: WireDType, received: WireDType) -> None:
         """See `StageCompute`."""
-        self.wire = dtype
+        self.sent, self.received = sent, received
 
     @property
     def used_blocks(self) -> int:
@@ -185,7 +185,7 @@ class NumpyCompute:
             rows = self.model.embed(batch.token_ids)
         else:
             width = self.model.config.hidden_size
-            if (activations.dtype, activations.width) != (self.wire, width):
+            if (activations.dtype, activations.width) != (self.received, width):
                 raise RemoteProtocolError(f"step {batch.step} came in another form than ordered")
             cpu = torch.device("cpu")
             hidden = unpack_rows(
@@ -202,8 +202,8 @@ class NumpyCompute:
         hidden = torch.from_numpy(np.concatenate(parts) if parts else rows)
         if self.tail:
             return self.tail.answer(batch, hidden)
-        payload = pack_rows(hidden, self.wire)
-        return Activations(payload=payload, dtype=self.wire, width=hidden.shape[1])
+        payload = pack_rows(hidden, self.sent)
+        return Activations(payload=payload, dtype=self.sent, width=hidden.shape[1])
 
     def run(self, group: RowGroup, rows: Array) -> Array:
         """Run the layers over the rows of one sequence; what was at their positions is replaced."""

@@ -80,8 +80,8 @@ def _measure(settings: Settings) -> dict[str, dict[str, object]]:
 def _figures(facts: ModelFacts, dtype: DType, wire: WireDType, n_stages: int) -> dict[str, object]:
     config = facts.config
     row_bytes = wire.row_bytes(config.hidden_size)
-    borders = [config.n_layers * stage // n_stages for stage in range(1, n_stages)]
-    error = measure_wire_loss(facts, dtype, borders, wire, lambda done, total: None)
+    borders = {config.n_layers * stage // n_stages: wire for stage in range(1, n_stages)}
+    error = measure_wire_loss(facts, dtype, borders, lambda done, total: None)
     packing = {rows: _packing_us(config.hidden_size, dtype, wire, rows) for rows in ROWS}
     return {
         "row_bytes": row_bytes,

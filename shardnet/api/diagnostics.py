@@ -20,7 +20,12 @@ from shardnet.api.client import Client, connect, dial
 from shardnet.api.connections import key_path
 from shardnet.cluster.diagnosis.facts import Answered, Facts, KeyFacts, ModelAsked
 from shardnet.cluster.head.model_shape import model_shape
-from shardnet.cluster.head.ring_dtypes import settle_dtype
+from shardnet.cluster.head.ring_dtypes import (
+    node_ariths,
+    node_form,
+    settle_arith,
+    settle_dtype,
+)
 from shardnet.cluster.machine.kernels import are_built
 from shardnet.cluster.machine.local_nodes import LocalNode
 from shardnet.cluster.machine.profile import make_host_id
@@ -31,6 +36,7 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.runtime.stage.loading import ModelFacts, identify_at
 from shardnet.runtime.stage.measuring import read_config
 from shardnet.threads import DaemonThreads
+from shardnet.types import NodeId
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
 from shardnet.wire.messages.diagnostics import AddressView, RecordSeen
 from shardnet.wire.messages.membership import ReportReply
@@ -252,10 +258,18 @@ def _model_asked(
         config = its_config
     infos = [reply.info for reply in replies if reply.info is not None]
     dtype = settle_dtype("auto", config, infos)
+    ariths = node_ariths("auto", settle_arith("auto", infos), infos)
+    own = config.checkpoint_dtype
+    forms = [node_form(info, dtype, ariths[NodeId(info.node)], config, own) for info in infos]
+    shapes = [
+        model_shape(config, form.dtype, config.default_context, stored=form.linear)
+        for form in forms
+    ]
     return ModelAsked(
         model=looked.model,
         model_id=model_id,
-        shape=model_shape(config, dtype, config.default_context),
+        shape=shapes[0] if shapes else model_shape(config, dtype, config.default_context),
+        shapes={NodeId(info.node): held for info, held in zip(infos, shapes, strict=True)},
         dtype=dtype,
     )
 

@@ -75,7 +75,7 @@ class Ring:
 
     def use_wire(self, dtype: WireDType) -> None:
         for compute in self.computes:
-            compute.use_wire(dtype)
+            compute.use_wire(dtype, dtype)
 
     def generate(self, prompt: Sequence[int], n_tokens: int) -> list[Samples]:
         """Generate greedily: the tail's answers to all steps that sample."""
@@ -178,6 +178,6 @@ def test_rounded_logits_stay_near_the_exact_ones(
 def test_rows_in_another_dtype_are_refused_by_name(tmp_path: Path) -> None:
     choice = probed(CPU, DType.FLOAT32, None)
     ring = Ring(make_llama(tmp_path), SPLITS[0], choice)
-    ring.computes[1].use_wire(WireDType.INT8)
-    with pytest.raises(RemoteProtocolError, match="came in float32, this ring's wire is int8"):
+    ring.computes[1].use_wire(WireDType.INT8, WireDType.INT8)
+    with pytest.raises(RemoteProtocolError, match="came in float32, this ring's wire is int8 here"):
         ring.generate([1, 2], 1)

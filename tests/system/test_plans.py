@@ -26,6 +26,7 @@ from support.system.parrot import Parrots, make_parrot
 from support.system.weighing import shape_here
 
 from shardnet.cluster.measuring.figure_cache import FOLDER, Figure, FigureCache, FigureKey
+from shardnet.cluster.placement.figures import HeldModel
 from shardnet.cluster.placement.room import context_that_fits, fits_somehow
 from shardnet.runtime.stage.measuring import StageFigures
 
@@ -68,7 +69,9 @@ class Sizes:
         shape = shape_here(model, POSITIONS)
 
         def most(*names: str) -> int:
-            context = context_that_fits(shape, [mib[name] * MIB for name in names], fits_somehow)
+            memory = [mib[name] * MIB for name in names]
+            held = [HeldModel(shape=shape, memory_bytes=n_bytes) for n_bytes in memory]
+            context = context_that_fits(held, fits_somehow)
             assert context is not None
             return context
 

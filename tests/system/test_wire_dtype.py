@@ -31,7 +31,7 @@ def test_nodes_make_what_a_model_that_rounds_says(trio: Crew) -> None:
     answer = run_of(trio, "--wire-dtype", "int8")
     ranges = [LayerRange(*stage["layers"]) for stage in answer["stages"]]
     assert len(ranges) == 3
-    choice = probed(CPU, "auto", DType.BFLOAT16)  # as a node does, whatever its CPU computes in
+    choice = probed(CPU, DType.BFLOAT16, DType.BFLOAT16)  # as a node, whatever its CPU computes in
     stages = StageChain.load(DEFAULT_MODEL_PATH, ranges, choice).stages
     prompt = answer["prompt_token_ids"]
     (logits,) = RoundingChain(stages, WireDType.INT8).generate([prompt], N_TOKENS)
@@ -45,12 +45,16 @@ def test_nodes_make_what_a_model_that_rounds_says(trio: Crew) -> None:
 
 
 def test_a_ring_rounds_only_when_asked_and_keeps_its_weights(trio: Crew) -> None:
-    """Another wire is another ring, of the same stages."""
+    """Another wire is another ring, of the same stages; a link may have its own."""
     where = ["--nodes", trio.addresses(), "--max-tokens", "3", "--logprobs", "1", "--json"]
     exact = trio.machine.call("generate", "She had", *where).json
     logs = [len(node.log) for node in trio.nodes]
     int8 = trio.machine.call("generate", "She had", *where, "--wire-dtype", "int8").json
     again = trio.machine.call("generate", "She had", *where, "--wire-dtype", "int8").json
+    one = trio.machine.call("generate", "She had", *where, "--wire-dtype", "bert-cleo=int8").json
+    assert one["logprobs"] not in (exact["logprobs"], int8["logprobs"])
+    same = trio.machine.call("generate", "She had", *where, "--wire-dtype", "1-2=int8").json
+    assert (same["logprobs"], same["timing"]["load_s"]) == (one["logprobs"], 0)
     back = trio.machine.call("generate", "She had", *where).json
     assert again["timing"]["load_s"] == 0
     assert again["logprobs"] == int8["logprobs"] != exact["logprobs"]

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from shardnet.cluster.placement.figures import ModelShape
-from shardnet.types import DType
+from shardnet.types import DType, NodeId
 from shardnet.wire.messages.diagnostics import AddressView, RecordSeen
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
@@ -92,12 +92,14 @@ class KeyFacts:
 class ModelAsked:
     """The model to check the nodes for.
 
-    `failure` says why it is unknown here, `remedy` how to fix that.
+    `shapes` are its sizes on nodes that hold it in another form than `shape` says. `failure` says
+    why it is unknown here, `remedy` how to fix that.
     """
 
     model: str
     model_id: str = ""
     shape: ModelShape | None = None
+    shapes: Mapping[NodeId, ModelShape] = field(default_factory=dict)
     dtype: DType | None = None
     failure: str = ""
     remedy: str = ""

@@ -32,10 +32,15 @@ def model_findings(facts: Facts) -> Iterator[Finding]:
 
 def _memory(facts: Facts, asked: ModelAsked, shape: ModelShape) -> Finding:
     candidates = [
-        CandidateNode(node=NodeId(i.node), name=facts.label(i.node), memory_bytes=i.memory_bytes)
+        CandidateNode(
+            node=NodeId(i.node),
+            name=facts.label(i.node),
+            memory_bytes=i.memory_bytes,
+            shape=asked.shapes.get(NodeId(i.node)),
+        )
         for i in facts.infos
     ]
-    rooms = rooms_of(shape, [candidate.memory_bytes for candidate in candidates])
+    rooms = rooms_of([candidate.held(shape) for candidate in candidates])
     dtype = f" in {asked.dtype.value}" if asked.dtype is not None else ""
     needs = (
         f"needs {size(shape.memory_bytes(shape.whole))} with a context of {shape.context}{dtype}"

@@ -16,7 +16,7 @@ from shardnet.cluster.head.busy_backoff import BusyBackoff
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.planning import Elsewhere, Planner
 from shardnet.cluster.head.ring_builder import RingBuilder
-from shardnet.cluster.head.ring_dtypes import settle_wire_dtype
+from shardnet.cluster.head.ring_dtypes import settle_wires
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.ring.ring import OnStageProgress, Ring, give_up
@@ -342,7 +342,11 @@ class Head:
             and (choice.dtype == "auto" or choice.dtype == spec.dtype.value)
             and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)
             and choice.stream_layers in (0, "auto", had.stream_layers)
-            and settle_wire_dtype(choice.wire_dtype, spec.dtype) is spec.wire_dtype
+            and choice.arith in ("auto", lead.plan.arith.value)
+            and settle_wires(
+                choice.wire_dtype, spec.dtype, lead.plan.nodes, lead.plan.measured.links
+            )
+            == spec.wires
             and (not choice.threads or choice.threads == spec.threads)
             and (not choice.optimise or choice.optimise == lead.plan.objective.value)
             and (

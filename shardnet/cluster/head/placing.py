@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -15,7 +15,15 @@ from msgspec import structs
 
 from shardnet.cluster.head.model_shape import UNQUANTIZED, QuantizationChoice, model_shape
 from shardnet.cluster.head.plan import Plan, silent_words
-from shardnet.cluster.head.ring_dtypes import settle_dtype, settle_stored_dtype, settle_wire_dtype
+from shardnet.cluster.head.ring_dtypes import (
+    NodeForm,
+    narrow_hops,
+    node_ariths,
+    node_form,
+    settle_arith,
+    settle_dtype,
+    settle_wires,
+)
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
 from shardnet.cluster.placement.figures import (
     CandidateNode,
@@ -37,11 +45,13 @@ from shardnet.stage.estimate.memory_estimate import (
 )
 from shardnet.stage.estimate.stored_dtype import check_streamable, is_streamable
 from shardnet.types import (
+    Arith,
     DType,
     KvDType,
     LayerRange,
     NodeId,
     WireDType,
+    parse_wires,
 )
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice
@@ -58,13 +68,15 @@ def make_plan(
     measured: Measured = NOTHING_MEASURED,
     silent: Sequence[LeftOut] = (),
     holdings: Holdings = NO_HOLDINGS,
+    arith: Arith | None = None,
 ) -> Plan:
     """Plan `choice` over `nodes`: exactly these if the choice names nodes, else the best of them.
 
     The first node is the one that was asked. What was not measured is assumed as
     placement/estimate.py says. `holdings` say what nodes have of the model; one that is not there
     is taken to have all. The `silent` nodes would be candidates if they had answered: the
-    plan, or the error, names them.
+    plan, or the error, names them. `arith` is that of the figures, None for what these nodes
+    settle on.
 
     Raises PlanError if the model does not fit, UsageError for a context that the model does not
     have and for an unknown dtype.
@@ -72,38 +84,55 @@ def make_plan(
     objective = Objective(choice.optimise) if choice.optimise else Objective.LATENCY
     context = _context(choice, facts.config)
     dtype = settle_dtype(choice.dtype, facts.config, nodes)
-    wire_dtype = settle_wire_dtype(choice.wire_dtype, dtype)
+    arith = arith or settle_arith(choice.arith, nodes)
+    wires = parse_wires(choice.wire_dtype)
     quantization = QuantizationChoice(
         weights=Quantization.named(choice.quant), kv_dtype=KvDType(choice.kv_dtype)
     )
-    stored = settle_stored_dtype(facts, dtype, nodes, measured)
-    shape = model_shape(
-        facts.config, dtype, context, wire_dtype, quantization, stored, facts.packed
+    is_packed = quantization.weights is not None or (facts.packed is not None)
+    forms = _forms(facts, nodes, dtype, choice.arith, arith, is_packed=is_packed)
+    shapes = _Shapes(
+        facts=facts,
+        context=context,
+        wire=wires.every or WireDType.own(dtype),
+        quantization=quantization,
+        narrow_hops=narrow_hops(
+            wires,
+            dtype,
+            nodes,
+            measured.links,
+            facts.config.hidden_size,
+            in_order=bool(choice.nodes),
+        ),
     )
-    if quantization.weights is None and not is_streamable(facts.stored_dtype, facts.packed, stored):
-        shape = replace(shape, streaming=None)
     disks = {told.node: told.disk_bytes_per_s for told in measured.reports}
+    shape = shapes.of(forms[NodeId(nodes[0].node)])
     candidates = [
         _fetching(candidate, facts, holdings, measured.links)
-        for candidate in _candidates(facts, dtype, quantization.weights, nodes, measured, disks)
+        for candidate in _candidates(
+            facts, dtype, quantization.weights, nodes, measured, disks, shapes, forms
+        )
     ]
     try:
-        placement = _placed(choice, facts, shape, stored, candidates, measured.links, objective)
+        placement = _placed(choice, facts, shape, forms, candidates, measured.links, objective)
     except PlanError as error:
         if silent:
             message = f"{error.message}; {silent_words(silent)}"
             raise PlanError(message, remedy=error.remedy) from None
         raise
     by_node = {node.node: node for node in nodes}
-    saved_bytes = WireDType.own(dtype).row_bytes(facts.config.hidden_size) - shape.hop_bytes
+    ring = tuple(by_node[stage.node] for stage in placement.stages)
+    on_ring = settle_wires(choice.wire_dtype, dtype, ring, measured.links)
     return Plan(
         choice=choice,
         facts=facts,
         dtype=dtype,
-        wire_dtype=wire_dtype,
-        wire_saved_s=_sending_s(placement, measured.links, saved_bytes),
+        arith=arith,
+        forms=tuple(forms[stage.node] for stage in placement.stages),
+        wires=on_ring,
+        wire_saved_s=_saved_s(placement, measured.links, dtype, on_ring, facts.config.hidden_size),
         context=context,
-        nodes=tuple(by_node[stage.node] for stage in placement.stages),
+        nodes=ring,
         placement=placement,
         left_out_names={NodeId(node.node): node.name for node in nodes},
         measured=measured,
@@ -121,6 +150,7 @@ def plan_again(
     measured: Measured,
     silent: Sequence[LeftOut],
     holdings: Holdings,
+    arith: Arith,
 ) -> Plan:
     """Plan as `make_plan`, with the first node as head, which has the requests.
 
@@ -130,11 +160,11 @@ def plan_again(
 
     def exactly(ring: Sequence[NodeInfo]) -> Plan:
         named = structs.replace(choice, nodes=[node.address for node in ring])
-        return make_plan(named, facts, ring, measured, silent, holdings)
+        return make_plan(named, facts, ring, measured, silent, holdings, arith)
 
     if choice.nodes:
         return exactly(nodes)
-    plan = make_plan(choice, facts, nodes, measured, silent, holdings)
+    plan = make_plan(choice, facts, nodes, measured, silent, holdings, arith)
     if plan.nodes[0].node == head.node:
         return plan
     chosen = [node for node in plan.nodes if node.node != head.node]
@@ -150,11 +180,72 @@ def fits(facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
     By memory alone, as if nothing had been measured: no speed is looked at.
     """
     dtype = settle_dtype("auto", facts.config, nodes)
-    stored = settle_stored_dtype(facts, dtype, nodes, NOTHING_MEASURED)
-    context = facts.config.default_context
-    shape = model_shape(facts.config, dtype, context, None, UNQUANTIZED, stored)
-    candidates = _candidates(facts, dtype, None, nodes, NOTHING_MEASURED, {})
-    return fits_somehow(shape, [candidate.memory_bytes for candidate in candidates])
+    arith, is_packed = settle_arith("auto", nodes), facts.packed is not None
+    shapes = _Shapes(
+        facts=facts,
+        context=facts.config.default_context,
+        wire=WireDType.own(dtype),
+        quantization=UNQUANTIZED,
+        narrow_hops={},
+    )
+    forms = _forms(facts, nodes, dtype, "auto", arith, is_packed=is_packed)
+    candidates = _candidates(facts, dtype, None, nodes, NOTHING_MEASURED, {}, shapes, forms)
+    shape = shapes.of(NodeForm(dtype=dtype, linear=dtype, arithmetic="", by_library=False))
+    return fits_somehow([candidate.held(shape) for candidate in candidates])
+
+
+def _forms(
+    facts: ModelFacts,
+    nodes: Sequence[NodeInfo],
+    dtype: DType,
+    requested: str,
+    arith: Arith,
+    *,
+    is_packed: bool,
+) -> dict[NodeId, NodeForm]:
+    """Tell in which form each node holds the model in a ring of `dtype` and `arith`."""
+    ariths, linear = node_ariths(requested, arith, nodes), facts.linear_dtype
+    return {
+        (node := NodeId(info.node)): node_form(
+            info, dtype, ariths[node], facts.config, linear, is_packed=is_packed
+        )
+        for info in nodes
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shapes:
+    """The sizes of a model in each form in which nodes hold it, each computed once."""
+
+    facts: ModelFacts
+    context: int
+    wire: WireDType
+    quantization: QuantizationChoice
+    narrow_hops: Mapping[tuple[NodeId, NodeId], int]
+    _known: dict[tuple[DType, DType], ModelShape] = field(default_factory=dict)
+
+    def of(self, form: NodeForm) -> ModelShape:
+        """Return the sizes on a node that holds the model so."""
+        dtypes = (form.dtype, form.linear)
+        if dtypes not in self._known:
+            self._known[dtypes] = self._made(form)
+        return self._known[dtypes]
+
+    def _made(self, form: NodeForm) -> ModelShape:
+        facts = self.facts
+        shape = model_shape(
+            facts.config,
+            form.dtype,
+            self.context,
+            self.wire,
+            self.quantization,
+            form.linear,
+            facts.packed,
+        )
+        is_quantised = self.quantization.weights is not None
+        streams = is_quantised or is_streamable(facts.stored_dtype, facts.packed, form.linear)
+        streaming = shape.streaming if streams else None
+        return replace(shape, streaming=streaming, narrow_hops=self.narrow_hops)
 
 
 def _candidates(
@@ -164,18 +255,21 @@ def _candidates(
     nodes: Sequence[NodeInfo],
     measured: Measured,
     disks: Mapping[str, float | None],
+    shapes: _Shapes,
+    forms: Mapping[NodeId, NodeForm],
 ) -> list[CandidateNode]:
     """Describe the nodes to the planner. A GPU keeps memory for CUDA graphs."""
-    graphs_bytes = {
-        "cuda": graph_bytes(facts.config, dtype, quantization, is_packed=facts.packed is not None)
-    }
+    graphs_bytes = graph_bytes(
+        facts.config, dtype, quantization, is_packed=facts.packed is not None
+    )
     return [
         CandidateNode(
             node=NodeId(node.node),
             name=node.name,
-            memory_bytes=max(0, node.memory_bytes - graphs_bytes.get(node.device, 0)),
+            memory_bytes=max(0, node.memory_bytes - graphs_bytes * node.device.startswith("cuda")),
             speed=measured.speeds.get(NodeId(node.node)),
             disk_bytes_per_s=disks.get(node.node),
+            shape=shapes.of(forms[NodeId(node.node)]),
         )
         for node in nodes
     ]
@@ -205,7 +299,7 @@ def _placed(
     choice: ModelChoice,
     facts: ModelFacts,
     shape: ModelShape,
-    stored: DType,
+    forms: Mapping[NodeId, NodeForm],
     candidates: Sequence[CandidateNode],
     links: Links,
     objective: Objective,
@@ -224,8 +318,9 @@ def _placed(
         return place(shape, candidates, links, objective)
 
     def streaming(n_streamed: int | None) -> Placement | None:
-        if shape.streaming is None:
-            check_streamable(facts.path, facts.stored_dtype, facts.packed, stored)
+        if all(candidate.held(shape).shape.streaming is None for candidate in candidates):
+            linear = forms[candidates[0].node].linear
+            check_streamable(facts.path, facts.stored_dtype, facts.packed, linear)
         return place_streaming(
             shape, candidates, layers, links, objective, exactly=exactly, n_streamed=n_streamed
         )
@@ -294,15 +389,18 @@ def _chunk_s(
     return total_s
 
 
-def _sending_s(placement: Placement, links: Links, size_bytes: int) -> float | None:
-    """Return the seconds that `size_bytes` take over all links that carry activations, in sum.
+def _saved_s(
+    placement: Placement, links: Links, dtype: DType, wires: Sequence[WireDType], width: int
+) -> float | None:
+    """Return the seconds that `wires` save on all links of a row's way, against the ring's dtype.
 
     None if one of them was not measured.
     """
-    total_s = 0.0
-    for sender, receiver in pairwise(stage.node for stage in placement.stages):
+    total_s, own_bytes = 0.0, WireDType.own(dtype).row_bytes(width)
+    hops = pairwise(stage.node for stage in placement.stages)
+    for (sender, receiver), wire in zip(hops, wires, strict=True):
         link = links.get((sender, receiver)) or links.get((receiver, sender))
         if link is None:
             return None
-        total_s += link.send_s(size_bytes)
+        total_s += link.send_s(own_bytes - wire.row_bytes(width))
     return total_s

@@ -9,6 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from msgspec import structs
+
+from shardnet.cluster.head.ring_dtypes import NodeForm, exactness, unused_links, wire_name
+from shardnet.cluster.machine import kernels
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, WRONG_BY, Measured, StageRun
 from shardnet.cluster.placement.figures import (
     Exclusion,
@@ -19,6 +23,7 @@ from shardnet.cluster.placement.words import LISTED
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.stage.loading import ModelFacts
 from shardnet.types import (
+    Arith,
     DType,
     NodeId,
     WireDType,
@@ -43,17 +48,20 @@ FAR_OFF: Final = 1.2
 class Plan:
     """A plan with everything a ring needs to be built from it.
 
-    `wire_saved_s`: seconds per token that the wire dtype saves on all links together, against
-    sending in the ring's dtype; None where a link was not measured. `chunk_s`: predicted seconds of
-    a whole prompt chunk in all stages together, without the links; None where a stage was not
-    measured. `silent` nodes did not report their state in time. `holders` are the nodes
-    that have the model, among the candidates.
+    `arith` is the ring's arithmetic, `forms` are those in which its nodes hold the model, `wires`
+    the dtypes of its links from stage to stage. `wire_saved_s`: seconds per token that the wire
+    dtype saves on all links together, against sending in the ring's dtype; None where a link was
+    not measured. `chunk_s`: predicted seconds of a whole prompt chunk in all stages together,
+    without the links; None where a stage was not measured. `silent` nodes did not report their
+    state in time. `holders` are the nodes that have the model, among the candidates.
     """
 
     choice: ModelChoice
     facts: ModelFacts
     dtype: DType
-    wire_dtype: WireDType
+    arith: Arith
+    forms: tuple[NodeForm, ...]
+    wires: tuple[WireDType, ...]
     wire_saved_s: float | None
     context: int
     nodes: tuple[NodeInfo, ...]
@@ -97,6 +105,8 @@ class Plan:
         found = []
         if self.facts.unknown_keys:
             found.append(ignored_words(self.facts.unknown_keys))
+        if unused := unused_links(self.choice.wire_dtype, self.nodes):
+            found.append(f"--wire-dtype: {', '.join(unused[:LISTED])} is no link of this ring")
         packed = self.facts.packed
         is_4_bit = packed is not None and packed.nearest is Quantization.INT4
         if self.choice.quant == Quantization.INT4.value and not is_4_bit:
@@ -104,9 +114,21 @@ class Plan:
         return found
 
     @property
-    def borders(self) -> tuple[int, ...]:
-        """First layers of all stages but the first: activations cross a wire before them."""
-        return tuple(stage.layers.start for stage in self.placement.stages[1:])
+    def settled_choice(self) -> ModelChoice:
+        """What was asked for, with what was settled on: another plan gives the same bits.
+
+        Without vector instructions portable arithmetic is too slow to be insisted on.
+        """
+        is_slow = any(node.isa == kernels.PLAIN_C for node in self.nodes)
+        arith = self.choice.arith if is_slow else self.arith.value
+        return structs.replace(self.choice, dtype=self.dtype.value, arith=arith)
+
+    @property
+    def narrowed(self) -> dict[int, WireDType]:
+        """First layers of the stages before which a wire rounds, each with that wire's dtype."""
+        own, stages = WireDType.own(self.dtype), self.placement.stages[1:]
+        borders = zip((stage.layers.start for stage in stages), self.wires, strict=True)
+        return {border: wire for border, wire in borders if wire is not own}
 
     def disproved_by(self, alone_s: Sequence[float], timing: Timing) -> list[StageRun]:
         """List the stages of which a generation says otherwise than the plan.
@@ -153,7 +175,7 @@ class Plan:
             model=self.choice.model,
             model_id=self.facts.model_id,
             dtype=self.dtype.value,
-            wire_dtype=self.wire_dtype.value,
+            wire_dtype=wire_name(self.wires, self.dtype),
             context=self.context,
             stages=[
                 PlannedStage(
@@ -170,9 +192,13 @@ class Plan:
                     fetch_bytes=stage.fetch_bytes,
                     fetch_s=stage.fetch_s,
                     fetch_from=self._sources(stage.node) if stage.fetch_bytes else [],
+                    dtype=form.dtype.value,
+                    weight_dtype=form.linear.value,
+                    wire_dtype=self.wires[rank].value if rank < len(self.wires) else "",
+                    arithmetic=form.arithmetic,
                 )
-                for rank, (node, stage) in enumerate(
-                    zip(self.nodes, self.placement.stages, strict=True)
+                for rank, (node, stage, form) in enumerate(
+                    zip(self.nodes, self.placement.stages, self.forms, strict=True)
                 )
             ],
             left_out=[
@@ -190,6 +216,8 @@ class Plan:
             kv_dtype=self.choice.kv_dtype,
             warnings=[explanation(warning) for warning in self.warnings],
             recommended=RecommendedSampling(**recommended) if recommended else None,
+            arith=self.arith.value,
+            exact=exactness(self.nodes, self.forms, self.dtype, self.wires),
         )
 
 

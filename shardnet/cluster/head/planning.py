@@ -10,17 +10,18 @@ Knows the order of the steps and whom they ask. Must not load anything or start 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.cluster.download.pulling import pull_beside
 from shardnet.cluster.head.placing import Holdings, make_plan, plan_again
 from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.head.ring_dtypes import settle_dtype
+from shardnet.cluster.head.ring_dtypes import node_ariths, settle_arith, settle_dtype
 from shardnet.cluster.measuring.measurement import Measured, OnMeasured, StageRun
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
@@ -28,7 +29,7 @@ from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, CheckpointError, DiskSilentError, PlanError
 from shardnet.runtime.stage.loading import ModelFacts
-from shardnet.types import DType, NodeId
+from shardnet.types import Arith, DType, NodeId
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice
 
@@ -57,11 +58,12 @@ class PlanCandidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdentifiedModel:
-    """The model that the choice means, and the dtype in which the candidates would compute it."""
+    """The model that the choice means, and how the candidates would compute it."""
 
     candidates: PlanCandidates
     facts: ModelFacts
     dtype: DType
+    arith: Arith
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +113,13 @@ class Planner:
         if choice.nodes and candidates.nodes[0].node != self._node:
             return Elsewhere(address=candidates.nodes[0].address, model=choice.model)
         model = await self.identify(candidates)
-        figures = await self.measure(model, on_measured, measure_one=measure_one, again=again)
-        plan = await self._threads.run(f"planning {choice.model}", partial(place, figures))
+
+        async def placed(arith: Arith) -> Plan:
+            settled = replace(model, arith=arith)
+            figures = await self.measure(settled, on_measured, measure_one=measure_one, again=again)
+            return await self._threads.run(f"planning {choice.model}", partial(place, figures))
+
+        plan = await _settled(choice.arith, model.arith, placed)
         if plan.nodes[0].node != self._node:
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)
         return plan
@@ -120,7 +127,7 @@ class Planner:
     async def replan(self, opened: Plan, now: Plan, without: Mapping[NodeId, str]) -> Plan:
         """Plan again what `opened` was planned for, led by this node, without measuring anything.
 
-        `now` is the plan of the ring to replace, whose figures and dtype are kept. Of nodes that
+        `now` is the plan of the ring to replace, whose figures, dtype and arithmetic are kept. Of nodes that
         the client named those are used that are there. Nodes in `without` are left out for the
         reason given. Raises PlanError if the nodes that are there cannot do it.
         """
@@ -130,10 +137,10 @@ class Planner:
         if choice.nodes:
             nodes = _named_nodes(opened, nodes)
         holdings = await self._sharing.holdings(facts, choice.model, nodes)
-        asked = replace(choice, dtype=now.dtype.value, context=now.context)
+        asked = structs.replace(choice, dtype=now.dtype.value, context=now.context)
 
         def planned() -> Plan:
-            return plan_again(asked, facts, nodes, now.measured, found.silent, holdings)
+            return plan_again(asked, facts, nodes, now.measured, found.silent, holdings, now.arith)
 
         plan = await self._threads.run(f"planning {choice.model}", planned)
         return plan.instead_of(opened, now, without)
@@ -163,7 +170,8 @@ class Planner:
         if not choice.ignore_unknown_config:
             facts.check_known()
         dtype = settle_dtype(choice.dtype, facts.config, candidates.nodes)
-        return IdentifiedModel(candidates=candidates, facts=facts, dtype=dtype)
+        arith = settle_arith(choice.arith, candidates.nodes)
+        return IdentifiedModel(candidates=candidates, facts=facts, dtype=dtype, arith=arith)
 
     async def measure(
         self, model: IdentifiedModel, on_measured: OnMeasured, *, measure_one: bool, again: bool
@@ -174,18 +182,30 @@ class Planner:
         With `again` nodes measure what they remember too. `on_measured` takes the progress.
         """
         choice, nodes = model.candidates.choice, model.candidates.nodes
+        ariths = node_ariths(choice.arith, model.arith, nodes)
         holdings = await self._sharing.holdings(model.facts, choice.model, nodes)
         if len(nodes) > 1 or measure_one:
             measured = await self._measuring.measured(
-                nodes, choice, model.facts, model.dtype, again=again, on_measured=on_measured
+                nodes,
+                choice,
+                model.facts,
+                model.dtype,
+                ariths,
+                again=again,
+                on_measured=on_measured,
             )
         else:
-            measured = await self._measuring.known(nodes[0], choice, model.facts, model.dtype)
+            measured = await self._measuring.known(
+                nodes[0], choice, model.facts, model.dtype, ariths
+            )
         return PlanFigures(model=model, measured=measured, holdings=holdings)
 
     async def learn(self, plan: Plan, runs: Sequence[StageRun]) -> None:
         """Tell the nodes of a plan what a generation has disproved, for the plans that follow."""
-        await self._measuring.observed(plan.nodes, plan.choice, plan.facts, plan.dtype, runs)
+        ariths = node_ariths(plan.choice.arith, plan.arith, plan.nodes)
+        await self._measuring.observed(
+            plan.nodes, plan.choice, plan.facts, plan.dtype, ariths, runs
+        )
 
     async def look_up(self, model: str) -> ModelFacts:
         """Read the facts of `model`, a path or name, here or else from a peer.
@@ -240,7 +260,33 @@ def _named_nodes(opened: Plan, nodes: Sequence[NodeInfo]) -> tuple[NodeInfo, ...
             remedy="start it again, or leave --layers out",
         )
     named = [info for info in opened.nodes if info.node in here]
-    return tuple(replace(here[info.node], address=info.address) for info in named)
+    return tuple(structs.replace(here[info.node], address=info.address) for info in named)
+
+
+async def _settled(
+    requested: str, arith: Arith, placed: Callable[[Arith], Awaitable[Plan]]
+) -> Plan:
+    """Return a plan of which the nodes settle on the arithmetic that it is made with.
+
+    `arith` is what all candidates settle on, unlike ones on portable arithmetic. Of those a ring
+    may leave out the unlike ones: then the others compute as fast as they can, and in less memory.
+    Raises PlanError if there is none.
+    """
+    if requested != "auto" or arith is Arith.FAST:
+        return await placed(arith)
+    portable: Plan | PlanError
+    try:
+        portable = await placed(arith)
+    except PlanError as error:
+        portable = error
+    if isinstance(portable, PlanError) or settle_arith(requested, portable.nodes) is Arith.FAST:
+        with contextlib.suppress(PlanError):
+            fast = await placed(Arith.FAST)
+            if settle_arith(requested, fast.nodes) is Arith.FAST:
+                return fast
+    if isinstance(portable, PlanError):
+        raise portable
+    return portable
 
 
 def place(figures: PlanFigures) -> Plan:
@@ -253,4 +299,5 @@ def place(figures: PlanFigures) -> Plan:
         figures.measured,
         candidates.silent,
         figures.holdings,
+        model.arith,
     )

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from shardnet.cluster.head.plan import Plan
+from shardnet.cluster.head.ring_dtypes import node_ariths
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.ring.kv_orders import KvOrders
 from shardnet.cluster.ring.ring import OnBusy, Ring, RingSpec
@@ -172,12 +173,13 @@ def ring_spec(plan: Plan) -> RingSpec:
         quant=plan.choice.quant,
         kv_dtype=plan.choice.kv_dtype,
         streamed=tuple(stage.n_streamed for stage in plan.placement.stages),
-        wire_dtype=plan.wire_dtype,
+        wires=plan.wires,
         context=plan.context,
         threads=plan.choice.threads,
         vocab_size=plan.facts.config.vocab_size,
         window=plan.facts.config.smallest_window,
         has_state=plan.facts.config.has_state,
         routing=plan.facts.config.routing,
+        ariths=tuple(node_ariths(plan.choice.arith, plan.arith, plan.nodes).values()),
         ignore_unknown_config=plan.choice.ignore_unknown_config,
     )

@@ -1,31 +1,58 @@
-"""Settle the dtypes of a ring: computing, stored weights, activations on the wire.
+"""Settle how a ring computes: its dtype and arithmetic, what each node makes of them, its wires.
 
-Knows what the client asked for and what the nodes support. Pure.
+Knows what the client asked for and what the nodes say of themselves. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, permutations
+from typing import Final
 
-from shardnet.cluster.measuring.measurement import Measured
+from shardnet.cluster.machine import kernels
+from shardnet.cluster.placement.figures import Links
 from shardnet.errors import UsageError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.runtime.stage.loading import ModelFacts
 from shardnet.types import (
+    PAIRS_ARITHMETIC,
+    PORTABLE_ARITHMETIC,
+    Arith,
     DType,
+    NodeId,
+    WireChoice,
     WireDType,
+    parse_wires,
 )
 from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.plans import MIXED_WIRES, RingExactness
 
-NARROW_WIRES = ("bfloat16", "float16", "int8")
-"""Values of --wire-dtype."""
+SLOW_BYTES_PER_S: Final = 40e6
+"""A link that was measured below this is slow: Wi-Fi, and Ethernet of 100 Mbit/s."""
+
+_HALVES: Final = (DType.BFLOAT16, DType.FLOAT16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeForm:
+    """In which dtypes a node holds a ring's model: what it computes in, and linear weights.
+
+    `arithmetic` stands for how it computes: nodes of equal ones give equal bits. `by_library`: the
+    compiled library computes all of it, so that a token's bits depend on nothing beside it.
+    """
+
+    dtype: DType
+    linear: DType
+    arithmetic: str
+    by_library: bool
 
 
 def settle_dtype(requested: str, config: ModelConfig, nodes: Sequence[NodeInfo]) -> DType:
-    """Settle the dtype that a ring computes in: `requested`, else the first that all nodes support.
+    """Settle the dtype that a ring's hidden states are rounded to: `requested`, else the model's.
 
-    The checkpoint's own dtype comes first, then bfloat16 for half-precision checkpoints, then
-    float32. Raises UsageError for an unknown name.
+    A node that has no instructions for it computes in float32, and rounds after every layer. Of
+    float16 that is asked of none: where a node does not compute in it, bfloat16 takes its place.
+    Raises UsageError for an unknown name.
     """
     if requested != "auto":
         try:
@@ -35,33 +62,176 @@ def settle_dtype(requested: str, config: ModelConfig, nodes: Sequence[NodeInfo])
                 f"--dtype {requested}: choose auto, bfloat16, float16 or float32"
             ) from None
     own = config.checkpoint_dtype or DType.FLOAT32
-    wanted = [own] if own is DType.FLOAT32 else [own, DType.BFLOAT16]
-    for dtype in wanted:
-        if all(dtype.value in node.dtypes for node in nodes):
-            return dtype
-    return DType.FLOAT32
+    if own is DType.FLOAT16 and not all(own.value in node.dtypes for node in nodes):
+        return DType.BFLOAT16
+    return own
 
 
-def settle_stored_dtype(
-    facts: ModelFacts, dtype: DType, nodes: Sequence[NodeInfo], measured: Measured
-) -> DType:
-    """Settle the dtype in which linear weights are stored in a ring that computes in `dtype`.
+def settle_arith(requested: str, nodes: Sequence[NodeInfo]) -> Arith:
+    """Settle how the CPUs of a ring compute: `requested`, else portable where they are unlike.
 
-    That is the checkpoint's dtype of 16 bits if every node has measured that its kernels keep it,
-    else `dtype`, which never takes less memory than a stage needs.
+    Raises UsageError for an unknown name.
     """
-    keeps = dtype is DType.FLOAT32 and all(node.node in measured.keeping_halves for node in nodes)
-    own = facts.linear_dtype
-    return own if keeps and own in (DType.BFLOAT16, DType.FLOAT16) else dtype
+    if requested != "auto":
+        return Arith.named(requested)
+    kinds = {node.arithmetic for node in nodes if _is_cpu(node)}
+    return Arith.PORTABLE if len(kinds) > 1 else Arith.FAST
 
 
-def settle_wire_dtype(requested: str, dtype: DType) -> WireDType:
-    """Settle the dtype of activations on the wire; `requested` "" is `dtype`, which is lossless.
+def node_ariths(requested: str, arith: Arith, nodes: Sequence[NodeInfo]) -> dict[NodeId, Arith]:
+    """Return how each node of a ring of `arith` computes.
 
-    Raises UsageError for an unknown name, and for float32, which saves nothing.
+    Unless portable arithmetic was `requested`, a CPU without vector instructions leaves that to
+    torch: the library's plain C is ten and more times slower.
     """
-    if not requested:
-        return WireDType.own(dtype)
-    if requested not in NARROW_WIRES:
-        raise UsageError(f"--wire-dtype {requested}: choose {', '.join(NARROW_WIRES)}")
-    return WireDType(requested)
+    is_insisted = requested != "auto"
+    return {
+        NodeId(node.node): arith if is_insisted or node.isa != kernels.PLAIN_C else Arith.FAST
+        for node in nodes
+    }
+
+
+def node_form(
+    node: NodeInfo,
+    dtype: DType,
+    arith: Arith,
+    config: ModelConfig,
+    linear_dtype: DType | None,
+    *,
+    is_packed: bool = False,
+) -> NodeForm:
+    """Tell how `node` holds a model in a ring of `dtype`; it mirrors model/kernels/linear.probe.
+
+    `linear_dtype` is that of all linear weights as stored, None where there is no such. With
+    `is_packed` weights are quantised, or stay packed as they are stored. A node computes in float32
+    where it has no instructions for `dtype`; its library then keeps linear weights of 16 bits.
+    """
+    is_cpu, is_portable = _is_cpu(node), arith is Arith.PORTABLE
+    has_library = is_cpu and (
+        node.isa in kernels.VECTORS or (is_portable and node.isa == kernels.PLAIN_C)
+    )
+    is_native = dtype.value in node.dtypes and not (is_cpu and is_portable)
+    computes = dtype if is_native else DType.FLOAT32
+    if computes is not DType.FLOAT32 or not is_cpu:
+        pairs = is_cpu and node.arithmetic == PAIRS_ARITHMETIC
+        return NodeForm(
+            dtype=computes, linear=computes, arithmetic=node.arithmetic, by_library=pairs
+        )
+    own = config.checkpoint_dtype
+    keeps = has_library and own in _HALVES and linear_dtype is own
+    by_library = has_library and (keeps or is_packed)
+    return NodeForm(
+        dtype=DType.FLOAT32,
+        linear=own if keeps and own is not None else DType.FLOAT32,
+        arithmetic=PORTABLE_ARITHMETIC if by_library else node.arithmetic,
+        by_library=by_library,
+    )
+
+
+def exactness(
+    nodes: Sequence[NodeInfo],
+    forms: Sequence[NodeForm],
+    dtype: DType,
+    wires: Sequence[WireDType],
+) -> RingExactness:
+    """Tell what changes no bit of a ring's outputs (docs/exactness.md)."""
+    kinds = list(dict.fromkeys(form.arithmetic for form in forms))
+    by_library = all(form.by_library for form in forms)
+    is_rounded = any(wire is not WireDType.own(dtype) for wire in wires)
+    if len(kinds) > 1:
+        named = [
+            f"{node.name} ({form.arithmetic or node.device})"
+            for node, form in zip(nodes, forms, strict=True)
+        ]
+        why = f"nodes compute unlike, so another split gives other bits: {', '.join(named[:8])}"
+    elif is_rounded:
+        why = "a narrower wire rounds between stages, so another split gives other bits"
+    else:
+        why = "whatever the split"
+    if by_library:
+        why += "; the same in any batch, chunks and threads"
+        if kinds == [PORTABLE_ARITHMETIC]:
+            why += ", on every CPU with the compiled kernels"
+        elif len(kinds) == 1:
+            why += ", on CPUs with AVX-512 bfloat16"
+    else:
+        why += "; the same in a batch as far as a test at loading finds, else --deterministic"
+    return RingExactness(
+        split=len(kinds) == 1 and not is_rounded, batch=by_library, threads=by_library, why=why
+    )
+
+
+def settle_wires(
+    requested: str, dtype: DType, ring: Sequence[NodeInfo], links: Links
+) -> tuple[WireDType, ...]:
+    """Settle the dtype of activations on each link of a ring, from its head on.
+
+    What is not asked for is `dtype`, which is lossless. Raises UsageError as `parse_wires`.
+    """
+    choice = parse_wires(requested)
+    return tuple(
+        _wire(choice, dtype, (sender, receiver), f"{rank}-{rank + 1}", links)
+        for rank, (sender, receiver) in enumerate(pairwise(ring))
+    )
+
+
+def narrow_hops(
+    choice: WireChoice,
+    dtype: DType,
+    nodes: Sequence[NodeInfo],
+    links: Links,
+    width: int,
+    *,
+    in_order: bool,
+) -> Mapping[tuple[NodeId, NodeId], int]:
+    """Return the bytes of a row between nodes whose link has a wire dtype of its own.
+
+    Ranks name links only where the nodes are those of the ring, `in_order`.
+    """
+    if not choice.varies:
+        return {}
+    ranks = {pair: f"{pair[0]}-{pair[1]}" for pair in pairwise(range(len(nodes)))}
+    hops = {}
+    for here, there in permutations(range(len(nodes)), 2):
+        pair = (nodes[here], nodes[there])
+        rank_name = ranks.get((here, there), "") if in_order else ""
+        wire = _wire(choice, dtype, pair, rank_name, links)
+        hops[NodeId(pair[0].node), NodeId(pair[1].node)] = wire.row_bytes(width)
+    return hops
+
+
+def unused_links(requested: str, ring: Sequence[NodeInfo]) -> list[str]:
+    """List the links that --wire-dtype names and that are none of this ring."""
+    own = {f"{rank}-{rank + 1}" for rank in range(len(ring) - 1)}
+    own |= {f"{sender.name}-{receiver.name}" for sender, receiver in pairwise(ring)}
+    return [name for name, _ in parse_wires(requested).named if name not in own]
+
+
+def wire_name(wires: Sequence[WireDType], dtype: DType) -> str:
+    """Name the wire dtype of a ring of `dtype` for people: MIXED_WIRES where links differ."""
+    names = {wire.value for wire in wires} or {dtype.value}
+    return names.pop() if len(names) == 1 else MIXED_WIRES
+
+
+def _wire(
+    choice: WireChoice,
+    dtype: DType,
+    pair: tuple[NodeInfo, NodeInfo],
+    rank_name: str,
+    links: Links,
+) -> WireDType:
+    """Return the wire dtype of one link, from the first node of `pair` to the second."""
+    names = (rank_name, f"{pair[0].name}-{pair[1].name}")
+    for name, wire in choice.named:
+        if name in names:
+            return wire
+    if choice.slow is not None:
+        way = (NodeId(pair[0].node), NodeId(pair[1].node))
+        link = links.get(way) or links.get(way[::-1])
+        if link is not None and link.bytes_per_s < SLOW_BYTES_PER_S:
+            return choice.slow
+    return choice.every or WireDType.own(dtype)
+
+
+def _is_cpu(node: NodeInfo) -> bool:
+    return node.device == "cpu"

@@ -23,12 +23,12 @@ from shardnet.files import read_own, write_whole
 from shardnet.runtime.stage.loading import set_compute_threads
 from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.runtime.stage.wire_loss import measure_rounding_s, measure_wire_loss
-from shardnet.types import WireDType
+from shardnet.types import WireDType, parse_wires
 from shardnet.wire.framing.schema import Strict
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.plans import NarrowWire, WireError
 
-METHOD = 1
+METHOD = 2
 """Version of the measurement: figures of another one are measured again."""
 
 Progress = Callable[[int, int], None]
@@ -39,9 +39,8 @@ class _Key(Strict, frozen=True, kw_only=True):
 
     method: int
     model_id: str
-    borders: tuple[int, ...]
+    borders: tuple[tuple[int, str], ...]
     dtype: str
-    wire_dtype: str
 
 
 class _Cached(Strict, frozen=True, kw_only=True):
@@ -66,18 +65,20 @@ class WireLoss:
         self._thread = DiskJobs("shardnet-wire", niceness=10)
 
     async def narrow(self, plan: Plan, on_progress: Progress) -> NarrowWire:
-        """Measure the time that the plan's wire dtype saves and the error that it causes.
+        """Measure the time that the plan's wire dtypes save and the error that they cause.
 
         `on_progress` takes (bytes done, bytes in all) of the checkpoint. Cancelling ends the
         measurement. If the error cannot be measured, `why` of the result gives the reason.
         """
         config, own = plan.facts.config, WireDType.own(plan.dtype)
+        wires = plan.wires or (parse_wires(plan.choice.wire_dtype).every or own,)
         saves_ms: float | None = 0.0
         why, error = "", None
-        if plan.wire_dtype is own:
-            why = f"the ring computes in {own.value}, so nothing is rounded"
-        elif not plan.borders:
+        if not plan.wires:
             why = "the plan has one stage, so nothing crosses a wire"
+        elif not plan.narrowed:
+            slow = " and no link is slow" if parse_wires(plan.choice.wire_dtype).slow else ""
+            why = f"the ring's hidden states are {own.value}{slow}, so nothing is rounded"
         else:
             saves_ms = await self._saves_ms(plan)
             try:
@@ -85,7 +86,7 @@ class WireLoss:
             except ShardnetError as failure:
                 why = explanation(failure)
         return NarrowWire(
-            row_bytes=plan.wire_dtype.row_bytes(config.hidden_size),
+            row_bytes=sum(wire.row_bytes(config.hidden_size) for wire in wires) // len(wires),
             exact_row_bytes=own.row_bytes(config.hidden_size),
             saves_ms=saves_ms,
             error=error,
@@ -100,12 +101,12 @@ class WireLoss:
         """Return the milliseconds per token that links save, less the conversion on every hop."""
         if plan.wire_saved_s is None:
             return None
-        width = plan.facts.config.hidden_size
-        round_s = await self._thread.run(
+        width, wires = plan.facts.config.hidden_size, list(plan.narrowed.values())
+        rounding_s = await self._thread.run(
             plan.facts.path,
-            lambda: measure_rounding_s(width, plan.dtype, plan.wire_dtype),
+            lambda: {wire: measure_rounding_s(width, plan.dtype, wire) for wire in set(wires)},
         )
-        return (plan.wire_saved_s - len(plan.borders) * round_s) * 1e3
+        return (plan.wire_saved_s - sum(rounding_s[wire] for wire in wires)) * 1e3
 
     async def _error(self, plan: Plan, on_progress: Progress) -> WireError:
         check_threads(plan.choice.threads, available_cores())
@@ -131,18 +132,15 @@ class WireLoss:
         key = _Key(
             method=METHOD,
             model_id=plan.facts.model_id,
-            borders=plan.borders,
+            borders=tuple((layer, wire.value) for layer, wire in plan.narrowed.items()),
             dtype=plan.dtype.value,
-            wire_dtype=plan.wire_dtype.value,
         )
         path = self._folder / f"{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:32]}.json"
         kept = _read(path, key)
         if kept is not None:
             return kept
         set_compute_threads(threads)
-        measured = measure_wire_loss(
-            plan.facts, plan.dtype, plan.borders, plan.wire_dtype, reporter.report
-        )
+        measured = measure_wire_loss(plan.facts, plan.dtype, plan.narrowed, reporter.report)
         error = WireError(**asdict(measured))
         try:
             write_whole(path, msgspec.json.encode(_Cached(key=key, error=error)))

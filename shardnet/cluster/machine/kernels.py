@@ -15,6 +15,11 @@ NONE: Final = "none"
 OFF: Final = "off"
 """Reported by a node whose user has switched them off."""
 
+PLAIN_C: Final = "portable"
+"""The instruction set of kernels without vectors, which are many times slower than torch."""
+VECTORS: Final = ("avx2", "avx512", "neon", "neon_plain")
+"""The other instruction sets of the kernels."""
+
 SLOWER: Final = "quantised weights are computed many times slower, others up to twice"
 REMEDY: Final = (
     "install a C compiler and then shardnet again, or install it from a wheel that was built on "

@@ -24,7 +24,7 @@ from shardnet.cluster.machine.container import (
 from shardnet.cluster.machine.local_nodes import this_network
 from shardnet.errors import ConfigurationError
 from shardnet.runtime.stage.plugin import ComputePlugin, installed_compute, installed_computes
-from shardnet.types import DType, NodeId
+from shardnet.types import PORTABLE_ARITHMETIC, Arith, DType, NodeId
 
 MEMORY_SHARE = 0.85
 """Share of the available memory that a node without --memory uses."""
@@ -62,7 +62,7 @@ class Device:
 
     `isa` is the instruction set of the compiled kernels, or a word of kernels.py; "" where there
     are none to have: on a GPU, and on Windows. `torch` names the version and the CPU that it sees.
-    `plugin` computes in place of torch.
+    `arithmetic` is NodeInfo's. `plugin` computes in place of torch.
     """
 
     kind: str
@@ -70,6 +70,7 @@ class Device:
     dtypes: tuple[DType, ...]
     isa: str = ""
     torch: str = ""
+    arithmetic: str = ""
     plugin: ComputePlugin | None = None
 
     @classmethod
@@ -79,8 +80,14 @@ class Device:
             kind=plugin.name,
             description=plugin.description,
             dtypes=plugin.dtypes,
+            arithmetic=plugin.description,
             plugin=plugin,
         )
+
+    def arith(self, asked: Arith) -> Arith:
+        """Return what of `asked` makes a difference here: FAST where both are the same."""
+        is_plain = self.kind != "cpu" or self.arithmetic == PORTABLE_ARITHMETIC
+        return Arith.FAST if is_plain else asked
 
     @property
     def for_torch(self) -> str:
@@ -95,6 +102,8 @@ def find_device(requested: str) -> Device:
     plug-in's that cannot be used.
     """
     import torch
+
+    from shardnet.model.kernels.linear import cpu_arithmetic
 
     if requested not in ("auto", "cpu", "cuda"):
         plugins = installed_computes()
@@ -116,6 +125,7 @@ def find_device(requested: str) -> Device:
             description=f"cuda ({name})",
             dtypes=_good_dtypes("cuda"),
             torch=torch.__version__,
+            arithmetic=f"{name}, torch {torch.__version__}",
         )
     return Device(
         kind="cpu",
@@ -123,6 +133,7 @@ def find_device(requested: str) -> Device:
         dtypes=_good_dtypes("cpu"),
         isa=find_isa(os.environ),
         torch=f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}",
+        arithmetic=cpu_arithmetic(),
     )
 
 

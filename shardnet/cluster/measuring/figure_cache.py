@@ -17,7 +17,7 @@ from shardnet.files import read_own, write_whole
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.stage.measuring import StageFigures
-from shardnet.types import DType, KvDType
+from shardnet.types import Arith, DType, KvDType
 
 FOLDER = "figures"
 
@@ -50,6 +50,7 @@ class FigureKey:
     dtype: str
     quant: str
     kv_dtype: str
+    arith: str
     device: str
     isa: str
     torch: str
@@ -65,6 +66,7 @@ class FigureKey:
         dtype: DType,
         quantization: Quantization | None = None,
         kv_dtype: KvDType = KvDType.AUTO,
+        arith: Arith = Arith.FAST,
         *,
         device: str,
         isa: str,
@@ -84,6 +86,7 @@ class FigureKey:
             dtype=dtype.value,
             quant=_kind(quantization),
             kv_dtype=kv_dtype.value,
+            arith=arith.value,
             device=device,
             isa=isa,
             torch=torch,

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final, Protocol
+
+from msgspec.structs import replace
 
 from shardnet.cluster.placement.figures import Links, LinkSpeed, StageSpeed
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.stage.estimate.memory_estimate import KEEPS_HALVES
-from shardnet.types import LayerRange, NodeId
+from shardnet.types import Arith, LayerRange, NodeId
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.measurements import (
     LinksMeasured,
@@ -37,14 +39,6 @@ class Measured:
     speeds: Mapping[NodeId, StageSpeed] = field(default_factory=dict)
     links: Links = field(default_factory=dict)
     reports: tuple[NodeMeasured, ...] = ()
-
-    @property
-    def keeping_halves(self) -> frozenset[str]:
-        """Nodes whose linear kernels compute in float32 with weights that stay in 16 bits.
-
-        On the wire a kernel is a display name; it is interpreted here and nowhere else.
-        """
-        return frozenset(own.node for own in self.reports if own.kernel == KEEPS_HALVES)
 
     @property
     def ways(self) -> list[WayMeasured]:
@@ -90,6 +84,10 @@ class Instruments(Protocol):
         """Have a node measure its links. Raises as `measure_stage`."""
 
 
+Ariths = Mapping[NodeId, Arith]
+"""How nodes compute, by their ids."""
+NO_ARITHS: Final[Ariths] = MappingProxyType({})
+
 OnMeasured = Callable[[int, int], None]
 """Takes (nodes and links that were measured or have failed, nodes and links in all)."""
 
@@ -113,15 +111,23 @@ async def gather(
     payload_bytes: int,
     instruments: Instruments,
     on_measured: OnMeasured = lambda n_done, n_all: None,
+    ariths: Ariths = NO_ARITHS,
 ) -> Measured:
     """Have all nodes measured for the model of `stage`, then all links between two of them.
 
     Machines measure at the same time, the nodes of one machine one after the other. A link is
     measured by the node with the smaller id. What fails is left out, and `reports` gives the
-    reason. `on_measured` is called after each node and link, and must not raise.
+    reason. `on_measured` is called after each node and link, and must not raise. `ariths` are the
+    arithmetics of nodes where these differ from what `stage` says.
     """
     count = _Count(len(nodes) * (len(nodes) + 1) // 2, on_measured)
-    reports = await _all_nodes(nodes, stage, instruments, count)
+    stages = {
+        node.node: replace(stage, arith=ariths[NodeId(node.node)].value)
+        if NodeId(node.node) in ariths
+        else stage
+        for node in nodes
+    }
+    reports = await _all_nodes(nodes, stages, instruments, count)
     speeds = {}
     for place, entry in enumerate(reports):
         if entry.seconds is None:
@@ -160,7 +166,10 @@ def rounds_of_pairs(nodes: Iterable[NodeId]) -> list[list[tuple[NodeId, NodeId]]
 
 
 async def _all_nodes(
-    nodes: Sequence[NodeInfo], stage: MeasureStage, instruments: Instruments, count: _Count
+    nodes: Sequence[NodeInfo],
+    stages: Mapping[str, MeasureStage],
+    instruments: Instruments,
+    count: _Count,
 ) -> list[NodeMeasured]:
     by_host: dict[str, list[NodeInfo]] = {}
     for node in nodes:
@@ -169,7 +178,7 @@ async def _all_nodes(
 
     async def one_host(here: Sequence[NodeInfo]) -> None:
         for node in here:
-            found[node.node] = await _one_node(node, stage, instruments)
+            found[node.node] = await _one_node(node, stages[node.node], instruments)
             count.one_more()
 
     async with asyncio.TaskGroup() as tasks:

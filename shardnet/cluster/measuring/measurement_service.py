@@ -14,14 +14,14 @@ from typing import Final
 from msgspec.structs import replace
 
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
-from shardnet.cluster.measuring.measurement import Measured, OnMeasured, StageRun, gather
+from shardnet.cluster.measuring.measurement import Ariths, Measured, OnMeasured, StageRun, gather
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.errors import ShardnetError
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.stage.loading import ModelFacts, config_text
-from shardnet.types import PREFILL_CHUNK_ROWS, DType, NodeId
+from shardnet.types import PREFILL_CHUNK_ROWS, Arith, DType, NodeId
 from shardnet.wire.framing.schema import Quant
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.measurements import (
@@ -62,25 +62,26 @@ class MeasurementService:
         choice: ModelChoice,
         facts: ModelFacts,
         dtype: DType,
+        ariths: Ariths,
         *,
         again: bool = False,
         on_measured: OnMeasured,
     ) -> Measured:
         """Have the nodes and the links between them measured for a model.
 
-        With `again` known figures are measured too. `on_measured` is as for `gather`.
+        With `again` known figures are measured too. `ariths` and `on_measured` as for `gather`.
         """
         ask = await self._ask(choice, facts, dtype, again=again)
         largest = PREFILL_CHUNK_ROWS * facts.config.hidden_size * dtype.size_bytes
         payload_bytes = min(largest, MAX_PAYLOAD_BYTES)
-        return await gather(nodes, ask, payload_bytes, self, on_measured)
+        return await gather(nodes, ask, payload_bytes, self, on_measured, ariths)
 
     async def known(
-        self, node: NodeInfo, choice: ModelChoice, facts: ModelFacts, dtype: DType
+        self, node: NodeInfo, choice: ModelChoice, facts: ModelFacts, dtype: DType, ariths: Ariths
     ) -> Measured:
         """Return the known figures of this node, without measuring."""
         ask = await self._ask(choice, facts, dtype, again=False)
-        return await gather([node], ask, 0, _KnownFigures(self._own))
+        return await gather([node], ask, 0, _KnownFigures(self._own), ariths=ariths)
 
     async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
         """Have a node measure itself (measurement.Instruments)."""
@@ -103,6 +104,7 @@ class MeasurementService:
         choice: ModelChoice,
         facts: ModelFacts,
         dtype: DType,
+        ariths: Ariths,
         runs: Sequence[StageRun],
     ) -> None:
         """Tell nodes how long their stages took in a generation, each in one of `runs`.
@@ -124,6 +126,7 @@ class MeasurementService:
                 quant=ask.quant,
                 kv_dtype=ask.kv_dtype,
                 ignore_unknown_config=ask.ignore_unknown_config,
+                arith=ariths.get(run.node, Arith.FAST).value,
             )
             with contextlib.suppress(ShardnetError, TimeoutError):
                 async with asyncio.timeout(TELL_S):

@@ -33,7 +33,7 @@ from shardnet.runtime.stage.measuring import (
     rounded,
 )
 from shardnet.runtime.stage.processor_use import ProcessorUse
-from shardnet.types import DType, KvDType, LayerRange
+from shardnet.types import Arith, DType, KvDType, LayerRange
 from shardnet.wire.messages.measurements import (
     MeasureStage,
     StageMeasured,
@@ -79,7 +79,7 @@ class NodeBenchmark:
                 remedy="say with --nodes and --layers what it is to compute",
             )
         config, dtype, quantization, key = self._subject(message, asker)
-        kv_dtype = KvDType(message.kv_dtype)
+        kv_dtype, arith = KvDType(message.kv_dtype), Arith(key.arith)
         known = self._cache.get(key)
         disk = await self._disk(message)
         figure = known
@@ -93,6 +93,7 @@ class NodeBenchmark:
                     dtype,
                     quantization,
                     kv_dtype,
+                    arith,
                     device=device,
                     threads=key.threads,
                     memory_bytes=memory_bytes,
@@ -172,6 +173,7 @@ class NodeBenchmark:
             dtype,
             quantization,
             KvDType(message.kv_dtype),
+            self._orders.device.arith(Arith(message.arith)),
             device=self._orders.device.description,
             isa=self._orders.device.isa,
             torch=self._orders.device.torch,

@@ -55,6 +55,7 @@ class OwnState:
             host_id=make_host_id(),
             stage=stage,
             isa=device.isa,
+            arithmetic=device.arithmetic,
             uptime_s=time.monotonic() - self.started_s,
             is_draining=self.host.is_draining,
         )

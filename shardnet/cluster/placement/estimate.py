@@ -72,13 +72,15 @@ def paces_of(shape: ModelShape, candidates: Sequence[CandidateNode]) -> list[Pac
             step_s=max(speed.step_s for speed in known),
         )
         if known
-        else speed_by_bytes(shape, ASSUMED_MEMORY_BYTES_PER_S)
+        else None
     )
     disks = [candidate.disk_bytes_per_s for candidate in candidates if candidate.disk_bytes_per_s]
     slowest_disk = min(disks, default=ASSUMED_DISK_BYTES_PER_S)
     return [
         Pace(
-            speed=candidate.speed or slowest,
+            speed=candidate.speed
+            or slowest
+            or speed_by_bytes(candidate.held(shape).shape, ASSUMED_MEMORY_BYTES_PER_S),
             disk_bytes_per_s=candidate.disk_bytes_per_s or slowest_disk,
         )
         for candidate in candidates
@@ -108,8 +110,8 @@ def measured_problem(
         candidates,
         [pace.speed for pace in paces_of(shape, candidates)],
         objective,
-        hop_s=ways_s(candidates, links, objective, shape.hop_bytes),
-        home_s=ways_s(candidates, links, objective, TOKEN_BYTES),
+        hop_s=ways_s(candidates, links, objective, shape),
+        home_s=ways_s(candidates, links, objective),
     )
 
 
@@ -139,7 +141,7 @@ def fetching_problem(
 def bytes_problem(shape: ModelShape, candidates: Sequence[CandidateNode]) -> Problem:
     """State the search where no figures count: all nodes read one byte a second, hops are free."""
     free = [[0.0] * len(candidates) for _ in candidates]
-    speeds = [speed_by_bytes(shape, 1.0)] * len(candidates)
+    speeds = [speed_by_bytes(candidate.held(shape).shape, 1.0) for candidate in candidates]
     return _problem(shape, candidates, speeds, Objective.THROUGHPUT, hop_s=free, home_s=free)
 
 
@@ -155,7 +157,7 @@ def _problem(
     return Problem(
         objective=objective,
         n_layers=shape.n_layers,
-        room=rooms_of(shape, [candidate.memory_bytes for candidate in candidates]),
+        room=rooms_of([candidate.held(shape) for candidate in candidates]),
         layer_s=[speed.layer_s for speed in speeds],
         embed_s=[speed.embed_s + speed.step_s for speed in speeds],
         head_s=[speed.head_s for speed in speeds],
@@ -188,12 +190,12 @@ def placement_of(
     `cost_s` is what the objective makes of the ring: the prediction where everything was measured.
     """
     ring = [stage.candidate for stage in stages]
-    links_on = [measured_link(links, *hop) for hop in hops_of(ring)] or [None]
+    hops_s = [_hop_s(shape, links, *hop, ring[0]) for hop in hops_of(ring)] or [None]
     is_measured = all(stage.compute_s is not None for stage in stages)
     is_measured = is_measured and not unmeasured_hops(ring, links)
     return Placement(
         stages=tuple(
-            _stage_plan(shape, stage, link) for stage, link in zip(stages, links_on, strict=True)
+            _stage_plan(shape, stage, hop_s) for stage, hop_s in zip(stages, hops_s, strict=True)
         ),
         left_out=tuple(left_out),
         predicted_tok_s=1 / cost_s if is_measured else None,
@@ -201,16 +203,30 @@ def placement_of(
     )
 
 
-def _stage_plan(shape: ModelShape, stage: PlacedStage, link: LinkSpeed | None) -> StagePlan:
-    layers = stage.layers
-    sent_bytes = TOKEN_BYTES if layers.end == shape.n_layers else shape.hop_bytes
+def _hop_s(
+    shape: ModelShape,
+    links: Links,
+    sender: CandidateNode,
+    receiver: CandidateNode,
+    head: CandidateNode,
+) -> float | None:
+    """Return the seconds of a hop, the tail's to the head included; None if not measured."""
+    link = measured_link(links, sender, receiver)
+    if link is None:
+        return None
+    is_home = receiver is head
+    return link.hop_s(TOKEN_BYTES if is_home else shape.hop_bytes_on(sender.node, receiver.node))
+
+
+def _stage_plan(shape: ModelShape, stage: PlacedStage, hop_s: float | None) -> StagePlan:
+    layers, held = stage.layers, stage.candidate.held(shape).shape
     return StagePlan(
         node=stage.candidate.node,
         layers=layers,
-        weight_bytes=shape.weight_bytes(layers, stage.n_streamed),
-        kv_bytes=shape.kv_bytes(layers),
+        weight_bytes=held.weight_bytes(layers, stage.n_streamed),
+        kv_bytes=held.kv_bytes(layers),
         compute_s=stage.compute_s,
-        hop_s=link.hop_s(sent_bytes) if link else None,
+        hop_s=hop_s,
         n_streamed=stage.n_streamed,
         fetch_bytes=stage.candidate.fetch_bytes(layers),
         fetch_s=stage.candidate.fetch_s(layers),
@@ -241,15 +257,24 @@ def hops_of(ring: Sequence[CandidateNode]) -> list[tuple[CandidateNode, Candidat
 
 
 def ways_s(
-    candidates: Sequence[CandidateNode], links: Links, objective: Objective, size_bytes: int
+    candidates: Sequence[CandidateNode],
+    links: Links,
+    objective: Objective,
+    shape: ModelShape | None = None,
 ) -> list[list[float]]:
-    """Seconds that the objective counts for so many bytes, from each candidate to each other."""
+    """Seconds that the objective counts from each candidate to each other.
+
+    They are for one row's activations of the model of `shape`, None for the tail's token.
+    """
     slowest = _slowest(links)
 
     def way_s(sender: CandidateNode, receiver: CandidateNode) -> float:
         if sender is receiver:
             return 0.0
         link = measured_link(links, sender, receiver) or slowest
+        size_bytes = (
+            TOKEN_BYTES if shape is None else shape.hop_bytes_on(sender.node, receiver.node)
+        )
         is_latency = objective is Objective.LATENCY
         return link.hop_s(size_bytes) if is_latency else link.send_s(size_bytes)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from shardnet.errors import UsageError
@@ -77,6 +77,7 @@ class ModelShape:
     `tied_bytes` less than the two. `state_bytes` are the states of all slots in a layer that keeps
     states, which then has no KV blocks; 0 where no layer does.
     `streaming` is None if weights have to be converted on loading, so cannot be streamed.
+    `narrow_hops` are the `hop_bytes` from one node to another where that link has its own dtype.
     """
 
     n_layers: int
@@ -94,6 +95,7 @@ class ModelShape:
     streaming: Streaming | None = None
     tied_bytes: int = 0
     state_bytes: int = 0
+    narrow_hops: Mapping[tuple[NodeId, NodeId], int] = field(default_factory=dict)
 
     @property
     def n_blocks(self) -> int:
@@ -109,6 +111,10 @@ class ModelShape:
     def whole(self) -> LayerRange:
         """All layers."""
         return LayerRange(0, self.n_layers)
+
+    def hop_bytes_on(self, sender: NodeId, receiver: NodeId) -> int:
+        """Bytes of one row's activations from one node to another."""
+        return self.narrow_hops.get((sender, receiver), self.hop_bytes)
 
     def with_blocks(self, n_blocks: int) -> ModelShape:
         """Return the shape with a context of so many whole blocks, fewer than the present ones."""
@@ -167,6 +173,22 @@ class ModelShape:
         if n_streamed and self.streaming is not None:
             used += self.streaming.working_bytes
         return int(used * (1 + MARGIN))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldModel:
+    """A model as one node would hold it, and the memory that the node has for a stage."""
+
+    shape: ModelShape
+    memory_bytes: int
+
+    def with_blocks(self, n_blocks: int) -> HeldModel:
+        """Return it with a context of so many whole blocks, fewer than the present ones."""
+        return replace(self, shape=self.shape.with_blocks(n_blocks))
+
+    def quantized(self, choice: int) -> HeldModel:
+        """Return it with the quantisation that is listed at `choice`, the same for every node."""
+        return replace(self, shape=self.shape.quantized(self.shape.quantized_sizes[choice]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +253,9 @@ class CandidateNode:
 
     `speed` is None where nothing was measured, and so is the speed of the disk with the checkpoint.
     `lacking` are the stored bytes of each layer that it would have to fetch, () for none, and
-    `fetch_bytes_per_s` how fast they would come, None where that was not measured.
+    `fetch_bytes_per_s` how fast they would come, None where that was not measured. `shape` are the
+    model's sizes on this node where it holds the model in another form than most, as in float32
+    where it has no instructions for the ring's dtype.
     """
 
     node: NodeId
@@ -241,6 +265,11 @@ class CandidateNode:
     disk_bytes_per_s: float | None = None
     lacking: tuple[int, ...] = ()
     fetch_bytes_per_s: float | None = None
+    shape: ModelShape | None = None
+
+    def held(self, shape: ModelShape) -> HeldModel:
+        """Return the model of `shape` as this node would hold it."""
+        return HeldModel(shape=self.shape or shape, memory_bytes=self.memory_bytes)
 
     def fetch_bytes(self, layers: LayerRange) -> int:
         """Bytes to fetch before these layers can be loaded here."""

@@ -204,7 +204,8 @@ def _resident(
     stages, start = [], 0
     for candidate, pace, count in zip(chosen, paces_of(shape, chosen), ring.counts, strict=True):
         layers = LayerRange(start, start + count)
-        compute_s = pace.stage_s(shape, layers) if candidate.speed else None
+        held = candidate.held(shape).shape
+        compute_s = pace.stage_s(held, layers) if candidate.speed else None
         stages.append(PlacedStage(candidate=candidate, layers=layers, compute_s=compute_s))
         start = layers.end
     return placement_of(shape, stages, links, ring.cost_s, left_out=left_out, why=why)
@@ -216,7 +217,7 @@ def _check_layers(
     """Raise PlanError unless the ranges are one per node, join from 0 to the end, and fit."""
     _check_ranges(shape, ring, layers)
     for candidate, part in zip(ring, layers, strict=True):
-        needed = shape.memory_bytes(part)
+        needed = candidate.held(shape).shape.memory_bytes(part)
         if needed > candidate.memory_bytes:
             raise PlanError(
                 f"node {candidate.name} lacks {size(needed - candidate.memory_bytes)} for "

@@ -11,7 +11,7 @@ from dataclasses import replace
 from enum import IntFlag
 from itertools import permutations
 
-from shardnet.cluster.placement.figures import ModelShape
+from shardnet.cluster.placement.figures import HeldModel, ModelShape
 from shardnet.types import LayerRange
 
 MIB = 2**20
@@ -29,8 +29,8 @@ class StageRole(IntFlag):
 Room = tuple[int, int, int, int]
 """The layers that a node has memory for, by StageRole. Alone it is all of them or 0."""
 
-Fits = Callable[[ModelShape, Sequence[int]], bool]
-"""Whether a model fits nodes with these bytes of memory."""
+Fits = Callable[[Sequence[HeldModel]], bool]
+"""Whether a model fits nodes that hold it so."""
 
 
 def role_of(rank: int, n_stages: int) -> StageRole:
@@ -66,9 +66,9 @@ def room_of(shape: ModelShape, memory_bytes: int) -> Room:
     )
 
 
-def rooms_of(shape: ModelShape, memory: Sequence[int]) -> list[Room]:
+def rooms_of(held: Sequence[HeldModel]) -> list[Room]:
     """Count the layers that fit each node, in every role."""
-    return [room_of(shape, memory_bytes) for memory_bytes in memory]
+    return [room_of(one.shape, one.memory_bytes) for one in held]
 
 
 def ring_room(rooms: Sequence[Room], ring: Sequence[int]) -> int:
@@ -112,44 +112,49 @@ def _roomy_rings(rooms: Sequence[Room], n_layers: int) -> Iterator[tuple[int, ..
         yield (head, *middle, tail)
 
 
-def fits_somehow(shape: ModelShape, memory: Sequence[int]) -> bool:
+def fits_somehow(held: Sequence[HeldModel]) -> bool:
     """Say whether some ring of these nodes holds the model."""
-    return shortest_ring(rooms_of(shape, memory), shape.n_layers) is not None
+    return bool(held) and shortest_ring(rooms_of(held), held[0].shape.n_layers) is not None
 
 
-def fits_in_order(shape: ModelShape, memory: Sequence[int]) -> bool:
+def fits_in_order(held: Sequence[HeldModel]) -> bool:
     """Say whether the ring of exactly these nodes, in this order, holds the model."""
-    n_stages = len(memory)
-    return (
-        n_stages <= shape.n_layers
-        and ring_room(rooms_of(shape, memory), range(n_stages)) >= shape.n_layers
-    )
+    n_stages, n_layers = len(held), held[0].shape.n_layers
+    return n_stages <= n_layers and ring_room(rooms_of(held), range(n_stages)) >= n_layers
 
 
-def context_that_fits(shape: ModelShape, memory: Sequence[int], fits: Fits) -> int | None:
+def context_that_fits(held: Sequence[HeldModel], fits: Fits) -> int | None:
     """Return the longest context, in whole blocks, with which the model fits; None if none does."""
+    shape = held[0].shape
     blocks = range(shape.n_blocks - 1, 0, -1)
-    index = bisect_left(blocks, True, key=lambda n: fits(shape.with_blocks(n), memory))
+    index = bisect_left(blocks, True, key=lambda n: fits([one.with_blocks(n) for one in held]))
     return shape.with_blocks(blocks[index]).context if index < len(blocks) else None
 
 
-def node_that_helps(shape: ModelShape, memory: Sequence[int], fits: Fits) -> int | None:
+def node_that_helps(shape: ModelShape, held: Sequence[HeldModel], fits: Fits) -> int | None:
     """Return the least memory, in whole MiB as bytes, of one more node that makes it fit.
 
-    None if not even a node that holds the whole model helps: the ring has too many nodes.
+    That node would hold the model as `shape` says. None if not even a node that holds the whole
+    model helps: the ring has too many nodes.
     """
-    return _least(shape, lambda extra: fits(shape, [*memory, extra]))
+
+    def helps(extra: int) -> bool:
+        return fits([*held, HeldModel(shape=shape, memory_bytes=extra)])
+
+    return _least(shape, helps)
 
 
-def memory_that_helps(
-    shape: ModelShape, memory: Sequence[int], index: int, fits: Fits
-) -> int | None:
+def memory_that_helps(held: Sequence[HeldModel], index: int, fits: Fits) -> int | None:
     """Return the least memory, in whole MiB as bytes, with which the node at `index` makes it fit.
 
     None if no memory there helps, since another stage lacks memory too.
     """
-    before, after = memory[:index], memory[index + 1 :]
-    return _least(shape, lambda raised: fits(shape, [*before, raised, *after]))
+    before, after, one = held[:index], held[index + 1 :], held[index]
+
+    def helps(raised: int) -> bool:
+        return fits([*before, replace(one, memory_bytes=raised), *after])
+
+    return _least(one.shape, helps)
 
 
 def _least(shape: ModelShape, enough: Callable[[int], bool]) -> int | None:

@@ -18,7 +18,6 @@ from shardnet.cluster.placement.figures import (
     Objective,
 )
 from shardnet.types import LayerRange
-from shardnet.wire.payloads.data import TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,11 @@ class StreamedStage:
     def read_s(self, shape: ModelShape) -> float | None:
         """Seconds that the disk takes for a step, None where it was not measured."""
         rate = self.candidate.disk_bytes_per_s
-        return shape.read_bytes(self.n_streamed) / rate if rate else None
+        return self.read_bytes(shape) / rate if rate else None
+
+    def read_bytes(self, shape: ModelShape) -> int:
+        """Bytes that the stage reads from disk at every step."""
+        return self.candidate.held(shape).shape.read_bytes(self.n_streamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +94,8 @@ def streamed_ring(
             return None
         stages.append(made)
         start += count
-    ways = ways_s(ring, links, objective, shape.hop_bytes)
-    home = ways_s(ring, links, objective, TOKEN_BYTES)
+    ways = ways_s(ring, links, objective, shape)
+    home = ways_s(ring, links, objective)
     last = len(ring) - 1
     hops = [home[rank][0] if rank == last else ways[rank][rank + 1] for rank in range(len(ring))]
     times = [made.stage_s + hop_s for made, hop_s in zip(stages, hops, strict=True)]
@@ -101,7 +104,7 @@ def streamed_ring(
         cost_s=sum(times) if objective is Objective.LATENCY else max(times),
         is_measured=all(
             made.candidate.speed is not None
-            and (not shape.read_bytes(made.n_streamed) or made.candidate.disk_bytes_per_s)
+            and (not made.read_bytes(shape) or made.candidate.disk_bytes_per_s)
             for made in stages
         ),
     )
@@ -142,9 +145,14 @@ def _stage(
     layers: LayerRange,
     n_asked: int | None,
 ) -> StreamedStage | None:
-    """Make a stage; None where it does not fit."""
-    wanted = range(len(layers) + 1) if n_asked is None else (min(n_asked, len(layers)),)
-    fitting = (n for n in wanted if shape.memory_bytes(layers, n) <= candidate.memory_bytes)
+    """Make a stage; None where it does not fit, or layers have to be converted for its node."""
+    held = candidate.held(shape).shape
+    wanted: Sequence[int] = (
+        range(len(layers) + 1) if n_asked is None else (min(n_asked, len(layers)),)
+    )
+    if held.streaming is None:
+        wanted = [n for n in wanted if n == 0]
+    fitting = (n for n in wanted if held.memory_bytes(layers, n) <= candidate.memory_bytes)
     n_streamed = next(fitting, None)
     if n_streamed is None:
         return None
@@ -152,7 +160,7 @@ def _stage(
         candidate=candidate,
         layers=layers,
         n_streamed=n_streamed,
-        stage_s=pace.stage_s(shape, layers, n_streamed),
+        stage_s=pace.stage_s(held, layers, n_streamed),
     )
 
 

@@ -16,7 +16,14 @@ from shardnet.cluster.placement.estimate import (
     unmeasured_hops,
     unmeasured_nodes,
 )
-from shardnet.cluster.placement.figures import NO_LINKS, CandidateNode, Links, ModelShape, Objective
+from shardnet.cluster.placement.figures import (
+    NO_LINKS,
+    CandidateNode,
+    HeldModel,
+    Links,
+    ModelShape,
+    Objective,
+)
 from shardnet.cluster.placement.room import (
     Fits,
     StageRole,
@@ -144,12 +151,12 @@ def exclusion_words(
     """Explain why a node is left out: the rate of the best neighbouring ring with it."""
     with_it = best_of(problem, rings_with(node, ring.nodes))
     if with_it is None:
-        memory_bytes = candidates[node].memory_bytes
-        if any(room_of(shape, memory_bytes)):
+        held = candidates[node].held(shape)
+        if any(room_of(held.shape, held.memory_bytes)):
             return f"a model of {shape.n_layers} layers has none left for one more stage"
         middle = shape.n_layers // 2
-        needed = shape.memory_bytes(LayerRange(middle, middle + 1))
-        return f"its {size(memory_bytes)} hold no layer: one needs {size(needed)} here"
+        needed = held.shape.memory_bytes(LayerRange(middle, middle + 1))
+        return f"its {size(held.memory_bytes)} hold no layer: one needs {size(needed)} here"
     speed = candidates[node].speed
     lacks = sum(candidates[node].lacking)
     if lacks and with_it.cost_s < ring.cost_s * (1 - SAME):
@@ -162,7 +169,7 @@ def exclusion_words(
 
 def shortfall_words(shape: ModelShape, candidates: Sequence[CandidateNode]) -> str:
     """Explain that no ring of these nodes holds the model: what lacks where, and the ways out."""
-    rooms = rooms_of(shape, [candidate.memory_bytes for candidate in candidates])
+    rooms = rooms_of([candidate.held(shape) for candidate in candidates])
     most = [max(room) for room in rooms]
     words = _needs_words(shape) + _have_words(candidates, most)
     if not any(room[StageRole.FIRST] for room in rooms):
@@ -177,7 +184,7 @@ def shortfall_words(shape: ModelShape, candidates: Sequence[CandidateNode]) -> s
 
 def ring_shortfall_words(shape: ModelShape, ring: Sequence[CandidateNode]) -> str:
     """Explain that this ring does not hold the model: what lacks where, and the ways out."""
-    rooms = rooms_of(shape, [candidate.memory_bytes for candidate in ring])
+    rooms = rooms_of([candidate.held(shape) for candidate in ring])
     held = [room[role_of(rank, len(ring))] for rank, room in enumerate(rooms)]
     words = _needs_words(shape) + _have_words(ring, held)
     if len(ring) > 1:
@@ -200,7 +207,7 @@ def streaming_words(shape: ModelShape, ring: StreamedRing, *, was_asked: bool) -
 def _stream_part(shape: ModelShape, stage: StreamedStage) -> str:
     name, n_layers = stage.candidate.name, len(stage.layers)
     streams = f"{name} streams {stage.n_streamed} of {_layers(n_layers)} from disk"
-    read_bytes, read_s = shape.read_bytes(stage.n_streamed), stage.read_s(shape)
+    read_bytes, read_s = stage.read_bytes(shape), stage.read_s(shape)
     if not read_bytes:
         return f"{streams}, once: two fit its buffers"
     if read_s is None:
@@ -224,29 +231,30 @@ def _have_words(candidates: Sequence[CandidateNode], held: Sequence[int]) -> str
 
 
 def _ways_out(shape: ModelShape, candidates: Sequence[CandidateNode], fits: Fits) -> str:
-    memory = [candidate.memory_bytes for candidate in candidates]
-    roomiest = memory.index(max(memory))
+    held = [candidate.held(shape) for candidate in candidates]
+    roomiest = max(range(len(held)), key=lambda place: held[place].memory_bytes)
     ways = []
-    if context := context_that_fits(shape, memory, fits):
+    if context := context_that_fits(held, fits):
         ways.append(f"use --context {context}")
-    ways += _quantizations(shape, memory, fits)
+    ways += _quantizations(shape, held, fits)
     if streamed := _streamed_way(shape, candidates, fits):
         ways.append(streamed)
-    if extra := node_that_helps(shape, memory, fits):
+    if extra := node_that_helps(shape, held, fits):
         ways.append(f"add a node of {size(extra)}")
-    if raised := memory_that_helps(shape, memory, roomiest, fits):
+    if raised := memory_that_helps(held, roomiest, fits):
         flag = size(raised).replace(" ", "")
         ways.append(f"give {candidates[roomiest].name} --memory {flag}")
     return f". Ways out: {' or '.join(ways)}" if ways else ". Name fewer nodes, or larger ones"
 
 
-def _quantizations(shape: ModelShape, memory: Sequence[int], fits: Fits) -> list[str]:
+def _quantizations(shape: ModelShape, held: Sequence[HeldModel], fits: Fits) -> list[str]:
     """Name the flags that make the model fit; two at once only where no single one does."""
     ways: list[str] = []
-    for sizes in shape.quantized_sizes:
+    for choice, sizes in enumerate(shape.quantized_sizes):
         if len(sizes.flags) > 1 and ways:
             break
-        if fits(quantized := shape.quantized(sizes), memory):
+        if fits([one.quantized(choice) for one in held]):
+            quantized = shape.quantized(sizes)
             needed = size(quantized.memory_bytes(quantized.whole))
             ways.append(f"use {' '.join(sizes.flags)} (needs {needed})")
     return ways
@@ -254,7 +262,7 @@ def _quantizations(shape: ModelShape, memory: Sequence[int], fits: Fits) -> list
 
 def _streamed_way(shape: ModelShape, candidates: Sequence[CandidateNode], fits: Fits) -> str | None:
     """Suggest streaming with its cost; None if these nodes cannot."""
-    if shape.streaming is None:
+    if all(candidate.held(shape).shape.streaming is None for candidate in candidates):
         return None
     if fits is fits_in_order:
         ring = streamed_ring(shape, candidates, NO_LINKS, Objective.LATENCY)

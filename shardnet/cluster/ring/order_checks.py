@@ -28,6 +28,7 @@ def check_load_order(order: LoadStage, most_threads: int) -> None:
     check_threads(order.threads, most_threads)
     DType.named(order.dtype)
     WireDType.named(order.wire_dtype)
+    WireDType.named(order.received_dtype or order.wire_dtype)
     n_layers = len(LayerRange(*order.layers))
     first_layer, _ = order.layers
     faults = {

@@ -27,6 +27,7 @@ from shardnet.transport.loop import finish
 from shardnet.types import (
     PREFILL_CHUNK_ROWS,
     STATE_SLOTS,
+    Arith,
     DType,
     Epoch,
     LayerRange,
@@ -75,7 +76,8 @@ class RingSpec:
     kv_dtype: KvDTypeName
     streamed: tuple[int, ...]
     """How many layers of each stage are streamed from disk."""
-    wire_dtype: WireDType
+    wires: tuple[WireDType, ...]
+    """The dtypes of activations from each stage to the next."""
     context: int
     threads: int
     vocab_size: int
@@ -85,6 +87,8 @@ class RingSpec:
     """Whether layers keep a state, which cannot be rewound."""
     routing: RoutingShape | None
     """How many experts route each token, None for a dense model."""
+    ariths: tuple[Arith, ...]
+    """How each stage computes."""
     ignore_unknown_config: bool = False
     """Whether stages ignore keys of the model's config that they do not know."""
 
@@ -377,6 +381,8 @@ class Ring:
     def order(self, rank: int) -> LoadStage:
         """Return what the node of a rank is told to load."""
         spec = self.spec
+        own = WireDType.own(spec.dtype)
+        received, sent = [own, *spec.wires][rank], [*spec.wires, own][rank]
         return LoadStage(
             request=0,
             ring=self.name,
@@ -390,7 +396,9 @@ class Ring:
             quant=spec.quant,
             kv_dtype=spec.kv_dtype,
             streamed_layers=spec.streamed[rank],
-            wire_dtype=spec.wire_dtype.value,
+            wire_dtype=sent.value,
+            received_dtype=received.value,
+            arith=spec.ariths[rank].value,
             context=spec.context,
             threads=spec.threads,
             addresses=list(spec.addresses),
@@ -416,9 +424,14 @@ class Ring:
         spec = self.spec
         at = zip(spec.layers, ready, strict=True)
         stages = [(layers, stage.arithmetic) for layers, stage in at]
-        if spec.wire_dtype is not WireDType.own(spec.dtype):  # a border rounds what goes over it
-            stages = [(layers, f"{layers} {kind}" if kind else "") for layers, kind in stages]
-        facts = (spec.model_id, spec.dtype.value, spec.wire_dtype.value, spec.quant)
+        wires = {wire.value for wire in spec.wires}
+        if wires - {spec.dtype.value}:  # a border rounds what goes over it
+            at_border = zip(stages, [*spec.wires, None], strict=True)
+            stages = [
+                (layers, f"{layers} {kind} {wire.value if wire else ''}" if kind else "")
+                for (layers, kind), wire in at_border
+            ]
+        facts = (spec.model_id, spec.dtype.value, spec.quant)
         seed = ring_seed((*facts, spec.kv_dtype, spec.context), stages)
         if seed is None or spec.has_state:
             return None

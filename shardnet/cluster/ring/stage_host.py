@@ -180,7 +180,8 @@ class StageHost:
         membership: RingMembership,
         order: StageOrder,
         *,
-        wire_dtype: WireDType,
+        sent: WireDType,
+        received: WireDType,
         threads: int,
         memory_bytes: int,
         on_progress: Callable[[int, int], None],
@@ -188,9 +189,9 @@ class StageHost:
         """Have the stage of `order` loaded for `membership`.
 
         Returns the stage and whether it was there already. A stage of another order is freed first;
-        for another wire dtype it need not be. Raises what loading raises, and PeerFailedError when
-        another ring has taken this node meanwhile or this node shuts down; then nothing of this
-        order is left loaded.
+        for other wire dtypes, `sent` and `received`, it need not be. Raises what loading raises,
+        and PeerFailedError when another ring has taken this node meanwhile or this node shuts down;
+        then nothing of this order is left loaded.
         """
         async with self._changing:
             self._check_not_closing()
@@ -204,7 +205,7 @@ class StageHost:
                 await self._free()
                 self.loaded = await self._load(order, memory_bytes, on_progress)
             compute = self.loaded.compute
-            await self._compute.run(lambda: compute.use_wire(wire_dtype))
+            await self._compute.run(lambda: compute.use_wire(sent, received))
             membership.is_loaded = True
             return self.loaded, reused
 

@@ -24,7 +24,7 @@ from shardnet.errors import ShardnetError
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.stage.loading import LoadedStage, StageOrder
 from shardnet.transport.loop import finish
-from shardnet.types import DType, KvDType, LayerRange, WireDType
+from shardnet.types import Arith, DType, KvDType, LayerRange, WireDType
 from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.handshake import explanation
@@ -174,7 +174,8 @@ class StageOrders:
         check_load_order(message, self.most_threads)
         if message.beside:
             return await self._prepare(message, owner, progress)
-        wire_dtype = WireDType.named(message.wire_dtype)
+        sent = WireDType.named(message.wire_dtype)
+        received = WireDType.named(message.received_dtype) if message.received_dtype else sent
 
         def left(error: ShardnetError) -> None:
             self._log(f"left the ring of {message.model}: {error}")
@@ -192,7 +193,8 @@ class StageOrders:
             loaded, reused = await self._host.load(
                 membership,
                 self._order(message, folder),
-                wire_dtype=wire_dtype,
+                sent=sent,
+                received=received,
                 threads=threads,
                 memory_bytes=self.memory_bytes(),
                 on_progress=partial(progress, "loading"),
@@ -247,6 +249,7 @@ class StageOrders:
             kv_dtype=KvDType(message.kv_dtype),
             n_streamed=message.streamed_layers,
             ignore_unknown=message.ignore_unknown_config,
+            arith=self.device.arith(Arith(message.arith)),
         )
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.float_linear import float_linear
-from shardnet.model.kernels.library import Isa, NativeMatmul, native_kernels
+from shardnet.model.kernels.library import Isa, NativeKernels, NativeMatmul, native_kernels
 from shardnet.model.kernels.packing import FLOAT_FORMS
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.model.kernels.quantized_linear import pack_all
-from shardnet.types import DType
+from shardnet.types import PAIRS_ARITHMETIC, PORTABLE_ARITHMETIC, Arith, DType
 
 MAX_EXACT_ROWS = 32
 """Largest batch for which the probe tests batch invariance."""
@@ -252,23 +252,28 @@ def probe(
     requested: DType | Literal["auto"],
     checkpoint_dtype: DType | None,
     quantization: Quantization | None = None,
+    arith: Arith = Arith.FAST,
 ) -> KernelChoice:
     """Choose dtype and kernel for a device, and test up to how many rows it is batch-invariant.
 
     `auto` follows the checkpoint. A CPU never computes in float16 (slower than bfloat16 and
     float32): an automatic choice takes bfloat16 instead, a requested float16 is computed in float32
     and rounded after each layer. bfloat16 without oneDNN's packed kernel is many times slower
-    than float32 at several rows, so it is computed in float32 too. `quantization` is taken as
-    given: every device computes with quantised weights.
+    than float32 at several rows, so it is computed in float32 too. With portable arithmetic a CPU
+    computes in float32 by the compiled library, even in plain C. `quantization` is taken as given:
+    every device computes with quantised weights.
     """
-    choice = _probe_dtype(device, requested, checkpoint_dtype)
+    choice = _probe_dtype(device, requested, checkpoint_dtype, arith)
     if requested != "auto" and requested is not choice.dtype:
         choice = replace(choice, hidden_dtype=requested)
     return choice if quantization is None else replace(choice, quantization=quantization)
 
 
 def _probe_dtype(
-    device: torch.device, requested: DType | Literal["auto"], checkpoint_dtype: DType | None
+    device: torch.device,
+    requested: DType | Literal["auto"],
+    checkpoint_dtype: DType | None,
+    arith: Arith,
 ) -> KernelChoice:
     _use_huge_pages()
     wanted = (checkpoint_dtype or DType.FLOAT32) if requested == "auto" else requested
@@ -277,17 +282,35 @@ def _probe_dtype(
         return _measure(device, wanted, Kernel.PLAIN)
     if requested == "auto" and wanted is DType.FLOAT16:
         wanted = DType.BFLOAT16
-    native = native_kernels()
-    if wanted is DType.BFLOAT16 and _packs(DType.BFLOAT16):
-        has_best = native is not None and native.has_pairs and not native.has_tiles
-        if has_best:
+    is_portable, native = arith is Arith.PORTABLE, native_kernels()
+    if wanted is DType.BFLOAT16 and not is_portable and _packs(DType.BFLOAT16):
+        if _has_best_pairs(native):
             return _native(DType.BFLOAT16)
         return _measure(device, DType.BFLOAT16, Kernel.PACKED)
-    if native is not None and native.isa is not Isa.PORTABLE:
+    is_used = native is not None and (is_portable or native.isa is not Isa.PORTABLE)
+    if is_used:
         stored = checkpoint_dtype if checkpoint_dtype in _HALVES else DType.FLOAT32
         return _native(DType.FLOAT32, stored)
     kernel = Kernel.PACKED if _packs(DType.FLOAT32) else Kernel.PLAIN
     return _measure(device, DType.FLOAT32, kernel)
+
+
+def _has_best_pairs(native: NativeKernels | None) -> bool:
+    """Say whether the library's bfloat16 is the fastest: with tiles oneDNN's is."""
+    return native is not None and native.has_pairs and not native.has_tiles
+
+
+def cpu_arithmetic() -> str:
+    """Name how this CPU computes in a ring of 16 bits; CPUs of equal names give equal bits."""
+    native, of_torch = native_kernels(), f"torch {torch.__version__}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    if _packs(DType.BFLOAT16):
+        if _has_best_pairs(native):
+            return PAIRS_ARITHMETIC
+        return f"oneDNN of {of_torch}, {capability}"
+    if native is None or native.isa is Isa.PORTABLE:
+        return f"{of_torch}, {capability}"
+    return PORTABLE_ARITHMETIC
 
 
 def _native(dtype: DType, stored: DType = DType.BFLOAT16) -> KernelChoice:

@@ -69,8 +69,8 @@ class StageCompute(Protocol):
     Calls come in data order: a step sees the KV cache as the calls before it left it.
     """
 
-    def use_wire(self, dtype: WireDType) -> None:
-        """Send and accept activations in `dtype` from now on."""
+    def use_wire(self, sent: WireDType, received: WireDType) -> None:
+        """Give activations in `sent`, and accept them in `received`, from now on."""
 
     def operate(self, operation: SlotOperation) -> None:
         """Open or close a sequence, or free a slot."""

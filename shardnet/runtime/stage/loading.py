@@ -47,6 +47,7 @@ from shardnet.stage.estimate.stored_dtype import linear_dtype, stored_dtype, wei
 from shardnet.types import (
     BLOCK_POSITIONS,
     PREFILL_CHUNK_ROWS,
+    Arith,
     DType,
     KvDType,
     LayerRange,
@@ -95,6 +96,7 @@ class StageOrder:
     """How many of the layers are streamed from disk."""
     ignore_unknown: bool = False
     """Whether unknown keys of the config are ignored."""
+    arith: Arith = Arith.FAST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,7 +383,7 @@ def _load_model(job: StageJob, packs: PackCache | None) -> tuple[StageModel, int
 
     order, checkpoint = job.order, job.checkpoint
     config, device = checkpoint.config, torch.device(order.device)
-    choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization)
+    choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization, order.arith)
     room_blocks = kv_room_blocks(
         config,
         order.layers,

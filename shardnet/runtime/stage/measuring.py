@@ -24,7 +24,7 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import parse_config
 from shardnet.runtime.stage.processor_use import ProcessorUse
-from shardnet.types import PREFILL_CHUNK_ROWS, DType, KvDType, LayerRange
+from shardnet.types import PREFILL_CHUNK_ROWS, Arith, DType, KvDType, LayerRange
 
 if TYPE_CHECKING:
     from shardnet.stage.synthetic_model import StepTimes, SyntheticModel
@@ -100,6 +100,7 @@ def measure_stage(
     dtype: DType,
     quantization: Quantization | None = None,
     kv_dtype: KvDType = KvDType.AUTO,
+    arith: Arith = Arith.FAST,
     *,
     device: str,
     threads: int,
@@ -108,8 +109,8 @@ def measure_stage(
 ) -> StageFigures:
     """Measure a model of the shape of `config` in random weights, with `threads` threads.
 
-    `dtype`, `quantization` and `kv_dtype` are the ring's; the compute dtype is chosen as in
-    loading. It takes one to three seconds for usual models and at most `memory_bytes`. `tick` is
+    `dtype`, `quantization`, `kv_dtype` and `arith` are the ring's; the compute dtype is chosen as
+    in loading. It takes one to three seconds for usual models and at most `memory_bytes`. `tick` is
     called between the parts; an error that it raises ends the measurement.
 
     Each figure is the median of the means of time windows, which ignores single disturbances and
@@ -126,7 +127,7 @@ def measure_stage(
     from shardnet.stage.synthetic_model import SyntheticModel, synthetic_config
 
     with _threads(threads):
-        choice = probe(torch.device(device), dtype, config.checkpoint_dtype, quantization)
+        choice = probe(torch.device(device), dtype, config.checkpoint_dtype, quantization, arith)
         if device == "cuda":
             memory_bytes -= graph_bytes(config, choice.dtype, quantization)
         form = WeightForm(

@@ -51,7 +51,7 @@ class TorchCompute:
         self._model = model
         self.prefixes = prefixes
         """What this stage keeps on disk, None for nothing."""
-        self._wire_dtype = wire_dtype
+        self._sent = self._received = wire_dtype
         self._owners: dict[SlotId, OpenSequence] = {}
         self._tail = None if sampler is None else SamplingStage(model, sampler, self._owners)
         self.moves = SlotMoves(model.kv, model.layers, self._owners)
@@ -62,9 +62,9 @@ class TorchCompute:
         """KV blocks that slots hold now; see StageCompute."""
         return self._model.kv.blocks_used
 
-    def use_wire(self, dtype: WireDType) -> None:
-        """Give activations in `dtype` from now on, and take no other."""
-        self._wire_dtype = dtype
+    def use_wire(self, sent: WireDType, received: WireDType) -> None:
+        """Give activations in `sent` from now on, and take none but those in `received`."""
+        self._sent, self._received = sent, received
 
     def operate(self, operation: SlotOperation) -> None:
         """Open or close a sequence, or free a slot; see StageCompute.
@@ -123,9 +123,9 @@ class TorchCompute:
             routing = tuple(self._routing(batch, asking, run.experts))
         if self._tail is not None:
             return replace(self._tail.answer(batch, output), routing=routing)
-        payload = pack_rows(output, self._wire_dtype)
+        payload = pack_rows(output, self._sent)
         return Activations(
-            payload=payload, dtype=self._wire_dtype, width=self._model.width, routing=routing
+            payload=payload, dtype=self._sent, width=self._model.width, routing=routing
         )
 
     def reset(self) -> None:
@@ -177,10 +177,10 @@ class TorchCompute:
             raise RemoteProtocolError(
                 f"step {batch.step} came {activations.width} wide, the model is {self._model.width}"
             )
-        if activations.dtype is not self._wire_dtype:
+        if activations.dtype is not self._received:
             raise RemoteProtocolError(
                 f"step {batch.step} came in {activations.dtype.value}, this ring's wire is "
-                f"{self._wire_dtype.value}"
+                f"{self._received.value} here"
             )
         hidden = unpack_rows(
             activations.payload,

@@ -8,7 +8,7 @@ not know nodes, plans or messages.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,14 +69,13 @@ class LogitDifference:
 def measure_wire_loss(
     facts: ModelFacts,
     dtype: DType,
-    borders: Collection[int],
-    wire_dtype: WireDType,
+    borders: Mapping[int, WireDType],
     progress: Progress,
 ) -> LogitDifference:
     """Compare the model in `dtype` with itself when rows are rounded before the layers `borders`.
 
-    Takes the memory of one layer, or of the embedding or LM head with one, and reads the whole
-    checkpoint once.
+    Each has the dtype of its wire. Takes the memory of one layer, or of the embedding or LM head
+    with one, and reads the whole checkpoint once.
 
     Raises CheckpointError when the checkpoint is not here or not that of `facts`, NumericalError
     for logits that are not finite or activations that do not fit the wire, and what `progress`
@@ -94,7 +93,7 @@ def measure_wire_loss(
             )
         choice = probe(torch.device("cpu"), dtype, checkpoint.config.checkpoint_dtype)
         rows = _rows(facts.path, checkpoint.config)
-        exact, rounded = _both(checkpoint, choice, rows, borders, wire_dtype, progress)
+        exact, rounded = _both(checkpoint, choice, rows, borders, progress)
         return compare_logits(exact, rounded)
 
 
@@ -151,8 +150,7 @@ def _both(
     checkpoint: Checkpoint,
     choice: KernelChoice,
     rows: list[int],
-    borders: Collection[int],
-    wire_dtype: WireDType,
+    borders: Mapping[int, WireDType],
     progress: Progress,
 ) -> tuple[Tensor, Tensor]:
     """Return the logits [R, V], exact and with rounding at the borders."""
@@ -164,7 +162,7 @@ def _both(
     for layer in range(checkpoint.config.n_layers):
         if layer in borders:
             assert exact is not None
-            parted = exact if rounded is None else rounded
+            parted, wire_dtype = exact if rounded is None else rounded, borders[layer]
             payload = pack_rows(parted, wire_dtype)
             wide = unpack_rows(payload, wire_dtype, len(rows), parted.shape[1], parted.device)
             rounded = wide.to(parted.dtype)

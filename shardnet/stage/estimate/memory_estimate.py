@@ -25,9 +25,6 @@ from shardnet.model.families.stage_tensors import (
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import BLOCK_POSITIONS, STATE_SLOTS, DType, KvDType, LayerRange
 
-KEEPS_HALVES = "native float32"
-"""KernelChoice.name, as nodes report it, of a kernel in float32 whose weights stay in 16 bits."""
-
 N_BUFFERS = 2
 """Streamed layers in memory: one computes, the next is read."""
 

@@ -64,6 +64,7 @@ Rank = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
 Name = Annotated[str, Meta(max_length=256, pattern=_NO_NUL)]
 Quant = Literal["", "int8", "int4"]
 KvDTypeName = Literal["auto", "int8"]
+ArithName = Literal["portable", "fast"]
 StreamLayers = LayerNumber | Literal["auto"]
 """How many layers of a stage stay on disk."""
 Address = Annotated[str, Meta(max_length=300, pattern=_PRINTABLE)]

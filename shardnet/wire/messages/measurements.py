@@ -13,6 +13,7 @@ from msgspec import Meta
 from shardnet.wire.framing.frames import Limits
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
+    ArithName,
     Count,
     Explanation,
     Figure,
@@ -36,9 +37,9 @@ MAX_PAYLOAD_BYTES: Final = Limits().data_payload_bytes
 class MeasureStage(Tagged, frozen=True, kw_only=True):
     """Ask a node how fast it is with a model, with or without its checkpoint.
 
-    `config` is the text of config.json, `dtype`, `quant` and `kv_dtype` are the ring's, `threads` 0
-    leaves the number to the node. `model` is where the checkpoint may be, for the speed of the
-    disk. With `again` a figure that the node has kept does not do. LoadProgress precedes the
+    `config` is the text of config.json, `dtype`, `quant`, `kv_dtype` and `arith` are the ring's,
+    `threads` 0 leaves the number to the node. `model` is where the checkpoint may be, for the speed
+    of the disk. With `again` a figure that the node has kept does not do. LoadProgress precedes the
     answer. Unknown keys of the config are refused unless `ignore_unknown_config`.
     """
 
@@ -51,6 +52,7 @@ class MeasureStage(Tagged, frozen=True, kw_only=True):
     quant: Quant = ""
     kv_dtype: KvDTypeName = "auto"
     ignore_unknown_config: bool = False
+    arith: ArithName = "fast"
 
 
 class StageSeconds(Strict, frozen=True, kw_only=True):
@@ -101,6 +103,7 @@ class StageObserved(Tagged, frozen=True, kw_only=True):
     quant: Quant = ""
     kv_dtype: KvDTypeName = "auto"
     ignore_unknown_config: bool = False
+    arith: ArithName = "fast"
 
 
 class MeasureLinks(Tagged, frozen=True, kw_only=True):

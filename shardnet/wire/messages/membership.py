@@ -50,8 +50,9 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     """What a node reports of itself. `host_id` is equal for nodes on one machine.
 
     `isa` is the instruction set of the compiled kernels on its CPU, `none` where they were not
-    built, `off` where they are switched off, "" where it has no use for them. It has run for
-    `uptime_s`. A node that `is_draining` takes no more stages, and ends when it is empty.
+    built, `off` where they are switched off, "" where it has no use for them. `arithmetic` stands
+    for how it computes: nodes of equal ones give equal bits. It has run for `uptime_s`. A node that
+    `is_draining` takes no more stages, and ends when it is empty.
     """
 
     node: Name
@@ -67,6 +68,7 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     host_id: Name
     stage: StageInfo | None = None
     isa: Name = ""
+    arithmetic: Name = ""
     uptime_s: Seconds = 0.0
     is_draining: bool = False
 

@@ -6,7 +6,7 @@ plan is made.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,7 @@ from shardnet.wire.framing.schema import (
     U32,
     Address,
     Addresses,
+    ArithName,
     Count,
     Difference,
     Digest,
@@ -40,11 +41,15 @@ from shardnet.wire.framing.schema import (
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
 from shardnet.wire.messages.sequences import RecommendedSampling
 
+MIXED_WIRES: Final = "mixed"
+"""The wire dtype of a plan whose links differ."""
+
 
 class ModelChoice(Strict, frozen=True, kw_only=True):
     """Which model, on which nodes, how. Empty and 0 mean: as the nodes find best.
 
     Every stage streams `stream_layers` of its layers from disk, with auto as few as it must.
+    `wire_dtype` may name links, as `0-1=int8` or `slow=int8` do.
     Unknown keys of the model's config end the plan unless `ignore_unknown_config`.
     """
 
@@ -62,6 +67,7 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     kv_dtype: KvDTypeName = "auto"
     stream_layers: StreamLayers = 0
     ignore_unknown_config: bool = False
+    arith: Literal["auto", "portable", "fast"] = "auto"
 
 
 class PlanRequest(Tagged, frozen=True, kw_only=True):
@@ -82,7 +88,9 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     """One stage of a plan: its memory, compute and way to the next stage as predicted.
 
     `streamed_layers` of its layers are streamed from disk. `fetch_bytes` have to be fetched first,
-    from other nodes, `fetch_from` among them; `fetch_s` is null where that was not measured.
+    from other nodes, `fetch_from` among them; `fetch_s` is null where that was not measured. The
+    node computes in `dtype`, with linear weights in `weight_dtype` where they are not quantised,
+    and sends in `wire_dtype`, "" from the tail. Stages of equal `arithmetic` give equal bits.
     """
 
     rank: Rank
@@ -100,6 +108,10 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     fetch_from: Annotated[list[Name], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
     )
+    dtype: Name = ""
+    weight_dtype: Name = ""
+    wire_dtype: Name = ""
+    arithmetic: Name = ""
 
 
 class LeftOut(Strict, frozen=True, kw_only=True):
@@ -127,7 +139,8 @@ class WireError(Strict, frozen=True, kw_only=True):
 class NarrowWire(Strict, frozen=True, kw_only=True):
     """What the wire dtype that was asked for takes, saves and costs, rows of one hop in bytes.
 
-    `saves_ms` per token, less the time to round. Where there is no `error`, `why` says so.
+    Where links differ, `row_bytes` is the mean over them. `saves_ms` per token, less the time to
+    round. Where there is no `error`, `why` says so.
     """
 
     row_bytes: Count
@@ -137,8 +150,23 @@ class NarrowWire(Strict, frozen=True, kw_only=True):
     why: Explanation
 
 
+class RingExactness(Strict, frozen=True, kw_only=True):
+    """What changes no bit of a ring's outputs, and `why` in words.
+
+    `split` is how its layers are divided over its nodes, `batch` stands for chunks, prefix reuse
+    and speculation too, `threads` is their number.
+    """
+
+    split: bool
+    batch: bool
+    threads: bool
+    why: Explanation
+
+
 class PlanReply(Tagged, frozen=True, kw_only=True):
     """A plan. It answers PlanRequest, and precedes the tokens of Generate.
+
+    `wire_dtype` is `mixed` where links differ.
 
     `wire` is there in answer to a PlanRequest that asks for a wire dtype, `recommended` where the
     model's makers recommend how to sample. `warnings` say what is dubious about the model as it was
@@ -169,6 +197,8 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
         default_factory=list
     )
     recommended: RecommendedSampling | None = None
+    arith: ArithName = "fast"
+    exact: RingExactness | None = None
 
 
 class NodeProgress(Tagged, frozen=True, kw_only=True):

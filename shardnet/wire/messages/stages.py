@@ -18,6 +18,7 @@ from shardnet.wire.framing.schema import (
     U64,
     Address,
     Addresses,
+    ArithName,
     BlockKeys,
     Count,
     Digest,
@@ -50,7 +51,8 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     keys and values. `streamed_layers` of the layers stay on disk. The node refuses a model whose
     config has keys that it does not know, unless `ignore_unknown_config`. With `beside` the stage
     is loaded for a ring to come while the ring that the node is in goes on: the same order without
-    it takes the stage into use.
+    it takes the stage into use. Activations are sent in `wire_dtype`, and received in
+    `received_dtype`, "" for the same.
     """
 
     request: RequestId
@@ -72,6 +74,8 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     streamed_layers: LayerNumber = 0
     ignore_unknown_config: bool = False
     beside: bool = False
+    received_dtype: Name = ""
+    arith: ArithName = "fast"
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):

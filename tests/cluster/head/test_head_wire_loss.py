@@ -82,9 +82,9 @@ class Measurer:
         self.progress: list[tuple[int, int]] = []
         measure = wire_loss.measure_wire_loss
 
-        def note(facts: Any, dtype: Any, borders: Any, wire: Any, progress: Any) -> Any:
-            self.measured.append((borders, wire.value))
-            return measure(facts, dtype, borders, wire, progress)
+        def note(facts: Any, dtype: Any, borders: Any, progress: Any) -> Any:
+            self.measured.append({layer: wire.value for layer, wire in borders.items()})
+            return measure(facts, dtype, borders, progress)
 
         monkeypatch.setattr(wire_loss, "measure_wire_loss", note)
 
@@ -120,9 +120,9 @@ def test_an_error_is_measured_once_for_model_borders_and_dtypes(
     assert measurer.progress[-1][0] == measurer.progress[-1][1] > 0
     (again,) = measurer.narrow(plan_of(folder))
     assert again == first
-    assert measurer.measured == [((2,), "int8")]
+    assert measurer.measured == [{2: "int8"}]
     measurer.narrow(plan_of(folder, layers="013"), plan_of(folder, wire="float16"))
-    assert measurer.measured[1:] == [((1, 3), "int8"), ((2,), "float16")]
+    assert measurer.measured[1:] == [{1: "int8", 3: "int8"}, {2: "float16"}]
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"key": 1, "error": 2}', b"[" * 9999])
@@ -139,7 +139,7 @@ def test_a_spoilt_file_is_measured_again(folder: Path, measurer: Measurer, conte
 def test_a_file_of_another_plan_is_not_believed(folder: Path, measurer: Measurer) -> None:
     measurer.narrow(plan_of(folder))
     (path,) = measurer.cache.rglob("*.json")
-    path.write_bytes(path.read_bytes().replace(b'"borders":[2]', b'"borders":[1]'))
+    path.write_bytes(path.read_bytes().replace(b'"borders":[[2', b'"borders":[[1'))
     measurer.narrow(plan_of(folder))
     assert len(measurer.measured) == 2
 
@@ -211,10 +211,10 @@ def test_a_client_that_goes_away_ends_the_measurement(
     measure = wire_loss.measure_wire_loss
 
     def wait_and_report(
-        facts: Any, dtype: Any, borders: Any, wire: Any, progress: Callable[[int, int], None]
+        facts: Any, dtype: Any, borders: Any, progress: Callable[[int, int], None]
     ) -> Any:
         if began.is_set():
-            return measure(facts, dtype, borders, wire, progress)
+            return measure(facts, dtype, borders, progress)
         began.set()
         may_go_on.wait(DEADLINE_S)
         try:

@@ -17,7 +17,6 @@ from shardnet.cluster.head.model_shape import QuantizationChoice, model_shape
 from shardnet.cluster.head.placing import fits, make_plan
 from shardnet.cluster.head.planning import PlanCandidates, Planner
 from shardnet.cluster.head.ring_builder import ring_spec
-from shardnet.cluster.head.ring_dtypes import settle_dtype, settle_wire_dtype
 from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
 from shardnet.cluster.sharing.replica_sources import ReplicaSource
@@ -30,10 +29,8 @@ from shardnet.errors import (
 )
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import parse_config
-from shardnet.model.kernels.linear import Kernel, KernelChoice
 from shardnet.runtime.stage.loading import ModelFacts, kv_room_blocks
 from shardnet.stage.estimate.memory_estimate import (
-    KEEPS_HALVES,
     WeightForm,
     graph_bytes,
     stage_weight_bytes,
@@ -41,7 +38,6 @@ from shardnet.stage.estimate.memory_estimate import (
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import DType, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.messages.generation import MeanStageTime, Timing
-from shardnet.wire.messages.measurements import NodeMeasured
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice
 
@@ -87,24 +83,6 @@ def node(name: str, *dtypes: str, memory: int = GIB) -> NodeInfo:
         dtypes=list(dtypes or ("bfloat16", "float32")),
         host_id="h",
     )
-
-
-@pytest.mark.parametrize(
-    ("requested", "checkpoint", "dtypes", "settled"),
-    [
-        ("auto", "bfloat16", [("bfloat16", "float32")] * 2, DType.BFLOAT16),
-        ("auto", "bfloat16", [("bfloat16", "float32"), ("float32",)], DType.FLOAT32),
-        ("auto", "float16", [("bfloat16", "float32")] * 2, DType.BFLOAT16),
-        ("auto", "float16", [("float16", "float32")] * 2, DType.FLOAT16),
-        ("auto", "float32", [("bfloat16", "float32")], DType.FLOAT32),
-        ("float16", "bfloat16", [("float32",)], DType.FLOAT16),
-    ],
-)
-def test_one_dtype_for_the_ring(
-    requested: str, checkpoint: str, dtypes: list[tuple[str, ...]], settled: DType
-) -> None:
-    nodes = [node(f"n{i}", *names) for i, names in enumerate(dtypes)]
-    assert settle_dtype(requested, facts(checkpoint).config, nodes) is settled
 
 
 def test_whether_a_model_fits_is_estimated_from_the_memory_of_all_nodes() -> None:
@@ -226,23 +204,9 @@ def test_what_the_model_does_not_have_is_refused() -> None:
         make_plan(ModelChoice(model="/m"), facts(), [node("a", memory=1000)])
 
 
-@pytest.mark.parametrize(
-    ("requested", "dtype", "settled"),
-    [
-        ("", DType.BFLOAT16, WireDType.BFLOAT16),
-        ("", DType.FLOAT32, WireDType.FLOAT32),
-        ("bfloat16", DType.FLOAT32, WireDType.BFLOAT16),
-        ("float16", DType.BFLOAT16, WireDType.FLOAT16),
-        ("int8", DType.BFLOAT16, WireDType.INT8),
-    ],
-)
-def test_one_wire_dtype_for_the_ring(requested: str, dtype: DType, settled: WireDType) -> None:
-    assert settle_wire_dtype(requested, dtype) is settled
-
-
 @pytest.mark.parametrize("requested", ["float32", "int4", "INT8"])
 def test_an_unknown_wire_dtype_is_refused(requested: str) -> None:
-    with pytest.raises(UsageError, match=f"--wire-dtype {requested}: choose bfloat16, float16"):
+    with pytest.raises(UsageError, match=f"'{requested}': choose bfloat16, float16"):
         make_plan(ModelChoice(model="/m", wire_dtype=requested), facts(), [node("a")])
 
 
@@ -273,10 +237,10 @@ def test_a_narrower_wire_shortens_the_hops_and_the_prediction() -> None:
         )
         for wire in ("", "int8")
     )
-    assert (exact.wire_dtype, int8.wire_dtype) == (WireDType.BFLOAT16, WireDType.INT8)
+    assert (exact.wires, int8.wires) == ((WireDType.BFLOAT16,) * 2, (WireDType.INT8,) * 2)
     assert exact.wire_saved_s == 0
     assert int8.wire_saved_s == pytest.approx(2 * 60 / 1e4)
-    assert int8.borders == (2, 4)
+    assert (exact.narrowed, int8.narrowed) == ({}, {2: WireDType.INT8, 4: WireDType.INT8})
     for plan, row_bytes in ((exact, 128), (int8, 68)):
         hops = [stage.hop_s for stage in plan.placement.stages]
         assert hops == pytest.approx([0.0005 + size / 1e4 for size in (row_bytes, row_bytes, 4)])
@@ -345,42 +309,6 @@ def test_a_gpu_keeps_memory_for_graphs() -> None:
             make_plan(ModelChoice(model="/m"), facts(), [less])
     with pytest.raises(CapacityError):
         kv_room_blocks(config, shape.whole, form, 512, graphs, device="cuda")
-
-
-def test_weights_that_stay_narrow_are_planned_as_such() -> None:
-    """Only where every node has measured that they do, and all of the model's lie so on disk."""
-    nodes = [node("a", "float32"), node("b", "float32")]
-    told = replace(facts(), stored_dtype=DType.BFLOAT16, linear_dtype=DType.BFLOAT16)
-
-    def weighs(facts: ModelFacts, *kernels: str, dtype: str = "auto") -> int:
-        said = tuple(
-            NodeMeasured(node=n.node, name=n.name, memory_bytes=GIB, kernel=kernel)
-            for n, kernel in zip(nodes, kernels, strict=False)
-        )
-        choice = ModelChoice(model="/m", nodes=["a:1", "b:1"], dtype=dtype)
-        plan = make_plan(choice, facts, nodes, Measured(reports=said))
-        return sum(stage.weight_bytes for stage in plan.placement.stages)
-
-    whole = LayerRange(0, 6)
-    wide = stage_weight_bytes(told.config, whole, WeightForm(dtype=DType.FLOAT32))
-    narrow = stage_weight_bytes(
-        told.config, whole, WeightForm(dtype=DType.FLOAT32, linear_dtype=DType.BFLOAT16)
-    )
-    assert narrow < 0.7 * wide
-    assert (
-        KernelChoice(dtype=DType.FLOAT32, kernel=Kernel.NATIVE, exact_rows=32, min_rows=1).name
-        == KEEPS_HALVES
-    )
-    assert weighs(told, KEEPS_HALVES, KEEPS_HALVES) == narrow
-    assert weighs(told, KEEPS_HALVES, "packed float32") == wide
-    assert weighs(told, KEEPS_HALVES) == wide
-    assert weighs(facts(), KEEPS_HALVES, KEEPS_HALVES) == wide
-    choice = ModelChoice(model="/m", stream_layers=2, context=256)
-    said = NodeMeasured(node="id-a", name="a", memory_bytes=GIB, kernel=KEEPS_HALVES)
-    streamed = make_plan(choice, told, nodes[:1], Measured(reports=(said,)))
-    assert [stage.n_streamed for stage in streamed.placement.stages] == [2]
-    with pytest.raises(CheckpointError, match="computes in float32"):
-        make_plan(choice, told, nodes[:1])
 
 
 def test_more_streamed_layers_than_there_are_is_refused() -> None:

@@ -12,9 +12,10 @@ import pytest
 from shardnet.cluster.head import planning
 from shardnet.cluster.head.head import Head, Lead
 from shardnet.cluster.head.planning import Planner
+from shardnet.cluster.measuring.measurement import NOTHING_MEASURED
 from shardnet.errors import BusyError, CheckpointError, DiskSilentError
 from shardnet.runtime.stage.loading import ModelFacts
-from shardnet.types import DType, NodeId, WireDType
+from shardnet.types import Arith, DType, NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
 HERE, HANGING = "/models/here", "/mnt/hangs"
@@ -72,7 +73,7 @@ class StandingRing:
     spec = SimpleNamespace(
         context=64,
         dtype=DType.FLOAT32,
-        wire_dtype=WireDType.FLOAT32,
+        wires=(),
         threads=1,
         model=HERE,
     )
@@ -124,7 +125,13 @@ def test_a_ring_that_stands_serves_while_another_model_is_looked_for() -> None:
             planner=cast(Any, around),
             builder=cast(Any, around),
         )
-        plan = SimpleNamespace(choice=ModelChoice(model=HERE), facts=FACTS)
+        plan = SimpleNamespace(
+            choice=ModelChoice(model=HERE),
+            facts=FACTS,
+            nodes=(),
+            measured=NOTHING_MEASURED,
+            arith=Arith.FAST,
+        )
         head._lead = Lead(plan=cast(Any, plan), ring=cast(Any, ring), tokenizer=None, eos_ids=())
 
         async def lead(model: str) -> None:

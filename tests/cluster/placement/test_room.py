@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.rings.clusters import MIB, candidate, fits, shape, splits
 
-from shardnet.cluster.placement.figures import ModelShape
+from shardnet.cluster.placement.figures import HeldModel, ModelShape
 from shardnet.cluster.placement.room import (
     Fits,
     StageRole,
@@ -39,6 +39,10 @@ shapes = st.builds(
 memories = st.lists(st.integers(0, 120).map(lambda mib: mib * MIB), min_size=1, max_size=4)
 
 
+def held(model: ModelShape, memory: list[int]) -> list[HeldModel]:
+    return [HeldModel(shape=model, memory_bytes=size) for size in memory]
+
+
 def naive_fits_in_order(model: ModelShape, memory: list[int]) -> bool:
     ring = [replace(candidate(f"n{i}", 0), memory_bytes=size) for i, size in enumerate(memory)]
     return any(fits(model, ring, split) for split in splits(model, len(ring)))
@@ -65,12 +69,12 @@ def test_layers_that_weigh_less_make_room_that_is_there(
     spared = tuple(mib * MIB for mib in spared_mib[: model.n_layers])
     mixed = replace(model, spared_bytes=spared)
     memory = [mib * MIB for mib in memory_mib]
-    if fits_in_order(mixed, memory):
+    if fits_in_order(held(mixed, memory)):
         assert naive_fits_in_order(mixed, memory)
     elif len(memory) < 3:
         assert not naive_fits_in_order(mixed, memory), "exact without a stage in the middle"
-    if fits_in_order(model, memory):
-        assert fits_in_order(mixed, memory)
+    if fits_in_order(held(model, memory)):
+        assert fits_in_order(held(mixed, memory))
 
 
 @given(model=shapes, memory_mib=st.integers(0, 150))
@@ -101,19 +105,19 @@ def test_the_shortest_ring_is_found_whenever_there_is_one(
     model: ModelShape, memory: list[int]
 ) -> None:
     rings = naive_rings(model, memory)
-    found = shortest_ring(rooms_of(model, memory), model.n_layers)
+    found = shortest_ring(rooms_of(held(model, memory)), model.n_layers)
     assert (found in rings) if rings else (found is None)
     if found:
         assert len(found) == len(rings[0])
         first_heads = [ring[0] for ring in rings if len(ring) == len(found)]
         assert found[0] == min(first_heads)
-    assert fits_somehow(model, memory) == bool(rings)
-    assert fits_in_order(model, memory) == naive_fits_in_order(model, memory)
+    assert fits_somehow(held(model, memory)) == bool(rings)
+    assert fits_in_order(held(model, memory)) == naive_fits_in_order(model, memory)
 
 
 @given(model=shapes, memory=memories)
 def test_most_room_is_that_of_the_roomiest_ring(model: ModelShape, memory: list[int]) -> None:
-    rooms = rooms_of(model, memory)
+    rooms = rooms_of(held(model, memory))
     rings = [
         ring
         for n_stages in range(1, min(len(memory), model.n_layers) + 1)
@@ -128,24 +132,24 @@ def test_most_room_is_that_of_the_roomiest_ring(model: ModelShape, memory: list[
 def test_ways_out_lead_out_and_nothing_less_does(
     fits_these: Fits, model: ModelShape, memory: list[int]
 ) -> None:
-    if fits_these(model, memory):
+    if fits_these(held(model, memory)):
         return
-    context = context_that_fits(model, memory, fits_these)
+    context = context_that_fits(held(model, memory), fits_these)
     blocks = range(1, model.n_blocks)
-    fitting = [n * 256 for n in blocks if fits_these(model.with_blocks(n), memory)]
+    fitting = [n * 256 for n in blocks if fits_these(held(model.with_blocks(n), memory))]
     assert context == max(fitting, default=None)
-    extra = node_that_helps(model, memory, fits_these)
+    extra = node_that_helps(model, held(model, memory), fits_these)
     if extra is None:
-        assert not fits_these(model, [*memory, 10**12])
+        assert not fits_these(held(model, [*memory, 10**12]))
     else:
-        assert fits_these(model, [*memory, extra])
-        assert not fits_these(model, [*memory, extra - MIB])
-    raised = memory_that_helps(model, memory, 0, fits_these)
+        assert fits_these(held(model, [*memory, extra]))
+        assert not fits_these(held(model, [*memory, extra - MIB]))
+    raised = memory_that_helps(held(model, memory), 0, fits_these)
     if raised is None:
-        assert not fits_these(model, [10**12, *memory[1:]])
+        assert not fits_these(held(model, [10**12, *memory[1:]]))
     else:
-        assert fits_these(model, [raised, *memory[1:]])
-        assert not fits_these(model, [raised - MIB, *memory[1:]])
+        assert fits_these(held(model, [raised, *memory[1:]]))
+        assert not fits_these(held(model, [raised - MIB, *memory[1:]]))
 
 
 def test_a_smaller_context_saves_kv_and_activations() -> None:

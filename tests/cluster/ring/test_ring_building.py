@@ -17,7 +17,7 @@ from shardnet.cluster.ring.ring import Ring, RingSpec
 from shardnet.cluster.ring.stage_port import PhaseProgress, StagePort
 from shardnet.errors import BusyError, CapacityError, PeerFailedError, ShardnetError, TakenError
 from shardnet.runtime.ring.pipeline import Pipeline
-from shardnet.types import DType, Epoch, LayerRange, NodeId, WireDType
+from shardnet.types import Arith, DType, Epoch, LayerRange, NodeId, WireDType
 from shardnet.wire.messages.stages import LoadStage, StageReady
 
 SPEC = RingSpec(
@@ -30,7 +30,8 @@ SPEC = RingSpec(
     quant="",
     kv_dtype="auto",
     streamed=(0, 0),
-    wire_dtype=WireDType.FLOAT32,
+    wires=(WireDType.FLOAT32,),
+    ariths=(Arith.FAST, Arith.PORTABLE),
     context=256,
     threads=1,
     vocab_size=8,

@@ -35,7 +35,7 @@ class Panic(BaseException):
 class BrokenCompute:
     """A compute with a bug."""
 
-    def use_wire(self, dtype: WireDType) -> None:
+    def use_wire(self, sent: WireDType, received: WireDType) -> None:
         """Nothing."""
 
     def operate(self, operation: SlotOperation) -> None:

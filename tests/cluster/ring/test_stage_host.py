@@ -162,7 +162,8 @@ async def load(host: StageHost) -> None:
     await host.load(
         await enter_ring(host),
         STAGE_ORDER,
-        wire_dtype=WireDType.FLOAT32,
+        sent=WireDType.FLOAT32,
+        received=WireDType.FLOAT32,
         threads=1,
         memory_bytes=1,
         on_progress=lambda done, total: None,
@@ -259,7 +260,8 @@ def test_a_head_that_thinks_again_takes_its_own_place() -> None:
             await host.load(
                 former,
                 STAGE_ORDER,
-                wire_dtype=WireDType.FLOAT32,
+                sent=WireDType.FLOAT32,
+                received=WireDType.FLOAT32,
                 threads=1,
                 memory_bytes=1,
                 on_progress=lambda done, total: None,

@@ -9,17 +9,18 @@ from torch import Tensor
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels import linear as linear_module
 from shardnet.model.kernels.codec import torch_dtype
-from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.library import Isa, find_kernels, native_kernels
 from shardnet.model.kernels.linear import (
     MAX_EXACT_ROWS,
     Kernel,
     KernelChoice,
     PlainLinear,
+    cpu_arithmetic,
     is_batch_invariant,
     make_linear,
     probe,
 )
-from shardnet.types import DType
+from shardnet.types import PAIRS_ARITHMETIC, PORTABLE_ARITHMETIC, Arith, DType
 
 CPU = torch.device("cpu")
 
@@ -83,6 +84,35 @@ class TestProbe:
     def test_bfloat16_is_packed_or_computed_in_float32(self) -> None:
         choice = probe(CPU, DType.BFLOAT16, None)
         assert choice.kernel is not Kernel.PLAIN or choice.dtype is DType.FLOAT32
+
+    @pytest.mark.parametrize(
+        ("isa", "packs", "fast", "arithmetic"),
+        [
+            (Isa.AVX512, True, (DType.BFLOAT16, Kernel.NATIVE), PAIRS_ARITHMETIC),
+            (Isa.AVX2, False, (DType.FLOAT32, Kernel.NATIVE), PORTABLE_ARITHMETIC),
+            (Isa.PORTABLE, False, (DType.FLOAT32, Kernel.PACKED), "torch"),
+        ],
+    )
+    def test_portable_arithmetic_is_the_librarys_in_float32(
+        self,
+        isa: Isa,
+        packs: bool,
+        fast: tuple[DType, Kernel],
+        arithmetic: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """On a CPU with bfloat16 instructions, without them, and on one without vectors."""
+        found, half = find_kernels({}), DType.BFLOAT16
+        if found is None:
+            pytest.skip("no compiled products were built here")
+        native = replace(found, isa=isa, has_pairs=packs, has_tiles=False)
+        monkeypatch.setattr(linear_module, "native_kernels", lambda: native)
+        monkeypatch.setattr(linear_module, "_packs", lambda dtype: packs or dtype is not half)
+        portable, chosen = probe(CPU, half, half, arith=Arith.PORTABLE), probe(CPU, half, half)
+        assert (portable.dtype, portable.kernel) == (DType.FLOAT32, Kernel.NATIVE)
+        assert (portable.hidden_dtype, portable.stored_dtype) == (half, half)
+        assert (chosen.dtype, chosen.kernel) == fast
+        assert cpu_arithmetic().startswith(arithmetic)
 
     def test_it_is_repeatable(self) -> None:
         assert len({probe(CPU, DType.BFLOAT16, None) for _ in range(3)}) == 1

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=lambda d: d.value)
 def test_it_is_what_the_whole_model_says(folder: Path, dtype: DType) -> None:
     wire = WireDType.INT8
-    found = measure_wire_loss(identify(folder), dtype, (1, 3), wire, no_report)
+    found = measure_wire_loss(identify(folder), dtype, {1: wire, 3: wire}, no_report)
     ids = load_here(folder).encode(TEXT)[:N_ROWS]
     ranges = [LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4)]
     stages = StageChain.load(folder, ranges, probed(CPU, dtype, None)).stages
@@ -50,18 +50,20 @@ def test_it_is_what_the_whole_model_says(folder: Path, dtype: DType) -> None:
     assert found.n_rows == N_ROWS
     assert 0 < found.rms_error < found.max_error < 0.2
     assert found.kl > 0
+    one = measure_wire_loss(identify(folder), dtype, {3: wire}, no_report)
+    assert 0 < one.rms_error < found.rms_error, "a link that rounds, and one that does not"
 
 
 def test_a_wire_that_rounds_nothing_changes_nothing(folder: Path) -> None:
     exact = LogitDifference(n_rows=64, n_changed=0, max_error=0, rms_error=0, kl=0)
     facts = identify(folder)
-    for borders, wire in (((2,), WireDType.FLOAT32), ((), WireDType.INT8)):
-        assert measure_wire_loss(facts, DType.FLOAT32, borders, wire, no_report) == exact
+    for borders in ({2: WireDType.FLOAT32}, {}):
+        assert measure_wire_loss(facts, DType.FLOAT32, borders, no_report) == exact
 
 
 def test_a_model_without_tokenizer_or_of_few_positions_has_its_rows(tmp_path: Path) -> None:
     made = make_llama(tmp_path, with_tokenizer=False, max_position_embeddings=20)
-    found = measure_wire_loss(identify(made), DType.FLOAT32, (2,), WireDType.INT8, no_report)
+    found = measure_wire_loss(identify(made), DType.FLOAT32, {2: WireDType.INT8}, no_report)
     assert found.n_rows == 20
     assert found.max_error > 0
 
@@ -78,7 +80,7 @@ def test_one_layer_is_in_memory_at_a_time(folder: Path, monkeypatch: pytest.Monk
         return stage
 
     monkeypatch.setattr(loading, "load_stage", load_and_note)
-    measure_wire_loss(identify(folder), DType.FLOAT32, (1,), WireDType.INT8, no_report)
+    measure_wire_loss(identify(folder), DType.FLOAT32, {1: WireDType.INT8}, no_report)
     assert len(loaded) == 4
 
 
@@ -87,8 +89,7 @@ def test_progress_goes_up_to_the_whole_checkpoint(folder: Path) -> None:
     measure_wire_loss(
         identify(folder),
         DType.FLOAT32,
-        (2,),
-        WireDType.INT8,
+        {2: WireDType.INT8},
         lambda done, total: reports.append((done, total)),
     )
     done = [report[0] for report in reports]
@@ -105,7 +106,7 @@ def test_what_progress_raises_ends_it(folder: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_wire_loss(identify(folder), DType.FLOAT32, (2,), WireDType.INT8, give_up)
+        measure_wire_loss(identify(folder), DType.FLOAT32, {2: WireDType.INT8}, give_up)
     assert len(calls) == 1
 
 
@@ -113,10 +114,10 @@ def test_a_checkpoint_that_changed_is_refused(folder: Path, tmp_path: Path) -> N
     facts = identify(folder)
     other = replace(facts, path=make_llama(tmp_path, hidden_size=48))
     with pytest.raises(CheckpointError, match="has changed since"):
-        measure_wire_loss(other, DType.FLOAT32, (2,), WireDType.INT8, no_report)
+        measure_wire_loss(other, DType.FLOAT32, {2: WireDType.INT8}, no_report)
     gone = replace(facts, path=tmp_path / "gone")
     with pytest.raises(CheckpointError):
-        measure_wire_loss(gone, DType.FLOAT32, (2,), WireDType.INT8, no_report)
+        measure_wire_loss(gone, DType.FLOAT32, {2: WireDType.INT8}, no_report)
 
 
 def test_errors_are_shares_of_the_rows_own_spread() -> None:

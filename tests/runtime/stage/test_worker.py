@@ -54,7 +54,7 @@ class Compute:
         self.computed: list[int] = []
         self.n_resets = 0
 
-    def use_wire(self, dtype: WireDType) -> None:
+    def use_wire(self, sent: WireDType, received: WireDType) -> None:
         """Nothing."""
 
     def open_sequence(

@@ -60,8 +60,8 @@ class FakeCompute:
     owners: dict[SlotId, SequenceId] = field(default_factory=dict)
     history: dict[SlotId, list[int]] = field(default_factory=dict)
 
-    def use_wire(self, dtype: WireDType) -> None:
-        assert dtype is WireDType.FLOAT32
+    def use_wire(self, sent: WireDType, received: WireDType) -> None:
+        assert sent is received is WireDType.FLOAT32
 
     def operate(self, operation: SlotOperation) -> None:
         match operation:
