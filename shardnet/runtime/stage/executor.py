@@ -56,11 +56,11 @@ class Executor:
 
     def post(
         self,
-        job: Callable[[], T],
+        job: Callable[[], T | None],
         done: Callable[[T], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Queue `job`; on the loop, `done` gets its result or `failed` what it raised.
+        """Queue `job`; on the loop, `done` gets its result, but None, or `failed` what it raised.
 
         Like `submit` without a future on the loop, which costs a turn of it. Neither is called
         when the loop has closed meanwhile.
@@ -82,7 +82,7 @@ class Executor:
 
 
 def _finish(
-    job: Callable[[], T],
+    job: Callable[[], T | None],
     done: Callable[[T], None],
     failed: Callable[[Exception], None],
     loop: asyncio.AbstractEventLoop,
@@ -96,6 +96,8 @@ def _finish(
     except BaseException as error:  # as in a future: whoever waits for the result gets it
         tell = partial(failed, contained(error))
     else:
+        if result is None:
+            return
         tell = partial(done, result)
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(tell)

@@ -107,6 +107,7 @@ async def _until_broken(worker: StageWorker, engine: Engine) -> None:
 
 
 async def _answers(tail: TailLink, pipeline: Pipeline) -> None:
+    tail.offer(pipeline.answer)
     try:
         while True:
             pipeline.answer(await tail.receive())
