@@ -141,7 +141,9 @@ def _name(before: Note, after: Note) -> str:
 
 def _as_text(report: dict[str, Any]) -> str:
     lines = [f"{key}: {value}" for key, value in report.items() if key != "parts_us"]
-    return "\n".join([*lines, *(f"{us:9.1f} µs  {name}" for name, us in report["parts_us"].items())])
+    return "\n".join(
+        [*lines, *(f"{us:9.1f} µs  {name}" for name, us in report["parts_us"].items())]
+    )
 
 
 # --- the nodes

@@ -58,7 +58,6 @@ class TcpLink(AsyncioLink):
             # A free port that we try to connect to may be given to our own end.
             self.abort("nothing listens there; the connection met itself")
 
-
     def _direct_writer(self) -> DirectWriter | None:
         """See AsyncioLink. Not on Windows, whose sockets belong to the loop's completion port."""
         transport = self._transport

@@ -6,8 +6,9 @@ The only place in `runtime` that knows both. Must not compute, nor decide what t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import assert_never
+
+from msgspec.structs import replace
 
 from shardnet.errors import RemoteProtocolError, error_for_code
 from shardnet.runtime.ring.pipeline import StepAnswer
@@ -45,7 +46,14 @@ from shardnet.wire.messages.extras import (
 )
 from shardnet.wire.messages.handshake import error_frame, read_error
 from shardnet.wire.messages.sequences import read_sequence, sequence_frame
-from shardnet.wire.payloads.data import StepData, data_frame, read_data, read_tokens, tokens_frame
+from shardnet.wire.payloads.data import (
+    StepData,
+    data_frame,
+    read_answer_timings,
+    read_data,
+    read_tokens,
+    tokens_frame,
+)
 from shardnet.wire.payloads.rows import RowBlock, read_rows, rows_frames
 
 _NO_EXTRAS = Extras()
@@ -114,7 +122,7 @@ class LinkSource:
         return StepArrived(
             batch=batch,
             activations=Activations(payload=step.payload, dtype=step.dtype, width=step.width),
-            timings=tuple(extras.timings),
+            timings=step.timings,
             arrived_ns=self._link.arrived_ns,
             routing=tuple(extras.routing),
         )
@@ -191,8 +199,8 @@ class LinkSink:
             case StepComputed(batch=batch, result=result):
                 extras = self._extras(output)
                 if isinstance(result, Samples) and result.blocks:
-                    return (*_rows(batch, result), extras, self._result(output))
-                return (extras, self._result(output))
+                    return (*_rows(batch, result), *extras, self._result(output))
+                return (*extras, self._result(output))
             case StepFailed(step=step, error=error):
                 return (error_frame(error, epoch=self._epoch, step=step),)
             case OpenSequence() | CloseSequence() | FreeSlot():
@@ -207,26 +215,33 @@ class LinkSink:
     def _result(self, computed: StepComputed) -> Frame:
         batch, result = computed.batch, computed.result
         if isinstance(result, Samples):
-            return tokens_frame(result.token_ids, epoch=batch.epoch, step=batch.step)
+            return tokens_frame(
+                result.token_ids, epoch=batch.epoch, step=batch.step, timings=computed.timings
+            )
         return data_frame(
-            StepData(batch=batch, dtype=result.dtype, width=result.width, payload=result.payload)
+            StepData(
+                batch=batch,
+                dtype=result.dtype,
+                width=result.width,
+                payload=result.payload,
+                timings=computed.timings,
+            )
         )
 
-    def _extras(self, computed: StepComputed) -> Frame:
+    def _extras(self, computed: StepComputed) -> Sequence[Frame]:
+        """Make the frame of what goes with a step, for the steps with which something does."""
         result, masks = computed.result, computed.batch.masks
-        extras = Extras(
-            timings=list(computed.timings),
-            routing=list(computed.routing),
-            masks=mask_rows(masks) if masks else [],
-        )
         if isinstance(result, Samples):
             extras = Extras(
-                timings=extras.timings,
                 logprobs=_logprob_rows(result),
                 prompt_logprobs=_prompt_rows(result) if result.prompt_logprobs else [],
-                routing=extras.routing,
+                routing=list(computed.routing),
             )
-        return extras_frame(extras, epoch=self._epoch, step=computed.batch.step)
+        else:
+            extras = Extras(routing=list(computed.routing), masks=mask_rows(masks) if masks else [])
+        if extras == _NO_EXTRAS:
+            return ()
+        return (extras_frame(extras, epoch=self._epoch, step=computed.batch.step),)
 
 
 class _PendingExtras:
@@ -315,7 +330,7 @@ def _answer(frame: Frame, extras: Extras, blocks: list[RowBlock]) -> StepAnswer:
         step=StepId(frame.step),
         token_ids=token_ids,
         logprobs=_logprobs(extras, len(token_ids)),
-        timings=tuple(extras.timings),
+        timings=read_answer_timings(frame),
         prompt_logprobs=_prompt_logprobs(extras) if extras.prompt_logprobs else (),
         blocks=blocks,
         routing=extras.routing,

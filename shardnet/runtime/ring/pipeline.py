@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import assert_never
+
+import msgspec
+from msgspec.structs import replace
 
 from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
 from shardnet.runtime.stage.compute import (
@@ -46,8 +48,7 @@ STUCK_UNMEASURED_S = 600.0
 """The same limit where the time of a prompt chunk was not measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepAnswer:
+class StepAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The tail's answer to one step, as it came: ids and logprobs in row order, then the rest.
 
     `routing` has the parts of all stages; the pipeline joins them to rows in `blocks`.
@@ -63,8 +64,7 @@ class StepAnswer:
     routing: Sequence[StageExperts] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepAnswered:
+class StepAnswered(msgspec.Struct, frozen=True, kw_only=True):
     """A step was answered `round_trip_us` after `sent_ns`, by the head's clock."""
 
     batch: MicroBatch
@@ -73,8 +73,7 @@ class StepAnswered:
     sent_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _InFlight:
+class _InFlight(msgspec.Struct, frozen=True, kw_only=True):
     batch: MicroBatch
     sent_ns: int
 

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from shardnet.errors import ShardnetError, internal_error, where
 from shardnet.runtime.stage.compute import (
+    AnyThreadCompute,
     PassCompute,
     StageCompute,
     StageInput,
@@ -45,6 +46,10 @@ _QUEUED = 2
 
 _QUEUED_FOR_A_PASS = 64
 """The same where one pass computes several steps."""
+
+_SHORT_US = 1500
+"""A step that takes no longer is computed where it arrives, if nothing else is to be computed: on
+the compute thread it would wait for that to wake."""
 
 _MAX_ROWS_OF_A_PASS = 2 * PREFILL_CHUNK_ROWS
 """Most rows of the steps in one pass, unless a single step has more."""
@@ -109,13 +114,15 @@ class StageWorker:
         self._together = compute if isinstance(compute, PassCompute) else None
         self._limit = _QUEUED if self._together is None else _QUEUED_FOR_A_PASS
         self._waiting: deque[StageInput] = deque()  # the loop appends, the compute thread takes
-        # Counts of inputs, each with one writer: taken and passed on by the loop, and sent and given
+        # Counts of inputs, each with one writer: taken and passed on by the loop, sent and given
         # to the loop by the compute thread.
         self._n_taken = self._n_passed_on = 0
         self._n_sent_now = self._n_given = 0
         self._loop = asyncio.get_running_loop()
         self._room = asyncio.Event()
         self._waits_for_room = False
+        self._anywhere = compute if isinstance(compute, AnyThreadCompute) else None
+        self._n_short_rows = 0
         self._has_ended = False
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -154,9 +161,30 @@ class StageWorker:
             self.open_sequences.add(arrived.sequence_id)
         elif isinstance(arrived, CloseSequence):
             self.open_sequences.discard(arrived.sequence_id)
+        is_for_here = self._is_for_here(arrived)
         self._n_taken += 1
         self._waiting.append(arrived)
-        self._executor.post(self._process, self._pass_on, self._fail)
+        if not is_for_here:
+            self._executor.post(self._process, self._pass_on, self._fail)
+            return
+        try:
+            outputs = self._process()
+        except Exception as error:  # as on the compute thread
+            self._fail(contained(error))
+            return
+        if outputs is not None:
+            self._pass_on(outputs)
+
+    def _is_for_here(self, arrived: StageInput) -> bool:
+        """Say whether to compute a step on the loop's thread: it is short, and no other waits."""
+        return (
+            self._anywhere is not None
+            and isinstance(arrived, StepArrived)
+            and arrived.batch.n_rows <= self._n_short_rows
+            and self._n_taken == self._n_passed_on + self._n_sent_now
+            and self._executor.is_idle
+            and self._anywhere.on_any_thread
+        )
 
     async def _watch(self) -> None:
         """Raise a failure from outside `_take_in`."""
@@ -254,9 +282,15 @@ class StageWorker:
     ) -> StepComputed | StepFailed:
         if isinstance(result, ShardnetError):
             return StepFailed(step=arrived.batch.step, error=result)
+        compute_us = (self._clock_ns() - started_ns) // 1000
+        n_rows = arrived.batch.n_rows
+        if compute_us > _SHORT_US:
+            self._n_short_rows = min(self._n_short_rows, n_rows - 1)
+        elif n_rows > self._n_short_rows:
+            self._n_short_rows = n_rows
         timing = StageTiming(
             rank=self._rank,
-            compute_us=(self._clock_ns() - started_ns) // 1000,
+            compute_us=compute_us,
             queue_us=max(0, started_ns - arrived.arrived_ns) // 1000,
             arrived_us=arrived.arrived_ns // 1000,
         )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 from msgspec.structs import replace
 
 from shardnet.errors import (
@@ -64,15 +65,13 @@ class HelloReceived:
     hello: Hello
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrameReceived:
+class FrameReceived(msgspec.Struct, frozen=True, kw_only=True):
     """A frame for whoever uses the link came whole."""
 
     frame: Frame
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgressReported:
+class ProgressReported(msgspec.Struct, frozen=True, kw_only=True):
     """A heartbeat came: the peer is alive and has completed `step` of `epoch`."""
 
     epoch: int
@@ -214,15 +213,15 @@ class LinkConnection:
         """Take the next thing out of the received bytes. False when it is not whole yet."""
         if self._state is LinkState.PREAMBLE:
             return self._take_preamble()
-        if self._header is None and not self._take_header():
+        header = self._header or self._take_header()
+        if header is None:
             return False
         if not (self._meta.fill_from(self._received) and self._payload.fill_from(self._received)):
             return False
-        assert self._header is not None
         frame = Frame(
-            kind=self._header.kind,
-            epoch=self._header.epoch,
-            step=self._header.step,
+            kind=header.kind,
+            epoch=header.epoch,
+            step=header.step,
             meta=self._meta.view,
             payload=self._payload.view,
         )
@@ -263,9 +262,9 @@ class LinkConnection:
             self._say(hello_frame(self._greeting))
         return True
 
-    def _take_header(self) -> bool:
+    def _take_header(self) -> Header | None:
         if len(self._received) < HEADER.size:
-            return False
+            return None
         header = unpack_header(
             self._received.take(HEADER.size),
             allowed=self._allowed,
@@ -277,10 +276,12 @@ class LinkConnection:
         self._payload = (
             FramePart(header.payload_length, aligned=True) if header.payload_length else _NOTHING
         )
-        return True
+        return header
 
     def _accept(self, frame: Frame) -> Event:
         """Carry out what a whole frame does to the link, and say what happened."""
+        if frame.kind in _DATA_KINDS:
+            return FrameReceived(frame=frame)
         match frame.kind:
             case FrameKind.HELLO:
                 return self._accept_hello(read_hello(frame))
