@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, NewType, TypeVar
 
+import msgspec
+
 from shardnet.constraints import RowMask
 from shardnet.errors import SamplingError, UsageError
 
@@ -312,8 +314,7 @@ def parse_layers(text: str) -> tuple[LayerRange, ...]:
     return tuple(ranges)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowGroup:
+class RowGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive rows of one sequence in a micro-batch.
 
     `position` is the position of the first row, `n_sampled` how many of the last rows the tail
@@ -331,8 +332,7 @@ _N_ROWS = attrgetter("n_rows")
 _N_SAMPLED = attrgetter("n_sampled")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """The rows that travel round the ring in one step, without their activations.
 
     `token_ids` holds the input token id of every row, group after group. `masks` are those of the

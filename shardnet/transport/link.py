@@ -5,11 +5,12 @@ Knows the interface and the options every transport shares. Knows nothing of TCP
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
-from shardnet.wire.framing.frames import MIB, Frame, Limits
+from shardnet.wire.framing.frames import MIB, Buffer, Frame, Limits
 from shardnet.wire.messages.handshake import Hello
 
 if TYPE_CHECKING:  # not every link needs the library behind it
@@ -71,6 +72,23 @@ class LinkOptions:
     traffic: Traffic | None = None
 
 
+class DirectWriter(Protocol):
+    """Writes to a connection from any thread, in order with what its transport sends."""
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held by whoever writes; whoever holds it may take it again."""
+
+    def write_now(self, buffers: Sequence[Buffer]) -> bool:
+        """Write at once if nothing waits before; return whether that was done."""
+
+    def writelines(self, buffers: Iterable[Buffer], /) -> None:
+        """Write by the transport, after what `write_now` left. For the loop."""
+
+    def stop(self) -> None:
+        """Write nothing any more. For the loop."""
+
+
 class Link(Protocol):
     """One connection between two nodes, or a client and a node, for one purpose.
 
@@ -107,6 +125,17 @@ class Link(Protocol):
         not allowed.
         """
 
+    @property
+    def is_full(self) -> bool:
+        """Whether more waits to be sent than the transport likes: `drain` would wait."""
+
+    def send_now(self, *frames: Frame) -> bool:
+        """Write `frames` to the network from any thread, if nothing waits to be sent before them.
+
+        Returns whether that was done; if not, nothing was sent, and `send` is left. Raises as
+        `send`.
+        """
+
     async def drain(self, *, shared: bool = False) -> None:
         """Wait while more waits to be sent than the transport likes; call it after `send`.
 
@@ -120,6 +149,12 @@ class Link(Protocol):
 
         Raises the error that ended the link: LinkClosedError after BYE or a lost connection,
         PeerSilentError, RemoteProtocolError, or what the peer reported in an ERROR frame.
+        """
+
+    def offer(self, take: Callable[[Frame], bool]) -> None:
+        """Offer each frame that comes while `receive` waits to `take` first, at once.
+
+        A frame that it returns False for is received. What it raises is raised by `receive`.
         """
 
     async def close(self) -> None:

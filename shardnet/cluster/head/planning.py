@@ -127,9 +127,9 @@ class Planner:
     async def replan(self, opened: Plan, now: Plan, without: Mapping[NodeId, str]) -> Plan:
         """Plan again what `opened` was planned for, led by this node, without measuring anything.
 
-        `now` is the plan of the ring to replace, whose figures, dtype and arithmetic are kept. Of nodes that
-        the client named those are used that are there. Nodes in `without` are left out for the
-        reason given. Raises PlanError if the nodes that are there cannot do it.
+        `now` is the plan of the ring to replace, whose figures, dtype and arithmetic are kept. Of
+        nodes that the client named those are used that are there. Nodes in `without` are left out
+        for the reason given. Raises PlanError if the nodes that are there cannot do it.
         """
         choice, facts = opened.choice, opened.facts
         found = await self._directory.candidates((), REPLAN_STATUS_S)

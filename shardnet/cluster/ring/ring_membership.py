@@ -252,5 +252,6 @@ class RingMembership:
 
 
 async def _read_answers(tail: TailLink, pipeline: Pipeline) -> None:
+    tail.offer(pipeline.answer)
     while True:
         pipeline.answer(await tail.receive())

@@ -200,6 +200,7 @@ class StageHost:
                     f"this node is no member of ring {membership.ring} any more", remedy="ask again"
                 )
             await self._compute.run(lambda: set_compute_threads(threads))
+            set_compute_threads(threads)  # of this thread, which may compute short steps itself
             reused = self._take_prepared(membership.ring, order) or await self._fits(order)
             if self.loaded is None or not reused:
                 await self._free()

@@ -529,13 +529,6 @@ class Engine:
     def _on_answered(self, answered: StepAnswered) -> None:
         outcomes = self._scheduler.on_tokens(answered.answer.step, answered.answer.token_ids)
         n_rows, n_sampled = answered.batch.n_rows, answered.batch.n_sampled
-        self._learn_cost(answered, n_rows, n_sampled)
-        n_tokens = 0
-        for outcome in outcomes:
-            n_tokens += isinstance(outcome, TokenSampled)
-            if self._replayed:
-                self._note_replayed(outcome.sequence_id)
-        self.log.add(answered, n_rows, n_sampled, n_tokens)
         for group in answered.batch.groups:
             live = self._live.get(group.sequence_id)
             if live is not None:
@@ -545,6 +538,14 @@ class Engine:
                     self._end_alone(group.sequence_id, live, error)
         self._deliver(outcomes, answered)
         self._pump()
+        # What nobody waits for comes last: the next step is on its way.
+        self._learn_cost(answered, n_rows, n_sampled)
+        n_tokens = 0
+        for outcome in outcomes:
+            n_tokens += isinstance(outcome, TokenSampled)
+            if self._replayed:
+                self._note_replayed(outcome.sequence_id)
+        self.log.add(answered, n_rows, n_sampled, n_tokens)
 
     def _on_failed(self, failed: StepFailed) -> None:
         self._deliver(self._scheduler.on_step_failed(failed.step, failed.error), None)

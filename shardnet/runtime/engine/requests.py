@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from shardnet.errors import SamplingError
 from shardnet.runtime.engine.guide import Constrained
 from shardnet.runtime.engine.outputs import OutputEvent
@@ -99,8 +101,7 @@ class RequestMoved:
     expected_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenGenerated:
+class TokenGenerated(msgspec.Struct, frozen=True, kw_only=True):
     """A sampled token, and the text that became final with it."""
 
     token_id: int

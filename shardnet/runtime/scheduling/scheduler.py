@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+import msgspec
+
 from shardnet.constraints import MAX_STEP_MASK_BYTES, RowMask, TokenMask
 from shardnet.errors import LocalProtocolError, ShardnetError
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
@@ -78,8 +80,7 @@ class RingLimits:
     prefix_seed: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
+class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     """The next `n_rows` rows of a sequence, the last of them `drafts`.
 
     `masks` are those of its sampled rows, if its output is constrained.

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol
 
+import msgspec
+
 from shardnet.constraints import TokenMask
 from shardnet.errors import ShardnetError
 from shardnet.runtime.scheduling.kv_block_manager import Slot
@@ -97,16 +99,14 @@ class SequenceRequest:
 # --- instructions -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendStep:
+class SendStep(msgspec.Struct, frozen=True, kw_only=True):
     """Send these rows round the ring."""
 
     batch: MicroBatch
     is_decode: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperateSlot:
+class OperateSlot(msgspec.Struct, frozen=True, kw_only=True):
     """Send every stage a slot operation, in data order.
 
     `is_resumed`: the sequence that opens was paused before. `is_pause`: the sequence that closes
@@ -132,8 +132,7 @@ Instruction = SendStep | OperateSlot | RestorePrefix
 # --- outcomes -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSampled:
+class TokenSampled(msgspec.Struct, frozen=True, kw_only=True):
     """The ring sampled the next token of a sequence. `row` is its place in the token frame."""
 
     sequence_id: SequenceId
@@ -141,16 +140,14 @@ class TokenSampled:
     row: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceFinished:
+class SequenceFinished(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence ended; no further event names it."""
 
     sequence_id: SequenceId
     reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceFailed:
+class SequenceFailed(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence failed; no further event names it."""
 
     sequence_id: SequenceId

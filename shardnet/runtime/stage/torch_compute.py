@@ -6,10 +6,10 @@ Knows how to go from wire values to tensors and back. Must not know links, rings
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import assert_never
 
 import torch
+from msgspec.structs import replace
 
 from shardnet.errors import RemoteProtocolError, ShardnetError, UsageError
 from shardnet.model.kernels.codec import pack_rows, unpack_rows
@@ -61,6 +61,12 @@ class TorchCompute:
     def used_blocks(self) -> int:
         """KV blocks that slots hold now; see StageCompute."""
         return self._model.kv.blocks_used
+
+    @property
+    def on_any_thread(self) -> bool:
+        """See AnyThreadCompute. Not with several threads: each caller's would be others."""
+        model = self._model
+        return model.device.type == "cpu" and not model.streams and torch.get_num_threads() == 1
 
     def use_wire(self, sent: WireDType, received: WireDType) -> None:
         """Give activations in `sent` from now on, and take none but those in `received`."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 from msgspec.structs import replace
 
 from shardnet.errors import (
@@ -67,15 +68,13 @@ class HelloReceived:
     hello: Hello
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrameReceived:
+class FrameReceived(msgspec.Struct, frozen=True, kw_only=True):
     """A frame for whoever uses the link came whole."""
 
     frame: Frame
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgressReported:
+class ProgressReported(msgspec.Struct, frozen=True, kw_only=True):
     """A heartbeat came: the peer is alive and has completed `step` of `epoch`."""
 
     epoch: int
@@ -225,17 +224,17 @@ class LinkConnection:
         """Take the next thing out of the received bytes. False when it is not whole yet."""
         if self._state is LinkState.PREAMBLE:
             return self._take_preamble()
-        if self._header is None and not self._take_header():
+        header = self._header or self._take_header()
+        if header is None:
             return False
         if not (self._meta.fill_from(self._received) and self._payload.fill_from(self._received)):
             return False
-        assert self._header is not None
         if self._body_checksum is not None:
-            check_body(self._meta.view, self._payload.view, self._body_checksum, self._header)
+            check_body(self._meta.view, self._payload.view, self._body_checksum, header)
         frame = Frame(
-            kind=self._header.kind,
-            epoch=self._header.epoch,
-            step=self._header.step,
+            kind=header.kind,
+            epoch=header.epoch,
+            step=header.step,
             meta=self._meta.view,
             payload=self._payload.view,
         )
@@ -276,15 +275,15 @@ class LinkConnection:
             self._say(hello_frame(self._greeting))
         return True
 
-    def _take_header(self) -> bool:
+    def _take_header(self) -> Header | None:
         if len(self._received) < HEADER.size:
-            return False
+            return None
         data = self._received.peek(HEADER.size)
         header = unpack_header(data, allowed=self._allowed, limits=self._limits, state=self._state)
         self._body_checksum = None
         if self._checked and header.kind is not FrameKind.HELLO:
             if len(self._received) < HEADER.size + CHECKSUMS.size:
-                return False
+                return None
             checksums = self._received.peek(HEADER.size + CHECKSUMS.size)[HEADER.size :]
             of_header, self._body_checksum = CHECKSUMS.unpack(checksums)
             check_header(data, of_header, header)
@@ -295,10 +294,12 @@ class LinkConnection:
         self._payload = (
             FramePart(header.payload_length, aligned=True) if header.payload_length else _NOTHING
         )
-        return True
+        return header
 
     def _accept(self, frame: Frame) -> Event:
         """Carry out what a whole frame does to the link, and say what happened."""
+        if frame.kind in _DATA_KINDS:
+            return FrameReceived(frame=frame)
         match frame.kind:
             case FrameKind.HELLO:
                 return self._accept_hello(read_hello(frame))

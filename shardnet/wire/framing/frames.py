@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
+import msgspec
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from shardnet.errors import DamagedFrameError, LocalProtocolError, RemoteProtocolError
@@ -54,8 +56,7 @@ class FrameKind(enum.IntEnum):
 _KIND_OF_NUMBER: Final = {int(kind): kind for kind in FrameKind}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class Frame(msgspec.Struct, frozen=True, kw_only=True):
     """One length-prefixed message on a link.
 
     `meta` and `payload` are flat bytes. The payload of a received frame is a writable memoryview
@@ -79,6 +80,7 @@ class Limits:
     control_meta_bytes: int = 4 * MIB
     data_meta_bytes: int = 1 * MIB
     data_payload_bytes: int = 256 * MIB
+    tokens_meta_bytes: int = 8 * KIB
     tokens_payload_bytes: int = 64 * KIB
     extras_meta_bytes: int = 16 * MIB
     sequence_meta_bytes: int = 64 * KIB
@@ -86,6 +88,10 @@ class Limits:
     bulk_payload_bytes: int = 1 * MIB
     rows_meta_bytes: int = 24
     rows_payload_bytes: int = 16 * MIB
+    table: Mapping[FrameKind, tuple[int, int]] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "table", {kind: self.caps(kind) for kind in FrameKind})
 
     def caps(self, kind: FrameKind) -> tuple[int, int]:
         """Return the largest meta and payload of `kind`, in bytes."""
@@ -99,7 +105,7 @@ class Limits:
             case FrameKind.DATA:
                 return self.data_meta_bytes, self.data_payload_bytes
             case FrameKind.TOKENS:
-                return 0, self.tokens_payload_bytes
+                return self.tokens_meta_bytes, self.tokens_payload_bytes
             case FrameKind.EXTRAS:
                 return self.extras_meta_bytes, 0
             case FrameKind.SEQUENCE:
@@ -112,7 +118,7 @@ class Limits:
                 return 0, 0
 
 
-class Header(NamedTuple):
+class Header(msgspec.Struct, frozen=True):
     """A frame's header, checked: kind known and lengths within the caps."""
 
     kind: FrameKind
@@ -143,7 +149,7 @@ def unpack_header(
         raise RemoteProtocolError(f"a {kind.name} frame is not allowed {state}")
     if reserved:
         raise RemoteProtocolError(f"a {kind.name} frame came with {reserved:#04x} where 0 belongs")
-    max_meta, max_payload = limits.caps(kind)
+    max_meta, max_payload = limits.table[kind]
     if meta_length > max_meta:
         raise _above_cap(kind, "meta", meta_length, max_meta)
     if payload_length > max_payload:
@@ -192,10 +198,12 @@ def pack_frame(frame: Frame, limits: Limits, *, checked: bool = False) -> list[B
     HELLO. Raises LocalProtocolError when the frame breaks the caps or its numbers do not fit: the
     peer would refuse it.
     """
-    payload = memoryview(frame.payload)
-    if payload.ndim != 1 or payload.format != "B":
-        payload = payload.cast("B")
-    max_meta, max_payload = limits.caps(frame.kind)
+    payload = frame.payload
+    if not isinstance(payload, bytes):
+        payload = memoryview(payload)
+        if payload.ndim != 1 or payload.format != "B":
+            payload = payload.cast("B")
+    max_meta, max_payload = limits.table[frame.kind]
     if len(frame.meta) > max_meta or len(payload) > max_payload:
         raise LocalProtocolError(
             f"a {frame.kind.name} frame of {len(frame.meta)} + {len(payload)} bytes is above "

@@ -130,6 +130,7 @@ async def _until_broken(worker: StageWorker, on_broken: Callable[[ShardnetError]
 
 
 async def _answers(tail: TailLink, pipeline: Pipeline) -> None:
+    tail.offer(pipeline.answer)
     try:
         while True:
             pipeline.answer(await tail.receive())
