@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import random
 import shutil
 import sys
@@ -134,6 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=None, help="the first round's seed")
     parser.add_argument("--only", choices=ROUND, nargs="+", default=[*ROUND], help="what to do")
     asked = parser.parse_args(arguments)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it tells of each bad request
     seed = asked.seed if asked.seed is not None else int(time.time())
     ends, finds = time.monotonic() + 60 * asked.minutes, Finds()
     while time.monotonic() < ends:

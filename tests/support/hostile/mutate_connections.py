@@ -7,16 +7,22 @@ calls `fuzz_handshakes` and `fuzz_requests`; a round that fails raises Finding, 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 from support.cluster.scripted_node import ScriptedNode, client_of
 from support.hostile.mutate_frames import SLOW_S, Figures, Finding, noise
 from support.strategies.wire_strategies import feed, hello
 
+from shardnet.api.anthropic import endpoints as anthropic
+from shardnet.api.ollama import endpoints as ollama
+from shardnet.api.openai import endpoints as openai
+from shardnet.api.responses import endpoints as responses
 from shardnet.api.serve.server import serving
 from shardnet.api.server.settings import Listening
 from shardnet.errors import ShardnetError
@@ -34,10 +40,23 @@ GOOD: Final = PREAMBLE + b"".join(pack_frame(hello_frame(hello("a")), Limits()))
 """A handshake that makes a link."""
 EACH: Final = 50
 """After so many requests the server has to answer one that is right."""
+_USUAL: Final[dict[str, Any]] = {
+    "model": "",
+    "messages": [{"role": "user", "content": "ab"}],
+    "prompt": "ab",
+    "input": "ab",
+    "tokens": [97],
+    "max_tokens": 4,
+    "stream": False,
+    "temperature": 0.5,
+    "stop": ["x"],
+    "tools": [{"type": "function", "function": {"name": "a", "parameters": {}}}],
+}
 _STATUS: Final = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 _MAY_FAIL: Final = (501, 503, 504)
 _JSON_VALUES: Final = (
     *(b"null", b"true", b"-1", b"0", b"1e999", b"1e308", b"9" * 400, b'""', b'"\\ud800"', b"[]"),
+    *(b"1", b"2", b"0.5", b"false", b'"a"', b'"ab"', b"[97]"),
     *(b"{}", b"[[]]", b"[" * 500 + b"]" * 500, b'{"a":' * 200 + b"1" + b"}" * 200, b'"\\u0000"'),
 )
 _VALUE: Final = re.compile(rb'(?<=[:,\[])\s*("[^"]*"|[-\d.]+|true|false|null)')
@@ -96,11 +115,11 @@ def _mutated(request: bytes, rng: random.Random) -> bytes:
     """Change a value of the body, or any bytes; mostly with the right length in the header."""
     head, _, body = request.partition(b"\r\n\r\n")
     for _ in range(rng.choice((1, 1, 2, 3))):
-        match rng.randrange(5):
-            case 0 | 1 | 2 if places := [*_VALUE.finditer(body)]:
+        match rng.randrange(10):
+            case 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 if places := [*_VALUE.finditer(body)]:
                 place = rng.choice(places)
                 body = body[: place.start()] + rng.choice(_JSON_VALUES) + body[place.end() :]
-            case 3:
+            case 8:
                 head = noise(head, rng)
             case _:
                 body = noise(body, rng)
@@ -136,12 +155,30 @@ def fuzz_requests(n: int, seed: int) -> Figures:
     return asyncio.run(_fuzz_requests(n, seed))
 
 
+def _good_requests() -> list[bytes]:
+    """Make a request that is right for every path that takes a body."""
+    bodies = {
+        endpoint.path: endpoint.body
+        for room in (openai, anthropic, responses, ollama)
+        for endpoint in room.endpoints()
+        if endpoint.body is not None
+    }
+    requests = []
+    for path, kind in bodies.items():
+        fields = {field.encode_name for field in msgspec.structs.fields(kind)}
+        body = json.dumps({name: value for name, value in _USUAL.items() if name in fields})
+        head = f"POST {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n"
+        requests.append(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+    return requests
+
+
 async def _fuzz_requests(n: int, seed: int) -> Figures:
-    rng, figures, sources = random.Random(seed), Figures(), corpus(REQUESTS)
+    rng, figures = random.Random(seed), Figures()
+    wrong, good = corpus(REQUESTS), _good_requests()
     listening = Listening(host="127.0.0.1", port=0)
     async with client_of(ScriptedNode()) as client, serving(client, listening) as url:
         for number in range(1, n + 1):
-            said = _mutated(rng.choice(sources), rng)
+            said = _mutated(rng.choice(rng.choice((wrong, good))), rng)
             status = status_of(await answer_to(url, said))
             figures.n_frames += 1
             figures.n_read += 200 <= status < 300
