@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import random
 import shutil
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from support.hostile.corpus import HOSTILE
+from support.hostile.mutate_connections import fuzz_handshakes, fuzz_requests
 from support.hostile.mutate_files import fuzz_files, mutated
 from support.hostile.mutate_frames import Figures, Finding, fuzz_frames, fuzz_live
 
@@ -23,6 +25,8 @@ from shardnet.tokenizers.tokenizer import Tokenizer
 
 FOUND = HOSTILE / "found"
 N_FRAMES = 20_000
+N_HANDSHAKES = 20_000
+N_REQUESTS = 500
 N_FILES = 1_000
 N_TOKENIZERS = 50
 LIVE_S = 10.0
@@ -35,6 +39,8 @@ class Finds:
     def __init__(self, folder: Path = FOUND) -> None:
         self._folder = folder
         self.n = 0
+        self.n_received: Counter[str] = Counter()
+        """How many frames, handshakes and requests listeners were sent, by what they are."""
 
     def keep_frames(self, data: bytes, why: str) -> None:
         """Keep what was received, and say why."""
@@ -54,18 +60,21 @@ class Finds:
         print(f"FOUND {self._folder / name}: {why}", flush=True)
 
 
-def attack_with_frames(seed: int, finds: Finds, attack: Callable[[], Figures]) -> str:
-    """Run one attack with frames, and keep what it finds."""
+def attack_with_frames(
+    seed: int, finds: Finds, attack: Callable[[], Figures], what: str = "frames"
+) -> str:
+    """Run one attack with frames, or `what` else listeners take, and keep what it finds."""
     try:
         figures = attack()
     except Finding as finding:
         finds.keep_frames(finding.data, f"seed {seed}: {finding}")
         return "ended by a find"
+    finds.n_received[what] += figures.n_frames
     for data in figures.slow:
         finds.keep_frames(data, f"seed {seed}: slow")
     pings = f", slowest ping {figures.slowest_ping_s:.2f} s" if figures.n_pings else ""
     return (
-        f"{figures.n_frames} frames, {figures.n_read} read, slowest {figures.slowest_s:.2f} s"
+        f"{figures.n_frames} {what}, {figures.n_read} read, slowest {figures.slowest_s:.2f} s"
         f"{pings}, {figures.grown_bytes / 2**20:.0f} MiB grown"
     )
 
@@ -104,6 +113,12 @@ def _key(seed: int) -> bytes:
 
 ROUND: dict[str, Callable[[int, Finds], str]] = {
     "frames": lambda n, finds: attack_with_frames(n, finds, lambda: fuzz_frames(N_FRAMES, n)),
+    "handshakes": lambda n, finds: attack_with_frames(
+        n, finds, lambda: fuzz_handshakes(N_HANDSHAKES, n), "handshakes"
+    ),
+    "requests": lambda n, finds: attack_with_frames(
+        n, finds, lambda: fuzz_requests(N_REQUESTS, n), "requests"
+    ),
     "files": lambda n, finds: str(fuzz_files(N_FILES, n, finds.keep_files)),
     "tokenizers": lambda n, finds: attack_with_tokenizers(N_TOKENIZERS, n, finds),
     "live": lambda n, finds: attack_with_frames(n, finds, lambda: fuzz_live(LIVE_S, n, None)),
@@ -118,15 +133,18 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0, help="how long (default 5)")
     parser.add_argument("--seed", type=int, default=None, help="the first round's seed")
+    parser.add_argument("--only", choices=ROUND, nargs="+", default=[*ROUND], help="what to do")
     asked = parser.parse_args(arguments)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it tells of each bad request
     seed = asked.seed if asked.seed is not None else int(time.time())
     ends, finds = time.monotonic() + 60 * asked.minutes, Finds()
     while time.monotonic() < ends:
-        for what, attack in ROUND.items():
+        for what, attack in ((what, ROUND[what]) for what in asked.only):
             if time.monotonic() < ends:
                 print(f"seed {seed} {what}: {attack(seed, finds)}", flush=True)
         seed += 1
-    print(f"{finds.n} finds")
+    received = ", ".join(f"{n} {what}" for what, n in finds.n_received.items())
+    print(f"{finds.n} finds in {received}")
     return 1 if finds.n else 0
 
 

@@ -184,9 +184,9 @@ def mutated(frame: Frame, rng: random.Random) -> bytes:
                 at = rng.randrange(len(meta))
                 meta = meta[:at] + rng.choice(_LONG_HEADS) + meta[at + rng.randrange(2) :]
             case 5:
-                meta = _noise(meta, rng)
+                meta = noise(meta, rng)
             case 6:
-                payload = _noise(payload, rng)
+                payload = noise(payload, rng)
             case 7:
                 epoch, step = rng.choice((0, 1, 2**32 - 1)), rng.choice((0, 1, 2**64 - 1))
             case 8:
@@ -195,7 +195,7 @@ def mutated(frame: Frame, rng: random.Random) -> bytes:
                 meta = meta + meta if rng.random() < 0.5 else meta[: rng.randrange(len(meta) + 1)]
     header = HEADER.pack(0x4E53, kind, 0, len(meta), len(payload), epoch, step)
     whole = header + meta + payload
-    return _noise(whole, rng) if rng.random() < 0.2 else whole
+    return noise(whole, rng) if rng.random() < 0.2 else whole
 
 
 def sealed(data: bytes) -> bytes:
@@ -207,7 +207,7 @@ def sealed(data: bytes) -> bytes:
     return header + CHECKSUMS.pack(*halves) + rest
 
 
-def _noise(data: bytes, rng: random.Random) -> bytes:
+def noise(data: bytes, rng: random.Random) -> bytes:
     """Flip, cut, repeat or overwrite some bytes."""
     result = bytearray(data)
     at = rng.randrange(len(result) + 1)
@@ -230,7 +230,7 @@ def _other_value(meta: bytes, rng: random.Random) -> bytes:
     try:
         root = [msgspec.msgpack.decode(meta)]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _noise(meta, rng)
+        return noise(meta, rng)
     places: list[tuple[Any, Any]] = []
     waiting: list[Any] = [root]
     while waiting and len(places) < 2000:
@@ -265,12 +265,13 @@ def _keys(holder: Any) -> Any:
     return holder if isinstance(holder, dict) else range(len(holder))
 
 
-def receive(data: bytes, purpose: Purpose) -> tuple[int, int]:
+def receive(data: bytes, purpose: Purpose, *, checked: bool = False) -> tuple[int, int]:
     """Let a link of `purpose` receive `data`, and read every frame. Returns (read, refused).
 
-    Raises Finding for whatever is not a documented error.
+    On a `checked` link frames have checksums. Raises Finding for whatever is not a documented
+    error.
     """
-    connection = LinkConnection(_own(purpose), initiator=False)
+    connection = LinkConnection(_own(purpose), initiator=False, checked=checked)
     n_read = n_refused = 0
     try:
         events = _fed(connection, _OPENING[purpose] + data)
@@ -338,8 +339,12 @@ def fuzz_frames(n: int, seed: int, frames: list[Frame] | None = None) -> Figures
     for number in range(n):
         frame = rng.choice(frames)
         data = mutated(frame, rng)
+        purpose = PURPOSES.get(frame.kind, Purpose.DATA)
         began = time.process_time()
-        n_read, n_refused = receive(data, PURPOSES.get(frame.kind, Purpose.DATA))
+        if checked := number % 4 == 3:
+            data = sealed(data)
+            data = noise(data, rng) if rng.random() < 0.1 else data
+        n_read, n_refused = receive(data, purpose, checked=checked)
         took_s = time.process_time() - began
         figures.n_frames += 1
         figures.n_read += n_read
