@@ -39,6 +39,7 @@ _SUMMARIES: Final = {
     "bench": "Measure the ring's speed, or the perplexity of a text.",
     "pull": "Download a model of the Hugging Face Hub to this machine.",
     "unload": "Free the model on every node of the ring.",
+    "drain": "Empty a node without losing a request, and end it.",
     "doctor": "Diagnose the cluster: what is wrong, where, and what to do.",
     "key": "Make, enter or show the cluster key.",
     "service": "Run a node or a server at boot, by systemd or launchd.",
@@ -102,6 +103,10 @@ def _load(name: str) -> Callable[..., None] | typer.Typer:
             from .commands.unload import unload
 
             return unload
+        case "drain":
+            from .commands.drain import drain
+
+            return drain
         case "doctor":
             from .commands.doctor import doctor
 

@@ -25,6 +25,7 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
     │   └── ProtocolError             bytes that break docs/protocol.md
     │       ├── LocalProtocolError    our own bug: we tried to send or do what is not allowed
     │       └── RemoteProtocolError   the peer's fault
+    │           └── DamagedFrameError bytes that changed on their way
     ├── NumericalError                the model computed something that is not a number
     ├── PeerFailedError               a node of the ring was lost or reported a failure
     ├── CancelledRequestError         the client cancelled, or went away
@@ -233,6 +234,12 @@ class RemoteProtocolError(ProtocolError):
     """The peer's fault: it sent what the protocol does not allow."""
 
     code = 37
+
+
+class DamagedFrameError(RemoteProtocolError):
+    """A frame whose bytes are not those that its sender made a checksum of."""
+
+    code = 39
 
 
 class NumericalError(ShardnetError):

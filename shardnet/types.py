@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, NewType, TypeVar
 
+import msgspec
+
 from shardnet.constraints import RowMask
 from shardnet.errors import SamplingError, UsageError
 
@@ -27,6 +29,14 @@ BLOCK_POSITIONS = 256
 def blocks_for(n_positions: int) -> int:
     """Return how many blocks hold `n_positions` positions."""
     return -(-n_positions // BLOCK_POSITIONS)
+
+
+def block_spans(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cut positions `[begin, end)` at the ends of blocks."""
+    while begin < end:
+        cut = min(end, (begin // BLOCK_POSITIONS + 1) * BLOCK_POSITIONS)
+        yield begin, cut
+        begin = cut
 
 
 WEIGHT_PART_BYTES = 16 << 20
@@ -270,6 +280,15 @@ class LayerRange:
         return f"layers {self.start}-{self.end - 1}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldRows:
+    """What a slot has of one layer: rows from position `first` on, or a state, in bytes."""
+
+    first: int
+    n_bytes: int
+    is_state: bool = False
+
+
 def parse_layer_range(text: str) -> LayerRange:
     """Read `0-8`, half-open. Raises UsageError when it is not two numbers, or empty."""
     start, dash, end = text.strip().partition("-")
@@ -295,8 +314,7 @@ def parse_layers(text: str) -> tuple[LayerRange, ...]:
     return tuple(ranges)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowGroup:
+class RowGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive rows of one sequence in a micro-batch.
 
     `position` is the position of the first row, `n_sampled` how many of the last rows the tail
@@ -314,8 +332,7 @@ _N_ROWS = attrgetter("n_rows")
 _N_SAMPLED = attrgetter("n_sampled")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """The rows that travel round the ring in one step, without their activations.
 
     `token_ids` holds the input token id of every row, group after group. `masks` are those of the
@@ -346,6 +363,7 @@ class LiveState(enum.Enum):
     RUNNING = "running"
     PAUSED = "paused"
     RESUMED = "resumed"
+    RECOVERING = "recovering"
 
 
 MAX_LOGPROBS = 100

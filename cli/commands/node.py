@@ -58,12 +58,15 @@ from ..output.exit_codes import run_command, say, write_out
 
 if TYPE_CHECKING:  # it imports torch
     from shardnet.cluster.machine.profile import MemoryBudget
+    from shardnet.cluster.node.drain import NodeDrain
     from shardnet.cluster.node.node import Node
     from shardnet.transport.identity import Identity
 
 DEFAULT_PORT = 7433
 REGISTER_S = 2.0
 """Interval of the looks at whether the node's entry in the register of this machine is right."""
+DRAIN_S = 30.0
+"""How long a node that is told to stop may take to give away what requests need of it."""
 _MAX_NAME = 64
 MAX_PORT = 65535
 
@@ -203,6 +206,7 @@ def node(
     """Run a node in the foreground; Ctrl-C ends it.
 
     Prints one line when it is ready. A node keeps its layers of a model loaded between requests.
+    While requests need it, Ctrl-C gives its layers to other nodes first; the second one does not.
     """
     check_choice("--device", device, ("auto", "cpu", "cuda", *installed_names(COMPUTES)))
     _check_name(name)
@@ -306,9 +310,35 @@ async def _run(flags: _Flags) -> None:
             await stack.enter_async_context(_registered(local_nodes, node, settings.name))
         url = await stack.enter_async_context(_http(flags, node, identity))
         _say_ready(flags, node, url)
-        await stopping.wait()
+        await _until_it_leaves(node.drain, stopping, drains=not flags.until_stdin_closes)
     if not flags.as_json:
         say("node stopped")
+
+
+async def _until_it_leaves(drain: NodeDrain, stopping: asyncio.Event, *, drains: bool) -> None:
+    """Wait until the node was drained, or was told to stop: once, and it is drained first."""
+    async with asyncio.TaskGroup() as tasks:
+        waiting: list[asyncio.Task[object]] = [
+            tasks.create_task(_set(drain.is_over)),
+            tasks.create_task(_set(stopping)),
+        ]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if drains and not drain.is_over.is_set() and drain.is_needed:
+            say(f"giving the layers of this node away, for {DRAIN_S:g} s at most; Ctrl-C ends it")
+            stopping.clear()
+            waiting.append(tasks.create_task(_drained(drain)))
+            waiting.append(tasks.create_task(_set(stopping)))
+            await asyncio.wait(waiting[-2:], return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+
+
+async def _drained(drain: NodeDrain) -> object:
+    return await drain.drain(DRAIN_S)
+
+
+async def _set(event: asyncio.Event) -> object:
+    return await event.wait()
 
 
 @contextlib.asynccontextmanager

@@ -54,7 +54,7 @@ def nodes(
 
 async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_json: bool) -> None:
     if not watch:
-        infos = await _gather(named, access, mdns)
+        infos = await gather_nodes(named, access, mdns)
         if as_json:
             write_out(msgspec.json.encode([_as_json(info) for info in infos]).decode())
         elif infos:
@@ -67,7 +67,9 @@ async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_jso
     from rich.text import Text
 
     async def shown() -> Text:
-        return Text("\n".join(node_lines(await _gather(named, access, mdns), terminal_width())))
+        return Text(
+            "\n".join(node_lines(await gather_nodes(named, access, mdns), terminal_width()))
+        )
 
     with Live(await shown(), auto_refresh=False) as live:
         while True:
@@ -75,7 +77,7 @@ async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_jso
             live.update(await shown(), refresh=True)
 
 
-async def _gather(named: Sequence[str], access: Access, mdns: bool) -> list[NodeInfo]:
+async def gather_nodes(named: Sequence[str], access: Access, mdns: bool) -> list[NodeInfo]:
     """Ask the nodes of this machine and the named ones for themselves and their peers.
 
     If there are none and `mdns` allows it, ask those that are found on the network.
@@ -116,6 +118,7 @@ def _as_json(info: NodeInfo) -> dict[str, Any]:
         "memory_bytes": info.memory_bytes,
         "memory_free_bytes": info.memory_free_bytes,
         "threads": info.threads,
+        "draining": info.is_draining,
         "stage": None
         if info.stage is None
         else {
@@ -134,6 +137,8 @@ def node_lines(infos: Sequence[NodeInfo], width: int | None) -> list[str]:
     for info in infos:
         kind, _, board = info.device.partition(" ")  # a board's name is long
         loaded = [board.strip("()")] if board else []
+        if info.is_draining:
+            loaded.append("draining")
         if info.stage is not None:
             layers = LayerRange(*info.stage.layers).words
             loaded.append(f"rank {info.stage.rank}, {layers} of {info.stage.model}")

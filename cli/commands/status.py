@@ -76,6 +76,7 @@ def _as_json(info: NodeInfo, report: NodeReport) -> dict[str, Any]:
         "memory_bytes": info.memory_bytes,
         "memory_free_bytes": info.memory_free_bytes,
         "threads": info.threads,
+        "draining": info.is_draining,
         "requests": report.n_requests,
         "peers": [_peer_name(report, view.node) for view in report.peers if view.is_linked],
         "stage": None if stage is None else _stage_as_json(info, report, stage),
@@ -115,6 +116,8 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
         f"{size(info.memory_free_bytes)} free",
         f"peers    {', '.join(peers) or 'none'}",
     ]
+    if info.is_draining:
+        lines.append("state    draining: it gives its layers to other nodes, and ends")
     stage = report.stage
     if stage is None:
         return [*lines, "stage    none: nothing is loaded"]

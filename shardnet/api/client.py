@@ -57,6 +57,7 @@ from shardnet.wire.messages.membership import (
     StatusReply,
 )
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
+from shardnet.wire.messages.stages import Drain, LoadProgress
 from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
 
 if TYPE_CHECKING:  # not every client needs the library behind it
@@ -71,6 +72,7 @@ Ask = (
     | GetActivity
     | CancelSequence
     | Unload
+    | Drain
     | Tokenize
     | Detokenize
     | DescribeTokenizer
@@ -252,6 +254,14 @@ class Client:
         """
         await self._follow(Unload(request=0, model=model, idle_s=idle_s), Done)
 
+    async def drain(self, deadline_s: float) -> None:
+        """Have the node give its layers to others and end when it is empty.
+
+        After `deadline_s` seconds it ends in any case. Requests go on, but for those that this very
+        node leads and that are not done by then.
+        """
+        await self._follow(Drain(request=0, deadline_s=deadline_s), Done)
+
     def generate(
         self,
         prompts: Prompts,
@@ -360,8 +370,8 @@ class Client:
         address = at
         for _ in range(MAX_REDIRECTS + 1):
             async with self._conversation(message, address) as (control, answers):
-                while isinstance(answer := await anext(answers), NodeProgress):
-                    if on_progress is not None:
+                while isinstance(answer := await anext(answers), NodeProgress | LoadProgress):
+                    if on_progress is not None and isinstance(answer, NodeProgress):
                         on_progress(answer)
             if isinstance(answer, expected):
                 return answer

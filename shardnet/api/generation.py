@@ -137,7 +137,13 @@ class _Running:
                 self.view.state = RequestState(state.value)
                 if self.view.state is RequestState.RUNNING:
                     self.n_reused = n_kept
-                return changed(self._event(), ahead=ahead, prompt_tail=tail)
+                return changed(
+                    self._event(),
+                    ahead=ahead,
+                    prompt_tail=tail,
+                    why=answer.why,
+                    expected_s=answer.expected_s,
+                )
             case wire.TextPiece():
                 return self._take_text(answer)
             case wire.RowsPiece():

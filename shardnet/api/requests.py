@@ -32,6 +32,7 @@ from shardnet.wire.messages.generation import (
 )
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
 from shardnet.wire.messages.sequences import Outputs, Sampling
+from shardnet.wire.messages.stages import Drain
 from shardnet.wire.messages.tokens import Detokenize, Tokenize
 
 
@@ -186,6 +187,7 @@ def check_request(
     | CancelSequence
     | Generate
     | Unload
+    | Drain
     | Tokenize
     | Detokenize
     | DescribeTokenizer,

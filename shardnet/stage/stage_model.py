@@ -6,8 +6,8 @@ Must not know how it was loaded (stage/load.py), nor wire, threads or sampling.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -23,8 +23,7 @@ from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.types import LayerRange, MicroBatch, RoutingShape, SlotId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(msgspec.Struct, frozen=True, kw_only=True):
     """A micro-batch on its way through the layers; see StageModel.run."""
 
     batch: MicroBatch

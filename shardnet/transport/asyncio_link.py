@@ -10,6 +10,7 @@ import asyncio
 import errno
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, assert_never, cast
 
 from shardnet.errors import (
@@ -20,7 +21,7 @@ from shardnet.errors import (
 )
 from shardnet.transport.address import format_address
 from shardnet.transport.idle_timeout import IdleTimeout, SendTimeout
-from shardnet.transport.link import LinkOptions
+from shardnet.transport.link import DirectWriter, LinkOptions
 from shardnet.transport.traffic import Meter
 from shardnet.wire.connection.connection import (
     Event,
@@ -33,22 +34,30 @@ from shardnet.wire.connection.connection import (
     ProgressReported,
 )
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
-from shardnet.wire.messages.handshake import Hello, Purpose, error_frame
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
 
 
 class AsyncioLink(asyncio.BufferedProtocol):
     """A `Link` whose bytes an asyncio transport moves.
 
     It lives in this order: `connection_made`, `wait_up`, frames, an end (`_end`, exactly once, with
-    the error that later calls raise), `connection_lost`.
+    the error that later calls raise), `connection_lost`. Where it is `checked`, its frames carry
+    checksums.
     """
 
     def __init__(
-        self, hello: Hello | HelloAnswer, *, initiator: bool, options: LinkOptions
+        self,
+        hello: Hello | HelloAnswer,
+        *,
+        initiator: bool,
+        options: LinkOptions,
+        checked: bool = False,
     ) -> None:
         self._options = options
         self._loop = asyncio.get_running_loop()
-        self._connection = LinkConnection(hello, initiator=initiator, limits=options.limits)
+        self._connection = LinkConnection(
+            hello, initiator=initiator, limits=options.limits, checked=checked
+        )
         self._transport: asyncio.Transport | None = None
         self._peer: Hello | None = None
         self._peer_address = "?"
@@ -60,14 +69,17 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._settled = asyncio.Event()
         self._lost = asyncio.Event()
         self._receiver: asyncio.Future[None] | None = None
+        self._take: Callable[[Frame], bool] | None = None
+        self._direct: DirectWriter | None = None
         self._drainers: list[asyncio.Future[None]] = []
         self._reading_paused = False
         self._writing_paused = False
         self._lingering = False
         self._timer: asyncio.TimerHandle | None = None
-        self._idle = IdleTimeout(options.silence_s, self._loop.time())
+        self._silence_s = options.silence_s
+        self._idle = IdleTimeout(self._silence_s, self._loop.time())
         self._sending = SendTimeout(options.user_timeout_s, self._loop.time())
-        self._tick_s = min(options.heartbeat_s, options.silence_s / 4)
+        self._tick_s = min(options.heartbeat_s, self._silence_s / 4)
         self._sent_since_tick = False
         self._meter = Meter(tcp=self._socket)
 
@@ -109,7 +121,36 @@ class AsyncioLink(asyncio.BufferedProtocol):
         """See `Link`."""
         self._raise_if_ended()
         self._check_unsent()
-        self._write([part for frame in frames for part in self._connection.send(frame)])
+        if self._direct is None:
+            self._write(self._packed(frames))
+        else:
+            with self._direct.lock:
+                self._write(self._packed(frames))
+
+    @property
+    def is_full(self) -> bool:
+        """See `Link`."""
+        return self._writing_paused
+
+    def send_now(self, *frames: Frame) -> bool:
+        """See `Link`."""
+        direct = self._direct
+        if direct is None:
+            return False
+        with direct.lock:
+            self._raise_if_ended()
+            if self._lingering:
+                return False
+            buffers = self._packed(frames)
+            if not direct.write_now(buffers):
+                return False
+            self._meter.sent_bytes += sum(map(len, buffers))
+            self._sent_since_tick = True
+        return True
+
+    def offer(self, take: Callable[[Frame], bool]) -> None:
+        """See `Link`."""
+        self._take = take
 
     async def drain(self, *, shared: bool = False) -> None:
         """See `Link`."""
@@ -223,6 +264,8 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._note_cut_off()
         self._end(_lost_error(exc))
         self._stop_timer()
+        if self._direct is not None:
+            self._direct.stop()
         self._lost.set()
 
     def pause_writing(self) -> None:
@@ -242,13 +285,21 @@ class AsyncioLink(asyncio.BufferedProtocol):
         match event:
             case HelloReceived():
                 self._peer = event.hello
+                if self._peer.role is PeerRole.CLIENT:
+                    self._silence_s = self._options.client_silence_s
+                self._tick_s = min(self._options.heartbeat_s, self._silence_s / 4)
+                self._idle = IdleTimeout(self._silence_s, self._loop.time())
                 if self._options.traffic is not None:
                     self._options.traffic.up(self._peer, self._meter)
                 self._settled.set()
+                if self._peer.purpose is Purpose.DATA:
+                    self._direct = self._direct_writer()
                 self._timer = self._loop.call_later(self._tick_s, self._tick)
             case FrameReceived():
-                self._frames.append((event.frame, time.perf_counter_ns()))
-                self._wake(self._receiver)
+                arrived_ns = time.perf_counter_ns()
+                if not self._taken(event.frame, arrived_ns):
+                    self._frames.append((event.frame, arrived_ns))
+                    self._wake(self._receiver)
             case ProgressReported():
                 self._peer_progress = (event.epoch, event.step)
             case PeerLeft():
@@ -257,6 +308,19 @@ class AsyncioLink(asyncio.BufferedProtocol):
                 self._end(event.error)
             case _:
                 assert_never(event)
+
+    def _taken(self, frame: Frame, arrived_ns: int) -> bool:
+        """Offer a frame for which the receiver waits; return whether it needs to be received no
+        more."""
+        receiver = self._receiver
+        if self._take is None or receiver is None or receiver.done() or self._frames:
+            return False
+        self._arrived_ns = arrived_ns
+        try:
+            return self._take(frame)
+        except Exception as error:  # whoever receives handles it: this is the transport's call
+            receiver.set_exception(error)
+            return True
 
     def _note_cut_off(self) -> None:
         if self._error is None and self._peer is None:
@@ -295,6 +359,8 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._resume_reading()
         self._timer = self._loop.call_later(self._options.close_s, self._abort_transport)
         if self._transport is not None and not self._transport.is_closing():
+            if self._direct is not None:
+                self._direct.writelines(())
             try:
                 self._transport.write_eof()
             except OSError:  # asyncio's own says so where the peer has reset the connection
@@ -331,7 +397,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         """End the link. Tell why to a peer that may come to itself and read on, but not on a data
         link: its ring is broken, and the next one must not wait.
         """
-        silence_s = self._options.silence_s
+        silence_s = self._silence_s
         self._end(
             PeerSilentError(
                 f"nothing came for {silence_s:g} s; the peer is frozen, or the network between "
@@ -355,6 +421,10 @@ class AsyncioLink(asyncio.BufferedProtocol):
 
     # --- the transport
 
+    def _direct_writer(self) -> DirectWriter | None:
+        """Return what writes past the loop, if the transport can."""
+        return None
+
     def _unsent_bytes(self) -> int:
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
@@ -370,15 +440,24 @@ class AsyncioLink(asyncio.BufferedProtocol):
             self._end(PeerSilentError(f"it does not read: more than {most} bytes wait to be sent"))
             self._abort_transport()
 
+    def _packed(self, frames: tuple[Frame, ...]) -> list[Buffer]:
+        return [part for frame in frames for part in self._connection.send(frame)]
+
     def _write(self, buffers: list[Buffer]) -> None:
         # A transport that is closing has lost its connection: what ended it comes by itself.
         # After the end of our own half nothing may follow.
         if self._lingering or self._transport is None or self._transport.is_closing():
             return
-        if buffers:
-            self._meter.sent_bytes += sum(map(len, buffers))
+        if not buffers:
+            return
+        if self._direct is None:
             self._transport.writelines(buffers)
-            self._sent_since_tick = True
+            self._meter.sent_bytes += sum(map(len, buffers))
+        else:
+            with self._direct.lock:
+                self._direct.writelines(buffers)
+                self._meter.sent_bytes += sum(map(len, buffers))
+        self._sent_since_tick = True
 
     def _socket(self) -> Any:
         return self._transport.get_extra_info("socket") if self._transport is not None else None

@@ -5,11 +5,12 @@ Knows the interface and the options every transport shares. Knows nothing of TCP
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from shardnet.wire.framing.frames import MIB, Frame, Limits
+from shardnet.wire.framing.frames import MIB, Buffer, Frame, Limits
 from shardnet.wire.messages.handshake import Hello
 
 if TYPE_CHECKING:  # not every link needs the library behind it
@@ -21,13 +22,21 @@ def _no_progress() -> tuple[int, int]:
     return (0, 0)
 
 
+HEARTBEAT_S: Final = 0.4
+SILENCE_S: Final = 4.4
+"""With these a link to a peer that says nothing fails after 3.6 to 4.8 s, and one to a peer that
+stands still for 3 s does not: heartbeats are up to twice their interval apart."""
+CLIENT_SILENCE_S: Final = 8.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkOptions:
     """How a link behaves.
 
     `identity`: with it TCP carries mutual TLS 1.3, and only holders of the same key are spoken to.
     `heartbeat_s`: a heartbeat goes out when nothing else did for this long.
-    `silence_s`: a peer that sends no byte for this long fails the link (PeerSilentError).
+    `silence_s`: a peer that sends no byte for this long fails the link (PeerSilentError): a node,
+    or for `client_silence_s` a client, whose loop may serve other things too.
     `handshake_s`: from the first attempt to connect to the peer's hello.
     `close_s`: how long a last word may take to leave and the peer to answer it.
     `user_timeout_s`: how long a peer may read nothing of what waits to be sent, and on Linux
@@ -46,8 +55,9 @@ class LinkOptions:
     """
 
     identity: Identity | None = None
-    heartbeat_s: float = 2.0
-    silence_s: float = 10.0
+    heartbeat_s: float = HEARTBEAT_S
+    silence_s: float = SILENCE_S
+    client_silence_s: float = CLIENT_SILENCE_S
     handshake_s: float = 5.0
     close_s: float = 2.0
     user_timeout_s: float = 120.0
@@ -60,6 +70,23 @@ class LinkOptions:
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[], tuple[int, int]] = _no_progress
     traffic: Traffic | None = None
+
+
+class DirectWriter(Protocol):
+    """Writes to a connection from any thread, in order with what its transport sends."""
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held by whoever writes; whoever holds it may take it again."""
+
+    def write_now(self, buffers: Sequence[Buffer]) -> bool:
+        """Write at once if nothing waits before; return whether that was done."""
+
+    def writelines(self, buffers: Iterable[Buffer], /) -> None:
+        """Write by the transport, after what `write_now` left. For the loop."""
+
+    def stop(self) -> None:
+        """Write nothing any more. For the loop."""
 
 
 class Link(Protocol):
@@ -98,6 +125,17 @@ class Link(Protocol):
         not allowed.
         """
 
+    @property
+    def is_full(self) -> bool:
+        """Whether more waits to be sent than the transport likes: `drain` would wait."""
+
+    def send_now(self, *frames: Frame) -> bool:
+        """Write `frames` to the network from any thread, if nothing waits to be sent before them.
+
+        Returns whether that was done; if not, nothing was sent, and `send` is left. Raises as
+        `send`.
+        """
+
     async def drain(self, *, shared: bool = False) -> None:
         """Wait while more waits to be sent than the transport likes; call it after `send`.
 
@@ -111,6 +149,12 @@ class Link(Protocol):
 
         Raises the error that ended the link: LinkClosedError after BYE or a lost connection,
         PeerSilentError, RemoteProtocolError, or what the peer reported in an ERROR frame.
+        """
+
+    def offer(self, take: Callable[[Frame], bool]) -> None:
+        """Offer each frame that comes while `receive` waits to `take` first, at once.
+
+        A frame that it returns False for is received. What it raises is raised by `receive`.
         """
 
     async def close(self) -> None:

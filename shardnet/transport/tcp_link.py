@@ -6,12 +6,17 @@ Knows the options of a connected socket. Must not know addresses, nor who connec
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import sys
+import threading
+from collections.abc import Iterable, Sequence
 
 from shardnet.transport.asyncio_link import AsyncioLink
-from shardnet.transport.link import LinkOptions
+from shardnet.transport.link import DirectWriter, LinkOptions
 from shardnet.transport.tls import TlsTransport
 from shardnet.wire.connection.connection import HelloAnswer
+from shardnet.wire.framing.frames import Buffer
 from shardnet.wire.messages.handshake import Hello
 
 
@@ -21,7 +26,8 @@ class TcpLink(AsyncioLink):
     def __init__(
         self, hello: Hello | HelloAnswer, *, initiator: bool, options: LinkOptions
     ) -> None:
-        super().__init__(hello, initiator=initiator, options=options)
+        is_plain = options.identity is None
+        super().__init__(hello, initiator=initiator, options=options, checked=is_plain)
         self._initiator = initiator
 
     async def take_over(self, sock: socket.socket) -> None:
@@ -52,6 +58,76 @@ class TcpLink(AsyncioLink):
         if transport.get_extra_info("sockname") == transport.get_extra_info("peername"):
             # A free port that we try to connect to may be given to our own end.
             self.abort("nothing listens there; the connection met itself")
+
+    def _direct_writer(self) -> DirectWriter | None:
+        """See AsyncioLink. Not on Windows, whose sockets belong to the loop's completion port."""
+        transport = self._transport
+        if transport is None or sys.platform == "win32":
+            return None
+        writer = SocketWriter(transport.get_extra_info("tcp", transport))
+        if isinstance(transport, TlsTransport):
+            transport.use(writer)
+            return transport
+        return writer
+
+
+class SocketWriter:
+    """Writes to a transport's socket from any thread, while the transport has nothing to send.
+
+    What the socket does not take at once, the transport sends before anything else.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.lock = threading.RLock()
+        self._loop = asyncio.get_running_loop()
+        self._transport = transport
+        # A descriptor of its own: the loop may close the transport's during a call.
+        self._socket = _duplicate(transport.get_extra_info("socket"))
+        self._rest = b""
+
+    def is_free(self) -> bool:
+        """Say whether nothing waits to be sent. Under the lock."""
+        return not (
+            self._rest
+            or self._socket.fileno() < 0
+            or self._transport.is_closing()
+            or self._transport.get_write_buffer_size()
+        )
+
+    def write_now(self, buffers: Sequence[Buffer]) -> bool:
+        """See DirectWriter."""
+        with self.lock:
+            if not self.is_free():
+                return False
+            try:
+                n_sent = self._socket.sendmsg(buffers)
+            except OSError:  # it is full, or broken: the transport learns how
+                n_sent = 0
+            if n_sent < sum(map(len, buffers)):
+                self._rest = b"".join(buffers)[n_sent:]
+                self._loop.call_soon_threadsafe(self.writelines, ())
+        return True
+
+    def writelines(self, buffers: Iterable[Buffer], /) -> None:
+        """See DirectWriter."""
+        with self.lock:
+            if self._rest:
+                self._transport.write(self._rest)
+                self._rest = b""
+            if buffers:
+                self._transport.writelines(buffers)
+
+    def stop(self) -> None:
+        """See DirectWriter."""
+        with self.lock:
+            self._rest = b""
+            self._socket.close()
+
+
+def _duplicate(sock: socket.socket) -> socket.socket:
+    copy = socket.socket(fileno=os.dup(sock.fileno()))  # what uvloop gives has no dup
+    copy.setblocking(False)
+    return copy
 
 
 def set_buffers(sock: socket.socket, options: LinkOptions) -> None:

@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import enum
 import ssl
+import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol, cast
 
 from shardnet.errors import ShardnetError
@@ -57,6 +58,22 @@ class SecuredProtocol(Protocol):
         """Record that nothing more can be sent or received; call `write_eof` or `abort`."""
 
 
+class CipherWriter(Protocol):
+    """Writes to the TCP connection from any thread, in order with its transport."""
+
+    def is_free(self) -> bool:
+        """Say whether nothing waits to be sent."""
+
+    def write_now(self, buffers: Sequence[Buffer]) -> bool:
+        """Write at once if nothing waits before; return whether that was done."""
+
+    def writelines(self, buffers: Iterable[Buffer], /) -> None:
+        """Write by the transport. For the loop."""
+
+    def stop(self) -> None:
+        """Write nothing any more."""
+
+
 class _State(enum.Enum):
     SHAKING_HANDS = enum.auto()
     UP = enum.auto()
@@ -85,6 +102,33 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
         self._peer_ended = False
         self._ending = False
         self._closing = False
+        self._writer: CipherWriter | None = None
+        self.lock = threading.RLock()
+        """Held while the engine is used, which two threads must not do at once."""
+
+    # --- past the loop
+
+    def use(self, writer: CipherWriter) -> None:
+        """Write to TCP by `writer` from now on, so that `write_now` works."""
+        self._writer = writer
+
+    def write_now(self, buffers: Sequence[Buffer]) -> bool:
+        """Encrypt and write, from any thread, if nothing waits before; return whether it did."""
+        with self.lock:
+            writer = self._writer
+            if writer is None or self._unsent or self._ending or not writer.is_free():
+                return False
+            if self._state is not _State.UP:
+                return False
+            data = memoryview(b"".join(buffers))
+            while data:
+                data = data[self._engine.write(data) :]
+            return writer.write_now([self._outgoing.read()])
+
+    def stop(self) -> None:
+        """Write nothing any more."""
+        if self._writer is not None:
+            self._writer.stop()
 
     # --- what TCP calls
 
@@ -143,29 +187,31 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
     # --- what the link may ask of its transport
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Ask TCP: addresses and the socket."""
-        return self._tcp.get_extra_info(name, default)
+        """Ask TCP: addresses and the socket; "tcp" is its transport."""
+        return self._tcp if name == "tcp" else self._tcp.get_extra_info(name, default)
 
     def write(self, data: Buffer) -> None:
         """Take bytes to encrypt; many are not copied before."""
         self.writelines([data])
 
-    def writelines(self, list_of_data: Iterable[Buffer]) -> None:
+    def writelines(self, list_of_data: Iterable[Buffer], /) -> None:
         """Take several buffers to encrypt."""
         small = bytearray()
-        for data in list_of_data:
-            if len(data) <= _SMALL_BYTES:
-                small += data
-            else:
-                self._unsent.extend((memoryview(small), memoryview(data)))
-                small = bytearray()
-        self._unsent.append(memoryview(small))
-        self._encrypt()
+        with self.lock:
+            for data in list_of_data:
+                if len(data) <= _SMALL_BYTES:
+                    small += data
+                else:
+                    self._unsent.extend((memoryview(small), memoryview(data)))
+                    small = bytearray()
+            self._unsent.append(memoryview(small))
+            self._encrypt()
 
     def write_eof(self) -> None:
         """Promise that nothing more will be written; what is received from then on is dropped."""
-        self._ending = True
-        self._encrypt()
+        with self.lock:
+            self._ending = True
+            self._encrypt()
 
     def can_write_eof(self) -> bool:
         """Say that half-close works."""
@@ -235,18 +281,19 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
         target = memoryview(self._protocol.get_buffer(-1))
         filled = 0
         failure: ssl.SSLError | None = None
-        try:
-            while filled < len(target):
-                n = cast(int, self._engine.read(len(target) - filled, target[filled:]))
-                if n == 0:  # close_notify
-                    raise ssl.SSLZeroReturnError
-                filled += n
-        except ssl.SSLWantReadError:
-            pass
-        except ssl.SSLZeroReturnError:
-            self._peer_ended = True
-        except ssl.SSLError as error:
-            failure = error
+        with self.lock:
+            try:
+                while filled < len(target):
+                    n = cast(int, self._engine.read(len(target) - filled, target[filled:]))
+                    if n == 0:  # close_notify
+                        raise ssl.SSLZeroReturnError
+                    filled += n
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLZeroReturnError:
+                self._peer_ended = True
+            except ssl.SSLError as error:
+                failure = error
         full = filled == len(target)
         if filled:
             self._protocol.buffer_updated(filled)
@@ -257,6 +304,10 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
 
     def _encrypt(self) -> None:
         """Encrypt what waits, as long as TCP takes it; then, if that was all, say goodbye."""
+        with self.lock:
+            self._encrypt_all()
+
+    def _encrypt_all(self) -> None:
         while self._unsent and self._state is _State.UP and not self._tcp_is_full:
             data = self._unsent.popleft()
             n = self._engine.write(data[:_PIECE_BYTES]) if data else 0
@@ -290,5 +341,10 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
         self._protocol.failed(failure)
 
     def _flush(self) -> None:
-        if self._outgoing.pending and not self._tcp.is_closing():
-            self._tcp.write(self._outgoing.read())
+        with self.lock:
+            if not self._outgoing.pending or self._tcp.is_closing():
+                return
+            if self._writer is None:
+                self._tcp.write(self._outgoing.read())
+            else:
+                self._writer.writelines([self._outgoing.read()])

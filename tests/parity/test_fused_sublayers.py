@@ -25,7 +25,7 @@ from shardnet.model.fused import decoder
 from shardnet.model.fused.attention import NativeAttention
 from shardnet.model.fused.mlp import NativeMlp
 from shardnet.model.fused.sublayers import NativeSublayers
-from shardnet.model.kernels.half_linear import half_linear
+from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import NativeKernels, find_kernels, native_kernels
 from shardnet.model.kernels.linear import Kernel, KernelChoice
 from shardnet.model.kernels.panel_linear import PanelLinear
@@ -179,7 +179,7 @@ def layer_by_torch(
 
     def linear(n_out: int, n_in: int, seed: int) -> PanelLinear:
         weight = numbers(n_out, n_in, seed=seed) / n_in**0.5
-        return half_linear([weight.bfloat16()], numbers(n_out, seed=seed), kernels_named(name))
+        return float_linear([weight.bfloat16()], numbers(n_out, seed=seed), kernels_named(name))
 
     def norm(width: int, seed: int) -> Norm:
         return Norm(weight=numbers(width, seed=seed).to(norms), bias=None, eps=1e-5)

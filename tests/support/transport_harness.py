@@ -20,6 +20,7 @@ from shardnet.transport.memory import join, memory_pair
 from shardnet.transport.tcp import connect, listen
 from shardnet.transport.tls import TlsTransport
 from shardnet.wire.framing.frames import (
+    CHECKSUMS,
     HEADER,
     PREAMBLE,
     Frame,
@@ -39,7 +40,7 @@ from shardnet.wire.messages.handshake import (
 
 uvloop.new_event_loop().close()  # its first loop opens a pipe that the process keeps
 
-OPTIONS = LinkOptions(handshake_s=20, silence_s=60, close_s=20)
+OPTIONS = LinkOptions(handshake_s=20, silence_s=60, client_silence_s=60, close_s=20)
 """Generous, so that a slow machine fails no test; tests that wait for an end shorten theirs."""
 
 SMALL_BUFFERS = changed(OPTIONS, receive_frames=1, socket_buffer_bytes=4096)
@@ -55,11 +56,15 @@ def raw(frame: Frame) -> bytes:
 
 
 class RawPeer(asyncio.BufferedProtocol):
-    """The initiator's end of a connection, without a link: it sends bytes and notes bytes."""
+    """The initiator's end of a connection, without a link: it sends bytes and notes bytes.
+
+    On a `checked` one frames have checksums.
+    """
 
     transport: asyncio.Transport
 
-    def __init__(self) -> None:
+    def __init__(self, *, checked: bool = False) -> None:
+        self.checked = checked
         self.received = bytearray()
         self.lost = asyncio.Event()
         self.error: Exception | None = None
@@ -88,6 +93,15 @@ class RawPeer(asyncio.BufferedProtocol):
     def send(self, data: bytes) -> None:
         self.transport.write(data)
 
+    def packed(self, frame: Frame) -> bytes:
+        """The bytes of a frame on a link that is up."""
+        return b"".join(pack_frame(frame, Limits(), checked=self.checked))
+
+    @property
+    def head_bytes(self) -> int:
+        """The size of a header on a link that is up."""
+        return HEADER.size + CHECKSUMS.size * self.checked
+
     async def read(self, n: int) -> bytes:
         """Wait for `n` bytes."""
         while len(self.received) < n:
@@ -103,7 +117,7 @@ class RawPeer(asyncio.BufferedProtocol):
         kind = FrameKind.HEARTBEAT
         while kind is FrameKind.HEARTBEAT:
             header = unpack_header(
-                memoryview(await self.read(HEADER.size)),
+                memoryview(await self.read(self.head_bytes))[: HEADER.size],
                 allowed=frozenset({FrameKind.HEARTBEAT, FrameKind.ERROR}),
                 limits=Limits(),
                 state="in a test",
@@ -127,6 +141,11 @@ class Harness:
     tcp: bool
     loop_factory: Callable[[], asyncio.AbstractEventLoop]
     identity: Identity | None = None
+
+    @property
+    def checked(self) -> bool:
+        """Whether frames have checksums."""
+        return self.tcp and self.identity is None
 
     def run(self, scenario: Callable[[Harness], Coroutine[Any, Any, None]]) -> None:
         """Run a scenario on a loop of its own, and close its listeners."""
@@ -172,7 +191,7 @@ class Harness:
 
     async def raw_connect(self, listener: Listener) -> RawPeer:
         """A raw peer of a listener of this harness."""
-        peer = RawPeer()
+        peer = RawPeer(checked=self.checked)
         below: asyncio.BufferedProtocol = peer
         if self.identity is not None:
             below = TlsTransport(peer, self.identity.client, initiator=True)
@@ -190,7 +209,7 @@ class Harness:
 
             listener = await self.listen(on_link, up.set_exception, options)
             return await self.raw_connect(listener), up
-        peer = RawPeer()
+        peer = RawPeer(checked=self.checked)
         link = AsyncioLink(hello("b"), initiator=False, options=options)
         join(peer, link, buffer_bytes=options.socket_buffer_bytes)
 

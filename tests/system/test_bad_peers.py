@@ -17,10 +17,20 @@ from support.system.strangers import (
     unused_address,
 )
 
-from shardnet.wire.framing.frames import FRAME_MAGIC, HEADER, PREAMBLE, FrameKind
+from shardnet.wire.framing.frames import (
+    FRAME_MAGIC,
+    HEADER,
+    PREAMBLE,
+    Frame,
+    FrameKind,
+    Limits,
+    pack_frame,
+)
 from shardnet.wire.messages.handshake import Purpose
 
-NONSENSE = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 4, 0, 0, 0) + b"\xc1\xc1\xc1\xc1"
+NONSENSE = b"".join(
+    pack_frame(Frame(kind=FrameKind.CONTROL, meta=b"\xc1\xc1\xc1\xc1"), Limits(), checked=True)
+)
 FOUR_GB = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 2**32 - 1, 0, 0, 0)
 
 
@@ -29,7 +39,7 @@ FOUR_GB = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 2**32 - 1, 0, 0, 0)
     [
         (b"GET / HTTP/1.1\r\n\r\n", "does not speak the protocol of shardnet"),
         (bytes(range(256)) * 100, "does not speak the protocol of shardnet"),
-        (OTHER_VERSION, "protocol version 2, we speak 1"),
+        (OTHER_VERSION, "protocol version 1, we speak 2"),
         (PREAMBLE + b"\xff" * 24, "damaged"),
         (PREAMBLE + FOUR_GB, "CONTROL"),
         (PREAMBLE + hello(purpose=Purpose.DATA, ring="none"), "no member of ring none"),
@@ -68,7 +78,7 @@ def test_a_frame_that_claims_4_gb_takes_no_memory(trio: Crew, parrots: Parrots) 
 @pytest.mark.parametrize(
     ("said", "parts"),
     [
-        (OTHER_VERSION, ["version 2", "1", "same shardnet"]),
+        (OTHER_VERSION, ["version 1", "2", "same shardnet"]),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", ["does not speak the protocol of shardnet"]),
     ],
     ids=["version", "http"],

@@ -23,6 +23,7 @@ from support.hostile.corpus import (
     hostile_tokenizers,
 )
 from support.hostile.hostile_files import CASES
+from support.hostile.mutate_frames import sealed
 from support.system.nodes import Machine, NodeProcess
 from support.system.parrot import Parrots
 from support.system.strangers import connected, hello
@@ -104,7 +105,7 @@ def frames_in_corpus() -> Iterator[tuple[Purpose, bytes]]:
     """Every frame on every kind of link."""
     for path in sorted(FRAMES.glob("*.bin")):
         for purpose in Purpose:
-            yield purpose, path.read_bytes()
+            yield purpose, sealed(path.read_bytes())
 
 
 def test_streams_go_on_whatever_a_member_and_files_do(

@@ -1,4 +1,4 @@
-"""Peers that are there and say nothing: each is given up after 10 s, by name.
+"""Peers that are there and say nothing: each is given up after some seconds, by name.
 
 They all fall silent at the same time, so that the tests wait once.
 """
@@ -20,11 +20,13 @@ from support.system.parrot import Parrots
 from support.system.strangers import HELLO, answering, connected, read_to_the_end
 
 from shardnet.api.client import connect
-from shardnet.wire.framing.frames import FRAME_MAGIC, HEADER, PREAMBLE, FrameKind
+from shardnet.wire.framing.frames import PREAMBLE, Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 
 NO_HELLO = "no hello came within 5 s"
-HALF_A_FRAME = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 1000, 0, 0, 0) + b"x" * 10
+HALF_A_FRAME = b"".join(
+    pack_frame(Frame(kind=FrameKind.CONTROL, meta=bytes(1000)), Limits(), checked=True)
+)[:-10]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -385,7 +385,7 @@ def test_what_comes_after_the_end_is_discarded_unread(harness: Harness) -> None:
         loop.set_exception_handler(lambda _, context: broken.append(context))
         peer, link = await harness.raw_up()
         closing = asyncio.create_task(link.close())
-        await peer.read(HEADER.size)  # BYE
+        await peer.read(peer.head_bytes)  # BYE
         peer.send(b"no frame" * 10)
         await turns()
         peer.transport.close()
@@ -398,7 +398,7 @@ def test_what_comes_after_the_end_is_discarded_unread(harness: Harness) -> None:
 def test_a_peer_that_ends_in_the_middle_of_a_frame(harness: Harness) -> None:
     async def scenario(harness: Harness) -> None:
         peer, link = await harness.raw_up()
-        peer.send(raw(frame(1, bytes(100)))[:-1])
+        peer.send(peer.packed(frame(1, bytes(100)))[:-1])
         peer.transport.close()
         await refused(link, LinkClosedError, "closed the connection in the middle of a frame")
 
@@ -408,7 +408,7 @@ def test_a_peer_that_ends_in_the_middle_of_a_frame(harness: Harness) -> None:
 def test_a_peer_that_ends_without_goodbye(harness: Harness) -> None:
     async def scenario(harness: Harness) -> None:
         peer, link = await harness.raw_up()
-        peer.send(raw(frame(1)))
+        peer.send(peer.packed(frame(1)))
         peer.transport.close()
         assert (await link.receive()).step == 1
         await refused(link, LinkClosedError, "without saying goodbye")
@@ -420,7 +420,7 @@ def test_a_peer_that_ends_without_goodbye(harness: Harness) -> None:
 def test_a_peer_that_falls_silent(harness: Harness, sent: int) -> None:
     async def scenario(harness: Harness) -> None:
         peer, link = await harness.raw_up(replace(OPTIONS, silence_s=0.2))
-        peer.send(raw(frame(1, bytes(100_000)))[:sent])
+        peer.send(peer.packed(frame(1, bytes(100_000)))[:sent])
         await refused(link, PeerSilentError, r"raw .*: nothing came for 0\.2 s")
         await peer.lost.wait()
 
@@ -431,7 +431,7 @@ def test_a_silent_peer_is_told_why_its_control_link_ends(harness: Harness) -> No
     """It may have stood still, and read on later."""
 
     async def scenario(harness: Harness) -> None:
-        options = replace(OPTIONS, silence_s=0.2)
+        options = replace(OPTIONS, client_silence_s=0.2)
         peer, link = await harness.raw_up(options, Purpose.CONTROL)
         with pytest.raises(PeerSilentError, match=r"raw .*: nothing came for 0\.2 s"):
             await link.receive()
@@ -442,6 +442,27 @@ def test_a_silent_peer_is_told_why_its_control_link_ends(harness: Harness) -> No
         await link.close()
 
     harness.run(scenario)
+
+
+def test_a_client_may_be_silent_for_longer_than_a_node(harness: Harness) -> None:
+    """Its event loop may be that of a program which does other things too."""
+
+    async def scenario(harness: Harness) -> None:
+        options = replace(OPTIONS, silence_s=1e6, client_silence_s=0.2)
+        _, link = await harness.raw_up(options, Purpose.CONTROL)
+        with pytest.raises(PeerSilentError, match=r"raw .*: nothing came for 0\.2 s"):
+            await link.receive()
+        link.abort("enough")
+
+    harness.run(scenario)
+
+
+def test_a_ring_notices_within_five_seconds_and_not_a_pause_of_three() -> None:
+    """A heartbeat goes out at every second tick at least, and silence is looked at in each."""
+    options = LinkOptions()
+    tick_s = min(options.heartbeat_s, options.silence_s / 4)
+    assert options.silence_s + tick_s < 5
+    assert 3 + 2 * tick_s < options.silence_s
 
 
 def test_a_silent_peer_does_not_hold_drain(harness: Harness) -> None:
@@ -489,7 +510,7 @@ def test_a_peer_that_breaks_the_protocol_is_told_why(
             RemoteProtocolError,
             "does not speak the protocol",
         ),
-        (PREAMBLE[:6] + struct.pack("<H", 9), VersionMismatchError, "version 9, we speak 1"),
+        (PREAMBLE[:6] + struct.pack("<H", 9), VersionMismatchError, "version 9, we speak 2"),
         (PREAMBLE + raw(frame(1)), RemoteProtocolError, "DATA frame is not allowed before the he"),
         (
             PREAMBLE + HEADER.pack(0x4E53, FrameKind.HELLO, 0, 5000, 0, 0, 0),
@@ -542,7 +563,7 @@ def test_an_error_about_the_link_is_raised_with_its_class_and_the_peers_name(
 ) -> None:
     async def scenario(harness: Harness) -> None:
         peer, link = await harness.raw_up()
-        peer.send(raw(error_frame(PlanError("no plan fits"))))
+        peer.send(peer.packed(error_frame(PlanError("no plan fits"))))
         await refused(link, PlanError, "raw .*: the peer reports: no plan fits")
 
     harness.run(scenario)

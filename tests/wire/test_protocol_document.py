@@ -85,13 +85,18 @@ def table(header: str) -> list[list[str]]:
 
 
 def test_the_examples_are_those_of_the_code() -> None:
-    assert HEX.keys() == EXAMPLES.keys() | {"preamble"}
+    assert HEX.keys() == EXAMPLES.keys() | {"preamble", "tokens-checked"}
     assert HEX["preamble"] == PREAMBLE
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_what_the_code_sends(name: str) -> None:
     assert b"".join(pack_frame(EXAMPLES[name], Limits())) == HEX[name]
+
+
+def test_an_example_with_checksums_is_what_the_code_sends() -> None:
+    packed = pack_frame(EXAMPLES["tokens"], Limits(), checked=True)
+    assert b"".join(packed) == HEX["tokens-checked"]
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"hello"}))

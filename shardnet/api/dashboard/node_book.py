@@ -67,7 +67,7 @@ class NodeBook:
 
     def asked_is_gone(self, now_s: float) -> None:
         """Note that the asked node does not answer: nothing is known of the others."""
-        silent: dict[NodeState, NodeState] = {"up": "silent"}
+        silent: dict[NodeState, NodeState] = {"up": "silent", "draining": "silent"}
         nodes = self._shown.values()
         self._keep([replace(one, state=silent.get(one.state, one.state)) for one in nodes], now_s)
 
@@ -106,7 +106,7 @@ class NodeBook:
     def _keep(self, nodes: Iterable[ShownNode], now_s: float) -> None:
         """Keep what is shown; forget who is lost for long, or came back under another id."""
         nodes = list(nodes)[:MAX_NODES]
-        names = {node.name for node in nodes if node.state == "up"}
+        names = {node.name for node in nodes if node.state in ("up", "draining")}
         before, since = self._shown, self._since_s
         self._shown, self._since_s = {}, {}
         for node in nodes:
@@ -130,7 +130,7 @@ def _shown(info: NodeInfo, report: NodeReport, address: str, *, is_asked: bool) 
         node=info.node,
         name=info.name,
         address=address or None,
-        state="up",
+        state="draining" if info.is_draining else "up",
         since_s=0,
         version=info.version,
         uptime_s=report.uptime_s,

@@ -61,6 +61,7 @@ from shardnet.wire.messages.generation import (
     StateChanged,
     Unload,
 )
+from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
 from shardnet.wire.messages.tokens import Detokenize, Tokenize, Tokenized
 
@@ -188,10 +189,17 @@ class Clients:
         def on_plan(plan: Plan) -> None:
             control.send(plan.reply(message.request))
 
-        needed = needs_tokenizer(message)
-        async with self._leading(control, message.request, message.choice, needed, on_plan) as lead:
+        needed, load_s = needs_tokenizer(message), 0.0
+
+        def on_loaded(took_s: float) -> None:
+            nonlocal load_s
+            load_s = took_s
+
+        async with self._leading(
+            control, message.request, message.choice, needed, on_plan, on_loaded
+        ) as lead:
             if lead is not None:
-                await self._stream(control, message, lead)
+                await self._stream(control, message, lead, load_s)
 
     async def tokenize(self, control: ControlLink, message: Tokenize) -> None:
         """Reply with the token ids of a prompt, or Redirect."""
@@ -218,6 +226,7 @@ class Clients:
         choice: ModelChoice,
         tokenizer_for: str = "",
         on_plan: Callable[[Plan], None] = lambda _: None,
+        on_loaded: Callable[[float], None] = lambda load_s: None,
     ) -> AsyncIterator[Lead | None]:
         """Yield a ring for `choice`, built if needed; None if the reply is Redirect.
 
@@ -232,6 +241,7 @@ class Clients:
                         tokenizer_for=tokenizer_for,
                         on_plan=on_plan,
                         on_progress=partial(report_progress, control, request),
+                        on_loaded=on_loaded,
                     )
                 )
             if isinstance(lead, Elsewhere):
@@ -258,7 +268,9 @@ class Clients:
         chats = self._disk.at(f"the chat template of {lead.plan.facts.path}")
         return await chats.run(job, alive=time.monotonic)
 
-    async def _stream(self, control: ControlLink, message: Generate, lead: Lead) -> None:
+    async def _stream(
+        self, control: ControlLink, message: Generate, lead: Lead, load_s: float
+    ) -> None:
         prompt = await self._prompt(message, lead)
         spec = lead.ring.spec
         speculation = await self._drafts.speculation(
@@ -287,12 +299,17 @@ class Clients:
             is_traced=message.trace,
         )
         with self._outputs.room_for(reserved_bytes(request, lead)):
-            await self._answer(control, message, request, lead)
+            await self._answer(control, message, request, lead, load_s)
 
     async def _answer(
-        self, control: ControlLink, message: Generate, request: GenerationRequest, lead: Lead
+        self,
+        control: ControlLink,
+        message: Generate,
+        request: GenerationRequest,
+        lead: Lead,
+        load_s: float,
     ) -> None:
-        n_tokens = 0
+        n_tokens, told = 0, lead.plan
         tail = await self._reader.run(lambda: prompt_tail(request.prompt, lead))
         clocks = await lead.ring.clocks() if request.is_traced else []
         async with aclosing(lead.ring.engine.generate(request)) as events:
@@ -307,6 +324,9 @@ class Clients:
                             control.send(piece)
                             await control.link.drain(shared=True)
                     case RequestMoved(state=state, ahead=ahead, n_kept=n_kept):
+                        if lead.plan is not told:
+                            told = lead.plan
+                            control.send(told.reply(message.request))
                         control.send(
                             StateChanged(
                                 request=message.request,
@@ -314,25 +334,31 @@ class Clients:
                                 ahead=ahead,
                                 n_kept=n_kept,
                                 prompt_tail="" if n_tokens else tail,
+                                why=explanation(event.why),
+                                expected_s=event.expected_s,
                             )
                         )
                     case GenerationFinished():
                         if event.trace is not None:
                             now, nodes = await lead.ring.clocks(), lead.ring.node_names
+                            if len(now) != len(clocks):  # another ring took the place of the first
+                                clocks = now
                             for part in trace_pieces(message, event.trace, nodes, clocks, now):
                                 control.send(part)
                                 await control.link.drain(shared=True)
-                        await self._keep(lead, event, n_tokens)
-                        control.send(finished(message, event, request.prompt, lead.load_s))
+                        await self._keep(lead, event, n_tokens, load_s)
+                        control.send(finished(message, event, request.prompt, load_s))
 
-    async def _keep(self, lead: Lead, event: GenerationFinished, n_tokens: int) -> None:
+    async def _keep(
+        self, lead: Lead, event: GenerationFinished, n_tokens: int, load_s: float
+    ) -> None:
         """Keep the timing of a generation of more than one token, for comparison with its plan."""
         if not event.timing.per_stage:
             return
         run = self._last_run = LastRun(
             request=0,
             plan=lead.plan.reply(0),
-            timing=timing_reply(event.timing, lead.load_s),
+            timing=timing_reply(event.timing, load_s),
             n_tokens=n_tokens,
             ended_at_s=time.time(),
         )

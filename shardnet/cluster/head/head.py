@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 from shardnet.cluster.head.busy_backoff import BusyBackoff
 from shardnet.cluster.head.plan import Plan
@@ -19,9 +19,9 @@ from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.head.ring_dtypes import settle_wires
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
-from shardnet.cluster.ring.ring import OnStageProgress, Ring
-from shardnet.cluster.ring.stage_host import StageHost, generating_with
-from shardnet.errors import BusyError, ShardnetError, error_for_code
+from shardnet.cluster.ring.ring import OnStageProgress, Ring, give_up
+from shardnet.cluster.ring.stage_host import StageHost, draining, generating_with
+from shardnet.errors import BusyError, PeerFailedError, ShardnetError, error_for_code
 from shardnet.tokenizers.grammar.grammars import Grammars
 from shardnet.tokenizers.tokenizer import Tokenizer, no_tokenizer
 from shardnet.transport.loop import finish
@@ -35,20 +35,30 @@ CLOSE_S = 3.0
 """How long a head that shuts down waits for its stages to be freed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Lead:
     """A ring that this node leads, its plan, and the tokenizer if the checkpoint has one, with
     what constrains its output.
 
-    `load_s`: seconds that loading took for the current request, 0 if the ring was built already.
+    Plan and ring change when another ring replaces this one; `opened` is the plan of the first.
     """
 
     plan: Plan
     ring: Ring
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
-    load_s: float
     grammars: Grammars | None = None
+    is_recovering: bool = False
+    """Whether the ring is broken, or given up, for another one that is being built."""
+    opened: Plan = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.opened = self.plan
+
+    @property
+    def stands(self) -> bool:
+        """Whether requests can be given to its engine: they run, or wait for the next ring."""
+        return self.is_recovering or self.ring.broken is None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,17 +84,31 @@ class Head:
     """Keeps at most one ring."""
 
     def __init__(
-        self, *, node: NodeId, host: StageHost, planner: Planner, builder: RingBuilder
+        self,
+        *,
+        node: NodeId,
+        host: StageHost,
+        planner: Planner,
+        builder: RingBuilder,
+        on_broken: Callable[[Lead], bool] = lambda lead: False,
     ) -> None:
+        """Take the parts that do the work.
+
+        `on_broken` is called when the ring of a lead breaks; it returns whether it will be
+        replaced: then its requests wait, else they fail.
+        """
         self._node = node
         self._host = host
         self._planner = planner
         self._builder = builder
+        self._on_broken = on_broken
         self._changing = asyncio.Lock()
         self._lead: Lead | None = None
         self._epoch = 0
         self._building: Ring | None = None
         """The ring that is being built."""
+        self.is_draining = False
+        """Whether no more requests are taken."""
         self.opening: Opening | None = None
         """What is done now to have a ring for a request."""
 
@@ -99,7 +123,7 @@ class Head:
     @property
     def model(self) -> str | None:
         """The model of the ring, None without one."""
-        return self._lead.plan.choice.model if self._lead and not self._lead.ring.broken else None
+        return self._lead.plan.choice.model if self._lead and self._lead.stands else None
 
     @property
     def latest(self) -> Lead | None:
@@ -109,7 +133,7 @@ class Head:
     @property
     def choice(self) -> ModelChoice | None:
         """What the ring that this node is in was opened for, None without one."""
-        if self._lead is not None and self._lead.ring.broken is None:
+        if self._lead is not None and self._lead.stands:
             return self._lead.plan.choice
         elsewhere = self._other_head()
         return None if elsewhere is None else ModelChoice(model=elsewhere.model)
@@ -127,7 +151,7 @@ class Head:
     @property
     def load(self) -> RingLoad | None:
         """Counters of the ring's engine, None without a ring."""
-        if self._lead is None or self._lead.ring.broken is not None:
+        if self._lead is None or not self._lead.stands:
             return None
         return RingLoad(**asdict(self._lead.ring.engine.counters))
 
@@ -139,9 +163,19 @@ class Head:
             return None
         return self._lead.ring.work(load)
 
+    @property
+    def node(self) -> NodeId:
+        """This node's id."""
+        return self._node
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether requests wait or run on the ring that this node leads."""
+        return self._lead is not None and self._lead.stands and self._lead.ring.is_in_use
+
     def check_idle(self) -> None:
         """Raise BusyError, which names the model, while requests run on this node's ring."""
-        if self._lead is not None and self._lead.ring.is_busy:
+        if self._lead is not None and self.is_in_use:
             raise generating_with(self._lead.plan.choice.model)
 
     @contextlib.asynccontextmanager
@@ -152,14 +186,19 @@ class Head:
         tokenizer_for: str = "",
         on_plan: Callable[[Plan], None],
         on_progress: OnStageProgress,
+        on_loaded: Callable[[float], None] = lambda load_s: None,
     ) -> AsyncIterator[Lead | Elsewhere]:
         """Yield a ring for `choice`, built if needed, that is not unloaded within the context.
+
+        `on_loaded` takes the seconds that loading took, if a ring was built.
 
         A ring that stands is there at once, also while another model is looked for. `tokenizer_for`
         says what needs a tokenizer, "" for nothing: no weights are read or fetched of a model that
         has none. Raises BusyError when another model's requests run, CheckpointError for a model
         without a tokenizer, and what planning or loading raises.
         """
+        if self.is_draining and self._other_head() is None:
+            raise draining()
         with contextlib.ExitStack() as stack:
             lead: Lead | Elsewhere | None = await self._standing(choice)
             if isinstance(lead, Lead):
@@ -168,7 +207,9 @@ class Head:
             else:
                 async with self._changing:
                     with self._opened(choice.model, on_progress) as told:
-                        lead = await self._find_or_build(choice, tokenizer_for, on_plan, told)
+                        lead = await self._find_or_build(
+                            choice, tokenizer_for, on_plan, told, on_loaded
+                        )
                     if isinstance(lead, Lead):
                         stack.enter_context(lead.ring.in_use())
             yield lead
@@ -189,7 +230,7 @@ class Head:
 
     def elsewhere(self) -> Elsewhere | None:
         """Return the head of the ring that this node is in, None if that is itself or no ring."""
-        if self._lead is not None and self._lead.ring.broken is None:
+        if self._lead is not None and self._lead.stands:
             return None
         return self._other_head()
 
@@ -249,6 +290,7 @@ class Head:
         tokenizer_for: str,
         on_plan: Callable[[Plan], None],
         on_progress: OnStageProgress,
+        on_loaded: Callable[[float], None],
     ) -> Lead | Elsewhere:
         standing = await self._standing(choice)
         if standing is not None:
@@ -270,7 +312,7 @@ class Head:
             return plan
         on_plan(plan)
         try:
-            return await self._build(plan, tokenizer_for, on_progress)
+            return await self._build(plan, tokenizer_for, on_progress, on_loaded)
         except BusyError:
             elsewhere = self._ring_elsewhere(choice)
             if elsewhere is None:
@@ -290,7 +332,7 @@ class Head:
         match, but for wire dtype, quantisation and KV dtype: their absence means lossless.
         """
         lead = self._lead
-        if lead is None or lead.ring.broken is not None or lead.plan.choice.model != choice.model:
+        if lead is None or not lead.stands or lead.plan.choice.model != choice.model:
             return None
         had, spec = lead.plan.choice, lead.ring.spec
         matches = (
@@ -317,7 +359,7 @@ class Head:
             return None
         if await self._planner.has_changed(lead.plan.facts, choice.model):
             return None
-        return lead if self._lead is lead and lead.ring.broken is None else None
+        return lead if self._lead is lead and lead.stands else None
 
     def _other_head(self) -> Elsewhere | None:
         """Return the head of the ring that this node is a member of, None if that is itself."""
@@ -326,7 +368,13 @@ class Head:
             return None
         return Elsewhere(address=membership.addresses[0], model=membership.model)
 
-    async def _build(self, plan: Plan, tokenizer_for: str, on_progress: OnStageProgress) -> Lead:
+    async def _build(
+        self,
+        plan: Plan,
+        tokenizer_for: str,
+        on_progress: OnStageProgress,
+        on_loaded: Callable[[float], None],
+    ) -> Lead:
         """Prepare the new ring, free the old one, and build the new one.
 
         Nodes with which another head builds a ring are waited for, unless that ring would do.
@@ -342,25 +390,79 @@ class Head:
             self._epoch += 1
             backoff = BusyBackoff(lambda: self._ring_elsewhere(plan.choice) is not None)
             ring = self._building = prepared.ring(Epoch(self._epoch), backoff.wait)
-            load_s = await ring.build(on_progress)
+            on_loaded(await ring.build(on_progress))
         except BaseException:
             await _close(prepared.tokenizer)
             raise
         finally:
             self._building = None
-        self._lead = Lead(
+        lead = self._lead = Lead(
             plan=plan,
             ring=ring,
             tokenizer=prepared.tokenizer,
             eos_ids=prepared.eos_ids,
-            load_s=0.0,
             grammars=None
             if prepared.tokenizer is None
             else Grammars(
                 prepared.tokenizer.table, n_ids=ring.spec.vocab_size, eos_ids=prepared.eos_ids
             ),
         )
-        return replace(self._lead, load_s=load_s)
+        self._watch(lead)
+        return lead
+
+    # --- another ring in the place of this one
+
+    def leads(self, lead: Lead) -> bool:
+        """Say whether `lead` was not ended or replaced by that of another model."""
+        return self._lead is lead
+
+    @contextlib.asynccontextmanager
+    async def changing(self, lead: Lead) -> AsyncIterator[None]:
+        """Keep others from building or unloading rings within the context.
+
+        Raises PeerFailedError if `lead` has ended meanwhile.
+        """
+        async with self._changing:
+            if self._lead is not lead:
+                raise PeerFailedError("the ring was unloaded")
+            yield
+
+    async def ring_instead(self, lead: Lead, plan: Plan) -> Ring:
+        """Prepare the ring of `plan`, to which the requests of `lead` are to go over.
+
+        It is not built. Must be called within `changing`. Raises what preparing raises.
+        """
+        prepared = await self._builder.prepare(plan, with_tokenizer=False)
+        self._epoch += 1
+        return prepared.ring(Epoch(self._epoch), give_up, lead.ring)
+
+    async def put_instead(self, lead: Lead, plan: Plan, ring: Ring) -> None:
+        """Build a ring that `ring_instead` has prepared; the requests of `lead` go over to it.
+
+        Must be called within `changing`. Raises what building raises; then the lead is as it was.
+        """
+        self._building = ring
+        with self._opened(plan.choice.model, lambda *_: None) as told:
+            try:
+                await ring.build(told)
+            finally:
+                self._building = None
+        lead.plan, lead.ring = plan, ring
+        self._watch(lead)
+
+    async def build_instead(self, lead: Lead, plan: Plan, on_ring: Callable[[Ring], None]) -> None:
+        """Build the ring of `plan`, to which the requests of `lead` go over.
+
+        `on_ring` takes the ring before it is built. Must be called within `changing`. Raises what
+        preparing or building raises; then the lead is as it was.
+        """
+        ring = await self.ring_instead(lead, plan)
+        on_ring(ring)
+        await self.put_instead(lead, plan, ring)
+
+    def _watch(self, lead: Lead) -> None:
+        """Have `on_broken` called when the ring of a lead breaks."""
+        lead.ring.on_broken = lambda ring: lead.ring is ring and self._on_broken(lead)
 
 
 def _check_unused(ring: Ring, idle_s: float) -> None:

@@ -5,10 +5,13 @@ Knows how a choice becomes a call of the planner (cluster/placement). Must not g
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
+
+from msgspec import structs
 
 from shardnet.cluster.head.model_shape import UNQUANTIZED, QuantizationChoice, model_shape
 from shardnet.cluster.head.plan import Plan, silent_words
@@ -138,6 +141,37 @@ def make_plan(
         silent=tuple(silent),
         holders=tuple(source.node for source in _holders(facts, holdings)),
     )
+
+
+def plan_again(
+    choice: ModelChoice,
+    facts: ModelFacts,
+    nodes: Sequence[NodeInfo],
+    measured: Measured,
+    silent: Sequence[LeftOut],
+    holdings: Holdings,
+    arith: Arith,
+) -> Plan:
+    """Plan as `make_plan`, with the first node as head, which has the requests.
+
+    If the choice names nodes, `nodes` are those of them that are left.
+    """
+    head, *others = nodes
+
+    def exactly(ring: Sequence[NodeInfo]) -> Plan:
+        named = structs.replace(choice, nodes=[node.address for node in ring])
+        return make_plan(named, facts, ring, measured, silent, holdings, arith)
+
+    if choice.nodes:
+        return exactly(nodes)
+    plan = make_plan(choice, facts, nodes, measured, silent, holdings, arith)
+    if plan.nodes[0].node == head.node:
+        return plan
+    chosen = [node for node in plan.nodes if node.node != head.node]
+    for ring in ([head, *chosen], [head, *chosen[1:]]):
+        with contextlib.suppress(PlanError):
+            return exactly(ring)
+    return exactly([head, *others])
 
 
 def fits(facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:

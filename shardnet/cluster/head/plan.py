@@ -5,8 +5,8 @@ Must not know how a plan is made (head/placing.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from msgspec import structs
@@ -15,6 +15,7 @@ from shardnet.cluster.head.ring_dtypes import NodeForm, exactness, unused_links,
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, WRONG_BY, Measured, StageRun
 from shardnet.cluster.placement.figures import (
+    Exclusion,
     Objective,
     Placement,
 )
@@ -71,6 +72,26 @@ class Plan:
     chunk_s: float | None = None
     silent: tuple[LeftOut, ...] = ()
     holders: tuple[NodeId, ...] = ()
+
+    def instead_of(self, opened: Plan, former: Plan, without: Mapping[NodeId, str]) -> Plan:
+        """Return this plan for a ring that replaces that of `former`, for what `opened` was for.
+
+        Nodes of theirs that are not there, or are left out for a reason in `without`, are named.
+        """
+        told = {*self.left_out_names, *(out.node for out in self.silent)}
+        known = {node.node: node for node in (*opened.nodes, *former.nodes)}
+        missing = [node for node in known.values() if node.node not in told]
+        out = [
+            Exclusion(node=NodeId(node.node), why=without.get(NodeId(node.node), "it was lost"))
+            for node in missing
+        ]
+        names = {NodeId(node.node): node.name for node in missing}
+        return replace(
+            self,
+            choice=opened.choice,
+            placement=replace(self.placement, left_out=(*self.placement.left_out, *out)),
+            left_out_names=self.left_out_names | names,
+        )
 
     @property
     def why(self) -> str:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from msgspec import structs
+
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.cluster.download.pulling import pull_beside
-from shardnet.cluster.head.placing import Holdings, make_plan
+from shardnet.cluster.head.placing import Holdings, make_plan, plan_again
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.ring_dtypes import node_ariths, settle_arith, settle_dtype
 from shardnet.cluster.measuring.measurement import Measured, OnMeasured, StageRun
@@ -31,6 +33,8 @@ from shardnet.types import Arith, DType, NodeId
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice
 
+REPLAN_STATUS_S = 2.0
+"""How long a node may take to tell its state while requests wait for another ring."""
 CHECK_S = 0.5
 """How long a ring that stands waits to learn that its checkpoint has not changed."""
 
@@ -119,6 +123,27 @@ class Planner:
         if plan.nodes[0].node != self._node:
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)
         return plan
+
+    async def replan(self, opened: Plan, now: Plan, without: Mapping[NodeId, str]) -> Plan:
+        """Plan again what `opened` was planned for, led by this node, without measuring anything.
+
+        `now` is the plan of the ring to replace, whose figures, dtype and arithmetic are kept. Of
+        nodes that the client named those are used that are there. Nodes in `without` are left out
+        for the reason given. Raises PlanError if the nodes that are there cannot do it.
+        """
+        choice, facts = opened.choice, opened.facts
+        found = await self._directory.candidates((), REPLAN_STATUS_S)
+        nodes = tuple(info for info in found.nodes if info.node not in without)
+        if choice.nodes:
+            nodes = _named_nodes(opened, nodes)
+        holdings = await self._sharing.holdings(facts, choice.model, nodes)
+        asked = structs.replace(choice, dtype=now.dtype.value, context=now.context)
+
+        def planned() -> Plan:
+            return plan_again(asked, facts, nodes, now.measured, found.silent, holdings, now.arith)
+
+        plan = await self._threads.run(f"planning {choice.model}", planned)
+        return plan.instead_of(opened, now, without)
 
     async def find_candidates(
         self, choice: ModelChoice, without: Collection[str] = ()
@@ -220,6 +245,22 @@ class Planner:
             raise
         except CheckpointError:
             await pull_beside(name, on_progress, self._log, tokenizer_for)
+
+
+def _named_nodes(opened: Plan, nodes: Sequence[NodeInfo]) -> tuple[NodeInfo, ...]:
+    """Return those of the nodes that the client named which are there, in their order.
+
+    Raises PlanError if layers were named with them, and one is missing.
+    """
+    here = {info.node: info for info in nodes}
+    lost = [named.name for named in opened.nodes if named.node not in here]
+    if lost and opened.choice.layers:
+        raise PlanError(
+            f"--nodes and --layers fix the ring, and {', '.join(lost)} is not there any more",
+            remedy="start it again, or leave --layers out",
+        )
+    named = [info for info in opened.nodes if info.node in here]
+    return tuple(structs.replace(here[info.node], address=info.address) for info in named)
 
 
 async def _settled(

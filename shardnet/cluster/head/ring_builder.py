@@ -15,6 +15,7 @@ from pathlib import Path
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.ring_dtypes import node_ariths
 from shardnet.cluster.peers.peers import Peers
+from shardnet.cluster.ring.kv_orders import KvOrders
 from shardnet.cluster.ring.ring import OnBusy, Ring, RingSpec
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
@@ -45,10 +46,13 @@ class PreparedRing:
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
 
-    def ring(self, epoch: Epoch, on_busy: OnBusy) -> Ring:
-        """Make the ring, not built yet. `on_busy` decides how to treat a busy node."""
-        plan = self.plan
-        return Ring(ring_spec(plan), self.ports, epoch, self.sources, plan.chunk_s, on_busy)
+    def ring(self, epoch: Epoch, on_busy: OnBusy, former: Ring | None = None) -> Ring:
+        """Make the ring, not built yet. `on_busy` decides how to treat a busy node.
+
+        It takes over the requests of the ring `former`.
+        """
+        plan, spec = self.plan, ring_spec(self.plan)
+        return Ring(spec, self.ports, epoch, self.sources, plan.chunk_s, on_busy, former)
 
 
 class RingBuilder:
@@ -64,6 +68,7 @@ class RingBuilder:
         name: str,
         host: StageHost,
         orders: StageOrders,
+        kv: KvOrders,
         sharing: Sharing,
         peers: Peers,
         disk: DiskJobs,
@@ -73,13 +78,16 @@ class RingBuilder:
         self._name = name
         self._host = host
         self._orders = orders
+        self._kv = kv
         self._sharing = sharing
         self._peers = peers
         self._disk = disk
         self._on_broken = on_broken
 
-    async def prepare(self, plan: Plan) -> PreparedRing:
+    async def prepare(self, plan: Plan, *, with_tokenizer: bool = True) -> PreparedRing:
         """Check that all nodes of the plan hold the same model, and read its tokenizer.
+
+        Without `with_tokenizer` it has none: there is one from a ring before.
 
         Raises PlanError if they do not, CheckpointError for a damaged tokenizer, LinkError for a
         node that cannot be reached.
@@ -88,7 +96,10 @@ class RingBuilder:
         replicas = await self._sharing.sources(plan.facts, plan.choice.model, plan.nodes)
         check_same_model(replicas[: len(plan.nodes)])
         sources = choose_sources(plan.facts.model_id, replicas, limit=MAX_STAGES)
-        tokenizer, eos_ids = await _open_tokenizer(self._disk, plan.facts.path)
+        tokenizer: Tokenizer | None = None
+        eos_ids: tuple[int, ...] = ()
+        if with_tokenizer:
+            tokenizer, eos_ids = await _open_tokenizer(self._disk, plan.facts.path)
         return PreparedRing(
             plan=plan,
             ports=tuple(ports),
@@ -100,7 +111,8 @@ class RingBuilder:
     async def _port(self, node: NodeInfo) -> StagePort:
         if node.node == self._node:
             unload = partial(self._orders.unload, self._node)
-            return LocalPort(self._host, self._node, self._name, self._load_own, unload)
+            move_kv = self._kv.move
+            return LocalPort(self._host, self._node, self._name, self._load_own, unload, move_kv)
         control, links = await self._sharing.control(node), self._peers.links
         return RemotePort(control, links.watch, links.latest)
 

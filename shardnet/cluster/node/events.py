@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from shardnet.cluster.head.head import Lead
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import ShardnetError
 
@@ -25,6 +26,9 @@ class NodeListener(Protocol):
 
     def ring_broken(self, ring: str, error: ShardnetError) -> None:
         """Take note that this node's own stage has left a ring that this node leads."""
+
+    def lead_broken(self, lead: Lead) -> bool:
+        """Take note that a ring that this node leads broke; return whether it is replaced."""
 
 
 class NodeEvents:
@@ -61,3 +65,7 @@ class NodeEvents:
     def ring_broken(self, ring: str, error: ShardnetError) -> None:
         """Report that this node's own stage has left a ring that this node leads."""
         self.listener.ring_broken(ring, error)
+
+    def lead_broken(self, lead: Lead) -> bool:
+        """Report that a ring that this node leads broke. Returns whether it is replaced."""
+        return self.listener.lead_broken(lead)

@@ -15,6 +15,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from shardnet.cluster.head.head import Lead
 from shardnet.cluster.node.events import NodeEvents
 from shardnet.cluster.node.parts import build_links, build_services, build_stage
 from shardnet.cluster.node.settings import NodeSettings
@@ -46,6 +47,10 @@ class Node:
         """What this node does as a head."""
         self.handlers = self._services.handlers
         """What handles each control message."""
+        self.drain = self._services.drain
+        """How this node is emptied before it ends."""
+        self.planned = self._services.planned
+        """How a ring that this node leads is replaced while it works."""
         events.connect(self)
 
     def addresses_changed(self) -> None:
@@ -65,6 +70,10 @@ class Node:
     def ring_broken(self, ring: str, error: ShardnetError) -> None:
         """End a ring that this node leads, since its own stage has left it."""
         self.head.ring_broken(ring, error)
+
+    def lead_broken(self, lead: Lead) -> bool:
+        """Replace a ring that this node leads, since it broke; return whether that will be done."""
+        return self._services.recovery.begin(lead)
 
     def info(self) -> NodeInfo:
         """Describe this node."""
@@ -155,9 +164,11 @@ class Node:
         self._services.dispatcher.tell_clients(
             PeerFailedError("the node is leaving", remedy="start it again or ask another one")
         )
+        await self._services.recovery.close()
         await self.head.close()
         self._services.drafts.close()
         self._services.constraints.close()
+        await self._stage.kv.close()
         await self._stage.host.close()
         await self._links.peers.close()
         await self._stage.sharing.close()

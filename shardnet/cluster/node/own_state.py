@@ -57,6 +57,7 @@ class OwnState:
             isa=device.isa,
             arithmetic=device.arithmetic,
             uptime_s=time.monotonic() - self.started_s,
+            is_draining=self.host.is_draining,
         )
 
     def memory_free_bytes(self) -> int:

@@ -24,6 +24,7 @@ from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.node.dispatcher import Dispatcher
+from shardnet.cluster.node.drain import NodeDrain
 from shardnet.cluster.node.events import NodeEvents
 from shardnet.cluster.node.messages import NodeMessages
 from shardnet.cluster.node.own_state import OwnState
@@ -36,7 +37,10 @@ from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
+from shardnet.cluster.recovery.planned import PlannedChanges
+from shardnet.cluster.recovery.recovery import Recovery
 from shardnet.cluster.ring.dialer import Dialer
+from shardnet.cluster.ring.kv_orders import HostedKv, KvOrders
 from shardnet.cluster.ring.prefix_orders import PrefixOrders
 from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
@@ -85,6 +89,7 @@ class StageParts:
     host: StageHost
     sharing: Sharing
     orders: StageOrders
+    kv: KvOrders
     own: OwnState
     directory: NodeDirectory
     links: LinkBenchmark
@@ -96,6 +101,9 @@ class ServiceParts:
     """What serves clients and peers."""
 
     head: Head
+    recovery: Recovery
+    planned: PlannedChanges
+    drain: NodeDrain
     drafts: Drafts
     constraints: Constraints
     wire_loss: WireLoss
@@ -161,6 +169,7 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
         rate=SendRate(settings.share_rate),
         disk=disk,
         log=settings.log,
+        kv=HostedKv(host),
     )
     orders = StageOrders(
         host=host,
@@ -188,6 +197,7 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
         host=host,
         sharing=sharing,
         orders=orders,
+        kv=KvOrders(host, links.dial_bulk),
         own=own,
         directory=NodeDirectory(own_info=own.info, peers=peers, advertisement=links.advertisement),
         links=link_benchmark,
@@ -216,12 +226,23 @@ def build_services(
         name=settings.name,
         host=stage.host,
         orders=stage.orders,
+        kv=stage.kv,
         sharing=stage.sharing,
         peers=links.peers,
         disk=stage.disk,
         on_broken=events.ring_broken,
     )
-    head = Head(node=settings.node, host=stage.host, planner=planner, builder=builder)
+    head = Head(
+        node=settings.node,
+        host=stage.host,
+        planner=planner,
+        builder=builder,
+        on_broken=events.lead_broken,
+    )
+    recovery = Recovery(head=head, planner=planner, tasks=tasks, log=settings.log)
+    planned = PlannedChanges(head=head, planner=planner, log=settings.log)
+    link_of = links.peers.links.link_of
+    drain = NodeDrain(head=head, host=stage.host, link_of=link_of, log=settings.log)
     drafts = Drafts(
         disk=stage.disk,
         device=settings.budget.device.for_torch,
@@ -278,8 +299,9 @@ def build_services(
         head=head,
     )
     handlers = MessageHandlers()
-    rooms = (messages, stage.orders, PrefixOrders(stage.host), stage.measuring)
-    for room in (*rooms, head, clients, lists, reporter, RingWatch(head)):
+    rooms = (messages, stage.orders, PrefixOrders(stage.host), stage.kv, stage.measuring)
+    watch = RingWatch(head, recovery.records)
+    for room in (*rooms, head, planned, drain, clients, lists, reporter, watch):
         room.register(handlers)
     dispatcher = Dispatcher(
         own_hello=links.dialer.hello,
@@ -292,6 +314,9 @@ def build_services(
     )
     return ServiceParts(
         head=head,
+        recovery=recovery,
+        planned=planned,
+        drain=drain,
         drafts=drafts,
         constraints=constraints,
         wire_loss=wire_loss,
@@ -300,7 +325,7 @@ def build_services(
         unused=UnusedModels(
             head=head,
             host=stage.host,
-            link_of=links.peers.links.link_of,
+            link_of=link_of,
             memory=settings.budget.system_bytes if settings.budget.device.kind == "cpu" else None,
             idle_s=settings.idle_unload_s,
             log=settings.log,

@@ -49,9 +49,12 @@ from shardnet.wire.messages.membership import (
 from shardnet.wire.messages.plans import PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
+    Drain,
     FindPrefix,
+    LeaveRing,
     LoadProgress,
     LoadStage,
+    MoveKv,
     RestorePrefix,
     RingBroken,
     UnloadStage,
@@ -80,8 +83,11 @@ ControlRequest = (
     | LoadStage
     | ConnectRing
     | UnloadStage
+    | Drain
+    | LeaveRing
     | FindPrefix
     | RestorePrefix
+    | MoveKv
     | PlanRequest
     | LastRunRequest
     | GetActivity

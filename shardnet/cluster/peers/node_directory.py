@@ -56,15 +56,20 @@ class NodeDirectory:
         self._status_s = status_s
         self._latest: dict[str, NodeInfo] = {}
 
-    async def candidates(self, addresses: Sequence[str]) -> NodeCandidates:
-        """Return the nodes at `addresses`; without any, this node and its peers.
+    async def candidates(
+        self, addresses: Sequence[str], status_s: float | None = None
+    ) -> NodeCandidates:
+        """Return the nodes at `addresses`; without any, this node and its peers that do not drain.
 
-        Waits for a peer while its link lives, at most `status_s`. Raises LinkError if there is no
-        node at an address, UsageError if one is named twice.
+        Waits for a peer while its link lives, at most `status_s` if given. Raises LinkError if
+        there is no node at an address, UsageError if one is named twice.
         """
         if not addresses:
-            infos, silent = await self._ask_all(self._status_s)
-            return NodeCandidates(nodes=(self._own_info(), *infos), silent=silent)
+            infos, silent = await self._ask_all(self._status_s if status_s is None else status_s)
+            nodes = (self._own_info(), *infos)
+            draining = tuple(_draining(info) for info in nodes if info.is_draining)
+            stay = tuple(info for info in nodes if not info.is_draining)
+            return NodeCandidates(nodes=stay, silent=(*silent, *draining))
         try:
             async with asyncio.TaskGroup() as tasks:
                 asks = [tasks.create_task(self._at(address)) for address in addresses]
@@ -112,6 +117,10 @@ class NodeDirectory:
         if control is not None:
             return replace(await _ask(control), address=address)
         return replace(own, address=self._advertisement.seen_as(address))
+
+
+def _draining(info: NodeInfo) -> LeftOut:
+    return LeftOut(node=info.node, name=info.name, why="it is draining")
 
 
 def _silent(control: ControlLink, why: str) -> LeftOut:

@@ -23,9 +23,6 @@ from shardnet.transport.traffic import Traffic
 from shardnet.types import NodeId
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
-HEARTBEAT_S = 1.0
-SILENCE_S = 8.0
-"""With these the link to a frozen node fails after 8 to 9 s."""
 BULK_FRAMES = 8
 """Pieces of weights that may wait to be written, per link."""
 BULK_WINDOW_BYTES = 128 * 1024
@@ -55,8 +52,6 @@ class Dialer:
         """Options of every link of this node."""
         return LinkOptions(
             identity=self.identity,
-            heartbeat_s=HEARTBEAT_S,
-            silence_s=SILENCE_S,
             progress=self.progress,
             traffic=self.traffic,
         )

@@ -20,8 +20,9 @@ from shardnet.cluster.ring.stage_port import StagePort
 from shardnet.errors import BusyError, PeerFailedError, ShardnetError, first_error, internal_error
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.prefixes import Prefixes
-from shardnet.runtime.ring.pipeline import Pipeline
-from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
+from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
+from shardnet.runtime.scheduling.scheduler import RingLimits, Scheduler, StepLimits
+from shardnet.runtime.stage.compute import StepFailed
 from shardnet.transport.loop import finish
 from shardnet.types import (
     PREFILL_CHUNK_ROWS,
@@ -30,6 +31,7 @@ from shardnet.types import (
     DType,
     Epoch,
     LayerRange,
+    NodeId,
     RoutingShape,
     WireDType,
 )
@@ -91,6 +93,29 @@ class RingSpec:
     """Whether stages ignore keys of the model's config that they do not know."""
 
 
+class RingUse:
+    """Who uses a ring, and those that replace it."""
+
+    def __init__(self) -> None:
+        self.n_users = 0
+        self._used_at_s = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last use, 0 while there is one."""
+        return 0.0 if self.n_users else time.monotonic() - self._used_at_s
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count a user within the context."""
+        self.n_users += 1
+        try:
+            yield
+        finally:
+            self.n_users -= 1
+            self._used_at_s = time.monotonic()
+
+
 class Ring:
     """A built ring. `broken` holds what ended it, None while it runs."""
 
@@ -102,11 +127,13 @@ class Ring:
         sources: Sequence[str] = (),
         chunk_s: float | None = None,
         on_busy: OnBusy = give_up,
+        former: Ring | None = None,
     ) -> None:
         """Take the spec and one port per rank.
 
         `sources` are addresses from which nodes fetch weights they lack, `chunk_s` is the predicted
-        time of a whole prompt chunk in all stages, `on_busy` decides how to treat a busy node.
+        time of a whole prompt chunk in all stages, `on_busy` decides how to treat a busy node. The
+        ring takes over the engine and the users of `former`, once it is built.
         """
         self.spec = spec
         self._on_busy = on_busy
@@ -116,11 +143,22 @@ class Ring:
         self.epoch = epoch
         self.broken: ShardnetError | None = None
         self._ports = tuple(ports)
+        self._former = former
         self._engine: Engine | None = None
+        self._use: RingUse = RingUse() if former is None else former._use
         self._watchdog: asyncio.Task[None] | None = None
         self._watches: list[Callable[[], None]] = []
-        self._n_users = 0
-        self._used_at_s = time.monotonic()
+        self._building: asyncio.Task[tuple[list[StageReady], Pipeline]] | None = None
+        self.on_broken: Callable[[Ring], bool] = lambda ring: False
+        """Called when the ring breaks after it was built; returns whether another replaces it."""
+        self.on_replayed: Callable[[], None] = lambda: None
+        """Called when the requests of the ring that this one replaces go on."""
+        self.blamed: dict[NodeId, ShardnetError] = {}
+        """Nodes that were lost, hang, or could not do what the ring needs of them."""
+        self.stuck: set[NodeId] = set()
+        """Those of them that answer, and do not compute."""
+        self.built_s = 0.0
+        """How long it took to build, in seconds."""
 
     @property
     def engine(self) -> Engine:
@@ -131,22 +169,21 @@ class Ring:
     @property
     def is_busy(self) -> bool:
         """Whether requests use it; False once it is broken."""
-        return self.broken is None and self._n_users > 0
+        return self.broken is None and self.is_in_use
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether requests use it, broken or not."""
+        return self._use.n_users > 0
 
     @property
     def idle_s(self) -> float:
         """Seconds since a request used it last, 0 while one does."""
-        return 0.0 if self._n_users else time.monotonic() - self._used_at_s
+        return self._use.idle_s
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
+    def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Keep the ring from being unloaded for another one within the context."""
-        self._n_users += 1
-        try:
-            yield
-        finally:
-            self._n_users -= 1
-            self._used_at_s = time.monotonic()
+        return self._use.in_use()
 
     def work(self, load: RingLoad) -> RingWork:
         """Say what the ring has done since it was built; it has `load` in hand."""
@@ -169,6 +206,8 @@ class Ring:
             n_prefix_hits=totals.n_prefix_hits,
             n_prompt_tokens=totals.n_prompt_tokens,
             n_prefix_tokens=totals.n_prefix_tokens,
+            n_recoveries=totals.n_recoveries,
+            recovery_us=totals.recovery_us,
         )
 
     async def clocks(self) -> list[ClockOffset]:
@@ -184,6 +223,11 @@ class Ring:
         return [task.result() for task in read]
 
     @property
+    def ports(self) -> tuple[StagePort, ...]:
+        """Its nodes, in order."""
+        return self._ports
+
+    @property
     def node_names(self) -> list[str]:
         """The names of its nodes, in order."""
         return [port.node_name for port in self._ports]
@@ -191,45 +235,103 @@ class Ring:
     async def build(self, on_progress: OnStageProgress) -> float:
         """Load every stage, connect them and start. Returns the seconds it took.
 
-        Raises the first error of any node; then, and when cancelled, no stage is left loaded.
+        Raises the first error of any node, or what was lost meanwhile; then, and when cancelled,
+        no stage is left loaded, unless the ring is to replace another one.
         """
         started = time.perf_counter()
+        self._watches = [port.watch(partial(self._node_lost, port)) for port in self._ports]
+        self._building = asyncio.create_task(self._ready(on_progress))
         try:
-            ready = await self._load(on_progress)
             self._check_not_broken()
-            self._engine = self._make_engine(ready)
-            await self._connect(self._engine.pipeline)
+            await asyncio.wait([self._building])
             self._check_not_broken()
+            ready, pipeline = self._building.result()
         except (ShardnetError, asyncio.CancelledError):
-            await finish(self.unload())
+            self._building.cancel()
+            await finish(self._undo(self._building))
             raise
-        self._watches = [port.watch(partial(self._node_lost, port.name)) for port in self._ports]
+        self._start(ready, pipeline)
         self._watchdog = asyncio.create_task(self._watch(), name=f"watchdog of ring {self.name}")
-        return time.perf_counter() - started
+        self.built_s = time.perf_counter() - started
+        return self.built_s
+
+    async def _ready(self, on_progress: OnStageProgress) -> tuple[list[StageReady], Pipeline]:
+        """Load and connect all stages; return what they have, and the pipeline they work for."""
+        ready = await self._load(on_progress)
+        self._check_not_broken()
+        if self._former is None:
+            self._engine = self._make_engine(ready)
+            pipeline = self._engine.pipeline
+        else:
+            pipeline = self._former.engine.new_pipeline(self._make_pipeline)
+        await self._connect(pipeline)
+        return ready, pipeline
+
+    async def _undo(self, building: asyncio.Task[tuple[list[StageReady], Pipeline]]) -> None:
+        """Free what was loaded of a ring that is not built to its end.
+
+        If it was to replace another one, the next attempt may want that.
+        """
+        await asyncio.wait([building])
+        if not building.cancelled():
+            building.exception()  # it is raised, or what broke the ring is
+        if self._former is None:
+            await self.unload()
+        else:
+            self._stop_watching()
+
+    def _start(self, ready: Sequence[StageReady], pipeline: Pipeline) -> None:
+        """Take over the requests of the ring that this one replaces."""
+        if self._former is None:
+            return
+        self._engine, self._former = self._former.engine, None
+        prefixes = self._prefixes(ready)
+        self._engine.resume(
+            pipeline,
+            self._limits(ready, prefixes),
+            prefixes=prefixes,
+            on_replayed=self.on_replayed,
+        )
 
     def break_(self, error: ShardnetError) -> None:
-        """End the ring: every request fails with `error`. The first cause counts."""
-        if self.broken is None:
-            self.broken = error
-            if self._engine is not None:
-                self._engine.fail(error)
+        """End the ring: its requests wait for the one that replaces it, or fail with `error`.
+
+        The first cause counts.
+        """
+        if self.broken is not None:
+            return
+        self.broken = error
+        if self._building is not None and not self._building.done():
+            self._building.cancel()
+        elif self._engine is not None and not self.on_broken(self):
+            self._engine.fail(error)
 
     def lost(self, cause: str) -> None:
         """End the ring because of what happened to a node or a link of it."""
-        self.break_(PeerFailedError(f"{cause}; {WAY_OUT}"))
+        self.break_(PeerFailedError(cause, remedy=WAY_OUT))
 
     async def unload(self, keep: Collection[str] = ()) -> None:
-        """Free the stage on every node that still answers.
+        """Free the stage on every node that still answers; its requests end.
 
         Nodes at the addresses `keep` keep their weights: their next order reuses or frees them.
         """
+        self.on_broken = lambda ring: False
+        self.break_(PeerFailedError("the ring was unloaded"))
+        if self._engine is not None:
+            self._engine.fail(self.broken or PeerFailedError("the ring was unloaded"))
+        await self.release(keep)
+
+    async def release(self, keep: Collection[str] = ()) -> None:
+        """Free the stage on every node that still answers, as `unload`, but no request ends."""
+        self._stop_watching()
+        at = zip(self._ports, self.spec.addresses, strict=True)
+        await asyncio.gather(*(self._unload(port) for port, address in at if address not in keep))
+
+    def _stop_watching(self) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
         for stop_watching in self._watches:
             stop_watching()
-        self.break_(PeerFailedError("the ring was unloaded"))
-        at = zip(self._ports, self.spec.addresses, strict=True)
-        await asyncio.gather(*(self._unload(port) for port, address in at if address not in keep))
 
     async def _load(self, on_progress: OnStageProgress) -> list[StageReady]:
         """Have all stages loaded at the same time.
@@ -261,17 +363,23 @@ class Ring:
 
         while True:
             try:
-                ready = await self._ports[rank].load(self._order(rank), progress)
+                ready = await self._ports[rank].load(self.order(rank), progress)
             except BusyError as error:
+                self.blamed[self._ports[rank].node] = error
                 if taken.is_set():
                     raise
                 await self._on_busy(error)
+                del self.blamed[self._ports[rank].node]
                 on_progress(rank, "waiting", 0, 0)
+            except ShardnetError as error:
+                self.blamed[self._ports[rank].node] = error
+                raise
             else:
                 taken.set()
                 return ready
 
-    def _order(self, rank: int) -> LoadStage:
+    def order(self, rank: int) -> LoadStage:
+        """Return what the node of a rank is told to load."""
         spec = self.spec
         own = WireDType.own(spec.dtype)
         received, sent = [own, *spec.wires][rank], [*spec.wires, own][rank]
@@ -332,36 +440,54 @@ class Ring:
             row_s = self._chunk_s / PREFILL_CHUNK_ROWS / len(stages)
         return Prefixes(RingPrefixes(self._ports, self.name, self.epoch), seed, row_s)
 
-    def _make_engine(self, ready: Sequence[StageReady]) -> Engine:
-        prefixes = self._prefixes(ready)
-        scheduler = Scheduler(
+    def _limits(self, ready: Sequence[StageReady], prefixes: Prefixes | None) -> RingLimits:
+        return RingLimits(
             epoch=self.epoch,
             n_stages=len(self._ports),
             room_blocks=min(stage.room_blocks for stage in ready),
+            limits=StepLimits(exact_rows=max(1, min(stage.exact_rows for stage in ready))),
+            prefix_seed=prefixes.seed if prefixes else None,
+        )
+
+    def _make_engine(self, ready: Sequence[StageReady]) -> Engine:
+        prefixes = self._prefixes(ready)
+        ring = self._limits(ready, prefixes)
+        scheduler = Scheduler(
+            epoch=ring.epoch,
+            n_stages=ring.n_stages,
+            room_blocks=ring.room_blocks,
             context=self.spec.context,
             max_slots=MAX_SLOTS,
             window=self.spec.window,
             state_slots=STATE_SLOTS if self.spec.has_state else None,
-            limits=StepLimits(exact_rows=max(1, min(stage.exact_rows for stage in ready))),
-            prefix_seed=prefixes.seed if prefixes else None,
+            limits=ring.limits,
+            prefix_seed=ring.prefix_seed,
         )
         return Engine(
             scheduler=scheduler,
-            make_pipeline=lambda on_answered, on_failed: Pipeline(
-                epoch=self.epoch,
-                vocab_size=self.spec.vocab_size,
-                clock_ns=time.perf_counter_ns,
-                on_answered=on_answered,
-                on_failed=on_failed,
-                routing=self.spec.routing,
-                chunk_s=self._chunk_s,
-            ),
+            make_pipeline=self._make_pipeline,
             clock_ns=time.perf_counter_ns,
             prefixes=prefixes,
         )
 
-    def _node_lost(self, name: str, error: ShardnetError) -> None:
-        self.lost(f"node {name} was lost: {error}")
+    def _make_pipeline(
+        self,
+        on_answered: Callable[[StepAnswered], None],
+        on_failed: Callable[[StepFailed], None],
+    ) -> Pipeline:
+        return Pipeline(
+            epoch=self.epoch,
+            vocab_size=self.spec.vocab_size,
+            clock_ns=time.perf_counter_ns,
+            on_answered=on_answered,
+            on_failed=on_failed,
+            routing=self.spec.routing,
+            chunk_s=self._chunk_s,
+        )
+
+    def _node_lost(self, port: StagePort, error: ShardnetError) -> None:
+        self.blamed[port.node] = error
+        self.lost(f"node {port.name} was lost: {error}")
 
     async def _watch(self) -> None:
         while self.broken is None:
@@ -371,7 +497,12 @@ class Ring:
                     [(port.name, port.last_step) for port in self._ports]
                 )
             except Exception as error:  # a ring that nobody watches could hang
-                self.break_(internal_error("the ring's watchdog", error))
+                cause = internal_error("the ring's watchdog", error)
+                for port in self._ports:
+                    if port.name in cause.message:  # it is stuck
+                        self.blamed[port.node] = cause
+                        self.stuck.add(port.node)
+                self.break_(cause)
 
     async def _unload(self, port: StagePort) -> None:
         with contextlib.suppress(ShardnetError):  # lost, or in another ring by now: nothing is left

@@ -6,20 +6,15 @@ prefix is worth reading.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import TypeVar
 
-from shardnet.cluster.ring.stage_port import StagePort
-from shardnet.errors import ShardnetError, first_error
+from shardnet.cluster.ring.stage_port import StagePort, ask_all
 from shardnet.runtime.engine.prefixes import FoundPrefix
 from shardnet.types import LayerRange, SequenceId
 from shardnet.wire.messages.stages import FindPrefix, PrefixFound, PrefixRestored, RestorePrefix
-
-T = TypeVar("T")
 
 
 class RingPrefixes:
@@ -33,7 +28,9 @@ class RingPrefixes:
     async def find(self, keys: Sequence[bytes]) -> list[FoundPrefix]:
         """Ask every stage which blocks it has. Raises the first error of any."""
         message = FindPrefix(request=0, ring=self._ring, epoch=self._epoch, keys=tuple(keys))
-        answers: list[PrefixFound] = await _all(port.find_prefix(message) for port in self._ports)
+        answers: list[PrefixFound] = await ask_all(
+            port.find_prefix(message) for port in self._ports
+        )
         return [
             FoundPrefix(
                 restorable=int.from_bytes(answer.restorable, "little"),
@@ -55,7 +52,7 @@ class RingPrefixes:
             keys=tuple(keys),
             token_ids=token_ids,
         )
-        answers: list[PrefixRestored] = await _all(
+        answers: list[PrefixRestored] = await ask_all(
             port.restore_prefix(message) for port in self._ports
         )
         return all(answer.is_whole for answer in answers)
@@ -79,13 +76,3 @@ def ring_seed(facts: Sequence[object], stages: Sequence[tuple[LayerRange, str]])
         for arithmetic, group in groupby(stages, key=lambda stage: stage[1])
     ]
     return hashlib.sha256(json.dumps([*facts, computed]).encode()).digest()
-
-
-async def _all(asked: Iterable[Coroutine[None, None, T]]) -> list[T]:
-    """Wait for all; raise the first error of any."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(each) for each in asked]
-    except* ShardnetError as group:
-        raise first_error(group) from None
-    return [each.result() for each in running]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -31,7 +32,7 @@ from shardnet.runtime.stage.plugin import ComputePlugin
 from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.transport.link import Link
 from shardnet.transport.loop import finish
-from shardnet.types import Epoch, WireDType
+from shardnet.types import Epoch, LayerRange, WireDType
 from shardnet.wire.messages.diagnostics import PrefixState, StageState
 from shardnet.wire.messages.handshake import Hello
 from shardnet.wire.messages.stages import LoadStage
@@ -39,6 +40,7 @@ from shardnet.wire.messages.stages import LoadStage
 if TYPE_CHECKING:  # it imports torch
     from shardnet.stage.prefixes.prefix_store import PrefixStore
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
+    from shardnet.stage.slot_moves import SlotMoves
 
 T = TypeVar("T")
 
@@ -50,8 +52,18 @@ CLOSE_S = 2.0
 """How long a node that leaves waits for a thread, before it leaves the thread behind."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """A stage that is ready for a ring to come; it may be the one that is in use."""
+
+    ring: str
+    stage: LoadedStage
+
+
 class StageHost:
     """Holds at most one loaded stage and one ring membership. `dial` opens its data links.
+
+    While that ring goes on, a second stage may be made ready for the ring that replaces it.
 
     Quantised weights are kept below the folder `packs`, finished prompts in `prefixes`. A `plugin`
     computes in place of torch.
@@ -76,8 +88,12 @@ class StageHost:
         self._work: ProgressReporter | None = None
         """Progress of the current load or measurement."""
         self._is_closing = False
+        self.is_draining = False
+        """Whether this node takes no more stages."""
         self.loaded: LoadedStage | None = None
         self.membership: RingMembership | None = None
+        self._prepared: _Prepared | None = None
+        self._is_preparing = False
 
     def state(self) -> StageState | None:
         """Describe the loaded stage and its place in a ring, for people."""
@@ -125,7 +141,10 @@ class StageHost:
         sequences of another head are open, TakenError while another one builds its ring,
         PeerFailedError when this node leaves.
         """
+        self._check_not_draining()
         self._refuse_others(owner)  # whose loading keeps the lock for long
+        if self._is_preparing and self._work is not None:
+            self._work.cancel(PeerFailedError(f"ring {message.ring} came before it was ready"))
         async with self._changing:
             self._check_not_closing()
             self._refuse_others(owner)
@@ -181,7 +200,8 @@ class StageHost:
                     f"this node is no member of ring {membership.ring} any more", remedy="ask again"
                 )
             await self._compute.run(lambda: set_compute_threads(threads))
-            reused = await self._fits(order)
+            set_compute_threads(threads)  # of this thread, which may compute short steps itself
+            reused = self._take_prepared(membership.ring, order) or await self._fits(order)
             if self.loaded is None or not reused:
                 await self._free()
                 self.loaded = await self._load(order, memory_bytes, on_progress)
@@ -189,6 +209,105 @@ class StageHost:
             await self._compute.run(lambda: compute.use_wire(sent, received))
             membership.is_loaded = True
             return self.loaded, reused
+
+    async def prepare(
+        self,
+        ring: str,
+        owner: str,
+        order: StageOrder,
+        *,
+        memory_bytes: int,
+        on_progress: Callable[[int, int], None],
+    ) -> tuple[LoadedStage, bool]:
+        """Have the stage of `order` loaded for a ring to come, while this node's ring goes on.
+
+        `load` for that ring takes it. Returns the stage and whether it is the one in use. Raises
+        CapacityError if both do not fit, what loading raises, and as `enter_ring`.
+        """
+        self._check_not_draining()
+        self._refuse_others(owner)
+        async with self._changing:
+            self._check_not_closing()
+            self._refuse_others(owner)
+            self._prepared = None
+            in_use, held_bytes = await self._fits(order), 0
+            if self.loaded is not None:
+                held_bytes = self.loaded.weight_bytes
+            self._is_preparing = True
+            try:
+                stage = self.loaded if in_use else None
+                if stage is None:
+                    stage = await self._load(order, memory_bytes, on_progress, held_bytes)
+            finally:
+                self._is_preparing = False
+            self._prepared = _Prepared(ring=ring, stage=stage)
+            return stage, in_use
+
+    def _take_prepared(self, ring: str, order: StageOrder) -> bool:
+        """Put the stage that was made ready for a ring into use, if it is that of `order`."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared.ring != ring or prepared.stage.order != order:
+            return False
+        old, self.loaded = self.loaded, prepared.stage
+        if old is not None and old is not prepared.stage:
+            self._retire(old)
+        return True
+
+    def _retire(self, old: LoadedStage) -> None:
+        """Free a stage while the next one begins to work; the ring does not wait for it."""
+        if (prefixes := old.prefixes) is not None:
+
+            def settle() -> None:
+                prefixes.settle(SETTLE_PREFIXES_S)
+                prefixes.close()
+
+            self._prefix_disk.submit(prefixes.files.store.folder, settle).add_done_callback(
+                _looked_at
+            )
+        self._loader.submit("freed memory", release_freed_memory).add_done_callback(_looked_at)
+
+    def drop_prepared(self, ring: str) -> None:
+        """Free what was made ready for a ring that does not come."""
+        if self._prepared is not None and self._prepared.ring == ring:
+            self._prepared = None
+
+    def moves_of(self, ring: str, epoch: int) -> SlotMoves:
+        """Return what moves sequences from this node's stage; for jobs on the compute thread.
+
+        Raises UsageError unless this node is a member of that ring and its stage can give them.
+        """
+        self._membership(ring, epoch)
+        return _moves(self.loaded)
+
+    def prepared_layers(self, ring: str) -> LayerRange:
+        """Return the layers of the stage that is ready for a ring, or raise UsageError."""
+        return self._prepared_for(ring).order.layers
+
+    async def on_moves(self, ring: str, epoch: int, job: Callable[[SlotMoves], T]) -> T:
+        """Run `job` with what sequences hold on this node's stage, on the compute thread.
+
+        Raises as `moves_of`, and what `job` raises.
+        """
+        return await self._compute.run(partial(job, self.moves_of(ring, epoch)))
+
+    async def on_arrivals(self, ring: str, job: Callable[[SlotMoves], T]) -> T:
+        """Run `job` with what arrives for the stage that is ready for a ring.
+
+        On the compute thread. Raises UsageError if no stage is ready, and what `job` raises.
+        """
+        return await self._compute.run(partial(job, _moves(self._prepared_for(ring))))
+
+    async def forget_arrivals(self) -> None:
+        """Drop what has arrived and was not opened."""
+        stages = {self.loaded, self._prepared.stage if self._prepared else None}
+        for moves in [stage.moves for stage in stages if stage is not None]:
+            if moves is not None:
+                await self._compute.run(moves.forget)
+
+    def _prepared_for(self, ring: str) -> LoadedStage:
+        if self._prepared is None or self._prepared.ring != ring:
+            raise UsageError(f"no stage is ready here for ring {ring}", remedy="ask again")
+        return self._prepared.stage
 
     async def on_prefixes(
         self, ring: str, epoch: int, job: Callable[[StagePrefixes], T], *, is_long: bool
@@ -313,7 +432,11 @@ class StageHost:
         return await self._loader.run(order.folder, partial(self.loaded.fits, order))
 
     async def _load(
-        self, order: StageOrder, memory_bytes: int, on_progress: Callable[[int, int], None]
+        self,
+        order: StageOrder,
+        memory_bytes: int,
+        on_progress: Callable[[int, int], None],
+        held_bytes: int = 0,
     ) -> LoadedStage:
         """Load on the loading thread. When cancelled, wait until the thread has stopped."""
         reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
@@ -328,6 +451,7 @@ class StageHost:
                         self._packs,
                         self._plugin,
                         self._prefixes,
+                        held_bytes,
                     ),
                     alive=lambda: reporter.n_reports,
                 ),
@@ -355,6 +479,10 @@ class StageHost:
             raise
         finally:
             self._work = None
+
+    def _check_not_draining(self) -> None:
+        if self.is_draining:
+            raise draining()
 
     def _check_not_closing(self) -> None:
         if self._is_closing:
@@ -400,6 +528,7 @@ class StageHost:
             self.membership = None
 
     async def _free(self) -> None:
+        self._prepared = None
         if self.loaded is not None:
             await self._settle_prefixes(self.loaded)
             self.loaded = None
@@ -419,11 +548,31 @@ def _prefix_state(prefixes: StagePrefixes | None) -> PrefixState | None:
     )
 
 
+def _moves(stage: LoadedStage | None) -> SlotMoves:
+    """Return what moves sequences to and from a stage. Raises UsageError where nothing can."""
+    if stage is None or stage.moves is None:
+        raise UsageError(
+            "the stage of this node cannot move its KV cache", remedy="let it be computed again"
+        )
+    return stage.moves
+
+
+def _looked_at(job: asyncio.Future[None]) -> None:
+    """Retrieve the error of a job that nobody waits for: the disk hangs, or this node leaves."""
+    if not job.cancelled():
+        job.exception()
+
+
 def generating_with(model: str) -> BusyError:
     """Make the BusyError of a node that is generating with `model`."""
     return BusyError(
         f"this node is generating with {model}", remedy="wait until that ends, or stop it"
     )
+
+
+def draining() -> PeerFailedError:
+    """Make the error of a node that takes nothing more."""
+    return PeerFailedError("this node is draining, and ends soon", remedy="ask another node")
 
 
 def _leaving() -> PeerFailedError:

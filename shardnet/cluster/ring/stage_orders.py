@@ -172,6 +172,8 @@ class StageOrders:
         Sharing.folder and StageHost.load raise; the membership is over then.
         """
         check_load_order(message, self.most_threads)
+        if message.beside:
+            return await self._prepare(message, owner, progress)
         sent = WireDType.named(message.wire_dtype)
         received = WireDType.named(message.received_dtype) if message.received_dtype else sent
 
@@ -204,8 +206,26 @@ class StageOrders:
         )
         return _ready(message, loaded, reused)
 
+    async def _prepare(self, message: LoadStage, owner: str, progress: PhaseProgress) -> StageReady:
+        """Load a stage for a ring to come. Raises as `load`; then nothing has changed."""
+        progress("loading", 0, 0)
+        folder = await self._sharing.folder(message, partial(progress, "fetching"))
+        stage, in_use = await self._host.prepare(
+            message.ring,
+            owner,
+            self._order(message, folder),
+            memory_bytes=self.memory_bytes(),
+            on_progress=partial(progress, "loading"),
+        )
+        self._log(f"{stage.order.layers.words} of {message.model} are ready for the next plan")
+        return _ready(message, stage, in_use)
+
     async def unload(self, owner: str, ring: str) -> None:
-        """Free the stage of `ring`, unless this node is a member of another ring by now."""
+        """Free the stage of `ring`, unless this node is a member of another ring by now.
+
+        What was loaded beside it for `ring` is freed in any case.
+        """
+        self._host.drop_prepared(ring)
         if self._host.membership is not None and self._host.membership.ring != ring:
             return
         await self._host.unload(owner)

@@ -5,8 +5,9 @@ Knows how each command reaches a stage. Must not know why it is given.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -14,7 +15,7 @@ from shardnet.cluster.peers.clocks import ClockOffset, compare_clock, same_clock
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.ring.prefix_orders import find_prefix, restore_prefix
 from shardnet.cluster.ring.stage_host import StageHost
-from shardnet.errors import ShardnetError
+from shardnet.errors import ShardnetError, first_error
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.types import NodeId
 from shardnet.wire.framing.schema import Phase
@@ -22,7 +23,9 @@ from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.stages import (
     ConnectRing,
     FindPrefix,
+    KvMoved,
     LoadStage,
+    MoveKv,
     PrefixFound,
     PrefixRestored,
     RestorePrefix,
@@ -30,8 +33,19 @@ from shardnet.wire.messages.stages import (
     UnloadStage,
 )
 
+T = TypeVar("T")
 PhaseProgress = Callable[[Phase, int, int], None]
 """Takes (what is done, bytes done, bytes in all)."""
+
+
+async def ask_all(asked: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Wait for what several nodes were asked; raise the first error of any."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(each) for each in asked]
+    except* ShardnetError as group:
+        raise first_error(group) from None
+    return [each.result() for each in running]
 
 
 class StagePort(Protocol):
@@ -69,6 +83,9 @@ class StagePort(Protocol):
     async def restore_prefix(self, message: RestorePrefix) -> PrefixRestored:
         """Have blocks of a prompt read from its disk. The port numbers the request."""
 
+    async def move_kv(self, message: MoveKv) -> KvMoved:
+        """Have what a sequence holds brought to the stage. The port numbers the request."""
+
     async def unload(self, ring: str) -> None:
         """Have the stage freed."""
 
@@ -89,7 +106,9 @@ class LocalPort:
         name: str,
         load: Callable[[LoadStage, PhaseProgress], Awaitable[StageReady]],
         unload: Callable[[str], Awaitable[None]],
+        move_kv: Callable[[MoveKv], Awaitable[KvMoved]],
     ) -> None:
+        self._move_kv = move_kv
         self._host = host
         self._load = load
         self._unload = unload
@@ -116,6 +135,10 @@ class LocalPort:
     async def restore_prefix(self, message: RestorePrefix) -> PrefixRestored:
         """Read from this node's own disk."""
         return await restore_prefix(self._host, message)
+
+    async def move_kv(self, message: MoveKv) -> KvMoved:
+        """Bring it to this node's own stage."""
+        return await self._move_kv(message)
 
     async def unload(self, ring: str) -> None:
         """Free the stage here."""
@@ -193,6 +216,13 @@ class RemotePort:
         request = self._control.next_request()
         return await self._control.ask(
             replace(message, request=request), PrefixRestored, on_progress=lambda report: None
+        )
+
+    async def move_kv(self, message: MoveKv) -> KvMoved:
+        """Ask the peer, and wait as long as it reports that it reads."""
+        request = self._control.next_request()
+        return await self._control.ask(
+            replace(message, request=request), KvMoved, on_progress=lambda report: None
         )
 
     async def unload(self, ring: str) -> None:

@@ -1,4 +1,4 @@
-"""Request a model over one bulk link: skeleton, digests, parts.
+"""Request a model, or keys and values, over one bulk link.
 
 Knows requests and their answers, and that every wait has a deadline. Must not know other sources,
 nor where the bytes are stored.
@@ -6,9 +6,12 @@ nor where the bytes are stored.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from itertools import count
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from shardnet.checkpoint.replica import TensorPart
 from shardnet.checkpoint.tensors.stored_tensor import FileHead
@@ -21,8 +24,11 @@ from shardnet.wire.messages.bulk import (
     Digests,
     FetchDigests,
     FetchHead,
+    FetchKv,
     FetchPart,
     FetchSkeleton,
+    KvRows,
+    KvSent,
     PartName,
     Piece,
     Refused,
@@ -41,19 +47,56 @@ class SourceRefused(Exception):
     """The source answered that it does not send the requested data; the message says why."""
 
 
-class BulkClient:
-    """Requests one model on one link. Answers come in the order of the requests.
+class BulkAsker:
+    """Requests over one link. Answers come in the order of the requests.
 
     Every method that waits raises LinkError if the link ends, PeerSilentError if nothing comes for
     `answer_s` seconds, RemoteProtocolError for an unexpected answer, SourceRefused for a refusal.
     """
 
-    def __init__(self, link: Link, model_id: str, *, answer_s: float = ANSWER_S) -> None:
+    def __init__(self, link: Link, *, answer_s: float = ANSWER_S) -> None:
         self.link = link
         self.name = f"{link.peer.name} ({link.peer_address})"
-        self._model_id = model_id
         self._answer_s = answer_s
         self._numbers = count(1)
+
+    async def piece(self, request: int, left: int) -> memoryview:
+        """Receive the next bytes of the answer to a request; `left` bytes of it are to come."""
+        _, payload = await self._receive(request, Piece)
+        if not 0 < len(payload) <= left:
+            raise RemoteProtocolError(
+                f"{self.name} sent a piece of {len(payload)} bytes where {left} were to come"
+            )
+        return payload
+
+    def _send(self, message: BulkRequest) -> None:
+        self.link.send(bulk_frame(message))
+
+    async def _receive(self, request: int, expected: type[Answer]) -> tuple[Answer, memoryview]:
+        try:
+            async with deadline(self._answer_s):
+                frame = await self.link.receive()
+        except TimeoutError:
+            raise PeerSilentError(
+                f"{self.name} gave nothing of what it was asked for within {self._answer_s:g} s"
+            ) from None
+        message = read_bulk(frame)
+        if message.request == request and isinstance(message, Refused):
+            raise SourceRefused(f"{self.name}: {message.message}")
+        if message.request != request or not isinstance(message, expected):
+            raise RemoteProtocolError(
+                f"{self.name} sent {type(message).__name__} {message.request} where "
+                f"{expected.__name__} {request} was to come"
+            )
+        return message, memoryview(frame.payload)
+
+
+class BulkClient(BulkAsker):
+    """Requests one model on one link."""
+
+    def __init__(self, link: Link, model_id: str, *, answer_s: float = ANSWER_S) -> None:
+        super().__init__(link, answer_s=answer_s)
+        self._model_id = model_id
 
     async def skeleton(self) -> list[FileHead]:
         """Request the list of the model's files, with the byte ranges that its id covers."""
@@ -106,33 +149,29 @@ class BulkClient:
         self._send(message)
         return message.request
 
-    async def piece(self, request: int, left: int) -> memoryview:
-        """Receive the next bytes of the answer to a request; `left` bytes of it are to come."""
-        _, payload = await self._receive(request, Piece)
-        if not 0 < len(payload) <= left:
-            raise RemoteProtocolError(
-                f"{self.name} sent a piece of {len(payload)} bytes where {left} were to come"
-            )
-        return payload
 
-    def _send(self, message: BulkRequest) -> None:
-        self.link.send(bulk_frame(message))
+class KvClient(BulkAsker):
+    """Requests what stages of one ring hold of sequences."""
 
-    async def _receive(self, request: int, expected: type[Answer]) -> tuple[Answer, memoryview]:
-        try:
-            async with deadline(self._answer_s):
-                frame = await self.link.receive()
-        except TimeoutError:
-            raise PeerSilentError(
-                f"{self.name} gave nothing of the weights it was asked for within "
-                f"{self._answer_s:g} s"
-            ) from None
-        message = read_bulk(frame)
-        if message.request == request and isinstance(message, Refused):
-            raise SourceRefused(f"{self.name}: {message.message}")
-        if message.request != request or not isinstance(message, expected):
-            raise RemoteProtocolError(
-                f"{self.name} sent {type(message).__name__} {message.request} where "
-                f"{expected.__name__} {request} was to come"
-            )
-        return message, memoryview(frame.payload)
+    def ask(self, message: FetchKv) -> int:
+        """Send a request, which is numbered here; return its number, for `rows`."""
+        message = replace(message, request=next(self._numbers))
+        self._send(message)
+        return message.request
+
+    async def rows(self, request: int) -> KvRows:
+        """Receive what the answer to the oldest request will be. Its bytes are to be read next."""
+        answer, _ = await self._receive(request, KvRows)
+        return answer
+
+    async def payload(self, rows: KvRows) -> AsyncGenerator[memoryview, None]:
+        """Receive the bytes of an answer piece by piece, and check their digest at the end."""
+        digest, left = hashlib.sha256(), rows.n_bytes
+        while left:
+            piece = await self.piece(rows.request, left)
+            digest.update(piece)
+            left -= len(piece)
+            yield piece
+        sent, _ = await self._receive(rows.request, KvSent)
+        if sent.sha256 != digest.hexdigest():
+            raise RemoteProtocolError(f"{self.name} sent keys and values that changed on the way")

@@ -1,4 +1,4 @@
-"""Serve bulk links: file heads, parts of tensors, and their digests.
+"""Serve bulk links: file heads, parts of tensors, their digests, and what a stage has of sequences.
 
 Knows the requests and the rate of answers. A peer can read the models of this machine and nothing
 else: tensors and files go by the model's own names. Must not know what they are needed for.
@@ -7,27 +7,40 @@ else: tensors and files go by the model's own names. Must not know what they are
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from shardnet.cluster.sharing.send_rate import SendRate
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.local_models import LocalModels, OpenModel
-from shardnet.errors import CheckpointError, LinkError, RemoteProtocolError, ShardnetError
+from shardnet.errors import (
+    CheckpointError,
+    LinkError,
+    RemoteProtocolError,
+    ShardnetError,
+    UsageError,
+)
 from shardnet.transport.link import Link
+from shardnet.types import block_spans
 from shardnet.wire.messages.bulk import (
     BulkRequest,
     Digests,
     FetchDigests,
     FetchHead,
+    FetchKv,
     FetchPart,
     FetchSkeleton,
     HeadRange,
+    KvRows,
+    KvSent,
     Piece,
     Refused,
     Skeleton,
     SkeletonFile,
+    WeightsRequest,
     bulk_frame,
     read_bulk,
 )
@@ -39,15 +52,31 @@ PIECE_BYTES = 256 << 10
 """Bytes per frame: few, so that encrypting them does not block the loop for long."""
 
 
-class BulkServer:
-    """Answers the requests of bulk links, each link's in order, at `rate` over all of them.
+class KvHolder(Protocol):
+    """Has the keys and values of sequences, which change while they are read."""
 
-    Disks are read by `disk`. `clock` returns seconds.
+    async def held(self, ask: FetchKv) -> KvRows:
+        """Say what is here of what is asked for. Raises UsageError if it cannot be given."""
+
+    async def read(self, ask: FetchKv, begin: int, end: int) -> memoryview:
+        """Copy positions `[begin, end)`, or the whole state. Raises UsageError likewise."""
+
+
+class BulkServer:
+    """Answers the requests of bulk links, each link's in order, at `rate` over all weights.
+
+    Disks are read by `disk`. `clock` returns seconds. `kv` has what sequences own on this node.
     """
 
     def __init__(
-        self, models: LocalModels, disk: DiskJobs, rate: SendRate, clock: Callable[[], float]
+        self,
+        models: LocalModels,
+        disk: DiskJobs,
+        rate: SendRate,
+        clock: Callable[[], float],
+        kv: KvHolder | None = None,
     ) -> None:
+        self._kv = kv
         self._models = models
         self._disk = disk
         self._rate = rate
@@ -79,6 +108,9 @@ class BulkServer:
 
     async def _answer(self, link: Link, message: BulkRequest, opened: dict[str, OpenModel]) -> None:
         try:
+            if isinstance(message, FetchKv):
+                await self._send_kv(link, message)
+                return
             model = opened.get(message.model_id)
             if model is None:
                 model = await self._disk.run(
@@ -97,7 +129,7 @@ class BulkServer:
             _log.error("%s of %s failed", what, link.peer.name, exc_info=error)
             _refuse(link, message, ShardnetError(f"internal error in {what}: {error!r}"))
 
-    async def _carry_out(self, link: Link, message: BulkRequest, model: OpenModel) -> None:
+    async def _carry_out(self, link: Link, message: WeightsRequest, model: OpenModel) -> None:
         disk = self._disk.at(model.checkpoint.folder)
         match message:
             case FetchSkeleton(request=request):
@@ -143,6 +175,22 @@ class BulkServer:
             link.send(bulk_frame(Piece(request=request), data))
             await link.drain()
             at += size
+
+    async def _send_kv(self, link: Link, ask: FetchKv) -> None:
+        """Send rows in parts of one block at most: computing goes on between them."""
+        if self._kv is None:
+            raise UsageError("this node has no sequences")
+        rows = await self._kv.held(ask)
+        link.send(bulk_frame(rows))
+        digest = hashlib.sha256()
+        parts = [(0, ask.end)] if rows.is_state else block_spans(rows.first, ask.end)
+        for begin, end in parts:
+            data = await self._kv.read(ask, begin, end)
+            digest.update(data)
+            for at in range(0, len(data), PIECE_BYTES):
+                link.send(bulk_frame(Piece(request=ask.request), data[at : at + PIECE_BYTES]))
+                await link.drain()
+        link.send(bulk_frame(KvSent(request=ask.request, sha256=digest.hexdigest())))
 
 
 def _refuse(link: Link, message: BulkRequest, error: ShardnetError) -> None:

@@ -20,7 +20,7 @@ from shardnet.checkpoint.replica import Replica, begin_replica, check_heads, lay
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.sharing.bulk_client import BulkClient, SourceRefused
-from shardnet.cluster.sharing.bulk_server import BulkServer
+from shardnet.cluster.sharing.bulk_server import BulkServer, KvHolder
 from shardnet.cluster.sharing.fetching import Fetch
 from shardnet.cluster.sharing.replica_sources import ReplicaSource, agreed
 from shardnet.cluster.sharing.send_rate import SendRate
@@ -68,7 +68,8 @@ class Sharing:
     """Finds models on this node and others, serves them, and fetches them into `cache`.
 
     `node` and `name` are those of this node. `dial` opens a bulk link to an address. `rate` limits
-    how fast this node sends. `disk` reads checkpoints and writes replicas.
+    how fast this node sends. `disk` reads checkpoints and writes replicas. `kv` has the keys and
+    values of sequences, which go over bulk links too.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Sharing:
         rate: SendRate,
         disk: DiskJobs,
         log: Callable[[str], None],
+        kv: KvHolder | None = None,
     ) -> None:
         self._node = node
         self._name = name
@@ -91,7 +93,7 @@ class Sharing:
         self._log = log
         self._disk = disk
         self._models = LocalModels(cache)
-        self._server = BulkServer(self._models, self._disk, rate, time.monotonic)
+        self._server = BulkServer(self._models, self._disk, rate, time.monotonic, kv)
         self._links: set[Link] = set()
         self._n_at_work = 0
         self._idle = asyncio.Event()

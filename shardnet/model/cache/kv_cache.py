@@ -128,6 +128,12 @@ class KvCache:
         return self._is_quantized
 
     @property
+    def form(self) -> str:
+        """What rows look like: caches of one model exchange them where this is equal."""
+        stored, dtype = (str(each).rpartition(".")[2] for each in (self._stored_dtype, self._dtype))
+        return f"{stored} {self._n_kv_heads}x{self._key_width}+{self._value_width} of {dtype}"
+
+    @property
     def room_blocks(self) -> int:
         """Capacity of all slots together, in blocks."""
         return self._room_blocks
@@ -232,23 +238,50 @@ class KvCache:
             raise
 
     def contents(self, slot: SlotId) -> SlotContents:
-        """Return the slot's keys and values, without its states: the tensors, not copies."""
+        """Return the slot's keys, values and states: the tensors, not copies."""
         held = self._slots[slot]
-        return SlotContents(keys=[*held.keys], values=[*held.values], firsts=[*held.firsts])
+        return SlotContents(
+            keys=[*held.keys],
+            values=[*held.values],
+            firsts=[*held.firsts],
+            states=dict(held.states),
+        )
+
+    def holds(self, slot: SlotId, n_positions: int) -> bool:
+        """Say whether the slot has blocks for `n_positions`."""
+        return blocks_for(n_positions) <= (self._slots[slot].blocks if slot in self._slots else 0)
 
     def new_contents(self, n_blocks: int) -> SlotContents:
         """Make room on the CPU for the first `n_blocks` blocks of a slot, to be adopted later.
 
-        A layer with a window has the blocks that the row after them attends to.
+        A layer with a window has the blocks that the row after them attends to. States are those
+        before the first position.
         """
         end = n_blocks * BLOCK_POSITIONS
-        firsts = [first_block(n_blocks, window) * BLOCK_POSITIONS for window in self._windows]
+        windows = enumerate(self._windows)
+        firsts = [
+            end if n in self._states else first_block(n_blocks, window) * BLOCK_POSITIONS
+            for n, window in windows
+        ]
+        rows = [self.new_rows(end - first) for first in firsts]
         cpu = torch.device("cpu")
-        with capacity_error_for(f"no memory for {n_blocks} KV blocks", remedy="send it again"):
-            return SlotContents(
-                keys=[self._empty(end - first, self._key_width, cpu) for first in firsts],
-                values=[self._empty(end - first, self._value_width, cpu) for first in firsts],
-                firsts=firsts,
+        return SlotContents(
+            keys=[keys for keys, _ in rows],
+            values=[values for _, values in rows],
+            firsts=[0 if n in self._states else first for n, first in enumerate(firsts)],
+            states={
+                layer: SlotState.empty(shape, self._dtype, cpu)
+                for layer, shape in self._states.items()
+            },
+        )
+
+    def new_rows(self, n_positions: int) -> tuple[Tensor, Tensor]:
+        """Make room on the CPU for keys and values of one layer. Raises CapacityError."""
+        cpu = torch.device("cpu")
+        with capacity_error_for(f"no memory for {n_positions} positions", remedy="send it again"):
+            return (
+                self._empty(n_positions, self._key_width, cpu),
+                self._empty(n_positions, self._value_width, cpu),
             )
 
     def adopt(self, slot: SlotId, contents: SlotContents, n_blocks: int) -> None:
@@ -265,6 +298,9 @@ class KvCache:
                 values = contents.values[layer].to(self._device)
                 held.keys[layer], held.values[layer], held.firsts[layer] = keys, values, first
                 held.addresses[layer] = (keys.data_ptr(), values.data_ptr(), first, keys.shape[1])
+            held.states.update(
+                (layer, state.to(self._device)) for layer, state in contents.states.items()
+            )
         held.blocks = n_blocks
         self._blocks_used += n_blocks
         self._slots[slot] = held

@@ -5,6 +5,7 @@ Knows shapes and memory. Must not know what is computed with them, nor schedulin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,34 @@ class SlotState:
             recent=torch.zeros(shape.recent, dtype=dtype, device=device),
             recurrent=torch.zeros(shape.recurrent, dtype=torch.float32, device=device),
         )
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the state."""
+        return sum(part.numel() * part.element_size() for part in (self.recent, self.recurrent))
+
+    def read(self, target: Tensor) -> None:
+        """Copy the state to `target`, uint8 [n_bytes]."""
+        for piece, held in self._pieces(target):
+            piece.copy_(held)
+
+    def write(self, source: Tensor) -> None:
+        """Set the state, but for `end`, to what `read` has copied."""
+        for piece, held in self._pieces(source):
+            held.copy_(piece)
+
+    def _pieces(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        # The larger part first: its elements are 4 bytes, and those of the other fewer.
+        split = self.recurrent.numel() * self.recurrent.element_size()
+        for part, held in ((flat[:split], self.recurrent), (flat[split:], self.recent)):
+            yield part.view(held.dtype).view(held.shape), held
+
+    def to(self, device: torch.device) -> SlotState:
+        """Return the state on `device`: itself where it is there."""
+        if self.recent.device == device:
+            return self
+        recent, recurrent = self.recent.to(device), self.recurrent.to(device)
+        return SlotState(recent=recent, recurrent=recurrent, end=self.end)
 
     def clone(self) -> SlotState:
         """Copy the state to memory of its own."""

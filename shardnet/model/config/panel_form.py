@@ -38,6 +38,7 @@ class Code(enum.IntEnum):
     """The place of a float32 in the form's book of 16."""
     BFLOAT16 = 5
     FLOAT16 = 6
+    FLOAT32 = 7
 
 
 class Scale(enum.IntEnum):
@@ -77,7 +78,7 @@ class Minimum(enum.IntEnum):
 class PanelForm:
     """One form of packed weights.
 
-    `bits` of a code: 2, 3, 4, 5, 6 or 8; 4, 8 or 16 for floats. `group` inputs share a scale: 16
+    `bits` of a code: 2, 3, 4, 5, 6 or 8; of floats 4, 8, 16 or 32. `group` inputs share a scale: 16
     or a multiple of 32. `block` inputs share the float16 that integer scales are multiplied by: a
     multiple of 32, 0 where scales are floats. All scales are multiplied by `factor`, a power of 2.
 
@@ -92,6 +93,7 @@ class PanelForm:
     inputs][16 outputs]. The last panel and the last block are padded with zeros.
 
     Floats of 16 bits have neither groups nor blocks: a panel is [pairs of inputs][16 outputs][2].
+    Nor have those of 32 bits: a panel is [inputs][16 outputs].
     """
 
     name: str
@@ -108,7 +110,7 @@ class PanelForm:
     @property
     def block_inputs(self) -> int:
         """Inputs of a block."""
-        return 2 if self.bits == 16 else self.block or max(self.group, UNIT)
+        return 32 // self.bits if self.is_plain else self.block or max(self.group, UNIT)
 
     @property
     def block_groups(self) -> int:
@@ -126,6 +128,11 @@ class PanelForm:
         return self.code not in (Code.LINEAR, Code.BOOK)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether weights are floats without groups or scales."""
+        return self.bits >= 16
+
+    @property
     def minimum_bytes(self) -> int:
         """Bytes of one stored minimum."""
         if self.minimum is Minimum.NONE:
@@ -140,7 +147,7 @@ class PanelForm:
     @property
     def header_bytes(self) -> int:
         """Bytes of a block before its codes."""
-        if self.bits == 16:
+        if self.is_plain:
             return 0
         entry = self.scale.bytes + self.minimum_bytes
         return PANEL * (2 * self.block_scales + self.block_groups * entry)
@@ -200,6 +207,7 @@ _FP4: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 BFLOAT16: Final = PanelForm(name="BF16", bits=16, group=2, code=Code.BFLOAT16)
 FLOAT16: Final = PanelForm(name="F16", bits=16, group=2, code=Code.FLOAT16)
+FLOAT32: Final = PanelForm(name="F32", bits=32, group=1, code=Code.FLOAT32)
 
 GGUF_FORMS: Final = {
     form.name: form

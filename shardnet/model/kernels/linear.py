@@ -18,9 +18,9 @@ from torch import Tensor
 
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels.codec import torch_dtype
-from shardnet.model.kernels.half_linear import half_linear
+from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import Isa, NativeKernels, NativeMatmul, native_kernels
-from shardnet.model.kernels.packing import HALF_FORMS
+from shardnet.model.kernels.packing import FLOAT_FORMS
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.model.kernels.quantized_linear import pack_all
@@ -44,7 +44,7 @@ class Kernel(enum.Enum):
     PLAIN = "plain"
     """torch.nn.functional.linear."""
     NATIVE = "native"
-    """The compiled library, for weights of 16 bits; other weights as PLAIN."""
+    """The compiled library, for weights in their stored dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,9 +215,11 @@ def make_linear(
         return make_quantized(pack_all(weights, quantization), shape, biases, device, quantization)
     bias = join_biases(biases, device, dtype)
     native = native_kernels() if choice.kernel is Kernel.NATIVE else None
-    dtypes = {weight.dtype for weight in weights}
-    if native is not None and len(dtypes) == 1 and dtypes <= HALF_FORMS.keys():
-        return half_linear(weights, bias, native)
+    if native is not None:
+        dtypes = {weight.dtype for weight in weights}
+        if len(dtypes) > 1 or not dtypes <= FLOAT_FORMS.keys():
+            weights = [weight.float() for weight in weights]
+        return float_linear(weights, bias, native)
     whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     if choice.kernel is Kernel.PACKED:
         return PackedLinear(whole.to(dtype).contiguous(), bias, choice.min_rows)
@@ -286,8 +288,9 @@ def _probe_dtype(
             return _native(DType.BFLOAT16)
         return _measure(device, DType.BFLOAT16, Kernel.PACKED)
     is_used = native is not None and (is_portable or native.isa is not Isa.PORTABLE)
-    if checkpoint_dtype in _HALVES and is_used:
-        return _native(DType.FLOAT32, checkpoint_dtype)
+    if is_used:
+        stored = checkpoint_dtype if checkpoint_dtype in _HALVES else DType.FLOAT32
+        return _native(DType.FLOAT32, stored)
     kernel = Kernel.PACKED if _packs(DType.FLOAT32) else Kernel.PLAIN
     return _measure(device, DType.FLOAT32, kernel)
 

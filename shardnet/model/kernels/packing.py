@@ -13,12 +13,18 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardnet.model.config.panel_form import BFLOAT16, FLOAT16, GGUF_BLOCK_BYTES, PanelForm
+from shardnet.model.config.panel_form import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    GGUF_BLOCK_BYTES,
+    PanelForm,
+)
 from shardnet.model.kernels.codes import Codes
 from shardnet.model.kernels.library import FormStruct, NativeKernels, Team, check_memory
 
-HALF_FORMS: Final = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-"""The forms of weights of 16 bits, by their dtype."""
+FLOAT_FORMS: Final = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
+"""The forms of weights that stay floats, by their dtype."""
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -114,27 +120,28 @@ def pack_natively(
 ) -> None:
     """Pack weights [N, K] into `packed`, [panels, ...].
 
-    To int8 or int4 they are quantised; to floats of 16 bits they must be of that dtype.
+    To int8 or int4 they are quantised; for a form of FLOAT_FORMS they must be of its dtype.
     `n_threads` None takes as many threads as torch. Raises ValueError for weights or memory that
     the library cannot read or write.
     """
     if (
         not can_pack(weight)
         or weight.ndim != 2
-        or (form.bits == 16 and HALF_FORMS.get(weight.dtype) is not form)
+        or (form.is_plain and FLOAT_FORMS.get(weight.dtype) is not form)
     ):
         raise ValueError(f"weights {list(weight.shape)}, {weight.dtype} on {weight.device}")
     check_memory("packed weights", packed, form.packed_bytes(weight.shape[0], weight.shape[1]))
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
+    halves = 2 if form.bits == 32 else 1  # a float32 is laid out as a pair of 16 bits is
     packing = _Packing(
         weights=rows.data_ptr(),
         packed=packed.data_ptr(),
         team=_team(kernels, n_threads),
         n_out=rows.shape[0],
-        n_in=rows.shape[1],
-        stride=rows.stride(0),
+        n_in=halves * rows.shape[1],
+        stride=halves * rows.stride(0),
         type=_TYPES[rows.dtype],
-        bits=form.bits,
+        bits=form.bits // halves,
     )
     kernels.function("shardnet_pack", ctypes.POINTER(_Packing))(packing)
 

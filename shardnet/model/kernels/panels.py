@@ -27,6 +27,11 @@ from shardnet.model.kernels.packing import (
 from shardnet.model.kernels.stored_rows import GgufRows, StoredRows
 
 _QUAD: Final = 4
+_DTYPES: Final[Mapping[Code, torch.dtype]] = {
+    Code.BFLOAT16: torch.bfloat16,
+    Code.FLOAT16: torch.float16,
+    Code.FLOAT32: torch.float32,
+}
 _PLANES: Final[Mapping[int, tuple[tuple[int, int], ...]]] = {
     8: ((8, 0),),
     6: ((4, 0), (2, 4)),
@@ -143,8 +148,8 @@ def _plane(quads: Tensor, bits: int) -> Tensor:
 def unpack(panels: Panels, dtype: torch.dtype) -> Tensor:
     """Compute the weights [N, K] in `dtype`, columns in the form's order of inputs."""
     n_out, n_in = panels.shape
-    if panels.form.bits == 16:
-        return _halves(panels).to(dtype)
+    if panels.form.is_plain:
+        return _floats(panels).to(dtype)
     wide = _unpack(panels.packed, panels.form).transpose(1, 2)  # [panels, 16, inputs]
     return wide.reshape(-1, wide.shape[-1])[:n_out, :n_in].to(dtype)
 
@@ -152,25 +157,25 @@ def unpack(panels: Panels, dtype: torch.dtype) -> Tensor:
 def look_up(panels: Panels, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute the rows `ids`, int64 [T], of the weights: [T, K] in `dtype`, for embeddings."""
     native = native_kernels() if panels.packed.device.type == "cpu" else None
-    if native is not None:
+    if native is not None and panels.form.bits != 32:
         form, shape = panels.form, panels.shape
         return look_up_natively(native, panels.packed, form, shape, ids).to(dtype)
     panel = panels.packed.index_select(0, ids // PANEL)
-    if panels.form.bits == 16:
+    if panels.form.is_plain:
         few = replace(panels, packed=panel, shape=(len(panel) * PANEL, panels.shape[1]))
         places = torch.arange(len(ids), device=ids.device) * PANEL + ids % PANEL
-        return _halves(few).index_select(0, places).to(dtype)
+        return _floats(few).index_select(0, places).to(dtype)
     wide = _unpack(panel, panels.form)  # [T, inputs, 16]
     own = wide.gather(2, (ids % PANEL)[:, None, None].expand(-1, wide.shape[1], 1))
     return own[:, : panels.shape[1], 0].to(dtype)
 
 
-def _halves(panels: Panels) -> Tensor:
-    """Read weights of 16 bits in their own dtype: [N, K]."""
+def _floats(panels: Panels) -> Tensor:
+    """Read weights of a plain form in their own dtype: [N, K]."""
     n_out, n_in = panels.shape
-    dtype = torch.bfloat16 if panels.form.code is Code.BFLOAT16 else torch.float16
-    pairs = panels.packed.view(dtype).view(-1, (n_in + 1) // 2, PANEL, 2)
-    return pairs.transpose(1, 2).reshape(-1, 2 * pairs.shape[1])[:n_out, :n_in]
+    each = panels.form.block_inputs
+    lines = panels.packed.view(_DTYPES[panels.form.code]).view(-1, -(-n_in // each), PANEL, each)
+    return lines.transpose(1, 2).reshape(-1, each * lines.shape[1])[:n_out, :n_in]
 
 
 def _unpack(packed: Tensor, form: PanelForm) -> Tensor:

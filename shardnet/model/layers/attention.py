@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,8 +44,7 @@ class ChunkMasks:
         return self._masks[window]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(msgspec.Struct, frozen=True, kw_only=True):
     """The rows `[start, end)` of one slot; `position` is the first one's.
 
     `masks` is None for rows that torch attends one by one.
@@ -58,8 +57,7 @@ class Span:
     masks: ChunkMasks | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardStep:
+class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs of one forward step that all layers of a stage share.
 
     `experts`, unless None, collects the experts [T, K] that the rows were routed to, by layer,

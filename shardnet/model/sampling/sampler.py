@@ -8,8 +8,8 @@ index, position and the tokens before it, in any batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ _FIRST_NUCLEUS_SIZE = 1024
 """Tokens that are sorted first; all are, if these do not hold the mass."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRow:
+class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs of sampling for one row, apart from its logits.
 
     `position` is that of the row's input token; the drawn token takes the next one. `context` is
@@ -47,8 +46,7 @@ class SampleRow:
     mask: TokenMask | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleResult:
+class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     """One token id per row, in row order, and its logprobs if the row asked for them, else None."""
 
     token_ids: list[int]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
@@ -18,6 +18,7 @@ from typing import assert_never
 from shardnet.errors import (
     CancelledRequestError,
     DeadlineError,
+    PeerFailedError,
     ShardnetError,
     UsageError,
     internal_error,
@@ -30,8 +31,9 @@ from shardnet.runtime.engine.requests import GenerationFinished, GenerationReque
 from shardnet.runtime.engine.step_log import RequestProgress, StepLog
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
-from shardnet.runtime.scheduling.scheduler import Scheduler
+from shardnet.runtime.scheduling.scheduler import RingLimits, Scheduler
 from shardnet.runtime.scheduling.sequences import (
+    ComputedSequence,
     FinishReason,
     OperateSlot,
     Outcome,
@@ -53,6 +55,9 @@ SLOWDOWN = 2.2
 
 FIRST_MIXED_ROWS = 12
 """Prompt rows beside decode rows before it is known what rows cost on this ring."""
+
+MakePipeline = Callable[[Callable[[StepAnswered], None], Callable[[StepFailed], None]], Pipeline]
+"""Makes a pipeline that calls the first function with answers, the second with failed steps."""
 
 LONGEST_DEADLINE_S = 1e8
 """Three years: what is longer is no deadline, and more than timers take."""
@@ -78,10 +83,12 @@ class EngineCounters:
 
 @dataclass(slots=True, kw_only=True)
 class EngineTotals:
-    """What an engine has done so far. Times in microseconds, by rank where they are the stages'.
+    """What an engine has done so far. Times in microseconds, by rank where they are the stages' of
+    the present ring.
 
     `wire_us` is what steps took beside all computing and queueing. Of `n_prompts` the first
-    positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`.
+    positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`. Lost
+    rings were replaced `n_recoveries` times, in `recovery_us`.
     """
 
     n_steps: int = 0
@@ -92,6 +99,8 @@ class EngineTotals:
     n_prefix_hits: int = 0
     n_prompt_tokens: int = 0
     n_prefix_tokens: int = 0
+    n_recoveries: int = 0
+    recovery_us: int = 0
 
     def add_step(self, answered: StepAnswered) -> int:
         """Count a step; return how long it was queued."""
@@ -105,6 +114,16 @@ class EngineTotals:
         self.wire_us += max(0, answered.round_trip_us - computed_us - queued_us)
         return queued_us
 
+    def add_recovery(self, pause_s: float) -> None:
+        """Count a lost ring that was replaced; requests stood still for `pause_s` seconds."""
+        self.n_recoveries += 1
+        self.recovery_us += int(pause_s * 1e6)
+
+    def begin_ring(self) -> None:
+        """Forget the stages: others have their ranks."""
+        self.compute_us.clear()
+        self.queue_us.clear()
+
     def add_prompt(self, n_tokens: int, n_kept: int) -> None:
         """Count a prompt that begins to run."""
         self.n_prompts += 1
@@ -114,15 +133,13 @@ class EngineTotals:
 
 
 class Engine:
-    """Runs the requests of one ring. All calls are made on the event loop."""
+    """Runs requests on a ring, and on the one that replaces it. All calls are made on the loop."""
 
     def __init__(
         self,
         *,
         scheduler: Scheduler,
-        make_pipeline: Callable[
-            [Callable[[StepAnswered], None], Callable[[StepFailed], None]], Pipeline
-        ],
+        make_pipeline: MakePipeline,
         clock_ns: Callable[[], int],
         prefixes: Prefixes | None = None,
     ) -> None:
@@ -139,6 +156,17 @@ class Engine:
         """The last steps that came round."""
         self.totals = EngineTotals()
         self._broken: ShardnetError | None = None
+        self._is_held = False
+        self._settled = asyncio.Event()
+        self._is_suspended = False
+        self._replayed: set[SequenceId] = set()
+        """Sequences that ran when the ring was lost, and have made no token since."""
+        self._on_replayed: Callable[[], None] = lambda: None
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether its ring is gone and no other one has come."""
+        return self._is_suspended
 
     @property
     def n_active(self) -> int:
@@ -247,13 +275,113 @@ class Engine:
             self._live.pop(sequence_id, None)
             if drafter is not None:
                 drafter.draft_source.close()
+            if self._replayed:
+                self._note_replayed(sequence_id)
             if self._scheduler.end(sequence_id):
                 self._pump()
                 self._report_queue_positions()
 
+    async def hold(self) -> None:
+        """Send nothing more, and wait until all that was sent is answered.
+
+        Then every stage stands still until `release`, or until another ring resumes. Raises what
+        ended the ring meanwhile.
+        """
+        self._is_held = True
+        while self._scheduler.n_in_flight:
+            self._settled.clear()
+            await self._settled.wait()
+        if self._broken is not None:
+            raise self._broken
+        if self._is_suspended:
+            raise PeerFailedError("the ring was lost while its steps were awaited")
+
+    def release(self) -> None:
+        """Go on after `hold`, on the same ring."""
+        self._is_held = False
+        self._pump()
+
+    def computed(self) -> list[ComputedSequence]:
+        """List what running sequences have on every stage; see Scheduler.computed."""
+        return self._scheduler.computed()
+
+    def moved(self, n_positions: Mapping[SequenceId, int]) -> None:
+        """Note what sequences have on all stages of the ring to resume with. While suspended."""
+        self._scheduler.moved(n_positions)
+
+    def suspend(self, why: str, expected_s: float = 0.0) -> float:
+        """Hold every request, and those that come: the ring is gone, and is being replaced.
+
+        They are told `why`, and how many seconds that may take. Returns how long the oldest step
+        has waited for its answer, in seconds. May be called again while it is suspended.
+        """
+        if self._broken is not None:
+            return 0.0
+        if not self._is_suspended:
+            ran = (LiveState.RUNNING, LiveState.RESUMED)
+            self._replayed |= {key for key, live in self._live.items() if live.state in ran}
+        self._is_suspended, self._is_held = True, False
+        waited_s = self.pipeline.abandon()
+        for restoring in self._restoring:
+            restoring.cancel()
+        self._scheduler.suspend()
+        self._settled.set()
+        for live in self._live.values():
+            live.suspend(why, expected_s)
+        return waited_s
+
+    def new_pipeline(self, make_pipeline: MakePipeline) -> Pipeline:
+        """Make a pipeline to `resume` with. It is not used before."""
+        return make_pipeline(self._on_answered, self._on_failed)
+
+    def resume(
+        self,
+        pipeline: Pipeline,
+        ring: RingLimits,
+        *,
+        prefixes: Prefixes | None = None,
+        on_replayed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Go on, on another ring: requests are replayed from their tokens and continue.
+
+        One that could never fit the new ring ends by name. `on_replayed` is called when all that
+        ran before have made a token again, or have ended.
+        """
+        if self._broken is not None:
+            return
+        self.pipeline, self._prefixes = pipeline, prefixes
+        self._on_replayed = on_replayed
+        self.totals.begin_ring()
+        for failed in self._scheduler.resume(ring):
+            self._live.pop(failed.sequence_id).fail(failed.error)
+        self._replayed &= self._live.keys()
+        self._is_suspended = False
+        is_bound = ring.limits.exact_rows < ANY_ROWS
+        for sequence_id, live in self._live.items():
+            live.go_on()
+            if live.request.deterministic:
+                self._scheduler.batch_exactly(sequence_id, is_bound)
+        self._pump()
+        self._scheduler.moved({})  # who does not run at once is computed again
+        self._report_queue_positions()
+        for live in self._live.values():
+            live.report_wait()
+        self._note_replayed(None)
+
+    def _note_replayed(self, sequence_id: SequenceId | None) -> None:
+        """Note that a sequence has made a token or has ended."""
+        if self._is_suspended:
+            return
+        self._replayed -= {sequence_id}
+        if not self._replayed:
+            on_replayed, self._on_replayed = self._on_replayed, lambda: None
+            on_replayed()
+
     def fail(self, error: ShardnetError) -> None:
         """End every request with `error`, and refuse new ones: the ring is gone."""
         self._broken = error
+        self._settled.set()
+        self._replayed.clear()
         for restoring in self._restoring:
             restoring.cancel()
         for sequence_id, live in self._live.items():
@@ -262,7 +390,9 @@ class Engine:
 
     async def _find_stored(self, request: GenerationRequest) -> int:
         """Return how many positions of the prompt to read from the stages' disks."""
-        if self._prefixes is None or request.deterministic or request.outputs.needs_whole_prompt:
+        if self._prefixes is None or self._is_suspended:
+            return 0
+        if request.deterministic or request.outputs.needs_whole_prompt:
             return 0
         held = self._scheduler.book.prefix(request.prompt)
         return await self._prefixes.find(request.prompt, held.n_kept if held else 0)
@@ -320,7 +450,8 @@ class Engine:
 
     def _pump(self) -> None:
         """Carry out what the scheduler wants sent now."""
-        if self._broken is not None:
+        if self._broken is not None or self._is_suspended or self._is_held:
+            self._settled.set()
             return
         instructions = self._scheduler.next_instructions()
         for instruction in instructions:
@@ -398,11 +529,6 @@ class Engine:
     def _on_answered(self, answered: StepAnswered) -> None:
         outcomes = self._scheduler.on_tokens(answered.answer.step, answered.answer.token_ids)
         n_rows, n_sampled = answered.batch.n_rows, answered.batch.n_sampled
-        self._learn_cost(answered, n_rows, n_sampled)
-        n_tokens = 0
-        for outcome in outcomes:
-            n_tokens += isinstance(outcome, TokenSampled)
-        self.log.add(answered, n_rows, n_sampled, n_tokens)
         for group in answered.batch.groups:
             live = self._live.get(group.sequence_id)
             if live is not None:
@@ -412,6 +538,14 @@ class Engine:
                     self._end_alone(group.sequence_id, live, error)
         self._deliver(outcomes, answered)
         self._pump()
+        # What nobody waits for comes last: the next step is on its way.
+        self._learn_cost(answered, n_rows, n_sampled)
+        n_tokens = 0
+        for outcome in outcomes:
+            n_tokens += isinstance(outcome, TokenSampled)
+            if self._replayed:
+                self._note_replayed(outcome.sequence_id)
+        self.log.add(answered, n_rows, n_sampled, n_tokens)
 
     def _on_failed(self, failed: StepFailed) -> None:
         self._deliver(self._scheduler.on_step_failed(failed.step, failed.error), None)

@@ -109,6 +109,8 @@ class LiveRequest:
     trace: StepTrace | None = None
     _sums: _StageSums = field(default_factory=_StageSums)
     _alone: _AloneSteps = field(default_factory=_AloneSteps)
+    _before: LiveState = LiveState.QUEUED
+    """How it stood before its ring was lost."""
     _reported_ahead: int | None = None
     _first_ns: int = 0
     _last_ns: int = 0
@@ -126,6 +128,32 @@ class LiveRequest:
         if state is LiveState.RUNNING:
             self.n_kept = n_kept
         self.events.put_nowait(RequestMoved(state=state, n_kept=n_kept))
+
+    def suspend(self, why: str, expected_s: float) -> None:
+        """Record and report that the ring is gone, and is being replaced.
+
+        What was measured of its stages is forgotten.
+        """
+        if self.state is not LiveState.RECOVERING:
+            self._before = self.state
+        self.state = LiveState.RECOVERING
+        self.n_computed = 0
+        self._sums, self._alone = _StageSums(), _AloneSteps(is_alone=False)
+        if self.trace is not None:
+            self.trace.begin_anew()
+        self.events.put_nowait(RequestMoved(state=self.state, why=why, expected_s=expected_s))
+
+    def go_on(self) -> None:
+        """Record that there is a ring again: it waits for it as it did, or to be replayed."""
+        if self.state is LiveState.RECOVERING:
+            is_new = self._before is LiveState.QUEUED
+            self.state = LiveState.QUEUED if is_new else LiveState.PAUSED
+            self._reported_ahead = None
+
+    def report_wait(self) -> None:
+        """Report a request that has to wait for room to be replayed."""
+        if self.state is LiveState.PAUSED:
+            self.events.put_nowait(RequestMoved(state=self.state))
 
     def report_queue_position(self, ahead: int) -> None:
         """Report how many requests are before this one: at first, and whenever that has halved."""

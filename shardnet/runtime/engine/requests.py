@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from shardnet.errors import SamplingError
 from shardnet.runtime.engine.guide import Constrained
 from shardnet.runtime.engine.outputs import OutputEvent
@@ -88,16 +90,18 @@ class GenerationRequest:
 class RequestMoved:
     """A request changed state: queued behind `ahead` others, running, paused, or resumed.
 
-    When it starts, `n_kept` positions of its prompt were in the KV cache already.
+    When it starts, `n_kept` positions of its prompt were in the KV cache already. While its ring
+    recovers, `why` says what happened, and `expected_s` how long that may take, 0 if not known.
     """
 
     state: LiveState
     ahead: int = 0
     n_kept: int = 0
+    why: str = ""
+    expected_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenGenerated:
+class TokenGenerated(msgspec.Struct, frozen=True, kw_only=True):
     """A sampled token, and the text that became final with it."""
 
     token_id: int
@@ -110,12 +114,17 @@ class StepTrace:
     """The steps of a request that came to the engine at `submitted_us`, by the head's clock.
 
     The stages' moments are those of their own clocks. `n_left_out` steps followed that are not
-    kept.
+    kept, or went before.
     """
 
     submitted_us: int
     steps: list[TracedStep] = field(default_factory=list)
     n_left_out: int = 0
+
+    def begin_anew(self) -> None:
+        """Leave out the steps so far: those that follow run on other stages."""
+        self.n_left_out += len(self.steps)
+        self.steps.clear()
 
     def add(self, group: RowGroup, answered: StepAnswered) -> None:
         """Add a step, of which the rows of `group` are the request's."""

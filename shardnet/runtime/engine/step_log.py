@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from shardnet.runtime.ring.pipeline import StepAnswered
 from shardnet.types import LiveState, SequenceId
 from shardnet.wire.messages.extras import StageTiming
@@ -17,8 +19,7 @@ MAX_STEPS: Final = 1024
 """Steps that are remembered: half a second's of a very fast ring."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A step that came round, sent `sent_us` after the log began.
 
     `n_prompt_rows` of its rows sampled nothing; `n_tokens` were kept of what the others sampled.

@@ -5,8 +5,10 @@ The only place in `runtime` that knows both. Must not compute, nor decide what t
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import assert_never
+
+from msgspec.structs import replace
 
 from shardnet.errors import RemoteProtocolError, error_for_code
 from shardnet.runtime.ring.pipeline import StepAnswer
@@ -44,7 +46,14 @@ from shardnet.wire.messages.extras import (
 )
 from shardnet.wire.messages.handshake import error_frame, read_error
 from shardnet.wire.messages.sequences import read_sequence, sequence_frame
-from shardnet.wire.payloads.data import StepData, data_frame, read_data, read_tokens, tokens_frame
+from shardnet.wire.payloads.data import (
+    StepData,
+    data_frame,
+    read_answer_timings,
+    read_data,
+    read_tokens,
+    tokens_frame,
+)
 from shardnet.wire.payloads.rows import RowBlock, read_rows, rows_frames
 
 _NO_EXTRAS = Extras()
@@ -65,27 +74,46 @@ class LinkSource:
     async def receive(self) -> StageInput:
         """Return the next input. Raises LinkError when the link ends or breaks the protocol."""
         while True:
-            frame = await self._link.receive()
-            _check_epoch(frame, self._epoch, self._link)
-            extras = self._extras.before(frame)
-            if frame.kind in (FrameKind.DATA, FrameKind.ERROR):
-                # A stage may join when the ring has computed already: any step may be the first.
-                if self._last_step and frame.step != self._last_step + 1:
-                    raise RemoteProtocolError(
-                        f"{_name(self._link)} sent step {frame.step} after step {self._last_step}"
-                    )
-                self._last_step = frame.step
-            match frame.kind:
-                case FrameKind.DATA:
-                    return self._step(read_data(frame), extras)
-                case FrameKind.SEQUENCE:
-                    return read_sequence(frame)
-                case FrameKind.ERROR:
-                    return _step_failed(frame)
-                case FrameKind.EXTRAS:
-                    self._extras.keep(frame)
-                case _:
-                    raise _unexpected(frame, self._link)
+            arrived = self._input(await self._link.receive())
+            if arrived is not None:
+                return arrived
+
+    def offer(self, has_room: Callable[[], bool], take: Callable[[StageInput], None]) -> None:
+        """See StageSource."""
+
+        def offered(frame: Frame) -> bool:
+            if not has_room():
+                return False
+            arrived = self._input(frame)
+            if arrived is not None:
+                take(arrived)
+            return True
+
+        self._link.offer(offered)
+
+    def _input(self, frame: Frame) -> StageInput | None:
+        """Read a frame; None for one that only goes with the next."""
+        _check_epoch(frame, self._epoch, self._link)
+        extras = self._extras.before(frame)
+        if frame.kind in (FrameKind.DATA, FrameKind.ERROR):
+            # A stage may join when the ring has computed already: any step may be the first.
+            if self._last_step and frame.step != self._last_step + 1:
+                raise RemoteProtocolError(
+                    f"{_name(self._link)} sent step {frame.step} after step {self._last_step}"
+                )
+            self._last_step = frame.step
+        match frame.kind:
+            case FrameKind.DATA:
+                return self._step(read_data(frame), extras)
+            case FrameKind.SEQUENCE:
+                return read_sequence(frame)
+            case FrameKind.ERROR:
+                return _step_failed(frame)
+            case FrameKind.EXTRAS:
+                self._extras.keep(frame)
+                return None
+            case _:
+                raise _unexpected(frame, self._link)
 
     def _step(self, step: StepData, extras: Extras) -> StepArrived:
         batch = step.batch
@@ -94,7 +122,7 @@ class LinkSource:
         return StepArrived(
             batch=batch,
             activations=Activations(payload=step.payload, dtype=step.dtype, width=step.width),
-            timings=tuple(extras.timings),
+            timings=step.timings,
             arrived_ns=self._link.arrived_ns,
             routing=tuple(extras.routing),
         )
@@ -112,21 +140,38 @@ class TailLink:
     async def receive(self) -> StepAnswer | StepFailed:
         """Return the next answer. Raises LinkError when the link ends or breaks the protocol."""
         while True:
-            frame = await self._link.receive()
-            extras = self._extras.before(frame)
-            match frame.kind:
-                case FrameKind.TOKENS:
-                    blocks = self._rows.before(frame) if self._rows.blocks else []
-                    return _answer(frame, extras, blocks)
-                case FrameKind.ERROR:
-                    self._rows.before(frame)
-                    return _step_failed(frame)
-                case FrameKind.EXTRAS:
-                    self._extras.keep(frame)
-                case FrameKind.ROWS:
-                    self._rows.keep(frame)
-                case _:
-                    raise _unexpected(frame, self._link)
+            answer = self._read(await self._link.receive())
+            if answer is not None:
+                return answer
+
+    def offer(self, take: Callable[[StepAnswer | StepFailed], None]) -> None:
+        """Give `take` each answer that comes while `receive` waits, at once."""
+
+        def offered(frame: Frame) -> bool:
+            answer = self._read(frame)
+            if answer is not None:
+                take(answer)
+            return True
+
+        self._link.offer(offered)
+
+    def _read(self, frame: Frame) -> StepAnswer | StepFailed | None:
+        """Read a frame; None for one that only goes with the next."""
+        extras = self._extras.before(frame)
+        match frame.kind:
+            case FrameKind.TOKENS:
+                blocks = self._rows.before(frame) if self._rows.blocks else []
+                return _answer(frame, extras, blocks)
+            case FrameKind.ERROR:
+                self._rows.before(frame)
+                return _step_failed(frame)
+            case FrameKind.EXTRAS:
+                self._extras.keep(frame)
+            case FrameKind.ROWS:
+                self._rows.keep(frame)
+            case _:
+                raise _unexpected(frame, self._link)
+        return None
 
 
 class LinkSink:
@@ -138,17 +183,28 @@ class LinkSink:
 
     def send(self, output: StageOutput) -> None:
         """Send one output. Raises LinkError when the link has ended."""
+        self._link.send(*self._frames(output))
+
+    def send_now(self, output: StageOutput) -> bool:
+        """See StageSink."""
+        return self._link.send_now(*self._frames(output))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `drain` would wait."""
+        return self._link.is_full
+
+    def _frames(self, output: StageOutput) -> Sequence[Frame]:
         match output:
             case StepComputed(batch=batch, result=result):
                 extras = self._extras(output)
                 if isinstance(result, Samples) and result.blocks:
-                    self._link.send(*_rows(batch, result), extras, self._result(output))
-                else:
-                    self._link.send(extras, self._result(output))
+                    return (*_rows(batch, result), *extras, self._result(output))
+                return (*extras, self._result(output))
             case StepFailed(step=step, error=error):
-                self._link.send(error_frame(error, epoch=self._epoch, step=step))
+                return (error_frame(error, epoch=self._epoch, step=step),)
             case OpenSequence() | CloseSequence() | FreeSlot():
-                self._link.send(sequence_frame(output, epoch=self._epoch))
+                return (sequence_frame(output, epoch=self._epoch),)
             case _:
                 assert_never(output)
 
@@ -159,26 +215,33 @@ class LinkSink:
     def _result(self, computed: StepComputed) -> Frame:
         batch, result = computed.batch, computed.result
         if isinstance(result, Samples):
-            return tokens_frame(result.token_ids, epoch=batch.epoch, step=batch.step)
+            return tokens_frame(
+                result.token_ids, epoch=batch.epoch, step=batch.step, timings=computed.timings
+            )
         return data_frame(
-            StepData(batch=batch, dtype=result.dtype, width=result.width, payload=result.payload)
+            StepData(
+                batch=batch,
+                dtype=result.dtype,
+                width=result.width,
+                payload=result.payload,
+                timings=computed.timings,
+            )
         )
 
-    def _extras(self, computed: StepComputed) -> Frame:
+    def _extras(self, computed: StepComputed) -> Sequence[Frame]:
+        """Make the frame of what goes with a step, for the steps with which something does."""
         result, masks = computed.result, computed.batch.masks
-        extras = Extras(
-            timings=list(computed.timings),
-            routing=list(computed.routing),
-            masks=mask_rows(masks) if masks else [],
-        )
         if isinstance(result, Samples):
             extras = Extras(
-                timings=extras.timings,
                 logprobs=_logprob_rows(result),
                 prompt_logprobs=_prompt_rows(result) if result.prompt_logprobs else [],
-                routing=extras.routing,
+                routing=list(computed.routing),
             )
-        return extras_frame(extras, epoch=self._epoch, step=computed.batch.step)
+        else:
+            extras = Extras(routing=list(computed.routing), masks=mask_rows(masks) if masks else [])
+        if extras == _NO_EXTRAS:
+            return ()
+        return (extras_frame(extras, epoch=self._epoch, step=computed.batch.step),)
 
 
 class _PendingExtras:
@@ -255,6 +318,10 @@ class TailSink(LinkSink):
         if isinstance(output, StepComputed | StepFailed):
             super().send(output)
 
+    def send_now(self, output: StageOutput) -> bool:
+        """See StageSink."""
+        return not isinstance(output, StepComputed | StepFailed) or super().send_now(output)
+
 
 def _answer(frame: Frame, extras: Extras, blocks: list[RowBlock]) -> StepAnswer:
     token_ids = read_tokens(frame, n_sampled=len(frame.payload) // 4)
@@ -263,7 +330,7 @@ def _answer(frame: Frame, extras: Extras, blocks: list[RowBlock]) -> StepAnswer:
         step=StepId(frame.step),
         token_ids=token_ids,
         logprobs=_logprobs(extras, len(token_ids)),
-        timings=tuple(extras.timings),
+        timings=read_answer_timings(frame),
         prompt_logprobs=_prompt_logprobs(extras) if extras.prompt_logprobs else (),
         blocks=blocks,
         routing=extras.routing,

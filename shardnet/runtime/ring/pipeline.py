@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import assert_never
+
+import msgspec
+from msgspec.structs import replace
 
 from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
 from shardnet.runtime.stage.compute import (
@@ -46,8 +48,7 @@ STUCK_UNMEASURED_S = 600.0
 """The same limit where the time of a prompt chunk was not measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepAnswer:
+class StepAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The tail's answer to one step, as it came: ids and logprobs in row order, then the rest.
 
     `routing` has the parts of all stages; the pipeline joins them to rows in `blocks`.
@@ -63,8 +64,7 @@ class StepAnswer:
     routing: Sequence[StageExperts] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepAnswered:
+class StepAnswered(msgspec.Struct, frozen=True, kw_only=True):
     """A step was answered `round_trip_us` after `sent_ns`, by the head's clock."""
 
     batch: MicroBatch
@@ -73,8 +73,7 @@ class StepAnswered:
     sent_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _InFlight:
+class _InFlight(msgspec.Struct, frozen=True, kw_only=True):
     batch: MicroBatch
     sent_ns: int
 
@@ -106,27 +105,53 @@ class Pipeline:
         self._on_answered = on_answered
         self._on_failed = on_failed
         self._inputs: asyncio.Queue[StageInput] = asyncio.Queue()
+        self._is_receiving = False
+        self._has_room: Callable[[], bool] = lambda: False
+        self._take: Callable[[StageInput], None] = self._inputs.put_nowait
         self._in_flight: dict[StepId, _InFlight] = {}
         self._longest_ns = 0 if chunk_s is None else int(chunk_s * 1e9)
         self._at_least_s = STUCK_UNMEASURED_S if chunk_s is None else STUCK_AT_LEAST_S
+        self._is_abandoned = False
         self.dropped: Counter[str] = Counter()
         """Answers that were dropped, by reason."""
+
+    def abandon(self) -> float:
+        """Forget the steps in flight, and drop whatever answers still come: the ring is gone.
+
+        Returns how many seconds the oldest of the steps has waited, 0 if there is none.
+        """
+        self._is_abandoned = True
+        oldest = next(iter(self._in_flight.values()), None)
+        self._in_flight.clear()
+        return (self._clock_ns() - oldest.sent_ns) / 1e9 if oldest is not None else 0.0
 
     def send(self, batch: MicroBatch) -> None:
         """Send a step. The scheduler's credit bounds how many are queued here."""
         now = self._clock_ns()
         self._in_flight[batch.step] = _InFlight(batch=batch, sent_ns=now)
-        self._inputs.put_nowait(
-            StepArrived(batch=batch, activations=None, timings=(), arrived_ns=now)
-        )
+        self._put(StepArrived(batch=batch, activations=None, timings=(), arrived_ns=now))
 
     def operate(self, operation: SlotOperation) -> None:
         """Send a slot operation, in data order with the steps."""
-        self._inputs.put_nowait(operation)
+        self._put(operation)
 
     async def receive(self) -> StageInput:
         """Hand the next input to the head's own stage (StageSource)."""
-        return await self._inputs.get()
+        self._is_receiving = True
+        try:
+            return await self._inputs.get()
+        finally:
+            self._is_receiving = False
+
+    def offer(self, has_room: Callable[[], bool], take: Callable[[StageInput], None]) -> None:
+        """See StageSource."""
+        self._has_room, self._take = has_room, take
+
+    def _put(self, made: StageInput) -> None:
+        if self._is_receiving and self._inputs.empty() and self._has_room():
+            self._take(made)
+        else:
+            self._inputs.put_nowait(made)
 
     def answer(self, answer: StepAnswer | StepFailed) -> None:
         """Handle an answer of the tail.
@@ -135,6 +160,9 @@ class Pipeline:
         not in flight, the number of ids is wrong, an id is outside the vocabulary, or the routing
         of a stage is missing.
         """
+        if self._is_abandoned:
+            self.dropped["abandoned"] += 1
+            return
         if isinstance(answer, StepFailed):
             if self._in_flight.pop(answer.step, None) is None:
                 raise RemoteProtocolError(f"the tail failed step {answer.step}, not in flight")
@@ -243,6 +271,15 @@ class LocalSink:
         answer = step_answer(output)
         if answer is not None:
             self._pipeline.answer(answer)
+
+    def send_now(self, output: StageOutput) -> bool:
+        """Refuse: the pipeline is the loop's."""
+        return False
+
+    @property
+    def is_full(self) -> bool:
+        """Say no: nothing is queued here."""
+        return False
 
     async def drain(self) -> None:
         """Return at once: nothing is queued here."""

@@ -13,7 +13,7 @@ must carry out (design decisions 1, 6 and 7). Must not know steps or rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardnet.errors import CapacityError, ContextExceededError, QueueFullError, UsageError
@@ -25,6 +25,7 @@ from shardnet.runtime.scheduling.sequences import (
     LiveSequence,
     OperateSlot,
     RestorePrefix,
+    SequenceFailed,
     SequenceRequest,
 )
 from shardnet.types import (
@@ -72,15 +73,18 @@ class AdmissionQueue:
     _next_order: int = 0
 
     def __post_init__(self) -> None:
+        self.book = self._empty_book()
+        if self.state_slots is not None:
+            self.max_slots = min(self.max_slots, self.state_slots)
+
+    def _empty_book(self) -> KvBlockManager:
         share = int(self.room_blocks * WARM_SHARE)
-        self.book = KvBlockManager(
+        return KvBlockManager(
             room_blocks=self.room_blocks,
             most_warm_blocks=max(WARM_CONTEXTS * blocks_for(self.context), share),
             window=self.window,
             state_slots=self.state_slots,
         )
-        if self.state_slots is not None:
-            self.max_slots = min(self.max_slots, self.state_slots)
 
     def submit(self, request: SequenceRequest) -> None:
         """Queue a request.
@@ -104,13 +108,7 @@ class AdmissionQueue:
                 n_prompt,
                 self.context,
             )
-        needed = blocks_for(self.longest_life(request))
-        if needed > self.room_blocks:
-            raise CapacityError(
-                f"the request may grow to {self.longest_life(request)} positions ({needed} KV "
-                f"blocks) and the ring has room for {self.room_blocks}",
-                remedy="lower --max-tokens, or give the nodes more --memory",
-            )
+        self._check_room(request)
         if len(self.waiting) >= self.max_waiting:
             raise QueueFullError(
                 f"{len(self.waiting)} requests are waiting already", remedy="ask again later"
@@ -119,6 +117,40 @@ class AdmissionQueue:
         self._wait(
             LiveSequence(request=request, order=self._next_order, tokens=list(request.prompt))
         )
+
+    def _check_room(self, request: SequenceRequest) -> None:
+        """Raise CapacityError if prompt and output could never fit the KV room."""
+        needed = blocks_for(self.longest_life(request))
+        if needed > self.room_blocks:
+            raise CapacityError(
+                f"the request may grow to {self.longest_life(request)} positions ({needed} KV "
+                f"blocks) and the ring has room for {self.room_blocks}",
+                remedy="lower --max-tokens, or give the nodes more --memory",
+            )
+
+    def suspend(self) -> None:
+        """Forget all slots: the stages that had them are gone. Who ran waits to be replayed."""
+        self.pending.clear()
+        self.ready.clear()
+        running, self.running = self.running, {}
+        self.waiting += running.values()
+        self.waiting.sort(key=lambda waiting: waiting.rank)
+        for sequence in self.waiting:
+            sequence.lose_slot()
+        self.book = self._empty_book()
+
+    def move(self, room_blocks: int, prefix_seed: bytes | None) -> list[SequenceFailed]:
+        """Go on with the room of another ring; end what could never fit it. None may run."""
+        self.room_blocks, self.prefix_seed = room_blocks, prefix_seed
+        self.book = self._empty_book()
+        failed = []
+        for sequence in [*self.waiting]:
+            try:
+                self._check_room(sequence.request)
+            except CapacityError as error:
+                self.waiting.remove(sequence)
+                failed.append(SequenceFailed(sequence_id=sequence.sequence_id, error=error))
+        return failed
 
     def longest_life(self, request: SequenceRequest) -> int:
         """Return the most positions a request can fill: prompt and output within the context."""
@@ -141,7 +173,7 @@ class AdmissionQueue:
             sequence = self.waiting[0]
             n_blocks = self._first_blocks(sequence)
             must_wait = sequence.n_in_flight or n_blocks > self.book.available_blocks
-            if must_wait or self._prefix_is_coming(sequence, least_rows):
+            if must_wait or (not sequence.n_moved and self._prefix_is_coming(sequence, least_rows)):
                 return
             self.waiting.pop(0)
             self._start(sequence, n_blocks)
@@ -171,6 +203,9 @@ class AdmissionQueue:
 
     def _start(self, sequence: LiveSequence, n_blocks: int) -> None:
         request = sequence.request
+        if sequence.n_moved:
+            self._start_moved(sequence, n_blocks)
+            return
         if self._restores(sequence):
             self._start_restoring(sequence, n_blocks)
             return
@@ -181,6 +216,21 @@ class AdmissionQueue:
             start = self.book.start(sequence.tokens, n_blocks, chunk_rows=only_chunks)
         self._free(start.given_up)
         self._open(sequence, start)
+
+    def _start_moved(self, sequence: LiveSequence, n_blocks: int) -> None:
+        n_moved, sequence.n_moved = sequence.n_moved, 0
+        start = self.book.start_empty(n_blocks)
+        self._free(start.given_up)
+        self.book.restored(start.slot, n_moved)
+        self._open(sequence, Start(slot=start.slot, n_kept=n_moved, is_restored=True))
+
+    def moved(self, n_positions: Mapping[SequenceId, int]) -> None:
+        """Note what waiting sequences have on every stage of the next ring, of all others nothing.
+
+        It is taken into slots by those that run at once.
+        """
+        for sequence in self.waiting:
+            sequence.n_moved = n_positions.get(sequence.sequence_id, 0)
 
     def _open(self, sequence: LiveSequence, start: Start) -> None:
         """Let a sequence run in the slot of `start`."""

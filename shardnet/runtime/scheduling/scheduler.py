@@ -16,15 +16,18 @@ Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
+
+import msgspec
 
 from shardnet.constraints import MAX_STEP_MASK_BYTES, RowMask, TokenMask
 from shardnet.errors import LocalProtocolError, ShardnetError
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
 from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, common_prefix
 from shardnet.runtime.scheduling.sequences import (
+    ComputedSequence,
     FinishReason,
     Instruction,
     LiveSequence,
@@ -67,7 +70,17 @@ class StepLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
+class RingLimits:
+    """What a ring gives its scheduler; for the fields see Scheduler."""
+
+    epoch: Epoch
+    n_stages: int
+    room_blocks: int
+    limits: StepLimits = field(default_factory=StepLimits)
+    prefix_seed: bytes | None = None
+
+
+class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     """The next `n_rows` rows of a sequence, the last of them `drafts`.
 
     `masks` are those of its sampled rows, if its output is constrained.
@@ -153,6 +166,62 @@ class Scheduler:
     def restored(self, sequence_id: SequenceId, n_positions: int) -> bool:
         """Handle the end of a RestorePrefix; see AdmissionQueue.restored."""
         return self._queue.restored(sequence_id, n_positions)
+
+    @property
+    def n_in_flight(self) -> int:
+        """Steps that were sent and are not answered."""
+        return len(self._steps)
+
+    def computed(self) -> list[ComputedSequence]:
+        """List what running sequences have on every stage, and what can go on from there alone.
+
+        Where prompts are scored the tail keeps the row before the next one, and no other stage can
+        take its place.
+        """
+        found = []
+        for sequence in self._queue.running.values():
+            slot, outputs = sequence.slot, sequence.request.outputs
+            if slot is None or sequence.is_restoring:
+                continue
+            n_positions = min(slot.n_answered, slot.n_held)
+            is_scored = outputs.n_prompt_logprobs is not None and n_positions < sequence.n_prompt
+            if n_positions and not is_scored:
+                found.append(
+                    ComputedSequence(
+                        sequence_id=sequence.sequence_id,
+                        slot=slot.slot,
+                        token_ids=sequence.tokens[:n_positions],
+                    )
+                )
+        return found
+
+    def moved(self, n_positions: Mapping[SequenceId, int]) -> None:
+        """Note what sequences have on every stage of the next ring; see AdmissionQueue.moved."""
+        self._queue.moved(n_positions)
+
+    def suspend(self) -> None:
+        """Forget the steps in flight and all slots: the ring is gone.
+
+        Its sequences wait. Nothing may be sent before `resume`.
+        """
+        self._steps.clear()
+        self._queue.suspend()
+
+    def resume(self, ring: RingLimits) -> list[SequenceFailed]:
+        """Go on with another ring, on which sequences are replayed from their tokens.
+
+        Returns those that could never fit it, which have ended.
+        """
+        self.epoch, self.n_stages, self.room_blocks = ring.epoch, ring.n_stages, ring.room_blocks
+        self.limits, self.prefix_seed = ring.limits, ring.prefix_seed
+        self.mixed_rows = min(self.mixed_rows, self.limits.mixed_rows)
+        return self._queue.move(ring.room_blocks, ring.prefix_seed)
+
+    def batch_exactly(self, sequence_id: SequenceId, deterministic: bool) -> None:
+        """Change how the rows of a sequence that waits are batched from now on."""
+        for sequence in self._queue.waiting:
+            if sequence.sequence_id == sequence_id:
+                sequence.request = replace(sequence.request, deterministic=deterministic)
 
     def next_instructions(self) -> list[Instruction]:
         """Return, in order, everything that may be sent now."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol
 
+import msgspec
+
 from shardnet.constraints import TokenMask
 from shardnet.errors import ShardnetError
 from shardnet.runtime.scheduling.kv_block_manager import Slot
@@ -19,6 +21,7 @@ from shardnet.types import (
     OutputParams,
     SamplingParams,
     SequenceId,
+    SlotId,
     SlotOperation,
 )
 
@@ -96,16 +99,14 @@ class SequenceRequest:
 # --- instructions -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendStep:
+class SendStep(msgspec.Struct, frozen=True, kw_only=True):
     """Send these rows round the ring."""
 
     batch: MicroBatch
     is_decode: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperateSlot:
+class OperateSlot(msgspec.Struct, frozen=True, kw_only=True):
     """Send every stage a slot operation, in data order.
 
     `is_resumed`: the sequence that opens was paused before. `is_pause`: the sequence that closes
@@ -131,8 +132,7 @@ Instruction = SendStep | OperateSlot | RestorePrefix
 # --- outcomes -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSampled:
+class TokenSampled(msgspec.Struct, frozen=True, kw_only=True):
     """The ring sampled the next token of a sequence. `row` is its place in the token frame."""
 
     sequence_id: SequenceId
@@ -140,20 +140,27 @@ class TokenSampled:
     row: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceFinished:
+class SequenceFinished(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence ended; no further event names it."""
 
     sequence_id: SequenceId
     reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceFailed:
+class SequenceFailed(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence failed; no further event names it."""
 
     sequence_id: SequenceId
     error: ShardnetError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedSequence:
+    """A sequence in a slot: every stage has computed the rows of `token_ids`, from position 0."""
+
+    sequence_id: SequenceId
+    slot: SlotId
+    token_ids: Sequence[int]
 
 
 Outcome = TokenSampled | SequenceFinished | SequenceFailed
@@ -169,7 +176,8 @@ class LiveSequence:
     `tokens` holds prompt and output; the rows of the first `n_sent` positions have been sent and
     are valid. `n_in_flight` counts its steps in flight; `awaits_token` says that one of them
     samples a token. `drafted_by` made the drafts of the last step that had any. It has a slot and
-    no rows are sent while it `is_restoring`.
+    no rows are sent while it `is_restoring`. Every stage of the next ring has its first `n_moved`
+    positions, and gives them to the slot that it opens.
     """
 
     request: SequenceRequest
@@ -182,12 +190,22 @@ class LiveSequence:
     drafted_by: Drafter | None = None
     is_restoring: bool = False
     may_restore: bool = True
+    n_moved: int = 0
     sequence_id: SequenceId = field(init=False)
     n_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.sequence_id = self.request.sequence_id
         self.n_prompt = len(self.request.prompt)
+
+    def lose_slot(self) -> None:
+        """Forget what was sent: nothing of it will be answered, nor is it in any KV cache.
+
+        What the stages had on disk counts no more: others may compute it otherwise.
+        """
+        self.slot = None
+        self.n_sent = self.n_in_flight = self.n_moved = 0
+        self.awaits_token = self.is_restoring = self.may_restore = False
 
     @property
     def rank(self) -> tuple[int, int]:

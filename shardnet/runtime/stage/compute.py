@@ -7,8 +7,9 @@ time. `torch_compute.py` is the real implementation; tests bring a fake.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+import msgspec
 
 from shardnet.errors import ShardnetError
 from shardnet.types import (
@@ -25,8 +26,7 @@ from shardnet.wire.payloads.rows import RowBlock
 Buffer = bytes | bytearray | memoryview
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activations:
+class Activations(msgspec.Struct, frozen=True, kw_only=True):
     """The hidden states of a micro-batch: `rows x width`, encoded in the wire `dtype`.
 
     `routing` holds the routed experts of this stage's layers, for the sequences that asked for
@@ -39,8 +39,7 @@ class Activations:
     routing: Sequence[StageExperts] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredToken:
+class ScoredToken(msgspec.Struct, frozen=True, kw_only=True):
     """Logprobs of the prompt token at `position`, computed from the row before it."""
 
     sequence_id: SequenceId
@@ -48,8 +47,7 @@ class ScoredToken:
     logprobs: TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
+class Samples(msgspec.Struct, frozen=True, kw_only=True):
     """The tail's result of a step: one token id per sampled row, and the requested outputs.
 
     `prompt_logprobs` and `blocks` are ordered by position within each sequence. `routing` holds the
@@ -94,8 +92,7 @@ class StageCompute(Protocol):
 # Inputs and outputs of a stage, decoded. A stage forwards what it does not consume.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepArrived:
+class StepArrived(msgspec.Struct, frozen=True, kw_only=True):
     """Rows to compute, received at `arrived_ns` (time.perf_counter_ns).
 
     `timings` and `routing` come from the stages before.
@@ -108,8 +105,7 @@ class StepArrived:
     routing: tuple[StageExperts, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepComputed:
+class StepComputed(msgspec.Struct, frozen=True, kw_only=True):
     """A stage's result of one step, with `timings` and `routing` of all stages so far."""
 
     batch: MicroBatch
@@ -118,8 +114,7 @@ class StepComputed:
     routing: tuple[StageExperts, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFailed:
+class StepFailed(msgspec.Struct, frozen=True, kw_only=True):
     """A step that a stage could not compute; forwarded to the head in place of its rows."""
 
     step: StepId
@@ -139,6 +134,15 @@ class PassCompute(Protocol):
 
         Returns for each step what `compute` would return or raise if called in this order.
         """
+
+
+@runtime_checkable
+class AnyThreadCompute(Protocol):
+    """A StageCompute that the loop's thread may call too, while the compute thread is idle."""
+
+    @property
+    def on_any_thread(self) -> bool:
+        """Whether that is so now: asked on the loop's thread."""
 
 
 StageInput = StepArrived | SlotOperation | StepFailed

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from shardnet.stage.pack_cache import PackCache
     from shardnet.stage.prefixes.prefix_store import PrefixStore
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
+    from shardnet.stage.slot_moves import SlotMoves
     from shardnet.stage.stage_model import StageModel
 
 MAX_ROOM_POSITIONS = 1 << 20
@@ -139,6 +140,7 @@ class LoadedStage:
     """A stage ready to compute. `stamp` is that of the checkpoint's files when it was loaded.
 
     `prefixes` are those on disk of finished prompts, None where none are kept; `arithmetic` is "".
+    `moves` takes the sequences of other stages in, None where it cannot.
     """
 
     order: StageOrder
@@ -151,6 +153,7 @@ class LoadedStage:
     exact_rows: int
     prefixes: StagePrefixes | None = None
     arithmetic: str = ""
+    moves: SlotMoves | None = None
 
     def fits(self, order: StageOrder) -> bool:
         """Whether loading `order` now would give the same stage."""
@@ -284,8 +287,11 @@ def load(
     packs: Path | None = None,
     plugin: ComputePlugin | None = None,
     prefixes: PrefixStore | None = None,
+    held_bytes: int = 0,
 ) -> LoadedStage:
     """Load one stage into at most `memory_bytes`, its KV cache included, with torch or a `plugin`.
+
+    Until it is in use another one holds `held_bytes`, beside which its weights must fit.
 
     Quantised weights are cached below the folder `packs`, finished prompts in `prefixes`.
     `progress` is called with (bytes done, total bytes) and may raise to cancel.
@@ -305,6 +311,7 @@ def load(
         sampler=_sampler(order.folder, checkpoint.config) if order.is_tail else None,
         memory_bytes=memory_bytes,
         progress=progress,
+        held_bytes=held_bytes,
     )
     kept, arithmetic = None, ""
     if plugin is not None:
@@ -324,6 +331,7 @@ def load(
         exact_rows=loaded.exact_rows,
         prefixes=kept,
         arithmetic=arithmetic,
+        moves=getattr(loaded.compute, "moves", None),
     )
 
 
@@ -333,9 +341,7 @@ def _load_with_torch(
     """Load a stage as a plug-in does; return its prefixes on disk and its arithmetic, too."""
     from shardnet.runtime.stage.torch_compute import StreamingCompute, TorchCompute
 
-    model, room_blocks = _load_model(
-        job.order, job.checkpoint, job.memory_bytes, job.progress, packs
-    )
+    model, room_blocks = _load_model(job, packs)
     release_freed_memory()  # quantising leaves some behind
     make_compute = StreamingCompute if model.streams else TorchCompute
     arithmetic, kept = _prefixes(job.order, model, prefixes)
@@ -368,19 +374,14 @@ def _prefixes(
     return arithmetic, StagePrefixes(model.kv, files)
 
 
-def _load_model(
-    order: StageOrder,
-    checkpoint: Checkpoint,
-    memory_bytes: int,
-    progress: Callable[[int, int], None],
-    packs: PackCache | None,
-) -> tuple[StageModel, int]:
-    """Load the layers of `order`. Returns them and their KV room in blocks; raises as `load`."""
+def _load_model(job: StageJob, packs: PackCache | None) -> tuple[StageModel, int]:
+    """Load the layers of an order. Returns them and their KV room in blocks; raises as `load`."""
     import torch
 
     from shardnet.model.kernels.linear import probe
     from shardnet.stage.load import load_stage
 
+    order, checkpoint = job.order, job.checkpoint
     config, device = checkpoint.config, torch.device(order.device)
     choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization, order.arith)
     room_blocks = kv_room_blocks(
@@ -388,10 +389,11 @@ def _load_model(
         order.layers,
         weight_form(checkpoint, choice),
         order.context,
-        memory_bytes,
+        job.memory_bytes,
         order.kv_dtype,
         order.n_streamed,
         device=device.type,
+        held_bytes=job.held_bytes,
     )
     model = load_stage(
         checkpoint,
@@ -400,7 +402,7 @@ def _load_model(
         device=device,
         room_blocks=room_blocks,
         context=order.context,
-        progress=progress,
+        progress=job.progress,
         packs=packs,
         kv_dtype=order.kv_dtype,
         n_streamed=order.n_streamed,
@@ -464,12 +466,14 @@ def kv_room_blocks(
     n_streamed: int = 0,
     *,
     device: str = "cpu",
+    held_bytes: int = 0,
 ) -> int:
     """Return the KV blocks that fit into `memory_bytes` beside weights and activations.
 
     `n_streamed` of the layers are streamed from disk. On a CUDA `device` graphs take room as well.
 
-    Raises CapacityError if they do not hold one context.
+    Raises CapacityError if they do not hold one context, and if weights and activations do not fit
+    beside `held_bytes`, which are given back later.
     """
     weights = stage_weight_bytes(config, layers, form, n_streamed)
     rows, dtype = PREFILL_CHUNK_ROWS, form.dtype
@@ -488,6 +492,12 @@ def kv_room_blocks(
             f"{layers.words} need {fixed + needed} bytes for a context of {context}, and this "
             f"node may use {memory_bytes}",
             remedy="lower --context, raise --memory or give it fewer layers",
+        )
+    if fixed + held_bytes > memory_bytes:
+        raise CapacityError(
+            f"{layers.words} need {fixed} bytes beside {held_bytes} of the stage that is in use, "
+            f"and this node may use {memory_bytes}",
+            remedy="raise --memory",
         )
     most = MAX_ROOM_POSITIONS // BLOCK_POSITIONS
     return min((memory_bytes - fixed) // block_bytes, most) if block_bytes else most

@@ -25,7 +25,8 @@ class StageJob:
     """A stage that a plug-in is to load; what `order` says of the model has been checked.
 
     `checkpoint` is open. `sampler` is the tail's, None on other stages. Weights and KV cache may
-    take `memory_bytes`. `progress` is to be called with (bytes done, bytes in all), each 30 s at
+    take `memory_bytes`, of which another stage holds `held_bytes` until this one is in use.
+    `progress` is to be called with (bytes done, bytes in all), each 30 s at
     the least; what it raises ends the loading.
     """
 
@@ -34,6 +35,7 @@ class StageJob:
     sampler: Sampler | None
     memory_bytes: int
     progress: Callable[[int, int], None]
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

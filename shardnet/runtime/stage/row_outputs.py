@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 from torch import Tensor
 
 from shardnet.model.kernels.codec import to_bytes
@@ -32,8 +33,7 @@ class TailModel(Protocol):
         """Apply the final norm: [R, E]."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRows:
+class GroupRows(msgspec.Struct, frozen=True, kw_only=True):
     """A group of a step on the tail: its token ids and hidden states [n_rows, E].
 
     `logits` are those of its last `n_sampled` rows, float32 [n_sampled, V].

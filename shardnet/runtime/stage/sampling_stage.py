@@ -7,8 +7,8 @@ links or threads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from shardnet.model.sampling.penalties import RowContext, needs_context

@@ -6,10 +6,10 @@ Knows how to go from wire values to tensors and back. Must not know links, rings
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import assert_never
 
 import torch
+from msgspec.structs import replace
 
 from shardnet.errors import RemoteProtocolError, ShardnetError, UsageError
 from shardnet.model.kernels.codec import pack_rows, unpack_rows
@@ -18,6 +18,7 @@ from shardnet.runtime.stage.compute import Activations, Samples, StepArrived, St
 from shardnet.runtime.stage.routing import routing_table
 from shardnet.runtime.stage.sampling_stage import SamplingStage
 from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
+from shardnet.stage.slot_moves import SlotMoves
 from shardnet.stage.stage_model import Run, StageModel
 from shardnet.types import (
     BLOCK_POSITIONS,
@@ -53,11 +54,19 @@ class TorchCompute:
         self._sent = self._received = wire_dtype
         self._owners: dict[SlotId, OpenSequence] = {}
         self._tail = None if sampler is None else SamplingStage(model, sampler, self._owners)
+        self.moves = SlotMoves(model.kv, model.layers, self._owners)
+        """What sequences have in other stages, on its way here, and from here."""
 
     @property
     def used_blocks(self) -> int:
         """KV blocks that slots hold now; see StageCompute."""
         return self._model.kv.blocks_used
+
+    @property
+    def on_any_thread(self) -> bool:
+        """See AnyThreadCompute. Not with several threads: each caller's would be others."""
+        model = self._model
+        return model.device.type == "cpu" and not model.streams and torch.get_num_threads() == 1
 
     def use_wire(self, sent: WireDType, received: WireDType) -> None:
         """Give activations in `sent` from now on, and take none but those in `received`."""
@@ -153,13 +162,16 @@ class TorchCompute:
             self._tail.keep(slot, n_positions, source)
 
     def _restore(self, opened: OpenSequence) -> None:
-        """Let the slot of a sequence hold what was read from disk for it, and no other."""
-        if self.prefixes is None:
+        """Let the slot of a sequence hold what was moved or read from disk for it, and no other."""
+        if self.moves.has(opened.sequence_id):
+            token_ids = self.moves.adopt(opened.sequence_id, opened.slot, opened.n_kept)
+        elif self.prefixes is not None:
+            token_ids = self.prefixes.adopt(opened.sequence_id, opened.slot, opened.n_kept)
+        else:
             raise RemoteProtocolError(
                 f"sequence {opened.sequence_id} should begin with a prefix from disk, and none are "
-                "kept here"
+                "kept here, nor was it moved"
             )
-        token_ids = self.prefixes.adopt(opened.sequence_id, opened.slot, opened.n_kept)
         if self._tail is not None:
             self._tail.keep(opened.slot, 0, None)
             self._tail.restore(opened.slot, token_ids)

@@ -7,6 +7,7 @@ thread while the last ones are sent. Must not know tensors, sockets or which nod
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from typing import Protocol
 
 from shardnet.errors import ShardnetError, internal_error, where
 from shardnet.runtime.stage.compute import (
+    AnyThreadCompute,
     PassCompute,
     StageCompute,
     StageInput,
@@ -45,6 +47,10 @@ _QUEUED = 2
 _QUEUED_FOR_A_PASS = 64
 """The same where one pass computes several steps."""
 
+_SHORT_US = 1500
+"""A step that takes no longer is computed where it arrives, if nothing else is to be computed: on
+the compute thread it would wait for that to wake."""
+
 _MAX_ROWS_OF_A_PASS = 2 * PREFILL_CHUNK_ROWS
 """Most rows of the steps in one pass, unless a single step has more."""
 
@@ -55,12 +61,28 @@ class StageSource(Protocol):
     async def receive(self) -> StageInput:
         """Return the next input in data order. Raises LinkError when the ring is broken."""
 
+    def offer(self, has_room: Callable[[], bool], take: Callable[[StageInput], None]) -> None:
+        """Give `take` each input that comes while `receive` waits, if `has_room` says so then.
+
+        At once: another turn of the loop would cost as much as all else on the way.
+        """
+
 
 class StageSink(Protocol):
     """Where a stage's outputs go: the next stage, or the head."""
 
     def send(self, output: StageOutput) -> None:
         """Send one output at once. Raises LinkError when the ring is broken."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `drain` would wait."""
+
+    def send_now(self, output: StageOutput) -> bool:
+        """Send one output from any thread, unless others wait before it; return whether it did.
+
+        Raises LinkError when the ring is broken.
+        """
 
     async def drain(self) -> None:
         """Wait until there is room for more."""
@@ -92,8 +114,16 @@ class StageWorker:
         self._together = compute if isinstance(compute, PassCompute) else None
         self._limit = _QUEUED if self._together is None else _QUEUED_FOR_A_PASS
         self._waiting: deque[StageInput] = deque()  # the loop appends, the compute thread takes
-        self._n_queued = 0
+        # Counts of inputs, each with one writer: taken and passed on by the loop, sent and given
+        # to the loop by the compute thread.
+        self._n_taken = self._n_passed_on = 0
+        self._n_sent_now = self._n_given = 0
+        self._loop = asyncio.get_running_loop()
         self._room = asyncio.Event()
+        self._waits_for_room = False
+        self._anywhere = compute if isinstance(compute, AnyThreadCompute) else None
+        self._n_short_rows = 0
+        self._has_ended = False
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
@@ -103,24 +133,58 @@ class StageWorker:
                 tasks.create_task(self._take_in(), name=f"stage {self._rank}: take in")
                 tasks.create_task(self._watch(), name=f"stage {self._rank}: watch")
         finally:
+            self._has_ended = True
             if not self._failure.cancel() and not self._failure.cancelled():
                 self._failure.exception()  # raised already, or not awaited
             await self._executor.run(self._compute.reset)
 
     async def _take_in(self) -> None:
+        self._source.offer(lambda: self._has_room() and not self._sink.is_full, self._take)
         while True:
             arrived = await self._source.receive()
-            if isinstance(arrived, OpenSequence):
-                self.open_sequences.add(arrived.sequence_id)
-            elif isinstance(arrived, CloseSequence):
-                self.open_sequences.discard(arrived.sequence_id)
-            while self._n_queued == self._limit:
+            while not self._has_room():
                 self._room.clear()
-                await self._room.wait()
-            self._n_queued += 1
-            self._waiting.append(arrived)
-            self._executor.post(self._process, self._pass_on, self._fail)
+                self._waits_for_room = True
+                if not self._has_room():  # the compute thread has seen nobody wait
+                    await self._room.wait()
+                self._waits_for_room = False
+            self._take(arrived)
             await self._sink.drain()
+
+    def _has_room(self) -> bool:
+        n_queued = self._n_taken - self._n_passed_on - self._n_sent_now
+        return n_queued < self._limit
+
+    def _take(self, arrived: StageInput) -> None:
+        """Queue an input to the compute thread."""
+        if isinstance(arrived, OpenSequence):
+            self.open_sequences.add(arrived.sequence_id)
+        elif isinstance(arrived, CloseSequence):
+            self.open_sequences.discard(arrived.sequence_id)
+        is_for_here = self._is_for_here(arrived)
+        self._n_taken += 1
+        self._waiting.append(arrived)
+        if not is_for_here:
+            self._executor.post(self._process, self._pass_on, self._fail)
+            return
+        try:
+            outputs = self._process()
+        except Exception as error:  # as on the compute thread
+            self._fail(contained(error))
+            return
+        if outputs is not None:
+            self._pass_on(outputs)
+
+    def _is_for_here(self, arrived: StageInput) -> bool:
+        """Say whether to compute a step on the loop's thread: it is short, and no other waits."""
+        return (
+            self._anywhere is not None
+            and isinstance(arrived, StepArrived)
+            and arrived.batch.n_rows <= self._n_short_rows
+            and self._n_taken == self._n_passed_on + self._n_sent_now
+            and self._executor.is_idle
+            and self._anywhere.on_any_thread
+        )
 
     async def _watch(self) -> None:
         """Raise a failure from outside `_take_in`."""
@@ -139,7 +203,7 @@ class StageWorker:
             raise
         except BaseException as error:  # no task awaits this: any error must end the worker
             self._fail(contained(error))
-        self._n_queued -= len(outputs)
+        self._n_passed_on += len(outputs)
         self._room.set()
 
     def _fail(self, error: Exception) -> None:
@@ -148,22 +212,45 @@ class StageWorker:
 
     # --- on the compute thread
 
-    def _process(self) -> Sequence[StageOutput]:
+    def _process(self) -> Sequence[StageOutput] | None:
         """Compute the first queued input, together with the steps behind it where a pass allows.
 
-        Later queued calls for those steps are no-ops.
+        Later queued calls for those steps are no-ops. Returns what the loop has to pass on.
         """
         if not self._waiting:
-            return ()
+            return None
         arrived = self._waiting.popleft()
+        outputs: Sequence[StageOutput] = (arrived,)
         match arrived:
             case StepArrived():
-                return self._steps(arrived)
+                outputs = self._steps(arrived)
             case OpenSequence() | CloseSequence() | FreeSlot():
                 self._compute.operate(arrived)
             case StepFailed():
                 pass
-        return (arrived,)
+        if self._n_given == self._n_passed_on and not self._has_ended:
+            outputs = self._unsent(outputs)
+        self._n_given += len(outputs)
+        return outputs or None
+
+    def _unsent(self, outputs: Sequence[StageOutput]) -> Sequence[StageOutput]:
+        """Send outputs past the loop, as none waits there; return those that it has to pass on.
+
+        Waking the loop would cost as much as sending.
+        """
+        for place, output in enumerate(outputs):
+            try:
+                if not self._sink.send_now(output):
+                    return outputs[place:]
+            except ShardnetError:  # the loop meets it too, and ends the worker
+                return outputs[place:]
+            if isinstance(output, StepComputed):
+                self._on_step_done(output.batch.step)
+            self._n_sent_now += 1
+            if self._waits_for_room:
+                with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
+                    self._loop.call_soon_threadsafe(self._room.set)
+        return ()
 
     def _steps(self, first: StepArrived) -> Sequence[StageOutput]:
         started_ns = self._clock_ns()
@@ -195,9 +282,15 @@ class StageWorker:
     ) -> StepComputed | StepFailed:
         if isinstance(result, ShardnetError):
             return StepFailed(step=arrived.batch.step, error=result)
+        compute_us = (self._clock_ns() - started_ns) // 1000
+        n_rows = arrived.batch.n_rows
+        if compute_us > _SHORT_US:
+            self._n_short_rows = min(self._n_short_rows, n_rows - 1)
+        elif n_rows > self._n_short_rows:
+            self._n_short_rows = n_rows
         timing = StageTiming(
             rank=self._rank,
-            compute_us=(self._clock_ns() - started_ns) // 1000,
+            compute_us=compute_us,
             queue_us=max(0, started_ns - arrived.arrived_ns) // 1000,
             arrived_us=arrived.arrived_ns // 1000,
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardnet.model.families.stage_tensors import Shape
 from shardnet.model.kernels.codec import torch_dtype
-from shardnet.model.kernels.half_linear import PanelPacking, fills_panels
+from shardnet.model.kernels.float_linear import PanelPacking, fills_panels
 from shardnet.model.kernels.library import (
     NativeKernels,
     NativeMatmul,
@@ -29,7 +29,7 @@ from shardnet.model.kernels.linear import (
     join_biases,
     make_linear,
 )
-from shardnet.model.kernels.packing import HALF_FORMS
+from shardnet.model.kernels.packing import FLOAT_FORMS
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.stage.streaming.layer_stream import LayerStream
@@ -107,7 +107,7 @@ class StoredLinear:
     def make(self, read: Tensor) -> Linear:
         """Make the linear from the bytes in a buffer, uint8 [read_bytes]."""
         if self.native is not None and self.packing is not None:
-            panels = Panels(packed=read, form=HALF_FORMS[self.packing.dtype], shape=self.stored)
+            panels = Panels(packed=read, form=FLOAT_FORMS[self.packing.dtype], shape=self.stored)
             return PanelLinear([panels], self.bias, self.native)
         weight = read.view(torch_dtype(self.choice.stored_dtype)).view(self.stored)
         if self._is_plain:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 from msgspec.structs import replace
 
 from shardnet.errors import (
@@ -27,6 +28,7 @@ from shardnet.errors import (
 )
 from shardnet.wire.connection.receive_buffer import FramePart, ReceiveBuffer
 from shardnet.wire.framing.frames import (
+    CHECKSUMS,
     HEADER,
     KIB,
     PREAMBLE,
@@ -38,6 +40,8 @@ from shardnet.wire.framing.frames import (
     FrameKind,
     Header,
     Limits,
+    check_body,
+    check_header,
     pack_frame,
     unpack_header,
 )
@@ -64,15 +68,13 @@ class HelloReceived:
     hello: Hello
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrameReceived:
+class FrameReceived(msgspec.Struct, frozen=True, kw_only=True):
     """A frame for whoever uses the link came whole."""
 
     frame: Frame
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgressReported:
+class ProgressReported(msgspec.Struct, frozen=True, kw_only=True):
     """A heartbeat came: the peer is alive and has completed `step` of `epoch`."""
 
     epoch: int
@@ -120,17 +122,25 @@ class LinkConnection:
     """One side of one link.
 
     The initiator gives its own hello. The acceptor gives a hello too, whose purpose, ring and
-    epoch are then set to the initiator's, or a function that makes one from the initiator's.
+    epoch are then set to the initiator's, or a function that makes one from the initiator's. On a
+    `checked` link every frame but HELLO has checksums, as where there is no TLS below.
     """
 
     def __init__(
-        self, hello: Hello | HelloAnswer, *, initiator: bool, limits: Limits | None = None
+        self,
+        hello: Hello | HelloAnswer,
+        *,
+        initiator: bool,
+        limits: Limits | None = None,
+        checked: bool = False,
     ) -> None:
         if initiator and not isinstance(hello, Hello):
             raise LocalProtocolError("the initiator of a link has no hello to answer")
         self._greeting = hello if initiator and isinstance(hello, Hello) else None
         self._answer = _answer_with(hello) if isinstance(hello, Hello) else hello
         self._limits = limits or Limits()
+        self._checked = checked
+        self._body_checksum: int | None = None
         self._state = LinkState.PREAMBLE
         self._allowed = _HANDSHAKE_KINDS
         self._said_last_word = False
@@ -163,7 +173,7 @@ class LinkConnection:
             raise LocalProtocolError(f"a {frame.kind.name} frame cannot be sent {self._state}")
         if frame.kind not in self._allowed:
             raise LocalProtocolError(f"a {frame.kind.name} frame has no place on this link")
-        buffers = pack_frame(frame, self._limits)
+        buffers = pack_frame(frame, self._limits, checked=self._checked)
         self._said_last_word = frame.kind is FrameKind.BYE
         return buffers
 
@@ -214,15 +224,17 @@ class LinkConnection:
         """Take the next thing out of the received bytes. False when it is not whole yet."""
         if self._state is LinkState.PREAMBLE:
             return self._take_preamble()
-        if self._header is None and not self._take_header():
+        header = self._header or self._take_header()
+        if header is None:
             return False
         if not (self._meta.fill_from(self._received) and self._payload.fill_from(self._received)):
             return False
-        assert self._header is not None
+        if self._body_checksum is not None:
+            check_body(self._meta.view, self._payload.view, self._body_checksum, header)
         frame = Frame(
-            kind=self._header.kind,
-            epoch=self._header.epoch,
-            step=self._header.step,
+            kind=header.kind,
+            epoch=header.epoch,
+            step=header.step,
             meta=self._meta.view,
             payload=self._payload.view,
         )
@@ -263,24 +275,31 @@ class LinkConnection:
             self._say(hello_frame(self._greeting))
         return True
 
-    def _take_header(self) -> bool:
+    def _take_header(self) -> Header | None:
         if len(self._received) < HEADER.size:
-            return False
-        header = unpack_header(
-            self._received.take(HEADER.size),
-            allowed=self._allowed,
-            limits=self._limits,
-            state=self._state,
-        )
+            return None
+        data = self._received.peek(HEADER.size)
+        header = unpack_header(data, allowed=self._allowed, limits=self._limits, state=self._state)
+        self._body_checksum = None
+        if self._checked and header.kind is not FrameKind.HELLO:
+            if len(self._received) < HEADER.size + CHECKSUMS.size:
+                return None
+            checksums = self._received.peek(HEADER.size + CHECKSUMS.size)[HEADER.size :]
+            of_header, self._body_checksum = CHECKSUMS.unpack(checksums)
+            check_header(data, of_header, header)
+            self._received.take(CHECKSUMS.size)
+        self._received.take(HEADER.size)
         self._header = header
         self._meta = FramePart(header.meta_length) if header.meta_length else _NOTHING
         self._payload = (
             FramePart(header.payload_length, aligned=True) if header.payload_length else _NOTHING
         )
-        return True
+        return header
 
     def _accept(self, frame: Frame) -> Event:
         """Carry out what a whole frame does to the link, and say what happened."""
+        if frame.kind in _DATA_KINDS:
+            return FrameReceived(frame=frame)
         match frame.kind:
             case FrameKind.HELLO:
                 return self._accept_hello(read_hello(frame))
@@ -314,7 +333,7 @@ class LinkConnection:
         return HelloReceived(hello=peer)
 
     def _say(self, frame: Frame) -> None:
-        self._outgoing.extend(pack_frame(frame, self._limits))
+        self._outgoing.extend(pack_frame(frame, self._limits, checked=self._checked))
 
     def _fail(self, error: ShardnetError, events: list[Event]) -> None:
         if self._state in (LinkState.HELLO, LinkState.UP):

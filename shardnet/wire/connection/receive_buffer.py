@@ -31,6 +31,9 @@ class ReceiveBuffer:
     def room(self) -> memoryview:
         """Return the free space behind the waiting bytes, which move to the front."""
         waiting = self._end - self._start
+        if not waiting:
+            self._start = self._end = 0
+            return self._view
         if self._start:
             self._view[:waiting] = self._view[self._start : self._end]
             self._start, self._end = 0, waiting
@@ -77,6 +80,10 @@ class FramePart:
         """Copy what is waiting, as much as is missing. Returns whether nothing is missing now."""
         if self.missing:
             data = received.take(self.missing)
+            if len(data) == len(self.view):
+                self.view[:] = data
+                self.missing = 0
+                return True
             start = len(self.view) - self.missing
             self.view[start : start + len(data)] = data
             self.missing -= len(data)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import enum
 import struct
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
-from shardnet.errors import LocalProtocolError, RemoteProtocolError
+import msgspec
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from shardnet.errors import DamagedFrameError, LocalProtocolError, RemoteProtocolError
 
 Buffer = bytes | bytearray | memoryview
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 PREAMBLE_MAGIC: Final = b"shrdnt"
 PREAMBLE: Final = PREAMBLE_MAGIC + PROTOCOL_VERSION.to_bytes(2, "little")
 
@@ -25,6 +29,9 @@ TLS_RECORDS: Final = (b"\x15", b"\x16")
 FRAME_MAGIC: Final = 0x4E53
 HEADER: Final = struct.Struct("<HBBIIIQ")
 """magic, kind, reserved, meta length, payload length, epoch, step."""
+CHECKSUMS: Final = struct.Struct("<II")
+"""Behind the header where a link has them: of the header, of meta and payload."""
+_LOW_HALF: Final = 0xFFFFFFFF
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -49,8 +56,7 @@ class FrameKind(enum.IntEnum):
 _KIND_OF_NUMBER: Final = {int(kind): kind for kind in FrameKind}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class Frame(msgspec.Struct, frozen=True, kw_only=True):
     """One length-prefixed message on a link.
 
     `meta` and `payload` are flat bytes. The payload of a received frame is a writable memoryview
@@ -74,6 +80,7 @@ class Limits:
     control_meta_bytes: int = 4 * MIB
     data_meta_bytes: int = 1 * MIB
     data_payload_bytes: int = 256 * MIB
+    tokens_meta_bytes: int = 8 * KIB
     tokens_payload_bytes: int = 64 * KIB
     extras_meta_bytes: int = 16 * MIB
     sequence_meta_bytes: int = 64 * KIB
@@ -81,6 +88,10 @@ class Limits:
     bulk_payload_bytes: int = 1 * MIB
     rows_meta_bytes: int = 24
     rows_payload_bytes: int = 16 * MIB
+    table: Mapping[FrameKind, tuple[int, int]] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "table", {kind: self.caps(kind) for kind in FrameKind})
 
     def caps(self, kind: FrameKind) -> tuple[int, int]:
         """Return the largest meta and payload of `kind`, in bytes."""
@@ -94,7 +105,7 @@ class Limits:
             case FrameKind.DATA:
                 return self.data_meta_bytes, self.data_payload_bytes
             case FrameKind.TOKENS:
-                return 0, self.tokens_payload_bytes
+                return self.tokens_meta_bytes, self.tokens_payload_bytes
             case FrameKind.EXTRAS:
                 return self.extras_meta_bytes, 0
             case FrameKind.SEQUENCE:
@@ -107,7 +118,7 @@ class Limits:
                 return 0, 0
 
 
-class Header(NamedTuple):
+class Header(msgspec.Struct, frozen=True):
     """A frame's header, checked: kind known and lengths within the caps."""
 
     kind: FrameKind
@@ -138,7 +149,7 @@ def unpack_header(
         raise RemoteProtocolError(f"a {kind.name} frame is not allowed {state}")
     if reserved:
         raise RemoteProtocolError(f"a {kind.name} frame came with {reserved:#04x} where 0 belongs")
-    max_meta, max_payload = limits.caps(kind)
+    max_meta, max_payload = limits.table[kind]
     if meta_length > max_meta:
         raise _above_cap(kind, "meta", meta_length, max_meta)
     if payload_length > max_payload:
@@ -152,16 +163,47 @@ def _above_cap(kind: FrameKind, part: str, length: int, cap: int) -> RemoteProto
     )
 
 
-def pack_frame(frame: Frame, limits: Limits) -> list[Buffer]:
+def check_header(header: Buffer, checksum: int, what: Header) -> None:
+    """Compare a header with its checksum. Raises DamagedFrameError."""
+    if xxh3_64_intdigest(header) & _LOW_HALF != checksum:
+        raise _damaged(what, "its header")
+
+
+def check_body(meta: Buffer, payload: Buffer, checksum: int, what: Header) -> None:
+    """Compare what came behind the header `what` with its checksum. Raises DamagedFrameError."""
+    if _body_checksum(meta, payload) != checksum:
+        raise _damaged(what, f"what followed its header ({len(meta)} + {len(payload)} bytes)")
+
+
+def _body_checksum(meta: Buffer, payload: Buffer) -> int:
+    if not len(payload):
+        return xxh3_64_intdigest(meta) & _LOW_HALF
+    whole = xxh3_64(meta)
+    whole.update(payload)
+    return whole.intdigest() & _LOW_HALF
+
+
+def _damaged(what: Header, part: str) -> DamagedFrameError:
+    return DamagedFrameError(
+        f"the {what.kind.name} frame of step {what.step} came damaged: {part} and the checksum "
+        "that its sender made are not the same",
+        remedy="check cables, network cards and memory, or use a cluster key: TLS is checked too",
+    )
+
+
+def pack_frame(frame: Frame, limits: Limits, *, checked: bool = False) -> list[Buffer]:
     """Return the buffers to write for `frame`: header and meta joined, then the payload as it is.
 
-    The payload is not copied. Raises LocalProtocolError when the frame breaks the caps or its
-    numbers do not fit: the peer would refuse it.
+    The payload is not copied. With `checked`, checksums stand behind the header of every frame but
+    HELLO. Raises LocalProtocolError when the frame breaks the caps or its numbers do not fit: the
+    peer would refuse it.
     """
-    payload = memoryview(frame.payload)
-    if payload.ndim != 1 or payload.format != "B":
-        payload = payload.cast("B")
-    max_meta, max_payload = limits.caps(frame.kind)
+    payload = frame.payload
+    if not isinstance(payload, bytes):
+        payload = memoryview(payload)
+        if payload.ndim != 1 or payload.format != "B":
+            payload = payload.cast("B")
+    max_meta, max_payload = limits.table[frame.kind]
     if len(frame.meta) > max_meta or len(payload) > max_payload:
         raise LocalProtocolError(
             f"a {frame.kind.name} frame of {len(frame.meta)} + {len(payload)} bytes is above "
@@ -181,5 +223,8 @@ def pack_frame(frame: Frame, limits: Limits) -> list[Buffer]:
         raise LocalProtocolError(
             f"epoch {frame.epoch} or step {frame.step} does not fit its field: {error}"
         ) from error
+    if checked and frame.kind is not FrameKind.HELLO:
+        of_header = xxh3_64_intdigest(header) & _LOW_HALF
+        header += CHECKSUMS.pack(of_header, _body_checksum(frame.meta, payload))
     head = header + frame.meta if frame.meta else header
     return [head, payload] if len(payload) else [head]

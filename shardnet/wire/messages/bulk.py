@@ -1,4 +1,4 @@
-"""Bulk messages: what a node asks of another's checkpoint, and the pieces that answer it.
+"""Bulk messages: what a node asks of another's checkpoint or KV cache, and what answers it.
 
 Knows the fields, their types and their bounds (docs/protocol.md section 15). Knows nothing of files
 or of what is done with a message.
@@ -15,10 +15,14 @@ from shardnet.errors import RemoteProtocolError
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
 from shardnet.wire.framing.schema import (
     U32,
+    U64,
     Count,
     Digest,
     Explanation,
     FileName,
+    LayerNumber,
+    Name,
+    Positions,
     RequestId,
     Row,
     Strict,
@@ -109,6 +113,43 @@ class Digests(Tagged, frozen=True, kw_only=True):
     sha256: Annotated[list[Digest | None], Meta(max_length=MAX_DIGESTS)]
 
 
+class FetchKv(Tagged, frozen=True, kw_only=True):
+    """Ask for positions `[begin, end)` of one layer of a sequence, or for the layer's state.
+
+    The sequence owns `slot` in the ring and epoch. `form` is what rows look like at the sender's.
+    Answered by KvRows, Piece frames and KvSent.
+    """
+
+    request: RequestId
+    ring: Name
+    epoch: U32
+    sequence_id: U64
+    slot: U32
+    layer: LayerNumber
+    begin: Positions
+    end: Positions
+    form: Name
+
+
+class KvRows(Tagged, frozen=True, kw_only=True):
+    """What follows: `n_bytes` of rows from position `first` on, or of a state.
+
+    Rows before `first` are gone.
+    """
+
+    request: RequestId
+    first: Positions
+    n_bytes: Count
+    is_state: bool = False
+
+
+class KvSent(Tagged, frozen=True, kw_only=True):
+    """All bytes of a FetchKv were sent; `sha256` is that of all of them, in hex."""
+
+    request: RequestId
+    sha256: Digest
+
+
 class Refused(Tagged, frozen=True, kw_only=True):
     """Answers any request of a bulk link, also after pieces: it failed. Codes as in ERROR."""
 
@@ -117,8 +158,9 @@ class Refused(Tagged, frozen=True, kw_only=True):
     message: Explanation
 
 
-BulkRequest = FetchSkeleton | FetchHead | FetchPart | FetchDigests
-BulkMessage = BulkRequest | Skeleton | Piece | Digests | Refused
+WeightsRequest = FetchSkeleton | FetchHead | FetchPart | FetchDigests
+BulkRequest = WeightsRequest | FetchKv
+BulkMessage = BulkRequest | Skeleton | Piece | Digests | KvRows | KvSent | Refused
 
 _decoder: msgspec.msgpack.Decoder[BulkMessage] = msgspec.msgpack.Decoder(BulkMessage)
 

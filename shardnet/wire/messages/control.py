@@ -59,9 +59,13 @@ from shardnet.wire.messages.membership import (
 from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
+    Drain,
     FindPrefix,
+    KvMoved,
+    LeaveRing,
     LoadProgress,
     LoadStage,
+    MoveKv,
     PrefixFound,
     PrefixRestored,
     RestorePrefix,
@@ -124,10 +128,14 @@ ControlMessage = (
     | ConnectRing
     | RingBroken
     | UnloadStage
+    | Drain
+    | LeaveRing
     | FindPrefix
     | PrefixFound
     | RestorePrefix
     | PrefixRestored
+    | MoveKv
+    | KvMoved
     | Done
     | Failed
     | PlanRequest

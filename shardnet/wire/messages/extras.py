@@ -18,7 +18,6 @@ from shardnet.types import MAX_LOGPROBS
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import (
     MAX_LAYERS,
-    MAX_STAGES,
     U32,
     U64,
     LayerNumber,
@@ -33,7 +32,8 @@ from shardnet.wire.framing.schema import (
 
 MAX_STEP_ROWS: Final = 4096
 """Rows of one step that have logprobs: with all their top entries they decode to 100 MB at most."""
-Microseconds = Annotated[int, Meta(ge=0, le=10**15)]
+MAX_MICROSECONDS: Final = 10**15
+Microseconds = Annotated[int, Meta(ge=0, le=MAX_MICROSECONDS)]
 
 
 class StageTiming(Row, frozen=True, array_like=True):
@@ -106,9 +106,6 @@ class Extras(Strict, frozen=True, kw_only=True, omit_defaults=True):
     are on their way to the tail.
     """
 
-    timings: Annotated[list[StageTiming], Meta(max_length=MAX_STAGES)] = msgspec.field(
-        default_factory=list
-    )
     logprobs: Annotated[list[RowLogprobs], Meta(max_length=MAX_STEP_ROWS)] = msgspec.field(
         default_factory=list
     )

@@ -17,6 +17,7 @@ from shardnet.types import MAX_LOGPROBS, LiveState
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
     U32,
+    Explanation,
     Figure,
     Logprob,
     Moment,
@@ -103,7 +104,8 @@ class StateChanged(Tagged, frozen=True, kw_only=True):
     """Tells how a Generate stands that has not ended. `ahead` requests go before it in the queue.
 
     The first `n_kept` positions of its prompt were there already when it began to run.
-    `prompt_tail` is the text of the prompt's last tokens, special ones too.
+    `prompt_tail` is the text of the prompt's last tokens, special ones too. While its ring
+    recovers, `why` says what happened, and `expected_s` how long that may take, 0 if not known.
     """
 
     request: RequestId
@@ -111,6 +113,8 @@ class StateChanged(Tagged, frozen=True, kw_only=True):
     ahead: U32 = 0
     n_kept: Positions = 0
     prompt_tail: Annotated[str, Meta(max_length=MAX_PROMPT_TAIL)] = ""
+    why: Explanation = ""
+    expected_s: Seconds = 0.0
 
 
 class Cancel(Tagged, frozen=True, kw_only=True):

@@ -51,7 +51,8 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
 
     `isa` is the instruction set of the compiled kernels on its CPU, `none` where they were not
     built, `off` where they are switched off, "" where it has no use for them. `arithmetic` stands
-    for how it computes: nodes of equal ones give equal bits. It has run for `uptime_s`.
+    for how it computes: nodes of equal ones give equal bits. It has run for `uptime_s`. A node that
+    `is_draining` takes no more stages, and ends when it is empty.
     """
 
     node: Name
@@ -69,6 +70,7 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     isa: Name = ""
     arithmetic: Name = ""
     uptime_s: Seconds = 0.0
+    is_draining: bool = False
 
 
 class Status(Tagged, frozen=True, kw_only=True):

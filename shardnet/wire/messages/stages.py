@@ -16,6 +16,7 @@ from shardnet.wire.framing.schema import (
     MAX_STAGES,
     U32,
     U64,
+    Address,
     Addresses,
     ArithName,
     BlockKeys,
@@ -34,6 +35,7 @@ from shardnet.wire.framing.schema import (
     Quant,
     Rank,
     RequestId,
+    Row,
     Seconds,
     Tagged,
     Threads,
@@ -47,8 +49,10 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     A node that lacks weights fetches them from `sources`, and holds their digests against the
     first. `quant` is what the weights of products are rounded to, `kv_dtype` how the KV cache holds
     keys and values. `streamed_layers` of the layers stay on disk. The node refuses a model whose
-    config has keys that it does not know, unless `ignore_unknown_config`. Activations are sent in
-    `wire_dtype`, and received in `received_dtype`, "" for the same.
+    config has keys that it does not know, unless `ignore_unknown_config`. With `beside` the stage
+    is loaded for a ring to come while the ring that the node is in goes on: the same order without
+    it takes the stage into use. Activations are sent in `wire_dtype`, and received in
+    `received_dtype`, "" for the same.
     """
 
     request: RequestId
@@ -69,6 +73,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     kv_dtype: KvDTypeName = "auto"
     streamed_layers: LayerNumber = 0
     ignore_unknown_config: bool = False
+    beside: bool = False
     received_dtype: Name = ""
     arith: ArithName = "fast"
 
@@ -125,6 +130,23 @@ class UnloadStage(Tagged, frozen=True, kw_only=True):
     ring: Name
 
 
+class Drain(Tagged, frozen=True, kw_only=True):
+    """Tell a node to give its layers to others, and to end when it is empty.
+
+    After `deadline_s` seconds it ends in any case.
+    """
+
+    request: RequestId
+    deadline_s: Seconds
+
+
+class LeaveRing(Tagged, frozen=True, kw_only=True):
+    """Ask the head of a ring to do without the sender, which is draining."""
+
+    request: RequestId
+    ring: Name
+
+
 class FindPrefix(Tagged, frozen=True, kw_only=True):
     """Ask a stage which of a prompt's first blocks it has on disk."""
 
@@ -166,3 +188,38 @@ class PrefixRestored(Tagged, frozen=True, kw_only=True):
 
     request: RequestId
     is_whole: bool
+
+
+class KvSource(Row, frozen=True, array_like=True):
+    """The node at `address` has `layers` in the ring that goes on."""
+
+    layers: Layers
+    address: Address
+
+
+class MoveKv(Tagged, frozen=True, kw_only=True):
+    """Tell a node to bring the first positions of a sequence to its stage for ring `to`.
+
+    They are in `slot` of the stages of `ring` and `epoch`, which `sources` are. `token_ids` are
+    those of the positions, u32 little-endian. While the ring goes on this may be said again with
+    more of them; the last time, with `is_last`, no step is in flight. Without any token ids what
+    has come is dropped.
+    """
+
+    request: RequestId
+    ring: Name
+    epoch: U32
+    to: Name
+    sequence_id: U64
+    slot: U32
+    token_ids: Annotated[bytes, Meta(max_length=4 * BLOCK_POSITIONS * MAX_STORED_BLOCKS)]
+    sources: Annotated[list[KvSource], Meta(max_length=MAX_STAGES)]
+    is_last: bool = False
+
+
+class KvMoved(Tagged, frozen=True, kw_only=True):
+    """Answers MoveKv: whether all of it is there. `n_bytes` came over links for it."""
+
+    request: RequestId
+    is_whole: bool
+    n_bytes: Count

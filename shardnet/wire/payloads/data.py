@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
-from shardnet.wire.framing.schema import U32_MAX
+from shardnet.wire.framing.schema import MAX_STAGES, U32_MAX
+from shardnet.wire.messages.extras import MAX_MICROSECONDS, StageTiming
 
 _HEAD: Final = struct.Struct("<HBBII")
-"""n_groups, dtype code, reserved 0, n_rows, width."""
+"""n_groups, dtype code, n_timings, n_rows, width."""
 _GROUP: Final = struct.Struct("<QIIII")
 """sequence id, slot, position, n_rows, n_sampled."""
+_ONE_ROW: Final = struct.Struct("<HBBIIQIIIII")
+"""The meta of a step of one row, up to its timings: head, group and token id in one call."""
+_TIMING: Final = struct.Struct("<4Q")
+"""rank, and microseconds: computing, queued, when it arrived."""
 TOKEN_BYTES: Final = 4
 """What the tail sends the head for each sampled row."""
 
@@ -33,17 +39,18 @@ _CODE_OF_DTYPE: Final = {
 _DTYPE_OF_CODE: Final = {code: dtype for dtype, code in _CODE_OF_DTYPE.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepData:
+class StepData(msgspec.Struct, frozen=True, kw_only=True):
     """What a DATA frame says: the micro-batch and its activations.
 
-    `payload` is `batch.n_rows` rows of `width` columns, laid out as `dtype` says.
+    `payload` is `batch.n_rows` rows of `width` columns, laid out as `dtype` says. `timings` are
+    those of the stages before.
     """
 
     batch: MicroBatch
     dtype: WireDType
     width: int
     payload: Buffer
+    timings: tuple[StageTiming, ...] = ()
 
 
 def data_frame(step: StepData) -> Frame:
@@ -52,17 +59,18 @@ def data_frame(step: StepData) -> Frame:
     Raises LocalProtocolError when the peer would refuse the frame.
     """
     batch = step.batch
-    n_rows, code = len(batch.token_ids), _CODE_OF_DTYPE[step.dtype]
-    try:
-        parts = [_HEAD.pack(len(batch.groups), code, 0, n_rows, step.width)]
-        for g in batch.groups:
-            parts.append(_GROUP.pack(g.sequence_id, g.slot, g.position, g.n_rows, g.n_sampled))
-        parts.append(_pack_tokens(batch.token_ids))
-    except struct.error as error:
-        raise LocalProtocolError(f"step {batch.step}: a number does not fit: {error}") from error
+    code, n_timings = _CODE_OF_DTYPE[step.dtype], len(step.timings)
     fault = _fault(batch, step.dtype, step.width, memoryview(step.payload).nbytes)
     if fault is not None:
         raise LocalProtocolError(f"step {batch.step}: {fault}")
+    try:
+        parts = [_HEAD.pack(len(batch.groups), code, n_timings, len(batch.token_ids), step.width)]
+        for g in batch.groups:
+            parts.append(_GROUP.pack(g.sequence_id, g.slot, g.position, g.n_rows, g.n_sampled))
+        parts.append(_pack_tokens(batch.token_ids))
+        parts += map(_pack_timing, step.timings)
+    except struct.error as error:
+        raise LocalProtocolError(f"step {batch.step}: a number does not fit: {error}") from error
     return Frame(
         kind=FrameKind.DATA,
         epoch=batch.epoch,
@@ -78,31 +86,49 @@ def read_data(frame: Frame) -> StepData:
     Raises RemoteProtocolError when a length, count, dtype, slot or position is not allowed, or
     when rows x width x dtype is not the payload's length.
     """
+    one = _read_one_row(frame)
+    if one is not None:
+        return one
     try:
-        batch, dtype, width = _read_meta(frame)
+        step = _read_meta(frame)
     except _MalformedMeta as error:
         raise RemoteProtocolError(f"the DATA frame of step {frame.step}: {error}") from None
-    fault = _fault(batch, dtype, width, len(frame.payload))
+    fault = _fault(step.batch, step.dtype, step.width, len(frame.payload))
     if fault is not None:
         raise RemoteProtocolError(f"the DATA frame of step {frame.step}: {fault}")
-    return StepData(
-        batch=batch,
-        dtype=dtype,
-        width=width,
-        payload=frame.payload,
-    )
+    return step
 
 
-def tokens_frame(token_ids: Sequence[int], *, epoch: int, step: int) -> Frame:
+def tokens_frame(
+    token_ids: Sequence[int],
+    *,
+    epoch: int,
+    step: int,
+    timings: Sequence[StageTiming] = (),
+) -> Frame:
     """Make the TOKENS frame that answers a step: one id per sampled row, possibly none.
 
-    Raises LocalProtocolError when an id does not fit 32 bits.
+    `timings` are those of all stages. Raises LocalProtocolError when a number does not fit.
     """
     try:
         payload = _pack_tokens(token_ids)
+        meta = b"".join(map(_pack_timing, timings))
     except struct.error as error:
-        raise LocalProtocolError(f"step {step}: a token id does not fit: {error}") from error
-    return Frame(kind=FrameKind.TOKENS, epoch=epoch, step=step, payload=payload)
+        raise LocalProtocolError(f"step {step}: a number does not fit: {error}") from error
+    return Frame(kind=FrameKind.TOKENS, epoch=epoch, step=step, meta=meta, payload=payload)
+
+
+def read_answer_timings(frame: Frame) -> tuple[StageTiming, ...]:
+    """Read the stages' timings that came with a TOKENS frame. Raises RemoteProtocolError."""
+    if len(frame.meta) % _TIMING.size:
+        raise RemoteProtocolError(
+            f"the TOKENS frame of step {frame.step} has {len(frame.meta)} bytes of meta; a timing "
+            f"has {_TIMING.size}"
+        )
+    try:
+        return _timings(frame.meta)
+    except _MalformedMeta as error:
+        raise RemoteProtocolError(f"the TOKENS frame of step {frame.step}: {error}") from None
 
 
 def read_tokens(frame: Frame, *, n_sampled: int) -> tuple[int, ...]:
@@ -123,18 +149,55 @@ class _MalformedMeta(Exception):
     """The meta cannot be taken apart; the text says why."""
 
 
-def _read_meta(frame: Frame) -> tuple[MicroBatch, WireDType, int]:
+def _read_one_row(frame: Frame) -> StepData | None:
+    """Read a decode step of one sequence, as most are; None for all that is not a right one."""
+    meta = frame.meta
+    if len(meta) < _ONE_ROW.size:
+        return None
+    fields = _ONE_ROW.unpack_from(meta)
+    n_groups, code, n_timings, n_rows, width = fields[:5]
+    sequence_id, slot, position, rows, n_sampled, token = fields[5:]
+    dtype = _DTYPE_OF_CODE.get(code)
+    if not n_groups == n_rows == rows == 1 or n_sampled > 1 or dtype is None or not width:
+        return None
+    if len(meta) != _ONE_ROW.size + n_timings * _TIMING.size or position == U32_MAX:
+        return None
+    if len(frame.payload) != dtype.row_bytes(width):
+        return None
+    group = RowGroup(
+        sequence_id=SequenceId(sequence_id),
+        slot=SlotId(slot),
+        position=position,
+        n_rows=1,
+        n_sampled=n_sampled,
+    )
+    try:
+        timings = _timings(memoryview(meta)[_ONE_ROW.size :])
+    except _MalformedMeta:
+        return None
+    return StepData(
+        batch=MicroBatch(
+            epoch=Epoch(frame.epoch), step=StepId(frame.step), groups=(group,), token_ids=(token,)
+        ),
+        dtype=dtype,
+        width=width,
+        payload=frame.payload,
+        timings=timings,
+    )
+
+
+def _read_meta(frame: Frame) -> StepData:
     meta = memoryview(frame.meta)
     if len(meta) < _HEAD.size:
         raise _MalformedMeta(f"its meta has {len(meta)} bytes, the head alone has {_HEAD.size}")
-    n_groups, code, reserved, n_rows, width = _HEAD.unpack_from(meta)
-    expected = _HEAD.size + n_groups * _GROUP.size + n_rows * TOKEN_BYTES
+    n_groups, code, n_timings, n_rows, width = _HEAD.unpack_from(meta)
+    timings_start = _HEAD.size + n_groups * _GROUP.size + n_rows * TOKEN_BYTES
+    expected = timings_start + n_timings * _TIMING.size
     if len(meta) != expected:
         raise _MalformedMeta(
-            f"its meta has {len(meta)} bytes; {n_groups} groups and {n_rows} rows need {expected}"
+            f"its meta has {len(meta)} bytes; {n_groups} groups, {n_rows} rows and {n_timings} "
+            f"timings need {expected}"
         )
-    if reserved:
-        raise _MalformedMeta(f"its reserved byte is {reserved}, not 0")
     if code not in _DTYPE_OF_CODE:
         raise _MalformedMeta(f"dtype code {code} is not one of {sorted(_DTYPE_OF_CODE)}")
     tokens_start = _HEAD.size + n_groups * _GROUP.size
@@ -158,7 +221,28 @@ def _read_meta(frame: Frame) -> tuple[MicroBatch, WireDType, int]:
     )
     if batch.n_rows != n_rows:
         raise _MalformedMeta(f"its groups do not add up to {n_rows} rows")
-    return batch, _DTYPE_OF_CODE[code], width
+    return StepData(
+        batch=batch,
+        dtype=_DTYPE_OF_CODE[code],
+        width=width,
+        payload=frame.payload,
+        timings=_timings(meta[timings_start:]),
+    )
+
+
+def _timings(data: Buffer) -> tuple[StageTiming, ...]:
+    """Read whole timings. Raises _MalformedMeta for a rank or a time out of range."""
+    timings = tuple(StageTiming(*fields) for fields in _TIMING.iter_unpack(data))
+    for each in timings:
+        if each.rank >= MAX_STAGES:
+            raise _MalformedMeta(f"it has a timing of rank {each.rank}")
+        if max(each.compute_us, each.queue_us, each.arrived_us) > MAX_MICROSECONDS:
+            raise _MalformedMeta(f"the timing of rank {each.rank} is out of range")
+    return timings
+
+
+def _pack_timing(timing: StageTiming) -> bytes:
+    return _TIMING.pack(timing.rank, timing.compute_us, timing.queue_us, timing.arrived_us)
 
 
 def _fault(batch: MicroBatch, dtype: WireDType, width: int, payload_bytes: int) -> str | None:

@@ -25,7 +25,7 @@ def test_a_client_that_falls_silent_is_told_and_logged() -> None:
     lines: list[str] = []
 
     async def scenario(harness: Harness) -> None:
-        peer, link = await harness.raw_up(replace(OPTIONS, silence_s=0.1), Purpose.CONTROL)
+        peer, link = await harness.raw_up(replace(OPTIONS, client_silence_s=0.1), Purpose.CONTROL)
         async with asyncio.TaskGroup() as tasks:
             dispatcher = Dispatcher(
                 own_hello=lambda purpose: hello("b", purpose),

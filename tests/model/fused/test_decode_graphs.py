@@ -20,7 +20,7 @@ from shardnet.model.config.limits import GRAPH_BUCKETS
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import FAMILIES
 from shardnet.model.fused.decode_graphs import GRAPHS_VARIABLE, find_capture
-from shardnet.model.kernels import panel_linear
+from shardnet.model.kernels import linear, panel_linear
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS, Kernel, KernelChoice, probe
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import Run
@@ -54,8 +54,10 @@ N_SLOTS = 6
 
 
 def choice_of(quantization: Quantization | None = None) -> KernelChoice:
-    """A batch-invariant kernel, so that padding changes no bits."""
-    choice = probe(CPU, DType.FLOAT32, None, quantization)
+    """A batch-invariant kernel of torch, which is what graphs are made of."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "native_kernels", lambda: None)
+        choice = probe(CPU, DType.FLOAT32, None, quantization)
     if choice.exact_rows < MAX_EXACT_ROWS:
         pytest.skip("no kernel here is batch-invariant")
     return choice

@@ -146,7 +146,7 @@ def test_numbers_stand_for_the_same_on_both_sides() -> None:
     assert constant("MAX_HEAD") == MAX_HEAD
     assert constant("PANEL") == panel_form.PANEL
     assert constant("UNIT") == panel_form.UNIT
-    names = {"BFLOAT16": "BF16", "FLOAT16": "F16"}
+    names = {"BFLOAT16": "BF16", "FLOAT16": "F16", "FLOAT32": "F32"}
     for code in panel_form.Code:
         assert code == constant(names.get(code.name, code.name))
     for scale in panel_form.Scale:

@@ -126,9 +126,9 @@ class TestProbe:
             raise RuntimeError("mkldnn_reorder_linear_weight: not on this CPU")
 
         monkeypatch.setattr(torch.ops.mkldnn._reorder_linear_weight, "default", refuse)
+        monkeypatch.setattr(linear_module, "native_kernels", lambda: None)
         choice = probe(CPU, DType.BFLOAT16, None)
         assert (choice.dtype, choice.kernel) == (DType.FLOAT32, Kernel.PLAIN)
-        monkeypatch.setattr(linear_module, "native_kernels", lambda: None)
         assert probe(CPU, DType.BFLOAT16, DType.BFLOAT16) == choice
 
     def test_wrong_numbers_are_not_taken_for_a_kernel(
@@ -139,7 +139,15 @@ class TestProbe:
             "default",
             lambda rows, weight, *rest: torch.zeros(rows.shape[0], weight.shape[0]),
         )
+        monkeypatch.setattr(linear_module, "native_kernels", lambda: None)
         assert probe(CPU, DType.FLOAT32, None).kernel is Kernel.PLAIN
+
+    @pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
+    def test_float32_is_the_librarys_whatever_is_stored(self) -> None:
+        for stored in (None, DType.FLOAT32, DType.FLOAT16):
+            choice = probe(CPU, DType.FLOAT32, stored)
+            assert choice.kernel is Kernel.NATIVE
+            assert choice.stored_dtype is (stored or DType.FLOAT32)
 
     def test_what_it_promises_holds_for_other_shapes(self) -> None:
         for dtype in (DType.FLOAT32, DType.BFLOAT16):

@@ -24,7 +24,7 @@ from shardnet.model.config.panel_form import (
 from shardnet.model.kernels import panel_linear
 from shardnet.model.kernels import panels as panels_module
 from shardnet.model.kernels.codes import Codes
-from shardnet.model.kernels.half_linear import pack_halves
+from shardnet.model.kernels.float_linear import pack_floats
 from shardnet.model.kernels.library import NativeKernels, find_kernels, native_kernels
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import (
@@ -174,7 +174,7 @@ def test_parts_of_several_forms_make_one_linear(name: str, n_rows: int) -> None:
         if form.bits == 16:
             dtype = torch.bfloat16 if form is BFLOAT16 else torch.float16
             weight = numbers(n_out, 512, seed=n_out).to(dtype)
-            parts.append(pack_halves([weight], kernels_named(name)))
+            parts.append(pack_floats([weight], kernels_named(name)))
         else:
             parts.append(random_panels(form, n_out, 512))
     order = torch.randperm(512, generator=torch.Generator().manual_seed(5)).int()
@@ -266,7 +266,7 @@ def test_rows_of_halves_are_looked_up(dtype: torch.dtype) -> None:
     weight = numbers(40, 33).to(dtype)
     native = native_kernels()
     assert native is not None
-    panels = pack_halves([weight], native)
+    panels = pack_floats([weight], native)
     assert torch.equal(unpack(panels, dtype), weight)
     assert torch.equal(look_up(panels, torch.tensor([39, 3]), dtype), weight[[39, 3]])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -88,6 +88,9 @@ class Stage:
         self.at_drain: asyncio.Queue[None] = asyncio.Queue()
         self.failure: Exception | None = None
         self.steps_done: list[int] = []
+        self.task: asyncio.Task[None]
+        self.sends_now = False
+        self.sent_by: list[str] = []
         self.worker = StageWorker(
             rank=0,
             compute=self.compute,
@@ -101,6 +104,20 @@ class Stage:
         arrived = await self.inputs.get()
         self.received.put_nowait(None)
         return arrived
+
+    def offer(self, has_room: Callable[[], bool], take: Callable[[StageInput], None]) -> None:
+        self.has_room_now, self.take = has_room, take
+
+    @property
+    def is_full(self) -> bool:
+        return not self.has_room.is_set()
+
+    def send_now(self, output: StageOutput) -> bool:
+        if not self.sends_now:
+            return False
+        self.sent_by.append(threading.current_thread().name)
+        self.send(output)
+        return True
 
     def send(self, output: StageOutput) -> None:
         if self.failure is not None:
@@ -123,7 +140,7 @@ async def running() -> AsyncIterator[Stage]:
     """A stage, its worker as a task; the way it ends is not looked at."""
     stage = Stage()
     async with asyncio.timeout(DEADLINE_S):
-        task = asyncio.create_task(stage.worker.run())
+        task = stage.task = asyncio.create_task(stage.worker.run())
         try:
             yield stage
         finally:
@@ -185,6 +202,34 @@ def test_two_inputs_are_handed_to_the_thread_and_no_more() -> None:
                 await stage.at_drain.get()
             await stage.idle()
             assert stage.sent == [1, 2, 3, 4, 5]
+
+    asyncio.run(main())
+
+
+def test_results_leave_by_the_compute_thread_unless_others_wait_for_the_loop() -> None:
+    """In order, whichever way they go; what is offered while the worker waits is taken at once."""
+
+    async def main() -> None:
+        async with running() as stage:
+            stage.compute.may_compute.clear()
+            for step in (1, 2):
+                stage.inputs.put_nowait(arrived(step))
+                await stage.at_drain.get()
+            assert not stage.has_room_now()
+            stage.compute.may_compute.set()
+            await stage.executor.run(lambda: None)
+            stage.sends_now = True  # the loop has not passed on the first two yet: it has not run
+            assert stage.sent == []
+            await stage.idle()
+            assert stage.has_room_now()
+            stage.take(arrived(3))
+            await stage.executor.run(lambda: None)
+            assert stage.sent == stage.steps_done == [1, 2, 3]
+            assert stage.sent_by == ["stage_0"]
+            stage.failure = LinkClosedError("gone")
+            stage.take(arrived(4))
+            with pytest.raises(ExceptionGroup):
+                await stage.task
 
     asyncio.run(main())
 
@@ -261,8 +306,18 @@ def test_steps_that_wait_are_computed_together_in_order() -> None:
         taken: asyncio.Queue[None] = asyncio.Queue()
 
         class Ends:
+            is_full = False
+
             async def receive(self) -> StageInput:
                 return await inputs.get()
+
+            def offer(
+                self, has_room: Callable[[], bool], take: Callable[[StageInput], None]
+            ) -> None:
+                """Nothing comes while `receive` waits."""
+
+            def send_now(self, output: StageOutput) -> bool:
+                return False
 
             def send(self, output: StageOutput) -> None:
                 outputs.append(output)

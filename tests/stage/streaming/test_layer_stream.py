@@ -25,7 +25,7 @@ from shardnet.errors import CapacityError, CheckpointError, ShardnetError, Usage
 from shardnet.model.config.panel_form import BFLOAT16
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import FAMILIES
-from shardnet.model.kernels.half_linear import PanelPacking, half_linear
+from shardnet.model.kernels.float_linear import PanelPacking, float_linear
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.kernels.panel_linear import PanelLinear
@@ -319,7 +319,7 @@ def test_what_is_packed_on_its_way_is_what_is_packed_at_once(
     assert begin + packed.numel() <= end
     assert torch.equal(
         PanelLinear([Panels(packed=packed, form=BFLOAT16, shape=shape)], None, native)(rows),
-        half_linear(weights, None, native)(rows),
+        float_linear(weights, None, native)(rows),
     )
     first = weights[0].view(torch.uint8).flatten()
     for plain in (0, end):

@@ -23,6 +23,7 @@ from support.cluster.small_node import small_settings
 from support.hostile.extremes import extremes, plain
 from support.protocol.protocol_examples import EXAMPLES
 from support.strategies.wire_strategies import hello
+from xxhash import xxh3_64_intdigest
 
 from shardnet.cluster.node.node import Node, listening
 from shardnet.cluster.peers.control_link import ControlLink
@@ -30,7 +31,15 @@ from shardnet.errors import RemoteProtocolError, ShardnetError
 from shardnet.transport.address import split_address
 from shardnet.transport.identity import Identity, make_identity
 from shardnet.wire.connection.connection import FrameReceived, LinkConnection, LinkFailed, LinkState
-from shardnet.wire.framing.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.framing.frames import (
+    CHECKSUMS,
+    HEADER,
+    PREAMBLE,
+    Frame,
+    FrameKind,
+    Limits,
+    pack_frame,
+)
 from shardnet.wire.messages.bulk import BulkMessage, Piece, bulk_frame, read_bulk
 from shardnet.wire.messages.control import ControlMessage, Done, read_control
 from shardnet.wire.messages.extras import Extras, read_extras
@@ -187,6 +196,15 @@ def mutated(frame: Frame, rng: random.Random) -> bytes:
     header = HEADER.pack(0x4E53, kind, 0, len(meta), len(payload), epoch, step)
     whole = header + meta + payload
     return _noise(whole, rng) if rng.random() < 0.2 else whole
+
+
+def sealed(data: bytes) -> bytes:
+    """Put the right checksums into the bytes of a frame, as on a link without TLS."""
+    header, rest = data[: HEADER.size], data[HEADER.size :]
+    if len(header) < HEADER.size or header[2] == FrameKind.HELLO:
+        return data
+    halves = (xxh3_64_intdigest(part) & 0xFFFFFFFF for part in (header, rest))
+    return header + CHECKSUMS.pack(*halves) + rest
 
 
 def _noise(data: bytes, rng: random.Random) -> bytes:
@@ -424,7 +442,7 @@ async def _attack(
     try:
         writer.write(PREAMBLE + b"".join(pack_frame(hello_frame(own), Limits())))
         await asyncio.wait_for(reader.read(1), ANSWER_S)  # its preamble
-        writer.write(b"".join(said))
+        writer.write(b"".join(said if identity is not None else map(sealed, said)))
         async with asyncio.timeout(0.05):
             while part := await reader.read(1 << 16):
                 answer += part

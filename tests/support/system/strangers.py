@@ -14,7 +14,7 @@ from support.system.nodes import NodeProcess
 from shardnet.wire.framing.frames import PREAMBLE, Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, hello_frame
 
-OTHER_VERSION = PREAMBLE[:-2] + b"\x02\x00"
+OTHER_VERSION = PREAMBLE[:-2] + b"\x01\x00"
 
 
 def hello(**fields: Any) -> bytes:
@@ -55,7 +55,7 @@ def connected(node: NodeProcess, said: bytes) -> Iterator[socket.socket]:
 def beating(connection: socket.socket) -> Iterator[None]:
     """Send heartbeats on a connection, so that its node does not give it up."""
     ended = Event()
-    beat = b"".join(pack_frame(Frame(kind=FrameKind.HEARTBEAT), Limits()))
+    beat = b"".join(pack_frame(Frame(kind=FrameKind.HEARTBEAT), Limits(), checked=True))
 
     def send() -> None:
         while not ended.wait(BEAT_S):

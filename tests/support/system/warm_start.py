@@ -63,7 +63,8 @@ def server() -> Iterator[None]:
 class WarmProcess:
     """`python -m shardnet_cli` as a copy; has what tests use of subprocess.Popen.
 
-    It has the network of this process, or that of the `namespace` of this name.
+    It has the network of this process, or that of the `namespace` of this name. Another `module`
+    than `shardnet_cli` is one that becomes it.
     """
 
     stdin = None
@@ -74,15 +75,16 @@ class WarmProcess:
         environment: Mapping[str, str],
         cwd: Path,
         namespace: str = "",
+        module: str = "shardnet_cli",
     ) -> None:
-        self.args = ["shardnet_cli", *arguments]
+        self.args = [module, *arguments]
         context = multiprocessing.get_context("forkserver")
         stdout, its_stdout = context.Pipe(duplex=False)
         stderr, its_stderr = context.Pipe(duplex=False)
         with stdout, stderr, its_stdout, its_stderr:
             self._process = context.Process(
                 target=_run,
-                args=(arguments, environment, cwd, namespace, its_stdout, its_stderr),
+                args=(self.args, environment, cwd, namespace, its_stdout, its_stderr),
                 daemon=True,
             )
             self._process.start()
@@ -118,7 +120,7 @@ class WarmProcess:
 
 
 def _run(
-    arguments: Sequence[str],
+    command: Sequence[str],
     environment: Mapping[str, str],
     cwd: Path,
     namespace: str,
@@ -136,9 +138,9 @@ def _run(
         os.dup2(pipe.fileno(), descriptor)
         pipe.close()
     warnings.simplefilter("error", ResourceWarning)
-    sys.argv = ["shardnet_cli", *arguments]
+    sys.argv = [*command]
     try:
-        runpy.run_module("shardnet_cli", run_name="__main__", alter_sys=True)
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
     finally:
         gc.collect()  # what is dropped while it still has something to say would say so now
         atexit._run_exitfuncs()

@@ -10,6 +10,7 @@ import { Strip } from "./strip.js";
 
 const STATES = {
   up: ["up", "good"],
+  draining: ["draining", "warn"],
   silent: ["silent", "warn"],
   lost: ["lost", "bad"],
   refused: ["refused", "warn"],

@@ -17,6 +17,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "floats.h"
 #include "linear.h"
 #include "tiles.h"
 #include "tiles_portable.h"
@@ -152,6 +153,7 @@ static void store(const struct linear *p, int64_t row, int64_t panel, const floa
 /* Whether a part uses the rows as they were prepared for the part before it. */
 INLINE int shares_rows(const struct linear *before, const struct linear *p) {
     if (!before || before->order != p->order || is_float(&before->form) != is_float(&p->form)) return 0;
+    if ((before->form.bits == 32) != (p->form.bits == 32)) return 0;
     if (before->pairs != p->pairs || padded_inputs(before) != padded_inputs(p)) return 0;
     if (is_float(&p->form)) return 1;
     if (before->form.token_group != p->form.token_group || has_levels(&before->form) != has_levels(&p->form)) return 0;
@@ -163,7 +165,9 @@ static void prepare_rows(const void *argument, int64_t begin, int64_t end) {
     for (const struct linear *p = argument; p; before = p, p = p->next) {
         if (shares_rows(before, p)) continue;
         for (int64_t row = begin; row < end; row++)
-            if (is_float(&p->form))
+            if (p->form.bits == 32)
+                shardnet_lay_out_floats(p, row);
+            else if (is_float(&p->form))
                 lay_out_row(p, row);
             else
                 quantize_row(p, row);
@@ -172,8 +176,25 @@ static void prepare_rows(const void *argument, int64_t begin, int64_t end) {
 
 INLINE int64_t panels_of(const struct linear *p) { return (p->n_out + PANEL - 1) / PANEL; }
 
+static void multiply_floats(const struct linear *p, int64_t begin, int64_t end) {
+    float sums[FLOAT_PANELS][FLOAT_ROWS][PANEL];
+    const int most = p->n_rows <= MAX_TILE ? 1 : FLOAT_PANELS; /* few rows: weights are read in the order they lie in */
+    for (int64_t panel = begin; panel < end; panel += most)
+        for (int64_t row = 0; row < p->n_rows; row += FLOAT_ROWS) {
+            const int n_panels = (int)(end - panel < most ? end - panel : most);
+            const int n_rows = (int)(p->n_rows - row < FLOAT_ROWS ? p->n_rows - row : FLOAT_ROWS);
+            shardnet_sum_floats(p, panel, n_panels, row, n_rows, sums);
+            for (int i = 0; i < n_panels; i++)
+                for (int r = 0; r < n_rows; r++) store(p, row + r, panel + i, sums[i][r]);
+        }
+}
+
 /* Computes the panels [begin, end) of one part. */
 static void multiply_part(const struct linear *p, int64_t begin, int64_t end) {
+    if (p->form.bits == 32) {
+        multiply_floats(p, begin, end);
+        return;
+    }
     const struct tiles tiles = tiles_for(p);
     const int64_t panel_bytes = bytes_of_panel(p);
     float sums[2][MAX_TILE][PANEL];
@@ -295,7 +316,7 @@ int32_t shardnet_has_bf16_tiles(void) {
 }
 
 /* Its name is the version of the structs: kernels/library.py looks for its own. */
-void shardnet_version_13(void) {}
+void shardnet_version_14(void) {}
 
 /* Gives a part its share of the scratch memory at `from`, and returns what is left. */
 static int8_t *place(struct linear *p, const struct linear *before, int8_t *from) {
@@ -335,7 +356,8 @@ void shardnet_linear(struct linear *first) {
     }
     /* Pieces of about 128 KiB of weights, and of whole pairs of panels: small enough to share out evenly, large enough
      * to pay. */
-    const int64_t pairs = 65536 / (bytes ? bytes : 1);
+    int64_t pairs = 65536 / (bytes ? bytes : 1);
+    if (first->form.bits == 32 && 2 * pairs < FLOAT_PANELS && first->n_rows > MAX_TILE) pairs = FLOAT_PANELS / 2;
     shardnet_parallel_for(&first->team, prepare_rows, first, first->n_rows, 16);
     shardnet_parallel_for(&first->team, multiply_panels, first, n_panels, 2 * (pairs > 0 ? pairs : 1));
 }

@@ -35,7 +35,7 @@ void shardnet_parallel_for(const struct team *team, work_function work, const vo
                            int64_t piece);
 
 /* What weights are: config/panel_form.py says what the fields and numbers mean. */
-enum code { LINEAR = 0, BOOK = 1, E4M3 = 2, E5M2 = 3, FLOAT_BOOK = 4, BF16 = 5, F16 = 6 };
+enum code { LINEAR = 0, BOOK = 1, E4M3 = 2, E5M2 = 3, FLOAT_BOOK = 4, BF16 = 5, F16 = 6, F32 = 7 };
 enum scale {
     SCALE_FLOAT16 = 0,
     SCALE_BFLOAT16 = 1,
@@ -49,7 +49,7 @@ enum scale {
 enum minimum { NO_MINIMUM = 0, STORED = 1, ZERO_POINT = 2 };
 
 struct form {
-    int32_t bits;  /* 16: bfloat16 or float16, without groups */
+    int32_t bits;  /* 16: bfloat16 or float16, 32: float32; both without groups */
     int32_t code, scale, minimum;
     int32_t offset;
     int32_t group, block; /* inputs */

@@ -1,4 +1,4 @@
-"""Products with bfloat16 weights by the compiled library, against torch in float64."""
+"""Linears with weights that stay floats, by the compiled library, against torch in float64."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from support.rings.stage_chain import CPU, StageChain, random_prompt
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.model.config.panel_form import BFLOAT16, GGUF_FORMS, PanelForm
+from shardnet.model.config.panel_form import BFLOAT16, FLOAT32, GGUF_FORMS, PanelForm
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels import linear as linear_module
 from shardnet.model.kernels.codec import torch_dtype
-from shardnet.model.kernels.half_linear import half_linear
+from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import (
     Isa,
     NativeKernels,
@@ -29,7 +29,7 @@ from shardnet.model.kernels.library import (
 )
 from shardnet.model.kernels.linear import Kernel, KernelChoice, make_linear, probe
 from shardnet.model.kernels.packing import pack_natively
-from shardnet.model.kernels.panels import Panels
+from shardnet.model.kernels.panels import Panels, unpack
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.types import DType, LayerRange
 
@@ -50,19 +50,21 @@ def kernels_named(name: str) -> NativeKernels:
 
 @pytest.mark.parametrize("name", ["portable", "avx2", ""])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("n_rows", [1, 2, 3, 7, 8, 9, 32, 64])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_product_is_that_of_torch(
-    name: str, shape: tuple[int, int], n_rows: int, dtype: torch.dtype
+    name: str, shape: tuple[int, int], stored: torch.dtype, dtype: torch.dtype
 ) -> None:
-    weight, bias = numbers(*shape).bfloat16(), numbers(shape[0], seed=1)
-    rows = numbers(n_rows, shape[1], seed=2).to(dtype)
-    product = half_linear([weight], bias, kernels_named(name))(rows)
-    assert product.dtype is dtype
-    want = rows.double() @ weight.double().T + bias
-    spread = float(want.abs().max())
-    tolerance = 2e-6 if dtype is torch.float32 else 5e-3
-    torch.testing.assert_close(product.double(), want, rtol=0, atol=tolerance * spread)
+    weight, bias = numbers(*shape).to(stored), numbers(shape[0], seed=1)
+    linear = float_linear([weight], bias, kernels_named(name))
+    for n_rows in (1, 2, 3, 7, 8, 9, 32, 64):
+        rows = numbers(n_rows, shape[1], seed=2).to(dtype)
+        product = linear(rows)
+        assert product.dtype is dtype
+        want = rows.double() @ weight.double().T + bias
+        spread = float(want.abs().max())
+        tolerance = 2e-6 if dtype is torch.float32 else 5e-3
+        torch.testing.assert_close(product.double(), want, rtol=0, atol=tolerance * spread)
 
 
 @settings(max_examples=40, deadline=None)
@@ -71,23 +73,33 @@ def test_the_product_is_that_of_torch(
     n_in=st.integers(1, 200),
     n_rows=st.integers(1, 40),
     is_wide=st.booleans(),
+    stored=st.sampled_from([torch.bfloat16, torch.float32]),
 )
 def test_a_row_has_the_same_bits_in_any_batch(
-    n_out: int, n_in: int, n_rows: int, is_wide: bool
+    n_out: int, n_in: int, n_rows: int, is_wide: bool, stored: torch.dtype
 ) -> None:
     rows = numbers(n_rows, n_in).to(torch.float32 if is_wide else torch.bfloat16)
     for name in ("portable", "avx2", ""):
-        linear = half_linear([numbers(n_out, n_in).bfloat16()], None, kernels_named(name))
+        linear = float_linear([numbers(n_out, n_in).to(stored)], None, kernels_named(name))
         whole = linear(rows)
         assert torch.equal(torch.cat([linear(row[None]) for row in rows]), whole)
         assert torch.equal(linear(rows[n_rows // 2 :]), whole[n_rows // 2 :])
 
 
-def test_wide_rows_have_the_same_bits_by_any_instruction_set() -> None:
-    weight, rows = numbers(70, 130).bfloat16(), numbers(11, 130)
-    products = [half_linear([weight], None, kernels_named(n))(rows) for n in ("portable", "avx2")]
-    assert torch.equal(products[0], products[1])
-    assert torch.equal(half_linear([weight], None, kernels_named(""))(rows), products[0])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_wide_rows_have_the_same_bits_by_any_instruction_set_and_threads(
+    stored: torch.dtype,
+) -> None:
+    """Of float32 weights several blocks of inputs, of rows and of panels."""
+    weight, rows = numbers(150, 530).to(stored), numbers(110, 530)
+    want = float_linear([weight], None, kernels_named("portable"))(rows)
+    before = torch.get_num_threads()
+    try:
+        for place, name in enumerate(("avx2", "")):
+            torch.set_num_threads(1 + 2 * place)
+            assert torch.equal(float_linear([weight], None, kernels_named(name))(rows), want)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("n_outs", [(16, 32, 5), (17, 3), (40,)], ids=str)
@@ -97,10 +109,13 @@ def test_weights_packed_together_are_joined_and_keep_their_bits(
 ) -> None:
     """Rows of the unit matrix give back every weight; views and turned weights are packed, too."""
     assert NATIVE is not None
-    stored = [numbers(n_in, n_out + 1).bfloat16()[:, 1:].T for n_out in n_outs]
-    for weights in (stored, [weight.contiguous() for weight in stored]):
-        came = half_linear(weights, None, NATIVE)(torch.eye(n_in))
-        assert torch.equal(came.T, torch.cat(stored).float())
+    for dtype in (torch.bfloat16, torch.float32):
+        stored = [numbers(n_in, n_out + 1).to(dtype)[:, 1:].T for n_out in n_outs]
+        for weights in (stored, [weight.contiguous() for weight in stored]):
+            linear = float_linear(weights, None, NATIVE)
+            came = linear(torch.eye(n_in))
+            assert torch.equal(came.T, torch.cat(stored).float())
+            assert torch.equal(unpack(linear.parts[0], dtype), torch.cat(stored))
 
 
 @pytest.mark.parametrize(
@@ -115,12 +130,14 @@ def test_weights_packed_together_are_joined_and_keep_their_bits(
 )
 def test_rows_that_the_library_would_misread_are_refused(rows: Tensor) -> None:
     """It is told addresses, and would read beyond what is there."""
-    linear = half_linear([numbers(20, 30).bfloat16()], None, kernels_named(""))
+    linear = float_linear([numbers(20, 30).bfloat16()], None, kernels_named(""))
     with pytest.raises(ValueError, match="compiled library"):
         linear(rows)
 
 
-@pytest.mark.parametrize("form", [*GGUF_FORMS.values(), BFLOAT16], ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "form", [*GGUF_FORMS.values(), BFLOAT16, FLOAT32], ids=lambda form: form.name
+)
 def test_weights_that_the_library_would_misread_are_refused(form: PanelForm) -> None:
     kernels, shape = kernels_named(""), (20, 70)
     n_bytes = form.packed_bytes(*shape)
@@ -172,12 +189,15 @@ def test_the_library_finds_what_the_system_says_of_the_machine() -> None:
     assert kernels.has_tiles == ("amx_bf16" in found)
 
 
-def test_wider_weights_are_multiplied_by_torch() -> None:
+def test_weights_of_several_dtypes_are_joined_in_float32() -> None:
     choice = KernelChoice(dtype=DType.FLOAT32, kernel=Kernel.NATIVE, exact_rows=32, min_rows=1)
-    weight, rows = numbers(20, 30), numbers(3, 30)
-    assert torch.equal(make_linear(choice, [weight], [], CPU)(rows), rows @ weight.T)
-    with pytest.raises(ValueError, match=r"float32, not all bfloat16 or all float16"):
-        half_linear([weight], None, kernels_named(""))
+    weights, rows = [numbers(20, 30), numbers(9, 30).bfloat16()], numbers(3, 30)
+    linear = make_linear(choice, weights, [], CPU)
+    assert linear.is_native
+    want = rows @ torch.cat([weight.float() for weight in weights]).T
+    torch.testing.assert_close(linear(rows), want)
+    with pytest.raises(ValueError, match=r"bfloat16, torch.float32, not all of one float dtype"):
+        float_linear(weights, None, kernels_named(""))
 
 
 @pytest.mark.parametrize("stored", [DType.BFLOAT16, DType.FLOAT16])

@@ -1,0 +1,108 @@
+"""Empties this node: its layers and what sequences have in them go to other nodes.
+
+Knows what is left to do before a node can end without anybody missing it. Must not know how a ring
+is replaced.
+
+A node in another head's ring asks that head to do without it. A node that is a head itself cannot
+give its requests away, since their texts are made there: it takes no new ones, and ends with the
+last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.ring.stage_host import StageHost
+from shardnet.errors import ShardnetError
+from shardnet.types import NodeId
+from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.stages import Drain, LeaveRing, LoadProgress
+
+LOOK_S: Final = 0.05
+"""Interval of the looks at what is left."""
+REPORT_S: Final = 5.0
+"""How often whoever asked is told that it goes on."""
+
+
+class NodeDrain:
+    """Drains one node, once. `link_of` gives the control link to a head."""
+
+    def __init__(
+        self,
+        *,
+        head: Head,
+        host: StageHost,
+        link_of: Callable[[NodeId], ControlLink | None],
+        log: Callable[[str], None],
+    ) -> None:
+        self._head = head
+        self._host = host
+        self._link_of = link_of
+        self._log = log
+        self.is_over = asyncio.Event()
+        """Set when the node is to end: it is empty, or its time is over, and those who asked for
+        it know."""
+
+    def register(self, handlers: MessageHandlers) -> None:
+        """Register the order."""
+        handlers.register(Drain, self._drain_for)
+
+    async def _drain_for(self, control: ControlLink, message: Drain) -> None:
+        draining = asyncio.ensure_future(self.drain(message.deadline_s))
+        while not draining.done():
+            await asyncio.wait([draining], timeout=REPORT_S)
+            if not draining.done() and not control.link.closed:
+                control.send(LoadProgress(request=message.request, done_bytes=0, total_bytes=0))
+        if not control.link.closed:
+            control.send(Done(request=message.request))
+            await control.link.drain()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether requests would miss this node."""
+        return self._head.is_in_use or self._host.is_busy
+
+    async def drain(self, deadline_s: float) -> None:
+        """Take nothing more, and give away what is here; return when that is done.
+
+        After `deadline_s` seconds the node counts as done in any case.
+        """
+        if self._host.is_draining:
+            await self.is_over.wait()
+            return
+        self._host.is_draining = self._head.is_draining = True
+        self._log("draining: this node takes nothing more, and ends when it is empty")
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._leave_ring()
+                while True:
+                    if not self.is_needed:
+                        break
+                    await asyncio.sleep(LOOK_S)
+            self._log("drained: no request needs this node any more")
+        except TimeoutError:
+            self._log(f"the node ends before it is empty: {deadline_s:g} s are over")
+        finally:
+            self.is_over.set()
+
+    async def _leave_ring(self) -> None:
+        """Ask the head of the ring that this node is in, if it is another one, to do without it.
+
+        Where it cannot, the requests of that ring may end here.
+        """
+        membership = self._host.membership
+        if membership is None or membership.is_over or membership.owner == self._head.node:
+            return
+        control = self._link_of(NodeId(membership.owner))
+        if control is None:
+            return
+        message = LeaveRing(request=control.next_request(), ring=membership.ring)
+        try:
+            await control.ask(message, Done, on_progress=lambda report: None)
+        except ShardnetError as error:
+            self._log(f"the ring of {membership.model} cannot do without this node: {error}")

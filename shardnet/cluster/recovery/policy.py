@@ -1,0 +1,123 @@
+"""What to do when a ring is lost: try again, when, without whom; or give it up. Pure.
+
+Knows what attempts have come to so far. Must not know time, plans, links or how a ring is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from shardnet.errors import PlanError, ShardnetError
+from shardnet.types import NodeId
+
+DELAYS_S: Final = (0.0, 0.0, 0.1, 0.5, 1.0, 2.0, 4.0)
+"""How long to wait before each attempt to build another ring; there are no more attempts."""
+MOST_IN_VAIN: Final = 3
+"""Rings that may be lost one after the other before any request has made a token on them: what
+they have in common, a request or the model, is likely to end the next one too."""
+STUCK_S: Final = 120.0
+"""How long a node whose stage hung is left out; twice as long each time."""
+LONGEST_S: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """Build another ring in `after_s` seconds. `without` are the nodes to leave out, and why."""
+
+    after_s: float
+    without: Mapping[NodeId, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """End all requests with this error."""
+
+    error: ShardnetError
+
+
+Decision = Attempt | GiveUp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blame:
+    """What a node has to do with the end of a ring, or of an attempt to build one.
+
+    `is_stuck`: it answers, and its stage does not compute.
+    """
+
+    node: NodeId
+    error: ShardnetError
+    is_stuck: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Absence:
+    """A node whose stage hung: how often, and until when it is left out."""
+
+    n_times: int
+    until_s: float
+    why: str
+
+
+@dataclass(slots=True, kw_only=True)
+class RecoveryPolicy:
+    """Decides for one ring, and for those that replace it. All moments are of one clock, in s."""
+
+    _n_attempts: int = 0
+    _n_in_vain: int = 0
+    _stuck: dict[NodeId, _Absence] = field(default_factory=dict)
+    _refusing: dict[NodeId, str] = field(default_factory=dict)
+
+    def broke(self, now_s: float, error: ShardnetError, blamed: Collection[Blame]) -> Decision:
+        """Handle the loss of a ring that was built."""
+        self._n_in_vain += 1
+        self._n_attempts = 0
+        self._refusing.clear()
+        self._note(now_s, blamed)
+        if self._n_in_vain > MOST_IN_VAIN:
+            return GiveUp(
+                error=type(error)(
+                    f"{error.message} (and {MOST_IN_VAIN} rings before it were lost without a "
+                    "token)",
+                    remedy=error.remedy,
+                )
+            )
+        return self._next(now_s)
+
+    def failed(self, now_s: float, error: ShardnetError, blamed: Collection[Blame]) -> Decision:
+        """Handle an attempt that has failed. Nodes that refused are left out of the next one."""
+        self._note(now_s, blamed)
+        self._refusing |= {blame.node: blame.error.message for blame in blamed}
+        if isinstance(error, PlanError):
+            if not self._refusing:
+                return GiveUp(error=error)
+            self._refusing.clear()  # they may be free by then
+        if self._n_attempts >= len(DELAYS_S):
+            return GiveUp(error=error)
+        return self._next(now_s)
+
+    def went_on(self) -> None:
+        """Note that the requests of the lost ring have all made a token on another one."""
+        self._n_in_vain = 0
+
+    def left_out(self, now_s: float) -> dict[NodeId, str]:
+        """Return the nodes that are not to be used now, and why."""
+        stuck = {node: one.why for node, one in self._stuck.items() if now_s < one.until_s}
+        return {**stuck, **self._refusing}
+
+    def _next(self, now_s: float) -> Attempt:
+        after_s = DELAYS_S[self._n_attempts]
+        self._n_attempts += 1
+        return Attempt(after_s=after_s, without=self.left_out(now_s + after_s))
+
+    def _note(self, now_s: float, blamed: Collection[Blame]) -> None:
+        for blame in blamed:
+            if blame.is_stuck:
+                known = self._stuck.get(blame.node)
+                n_times = 1 if known is None else known.n_times + 1
+                left_out_s = min(LONGEST_S, STUCK_S * 2 ** (n_times - 1))
+                self._stuck[blame.node] = _Absence(
+                    n_times=n_times, until_s=now_s + left_out_s, why=blame.error.message
+                )

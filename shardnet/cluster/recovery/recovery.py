@@ -1,0 +1,180 @@
+"""Replace rings that are lost, while their requests wait.
+
+Knows the order: hold the requests, plan over the nodes that are left, build, go on; policy.py says
+when to try again, and when to give up. Must not know how plans are made, or rings are built.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any
+
+from shardnet.cluster.head.head import Head, Lead
+from shardnet.cluster.head.planning import Planner
+from shardnet.cluster.peers.supervision import supervised
+from shardnet.cluster.recovery.policy import Attempt, Blame, Decision, RecoveryPolicy
+from shardnet.cluster.recovery.records import MAX_RECORDS, RecoveryRecord
+from shardnet.cluster.ring.ring import Ring
+from shardnet.errors import PeerFailedError, ShardnetError, internal_error
+from shardnet.types import NodeId
+
+EXPECTED_S = 1.0
+"""How long a recovery is expected to take, beside loading."""
+
+
+class Recovery:
+    """Replaces the rings of `head`. Its work runs in `tasks`, a group that outlives it."""
+
+    def __init__(
+        self,
+        *,
+        head: Head,
+        planner: Planner,
+        tasks: asyncio.TaskGroup,
+        log: Callable[[str], None],
+    ) -> None:
+        self._head = head
+        self._planner = planner
+        self._tasks = tasks
+        self._log = log
+        self._running: set[asyncio.Task[bool]] = set()
+        self._lead: Lead | None = None
+        self._policy = RecoveryPolicy()
+        """That of `_lead`."""
+        self._is_closing = False
+        self.records: deque[RecoveryRecord] = deque(maxlen=MAX_RECORDS)
+        """The last recoveries, the latest at the end."""
+
+    def begin(self, lead: Lead) -> bool:
+        """Begin to replace the ring of `lead`, which broke; return whether that will be done.
+
+        A ring that nobody uses is not replaced: the next request has one built.
+        """
+        ring = lead.ring
+        if self._is_closing or not ring.is_in_use or ring.broken is None:
+            return False
+        error = ring.broken
+        lead.is_recovering = True
+        record = RecoveryRecord(
+            at_s=time.time(), why=error.message, n_requests=ring.engine.n_active
+        )
+        if self.records and not self.records[-1].is_over:
+            self.records[-1].interrupt(error.message)
+        self.records.append(record)
+        expected_s = EXPECTED_S + ring.built_s
+        record.notice_s = ring.engine.suspend(error.message, expected_s)
+        self._log(f"recovering: {error.message}; {record.n_requests} requests wait")
+        decision = self._policy_of(lead).broke(time.monotonic(), error, _blames(ring))
+        self._run(partial(self._recover, lead, record, decision), "a recovery")
+        return True
+
+    async def close(self) -> None:
+        """End what runs."""
+        self._is_closing = True
+        running = [*self._running]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+
+    def _policy_of(self, lead: Lead) -> RecoveryPolicy:
+        if self._lead is not lead:
+            self._lead, self._policy = lead, RecoveryPolicy()
+        return self._policy
+
+    def _run(self, work: Callable[[], Coroutine[Any, Any, object]], what: str) -> None:
+        task = self._tasks.create_task(supervised(work, what, self._log), name=what)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _recover(self, lead: Lead, record: RecoveryRecord, decision: Decision) -> None:
+        """Try until a ring is built, or give up: then every request fails by name."""
+        policy = self._policy_of(lead)
+        error: ShardnetError = PeerFailedError("the node is leaving")
+        try:
+            while isinstance(decision, Attempt):
+                began_s = time.monotonic()
+                await asyncio.sleep(decision.after_s)
+                record.plan_s += time.monotonic() - began_s
+                record.n_attempts += 1
+                tried: list[Ring] = []
+                try:
+                    async with self._head.changing(lead):
+                        await self._attempt(lead, record, decision.without, tried)
+                    return
+                except ShardnetError as failure:
+                    blamed = [blame for ring in tried for blame in _blames(ring)]
+                    if not self._head.leads(lead):
+                        raise
+                    decision = policy.failed(time.monotonic(), failure, blamed)
+                    self._log(f"no ring yet: {failure}")
+            error = decision.error
+        except ShardnetError as failure:
+            error = failure
+        except Exception as failure:
+            error = internal_error("a recovery", failure)
+            raise
+        finally:
+            if lead.is_recovering:
+                lead.is_recovering = False
+                lead.ring.engine.fail(error)
+                record.error, record.is_over = str(error), True
+                self._log(record.words)
+
+    async def _attempt(
+        self,
+        lead: Lead,
+        record: RecoveryRecord,
+        without: Mapping[NodeId, str],
+        tried: list[Ring],
+    ) -> None:
+        """Plan, build, and have the requests go on."""
+        began_s = time.monotonic()
+        former, former_plan = lead.ring, lead.plan
+        try:
+            plan = await self._planner.replan(lead.opened, lead.plan, without)
+        finally:
+            planned_s = time.monotonic()
+            record.plan_s += planned_s - began_s
+        names = tuple(node.name for node in plan.nodes)
+        left = {node.node for node in plan.nodes}
+        record.nodes = names
+        record.lost = tuple(n.name for n in former_plan.nodes if n.node not in left)
+
+        def begin(ring: Ring) -> None:
+            tried.append(ring)
+            ring.on_replayed = partial(self._replayed, lead, record)
+
+        try:
+            await self._head.build_instead(lead, plan, begin)
+        finally:
+            record.load_s += time.monotonic() - planned_s
+        lead.is_recovering = False
+        record.resumed_at_s = time.monotonic()
+        self._finish(lead, record)
+        keep = {node.address for node in plan.nodes}
+        self._run(partial(former.release, keep), "freeing stages of a lost ring")
+
+    def _replayed(self, lead: Lead, record: RecoveryRecord) -> None:
+        self._policy_of(lead).went_on()
+        record.is_replayed = True
+        if record.resumed_at_s is not None:
+            record.replay_s = time.monotonic() - record.resumed_at_s
+        self._finish(lead, record)
+
+    def _finish(self, lead: Lead, record: RecoveryRecord) -> None:
+        if record.is_replayed and record.resumed_at_s is not None and not record.is_over:
+            record.is_over = True
+            lead.ring.engine.totals.add_recovery(record.pause_s)
+            self._log(record.words)
+
+
+def _blames(ring: Ring) -> list[Blame]:
+    return [
+        Blame(node=node, error=error, is_stuck=node in ring.stuck)
+        for node, error in ring.blamed.items()
+    ]

@@ -1,0 +1,96 @@
+"""Have the nodes of a ring to come made ready while the ring before it goes on.
+
+Knows what each node is told: load beside the stage in use, then bring what sequences hold. Must not
+know when a ring is replaced, nor hold or resume requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from msgspec.structs import replace
+
+from shardnet.cluster.ring.ring import Ring
+from shardnet.cluster.ring.stage_port import StagePort, ask_all
+from shardnet.errors import ShardnetError
+from shardnet.runtime.scheduling.sequences import ComputedSequence
+from shardnet.types import BLOCK_POSITIONS, MAX_STORED_BLOCKS, SequenceId
+from shardnet.wire.messages.stages import KvSource, MoveKv, StageReady
+
+MOST_POSITIONS: Final = BLOCK_POSITIONS * MAX_STORED_BLOCKS
+"""A longer sequence is computed again: its tokens do not fit one message."""
+
+
+class RingMoves:
+    """Moves what `former` holds to the nodes of `ring`, which is not built yet."""
+
+    def __init__(self, former: Ring, ring: Ring) -> None:
+        self._former = former
+        self._ring = ring
+        self._sources = [
+            KvSource(layers=(layers.start, layers.end), address=address)
+            for layers, address in zip(former.spec.layers, former.spec.addresses, strict=True)
+        ]
+        self.n_bytes = 0
+        """What went over links so far."""
+
+    async def prepare(self) -> list[StageReady]:
+        """Have every stage loaded beside the one in use.
+
+        Raises the first error of any node; `drop` frees what the others have.
+        """
+        return await ask_all(
+            [
+                port.load(replace(self._ring.order(rank), beside=True), lambda *_: None)
+                for rank, port in enumerate(self._ring.ports)
+            ]
+        )
+
+    async def bring(
+        self, sequences: Sequence[ComputedSequence], *, is_last: bool
+    ) -> dict[SequenceId, int]:
+        """Have every node bring what it will need of some sequences.
+
+        Returns how many positions each has on all nodes now. A sequence that cannot be moved is
+        left out: it is computed again. Before `is_last` none is whole where layers stay in place.
+        """
+        moved = await asyncio.gather(*(self._bring(one, is_last) for one in sequences))
+        return {
+            one.sequence_id: len(one.token_ids)
+            for one, is_whole in zip(sequences, moved, strict=True)
+            if is_whole
+        }
+
+    async def drop(self) -> None:
+        """Free what was loaded and brought."""
+
+        async def drop(port: StagePort) -> None:
+            with contextlib.suppress(ShardnetError):  # it is lost
+                await port.unload(self._ring.name)
+
+        await asyncio.gather(*(drop(port) for port in self._ring.ports))
+
+    async def _bring(self, one: ComputedSequence, is_last: bool) -> bool:
+        if len(one.token_ids) > MOST_POSITIONS:
+            return False
+        message = MoveKv(
+            request=0,
+            ring=self._former.name,
+            epoch=self._former.epoch,
+            to=self._ring.name,
+            sequence_id=one.sequence_id,
+            slot=one.slot,
+            token_ids=struct.pack(f"<{len(one.token_ids)}I", *one.token_ids),
+            sources=self._sources,
+            is_last=is_last,
+        )
+        try:
+            answers = await ask_all([port.move_kv(message) for port in self._ring.ports])
+        except ShardnetError:
+            return False
+        self.n_bytes += sum(answer.n_bytes for answer in answers)
+        return all(answer.is_whole for answer in answers)

@@ -1,0 +1,112 @@
+"""Sequences whose KV cache moves to stages of another split: the very same bits as without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models.checkpoints import make_decoder
+from support.rings.stage_chain import even_split, random_prompt
+from support.rings.torch_rings import TorchStages
+from support.soak import cases
+
+from shardnet.errors import UsageError
+from shardnet.stage.slot_moves import SlotMoves
+from shardnet.types import (
+    KvDType,
+    LayerRange,
+    OpenSequence,
+    SamplingParams,
+    SequenceId,
+    SlotId,
+    block_spans,
+)
+
+CONTEXT = 1280
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 3},
+    "gemma3_text": {
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "deepseek_v2": {"num_hidden_layers": 3},
+    "qwen3_next": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    },
+}
+OLD = SequenceId(0)
+PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_logprobs=1)
+"""What is drawn depends on every token before it, those of the prompt too."""
+
+
+def pull(source: SlotMoves, target: SlotMoves, layers: LayerRange, end: int) -> int:
+    """Do what a node does for MoveKv; return the bytes that went over."""
+    n_bytes = 0
+    for layer in layers:
+        begin = target.next_wanted(OLD, layer)
+        held = source.held(OLD, SlotId(0), layer, begin, end)
+        target.expect(OLD, layer, held, end)
+        parts = [(0, end)] if held.is_state else [*block_spans(held.first, end)]
+        for part in parts:
+            data = bytearray(source.read(OLD, SlotId(0), layer, *part))
+            target.write(OLD, layer, *part, data)
+            n_bytes += len(data)
+        target.came(OLD, layer, end)
+    return n_bytes
+
+
+@pytest.mark.parametrize("family", cases(["llama", "gemma3_text", "qwen3_next"], ["deepseek_v2"]))
+def test_a_sequence_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> None:
+    """The middle layer changes its stage: its rows come over, in two rounds, all others are kept.
+
+    A state is moved when no more rows follow.
+    """
+    folder = make_decoder(tmp_path, family, max_position_embeddings=CONTEXT, **CASES[family])
+    kv_dtype = KvDType.INT8 if family == "gemma3_text" else KvDType.AUTO
+    splits = [[LayerRange(0, 2), LayerRange(2, 3)], [LayerRange(0, 1), LayerRange(1, 3)]]
+    old, new = (TorchStages(folder, s, context=CONTEXT, kv_dtype=kv_dtype) for s in splits)
+    prompt = random_prompt(700, 300, seed=1)
+    old.open(PENALISED, n_prompt=len(prompt))
+    [sources, targets] = [[compute.moves for compute in stages.computes] for stages in (old, new)]
+    for start in range(0, 600, 200):
+        old.step(start, prompt[start : start + 200], 0)
+    if not family.startswith("qwen3_next"):
+        targets[1].begin(OLD, prompt[:600])
+        assert pull(sources[0], targets[1], LayerRange(1, 2), 600) > 0
+    old.step(600, prompt[600:], 1)
+    with pytest.raises(UsageError, match="does not own slot 1"):
+        sources[0].held(OLD, SlotId(1), 0, 0, 700)
+    for target in targets:
+        target.begin(OLD, prompt)
+    targets[0].take_own(OLD, sources[0], SlotId(0), 0, 700)
+    targets[1].take_own(OLD, sources[1], SlotId(0), 2, 700)
+    assert [target.is_whole(OLD, 700) for target in targets] == [True, False]
+    held = sources[0].held(OLD, SlotId(0), 1, targets[1].next_wanted(OLD, 1), 700)
+    wrong = replace(held, n_bytes=held.n_bytes - 1)
+    with pytest.raises(UsageError, match=f"comes as {held.n_bytes - 1} bytes"):
+        targets[1].expect(OLD, 1, wrong, 700)
+    pull(sources[0], targets[1], LayerRange(1, 2), 700)
+    for compute in new.computes:
+        compute.operate(
+            OpenSequence(
+                sequence_id=OLD,
+                slot=SlotId(0),
+                sampling=PENALISED,
+                n_kept=700,
+                n_prompt=700,
+                is_restored=True,
+            )
+        )
+    assert not targets[1].has(OLD)
+    whole = TorchStages(folder, even_split(3, 1), context=CONTEXT, kv_dtype=kv_dtype)
+    whole.open(PENALISED, n_prompt=len(prompt))
+    for start in range(0, 600, 200):
+        whole.step(start, prompt[start : start + 200], 0)
+    whole.step(600, prompt[600:], 1)
+    for position in range(700, 708):
+        assert new.step(position, [position % 300], 1) == whole.step(position, [position % 300], 1)

@@ -1,0 +1,102 @@
+"""The program of scripts/chaos: rounds of faults, a ledger line for each, a summary."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from support.chaos.faults import Moment, draw_rounds
+from support.chaos.lab import Lab
+from support.chaos.ledger import HEAD, Entry, summary
+from support.chaos.rounds import Rounds
+from support.system.warm_start import is_possible, server
+
+from shardnet.api.client import connect
+from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.transport.loop import run
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run rounds until the time is over; return 1 if a round was not as it should be."""
+    asked = _parse(arguments)
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    if is_possible():
+        with server():
+            entries, wrong = run(_run(asked, folder))
+    else:
+        entries, wrong = run(_run(asked, folder))
+    print("\n" + summary(entries))
+    for line in wrong:
+        print(line)
+    print(f"logs: {folder}")
+    return 1 if wrong or not all(entry.is_good for entry in entries) else 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
+    parser.add_argument("--seed", type=int, default=None, help="what draws the faults")
+    parser.add_argument("--minutes", type=float, default=5.0, help="how long (default 5)")
+    parser.add_argument("--rounds", type=int, default=None, help="at most so many rounds")
+    parser.add_argument("--only", type=int, nargs="*", help="only the rounds of these numbers")
+    parser.add_argument("--nodes", type=int, default=4, help="how many nodes (default 4)")
+    parser.add_argument("--streams", type=int, default=8, help="requests at once (default 8)")
+    parser.add_argument("--tokens", type=int, default=200, help="longest request (default 200)")
+    parser.add_argument("--model", default=DEFAULT_MODEL_NAME, help="default: the bundled model")
+    parser.add_argument("--ledger", type=Path, help="append a JSON object for each round here")
+    parser.add_argument(
+        "--moments", nargs="*", default=[moment.name.lower() for moment in Moment],
+        choices=[moment.name.lower() for moment in Moment], help="when faults happen",
+    )  # fmt: skip
+    asked = parser.parse_args(arguments)
+    if asked.seed is None:
+        asked.seed = int(time.time())
+    return asked
+
+
+async def _run(asked: argparse.Namespace, folder: Path) -> tuple[list[Entry], list[str]]:
+    moments = frozenset(Moment[name.upper()] for name in asked.moments)
+    entries: list[Entry] = []
+    lab = Lab(folder, asked.nodes, random.Random(asked.seed))
+    try:
+        await lab.start()
+        async with connect(lab.places[0].address) as client:
+            rounds = Rounds(
+                lab,
+                client,
+                asked.seed,
+                model=asked.model,
+                n_streams=asked.streams,
+                n_tokens=asked.tokens,
+            )
+            await rounds.record_undisturbed()
+            print(f"seed {asked.seed}, undisturbed texts recorded\n{HEAD}", flush=True)
+            ends = time.monotonic() + 60 * asked.minutes
+            for drawn in islice(
+                draw_rounds(asked.seed, asked.nodes, moments=moments), asked.rounds
+            ):
+                if asked.only and drawn.number > max(asked.only):
+                    break
+                if asked.only and drawn.number not in asked.only:
+                    continue
+                if time.monotonic() > ends:
+                    break
+                entry = await rounds.run(drawn)
+                entries.append(entry)
+                print(entry.row, flush=True)
+                if asked.ledger:
+                    with asked.ledger.open("a") as file:
+                        file.write(json.dumps(entry.json) + "\n")
+    finally:
+        wrong = await lab.close()
+    return entries, wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

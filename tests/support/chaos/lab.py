@@ -1,0 +1,279 @@
+"""Nodes as real processes, the switch between them, and what can be done to both.
+
+Knows how a fault is inflicted and lifted. On loopback, or in network namespaces where they are
+permitted: there a cable is pulled for real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.chaos.faults import ENDING, Fault, Kind
+from support.chaos.switch import VARIABLE, Switch, Way, changed
+from support.system.nodes import Machine, NodeProcess
+from support.system.warm_start import WarmProcess, is_possible
+
+MODULE = "support.chaos.troubled_node"
+TESTS = Path(__file__).parents[2]
+DELAY_S = 0.2
+LOSS = 0.01
+BYTES_PER_S = 1e6 / 8
+FLIPPED = 3
+ORDER_S = 60.0
+"""How long a node may take to obey, frozen or busy ones included."""
+NAMES = ("anna", "bert", "cleo", "dora", "emil", "fina", "gert", "hugo")
+
+
+@dataclass(slots=True, kw_only=True)
+class Place:
+    """Where a node runs, whichever process it is at the time."""
+
+    number: int
+    name: str
+    host: str
+    port: int
+    folder: Path
+    process: NodeProcess | None = None
+    n_starts: int = 0
+    logs: list[str] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return f"{self.host}:{self.port}"
+
+    @property
+    def lives(self) -> bool:
+        """Whether its process runs, frozen or not."""
+        return self.process is not None and self.process.process.poll() is None
+
+
+class Lab:
+    """Some nodes with a switch between. Node 0 is the one that clients ask."""
+
+    def __init__(self, folder: Path, n_nodes: int, chance: random.Random, host: str = "127.0.0.1"):
+        self.machine = Machine(folder / "machine")
+        self._folder = folder
+        self._host = host
+        self.places = [
+            Place(number=n, name=NAMES[n], host=host, port=free_port(host), folder=folder / str(n))
+            for n in range(n_nodes)
+        ]
+        for place in self.places:
+            place.folder.mkdir()
+        targets = {place.number: (place.host, place.port) for place in self.places}
+        self.switch = Switch(host, targets, chance)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where the nodes listen, in order."""
+        return [place.address for place in self.places]
+
+    # --- processes
+
+    async def start(self) -> None:
+        """Start the switch and all nodes, the one that clients ask first."""
+        await self.switch.start()
+        await self.start_node(0)
+        await asyncio.gather(*(self.start_node(place.number) for place in self.places[1:]))
+
+    async def start_node(self, number: int) -> None:
+        """Start a node, or start it again, and wait until it is ready."""
+        place = self.places[number]
+        place.process = NodeProcess(self._launch(place))
+        place.n_starts += 1
+        await asyncio.to_thread(place.process.wait_until_ready)
+
+    def _launch(self, place: Place) -> subprocess.Popen[bytes] | WarmProcess:
+        control = place.folder / f"control-{place.n_starts}"
+        arguments = ["node", "--json", "--host", place.host, "--port", str(place.port)]
+        arguments += ["--name", place.name, "--threads", "1", "--memory", "256MB"]
+        if place.number:
+            arguments += ["--peer", self.places[0].address]
+        about = {
+            "number": place.number,
+            "switch": (self._host, self.switch.port),
+            "control": str(control),
+        }
+        environment = self.machine.environment | {
+            VARIABLE: json.dumps(about),
+            "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
+            "SHARDNET_CACHE_DIR": str(place.folder / "cache"),
+        }
+        if is_possible():
+            return WarmProcess(arguments, environment, place.folder, module=MODULE)
+        return subprocess.Popen(
+            [sys.executable, "-m", MODULE, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            cwd=place.folder,
+        )
+
+    async def kill(self, number: int) -> None:
+        """End a process on the spot, and keep what it said."""
+        place = self.places[number]
+        assert place.process is not None
+        process, place.process = place.process, None
+        await asyncio.to_thread(process.kill)
+        place.logs.append(process.stderr.text)
+
+    async def close(self) -> list[str]:
+        """End everything; return what was not as it should be."""
+        for task in self._tasks:
+            task.cancel()
+        wrong = []
+        for place in reversed(self.places):
+            if place.process is None:
+                continue
+            if place.lives:
+                place.process.thaw()
+                try:
+                    await asyncio.to_thread(place.process.stop)
+                except AssertionError as error:
+                    wrong.append(f"{place.name} did not leave properly: {str(error)[-2000:]}")
+            else:
+                wrong.append(f"{place.name} had ended by itself: {place.process.log[-2000:]}")
+            await self.kill(place.number)
+        await self.switch.close()
+        for place in self.places:
+            (self._folder / f"{place.name}.log").write_text("\n---\n".join(place.logs))
+        return wrong
+
+    async def order(self, number: int, do: str, seconds: float = 0.0) -> Any:
+        """Have a node's process do something to itself."""
+        place = self.places[number]
+        path = place.folder / f"control-{place.n_starts - 1}"
+        return await asyncio.to_thread(_order, path, do, seconds)
+
+    # --- faults
+
+    async def inflict(self, fault: Fault) -> None:
+        """Begin a fault; those that last end by themselves. A killed node stays away."""
+        victim = self.places[fault.victim]
+        if not victim.lives:
+            return
+        assert victim.process is not None
+        if fault.kind in ENDING:
+            await self.kill(fault.victim)
+        elif fault.kind is Kind.FLIP:
+            for way in self.switch.ways(fault.victim, fault.other, inward=fault.inward):
+                way.to_flip = FLIPPED
+        else:
+            begun = asyncio.Event()
+            task = asyncio.create_task(self._last(fault, begun))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            await begun.wait()
+
+    async def until_lifted(self) -> None:
+        """Wait until no fault lasts any more."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks)
+
+    async def _last(self, fault: Fault, begun: asyncio.Event) -> None:
+        async with self._inflicted(fault):
+            begun.set()
+            await asyncio.sleep(fault.seconds)
+
+    @contextlib.asynccontextmanager
+    async def _inflicted(self, fault: Fault) -> AsyncIterator[None]:
+        process, switch = self.places[fault.victim].process, self.switch
+        assert process is not None
+        both = [*switch.ways(fault.victim, fault.other)]
+        both += switch.ways(fault.victim, fault.other, inward=False)
+        match fault.kind:
+            case Kind.FREEZE:
+                process.freeze()
+                try:
+                    yield
+                finally:
+                    process.thaw()
+            case Kind.BLOCK:
+                blocking = asyncio.create_task(self.order(fault.victim, "block", fault.seconds))
+                yield
+                with contextlib.suppress(OSError):
+                    await blocking
+            case Kind.CABLE:
+                with changed(iter(both), lambda way: way.passes.clear()):
+                    yield
+            case Kind.ONE_WAY:
+                ways = switch.ways(fault.victim, fault.other, inward=fault.inward)
+                with changed(ways, lambda way: way.passes.clear()):
+                    yield
+            case Kind.DELAY:
+                with changed(iter(both), lambda way: _set(way, delay_s=DELAY_S)):
+                    yield
+            case Kind.LOSS:
+                with changed(iter(both), lambda way: _set(way, loss=LOSS)):
+                    yield
+            case Kind.SLOW:
+                with changed(iter(both), lambda way: _set(way, bytes_per_s=BYTES_PER_S)):
+                    yield
+            case Kind.DISK:
+                with _full_disk(process.pid):
+                    yield
+            case Kind.CLOCK:
+                await self.order(fault.victim, "jump", fault.jump_s)
+                yield
+            case _:
+                raise AssertionError(fault.kind)
+
+
+def free_port(host: str) -> int:
+    """A port that nothing listens at."""
+    with socket.socket() as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])
+
+
+def _set(way: Way, **values: float) -> None:
+    for name, value in values.items():
+        setattr(way, name, value)
+
+
+@contextlib.contextmanager
+def _full_disk(pid: int) -> Any:
+    """Have a process fail to write to any file; the system says "File too large"."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _order(path: Path, do: str, seconds: float) -> Any:
+    with socket.socket(socket.AF_UNIX) as asker:
+        asker.settimeout(ORDER_S)
+        asker.connect(os.fspath(path))
+        asker.sendall(json.dumps({"do": do, "seconds": seconds}).encode())
+        answer = b""
+        while piece := asker.recv(1 << 16):
+            answer += piece
+    return json.loads(answer)
+
+
+def differences(
+    before: dict[str, int], now: dict[str, int], slack: dict[str, int]
+) -> Sequence[str]:
+    """What a process has open beyond what it had, and beyond what varies."""
+    return [
+        f"{kind}: {before[kind]} before, {now[kind]} now"
+        for kind, room in slack.items()
+        if now[kind] > before[kind] + room
+    ]

@@ -1,0 +1,297 @@
+"""Rounds of requests with faults in the middle, and what is checked after each.
+
+Every text is compared with what the same request says undisturbed; when all has come back, nothing
+may be left that was not there before. Bounds are on silence, not on speed: a busy machine is slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from support.chaos.faults import Fault, Moment, Round
+from support.chaos.lab import Lab, differences
+from support.chaos.ledger import DIFFERS, EQUAL, NAMED, SILENT, Entry
+from support.chaos.streams import Heard, listen_to_all, make_prompts
+
+from shardnet.api import Client, ModelChoice
+from shardnet.errors import ShardnetError
+from shardnet.wire.messages.membership import StatusReply
+
+SILENCE_S = 120.0
+"""How long nothing at all may come, of any request, before they count as hanging."""
+WHOLE_S = 120.0
+"""How long all nodes may take to be linked and to have a ring again."""
+RETURN_S = 3.0
+"""How long a node that is back may take to be used again by itself."""
+REST_S = 30.0
+"""How long what is left of a recovery may take to be gone."""
+BACK_S = 1.0
+"""When a node that is killed twice is back the first time."""
+SLACK = {
+    "sockets": 6,
+    "files": 3,
+    "threads": 3,
+    "processes": 1,
+    "tasks": 12,
+    "stages": 1,
+    "engines": 1,
+    "sequences": 0,
+}
+"""What a node may have open beyond what it had at first: links come and go, pools fill."""
+PARTS = re.compile(r"recovered in [0-9.]+ s \((?P<parts>[^)]*)\)")
+PART = re.compile(r"(?P<name>notice|plan|load|replay) (?P<value>[0-9.]+)")
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """What is seen of a round while it runs."""
+
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    loading: asyncio.Event = field(default_factory=asyncio.Event)
+    recovering: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    n_tokens: int = 0
+    after_tokens: int = 0
+    heard_at: float = field(default_factory=time.monotonic)
+
+    def on_event(self, state: str, n_tokens: int) -> None:
+        self.heard_at = time.monotonic()
+        self.n_tokens += n_tokens
+        if self.n_tokens >= self.after_tokens:
+            self.begun.set()
+        if state == "recovering":
+            self.recovering.set()
+
+    def on_loading(self) -> None:
+        self.heard_at = time.monotonic()
+        self.loading.set()
+
+    async def until(self, event: asyncio.Event) -> None:
+        """Wait for an event, or until all requests have ended."""
+        waits = [asyncio.create_task(event.wait()), asyncio.create_task(self.over.wait())]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+
+class Rounds:
+    """Runs rounds over the nodes of a lab with `n_streams` requests of about `n_tokens` each."""
+
+    def __init__(
+        self, lab: Lab, client: Client, seed: int, *, model: str, n_streams: int, n_tokens: int
+    ) -> None:
+        self._lab = lab
+        self._client = client
+        self._seed = seed
+        self._prompts = make_prompts(n_streams, n_tokens)
+        self._choice = ModelChoice(model=model, nodes=lab.addresses, dtype="float32")
+        self.undisturbed: list[Heard] = []
+        self._opened: dict[tuple[int, int], dict[str, int]] = {}
+
+    async def record_undisturbed(self) -> None:
+        """Have every request's text without any fault, twice, and what nodes have open then."""
+        await self._make_whole()
+        for _ in range(2):
+            heard, _ = await self._listen(Watch(), lambda watch: asyncio.sleep(0))
+            for one, before in zip(heard, self.undisturbed or heard, strict=True):
+                if one.error is not None:
+                    raise AssertionError(f"a request failed undisturbed: {one.error}")
+                if difference := one.difference(before):
+                    raise AssertionError(f"undisturbed texts differ: {difference}")
+            self.undisturbed = heard
+        await self._leaks()
+
+    async def run(self, drawn: Round) -> Entry:
+        """Run one round; afterwards all nodes are there and in one ring."""
+        if drawn.faults[0].moment is Moment.LOADING:
+            with contextlib.suppress(ShardnetError):
+                await self._client.unload()
+        inflicted: list[float] = []
+        watch = Watch(after_tokens=drawn.after_tokens)
+        log_before = len(self._head_log)
+        heard, is_silent = await self._listen(
+            watch, lambda watch: self._inflict(drawn, watch, inflicted)
+        )
+        wrong: list[str] = []
+        outcomes: Counter[str] = Counter()
+        for number, (one, before) in enumerate(zip(heard, self.undisturbed, strict=True)):
+            difference = one.difference(before)
+            if difference:
+                wrong.append(f"request {number}: {difference}")
+            if one.error is not None and not isinstance(one.error, ShardnetError):
+                wrong.append(f"request {number}: {one.error!r}")
+            outcome = EQUAL if one.error is None else NAMED
+            outcomes[DIFFERS if difference else outcome] += 1
+        if is_silent:
+            outcomes = Counter({SILENT: len(heard)})
+            wrong.append(f"nothing came for {SILENCE_S:g} s")
+        errors = Counter(str(one.error) for one in heard if one.error is not None)
+        wrong += [f"{n} times: {error}" for error, n in errors.items()]
+        first = min(inflicted, default=0.0)
+        told = [at for one in heard for at in one.recovering_at if at >= first]
+        told += [one.ended_at for one in heard if one.error is not None]
+        log = self._head_log[log_before:]
+        await self._lab.until_lifted()
+        whole_s, returned = await self._heal(wrong)
+        wrong += await self._leaks()
+        return Entry(
+            seed=self._seed,
+            number=drawn.number,
+            faults=tuple(str(fault) for fault in drawn.faults),
+            moments=tuple(fault.moment.value for fault in drawn.faults),
+            victims=tuple(self._lab.places[fault.victim].name for fault in drawn.faults),
+            outcomes=dict(outcomes),
+            notice_s=min(told) - first if told and inflicted else None,
+            pause_s=max((one.longest_gap(first) for one in heard), default=0.0),
+            n_recoveries=len(PARTS.findall(log)),
+            parts=read_parts(log),
+            whole_s=whole_s,
+            returned=returned,
+            wrong=tuple(wrong),
+        )
+
+    # --- requests and faults
+
+    @property
+    def _head_log(self) -> str:
+        head = self._lab.places[0].process
+        return head.log if head is not None else ""
+
+    async def _listen(
+        self, watch: Watch, inflict: Callable[[Watch], Awaitable[None]]
+    ) -> tuple[list[Heard], bool]:
+        """Run all requests, with faults beside them; return what came, and whether they hung."""
+        asking = asyncio.create_task(
+            listen_to_all(
+                self._client, self._prompts, self._choice, watch.on_event, watch.on_loading
+            )
+        )
+        inflicting = asyncio.ensure_future(inflict(watch))
+        while not asking.done() and time.monotonic() - watch.heard_at < SILENCE_S:
+            await asyncio.wait([asking], timeout=1.0)
+        watch.over.set()
+        await inflicting
+        if asking.done():
+            return asking.result(), False
+        asking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asking
+        return [Heard() for _ in self._prompts], True
+
+    async def _inflict(self, drawn: Round, watch: Watch, inflicted: list[float]) -> None:
+        """Wait for each fault's moment, and inflict it unless all requests have ended before."""
+        for fault in drawn.faults:
+            await self._moment(fault, watch)
+            if watch.over.is_set():
+                return
+            inflicted.append(time.monotonic())
+            await self._lab.inflict(fault)
+
+    async def _moment(self, fault: Fault, watch: Watch) -> None:
+        match fault.moment:
+            case Moment.LOADING:
+                await watch.until(watch.loading)
+            case Moment.RUNNING | Moment.DRAINING:
+                await watch.until(watch.begun)
+            case Moment.RECOVERING:
+                await watch.until(watch.recovering)
+            case Moment.AGAIN:
+                await asyncio.sleep(BACK_S)
+                await self._lab.start_node(fault.victim)
+                await asyncio.sleep(BACK_S)
+            case Moment.BESIDE:
+                pass
+
+    # --- afterwards
+
+    async def _heal(self, wrong: list[str]) -> tuple[float, str]:
+        """Start what was killed; have all nodes in one ring. Returns seconds, and who saw to it."""
+        began = time.monotonic()
+        ended = [place for place in self._lab.places if not place.lives]
+        for place in ended:
+            if place.process is not None:  # nobody killed it
+                wrong.append(f"{place.name} ended by itself: {place.process.log[-2000:]}")
+                await self._lab.kill(place.number)
+            await self._lab.start_node(place.number)
+        returned = "by itself" if await self._is_whole(RETURN_S) else "by a new ring"
+        if returned != "by itself":
+            await self._make_whole()
+        return time.monotonic() - began, returned
+
+    async def _is_whole(self, patience_s: float) -> bool:
+        """Whether every node has a stage of the ring, within some seconds."""
+        until = time.monotonic() + patience_s
+        while True:
+            with contextlib.suppress(ShardnetError, TimeoutError):
+                async with asyncio.timeout(SILENCE_S):
+                    ring = await self._client.activity()
+                n_stages = len(ring.plan.stages) if ring.plan and not ring.is_broken else 0
+                if n_stages == len(self._lab.places):
+                    return True
+            if time.monotonic() > until:
+                return False
+            await asyncio.sleep(0.2)
+
+    async def _make_whole(self) -> None:
+        """Have a new ring of all nodes, however often that takes."""
+        until = time.monotonic() + WHOLE_S
+        while True:
+            with contextlib.suppress(ShardnetError, TimeoutError):
+                async with asyncio.timeout(WHOLE_S):
+                    await self._client.unload()
+                    await self._client.complete("so", model=self._choice, max_tokens=2)
+                if await self._is_whole(5.0):
+                    return
+            if time.monotonic() > until:
+                raise AssertionError("the nodes have no ring any more")
+            await asyncio.sleep(0.5)
+
+    async def _status(self) -> StatusReply | None:
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                return await self._client.status(with_peers=True)
+        except (ShardnetError, TimeoutError):
+            return None
+
+    async def _leaks(self) -> list[str]:
+        """What nodes hold that they did not hold when they were new, once they are at rest."""
+        until = time.monotonic() + REST_S
+        while True:
+            found = await self._slots()
+            for place in self._lab.places:
+                now = await self._lab.order(place.number, "count")
+                names = now.pop("names")
+                before = self._opened.setdefault((place.number, place.n_starts), now)
+                left = differences(before, now, SLACK)
+                found += [f"{place.name}: {line}" for line in left]
+                if any(line.startswith("tasks") for line in left):
+                    found.append(f"{place.name}: {names}")
+            if not found or time.monotonic() > until:
+                return found
+            await asyncio.sleep(0.5)
+
+    async def _slots(self) -> Sequence[str]:
+        status = await self._status()
+        load = status.load if status is not None else None
+        if load is None:
+            return ["the head says nothing of its ring"]
+        if load.running or load.waiting or load.paused:
+            return [f"{load.running} running, {load.waiting} waiting, {load.paused} paused"]
+        if load.used_blocks != load.warm_blocks:
+            return [f"{load.used_blocks} blocks used, {load.warm_blocks} of them warm"]
+        return []
+
+
+def read_parts(log: str) -> dict[str, float]:
+    """The parts (s) of the recoveries in a head's log, added up."""
+    parts: dict[str, float] = {}
+    for found in PARTS.finditer(log):
+        for part in PART.finditer(found["parts"]):
+            parts[part["name"]] = parts.get(part["name"], 0.0) + float(part["value"])
+    return parts

@@ -1,0 +1,149 @@
+"""A `shardnet node` to which things can be done from outside that no signal does.
+
+    CHAOS_NODE='{"number": 2, "switch": ["127.0.0.1", 4711], "control": "/tmp/x/2"}' \
+        python -m support.chaos.troubled_node node --port 7001 ...
+
+Its links go through a switch (switch.py), and a thread takes orders at a Unix socket, one JSON
+object a connection: block the GIL, have the clock jump, count what the process has open. All
+else is the command as users start it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import json
+import os
+import runpy
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from support.chaos.switch import PREFACE, REACHED, VARIABLE
+
+from shardnet.cluster.ring.ring_membership import RingMembership
+from shardnet.runtime.engine.engine import Engine
+from shardnet.transport import loop as loops
+from shardnet.transport import tcp
+from shardnet.transport.link import LinkOptions
+
+WHOLE_TIME = time.time
+
+
+class Trouble:
+    """What is done to this process."""
+
+    def __init__(self, control: str) -> None:
+        self._control = control
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ahead_s = 0.0
+
+    def install(self) -> None:
+        """Take orders from now on, and hand out the time that they say."""
+        time.time = lambda: WHOLE_TIME() + self._ahead_s
+        run = loops.run
+
+        def remember_and_run(main: Coroutine[Any, Any, Any]) -> Any:
+            async def remembered() -> Any:
+                self._loop = asyncio.get_running_loop()
+                return await main
+
+            return run(remembered())
+
+        loops.run = remember_and_run
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(self._control)
+        server.listen()
+        threading.Thread(target=self._serve, args=(server,), name="trouble", daemon=True).start()
+
+    def _serve(self, server: socket.socket) -> None:
+        while True:
+            asker, _ = server.accept()
+            with asker:
+                order = json.loads(asker.recv(4096))
+                asker.sendall(json.dumps(self._obey(**order)).encode())
+
+    def _obey(self, do: str, seconds: float = 0.0) -> Any:
+        match do:
+            case "block":  # PyDLL keeps the GIL
+                return ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000))
+            case "jump":
+                self._ahead_s += seconds
+                return self._ahead_s
+            case "count":
+                return self._count()
+            case _:
+                raise ValueError(do)
+
+    def _count(self) -> dict[str, Any]:
+        """What the process has open, by kind, and names of its tasks."""
+        opened: Counter[str] = Counter()
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                target = os.readlink(f"/proc/self/fd/{name}")
+            except FileNotFoundError:
+                continue
+            opened["sockets" if target.startswith("socket:") else "files"] += 1
+        tasks = asyncio.all_tasks(self._loop) if self._loop is not None else set()
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        return {
+            "sockets": opened["sockets"],
+            "files": opened["files"],
+            "threads": len(os.listdir("/proc/self/task")),
+            "processes": len(children),
+            "tasks": len(tasks),
+            **_living(),
+            "names": Counter(task.get_coro().__qualname__ for task in tasks),
+        }
+
+
+def _living() -> dict[str, int]:
+    """Stages and engines that nobody has let go of, and the sequences open on them."""
+    gc.collect()
+    found: dict[str, int] = dict.fromkeys(("stages", "engines", "sequences"), 0)
+    for thing in gc.get_objects():
+        if isinstance(thing, RingMembership):
+            found["stages"] += 1
+            found["sequences"] += thing.n_open
+        found["engines"] += isinstance(thing, Engine)
+    return found
+
+
+def go_through(number: int, host: str, port: int) -> None:
+    """Have every link that this process opens go through the switch at `host` and `port`."""
+    dial = tcp._dial
+
+    async def dial_switch(_: str, wanted: int, options: LinkOptions) -> socket.socket:
+        loop = asyncio.get_running_loop()
+        sock = await dial(host, port, options)
+        try:
+            await loop.sock_sendall(sock, PREFACE.pack(number, wanted))
+            answer = await loop.sock_recv(sock, 1)
+        except BaseException:
+            sock.close()
+            raise
+        if answer != REACHED:
+            sock.close()
+            raise ConnectionRefusedError(f"nothing listens at port {wanted}")
+        return sock
+
+    tcp._dial = dial_switch
+
+
+def main() -> None:
+    """Become the command."""
+    about = json.loads(os.environ[VARIABLE])
+    go_through(about["number"], *about["switch"])
+    Trouble(about["control"]).install()
+    sys.argv[0] = "shardnet_cli"
+    runpy.run_module("shardnet_cli", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
