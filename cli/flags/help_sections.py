@@ -16,7 +16,15 @@ from .completion import with_words
 SECTIONS: Final = MappingProxyType(
     {
         "Which model, and how": (
-            *("--model", "--model-folder", "--layers", "--context", "--dtype", "--wire-dtype"),
+            *(
+                "--model",
+                "--model-folder",
+                "--layers",
+                "--context",
+                "--dtype",
+                "--arith",
+                "--wire-dtype",
+            ),
             *("--quant", "--kv-dtype", "--stream-layers", "--optimise"),
             "--ignore-unknown-config",
         ),

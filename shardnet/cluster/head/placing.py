@@ -89,8 +89,7 @@ def make_plan(
     quantization = QuantizationChoice(
         weights=Quantization.named(choice.quant), kv_dtype=KvDType(choice.kv_dtype)
     )
-    is_packed = quantization.weights is not None or (facts.packed is not None)
-    forms = _forms(facts, nodes, dtype, choice.arith, arith, is_packed=is_packed)
+    forms = _forms(facts, nodes, dtype, choice.arith, arith)
     shapes = _Shapes(
         facts=facts,
         context=context,
@@ -180,7 +179,7 @@ def fits(facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
     By memory alone, as if nothing had been measured: no speed is looked at.
     """
     dtype = settle_dtype("auto", facts.config, nodes)
-    arith, is_packed = settle_arith("auto", nodes), facts.packed is not None
+    arith = settle_arith("auto", nodes)
     shapes = _Shapes(
         facts=facts,
         context=facts.config.default_context,
@@ -188,7 +187,7 @@ def fits(facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
         quantization=UNQUANTIZED,
         narrow_hops={},
     )
-    forms = _forms(facts, nodes, dtype, "auto", arith, is_packed=is_packed)
+    forms = _forms(facts, nodes, dtype, "auto", arith)
     candidates = _candidates(facts, dtype, None, nodes, NOTHING_MEASURED, {}, shapes, forms)
     shape = shapes.of(NodeForm(dtype=dtype, linear=dtype, arithmetic="", by_library=False))
     return fits_somehow([candidate.held(shape) for candidate in candidates])
@@ -200,15 +199,11 @@ def _forms(
     dtype: DType,
     requested: str,
     arith: Arith,
-    *,
-    is_packed: bool,
 ) -> dict[NodeId, NodeForm]:
     """Tell in which form each node holds the model in a ring of `dtype` and `arith`."""
     ariths, linear = node_ariths(requested, arith, nodes), facts.linear_dtype
     return {
-        (node := NodeId(info.node)): node_form(
-            info, dtype, ariths[node], facts.config, linear, is_packed=is_packed
-        )
+        (node := NodeId(info.node)): node_form(info, dtype, ariths[node], facts.config, linear)
         for info in nodes
     }
 

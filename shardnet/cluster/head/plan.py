@@ -9,10 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from msgspec import structs
-
 from shardnet.cluster.head.ring_dtypes import NodeForm, exactness, unused_links, wire_name
-from shardnet.cluster.machine import kernels
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, WRONG_BY, Measured, StageRun
 from shardnet.cluster.placement.figures import (
     Exclusion,
@@ -112,16 +109,6 @@ class Plan:
         if self.choice.quant == Quantization.INT4.value and not is_4_bit:
             found.append(INT4_COSTS)
         return found
-
-    @property
-    def settled_choice(self) -> ModelChoice:
-        """What was asked for, with what was settled on: another plan gives the same bits.
-
-        Without vector instructions portable arithmetic is too slow to be insisted on.
-        """
-        is_slow = any(node.isa == kernels.PLAIN_C for node in self.nodes)
-        arith = self.choice.arith if is_slow else self.arith.value
-        return structs.replace(self.choice, dtype=self.dtype.value, arith=arith)
 
     @property
     def narrowed(self) -> dict[int, WireDType]:

@@ -97,14 +97,12 @@ def node_form(
     arith: Arith,
     config: ModelConfig,
     linear_dtype: DType | None,
-    *,
-    is_packed: bool = False,
 ) -> NodeForm:
     """Tell how `node` holds a model in a ring of `dtype`; it mirrors model/kernels/linear.probe.
 
-    `linear_dtype` is that of all linear weights as stored, None where there is no such. With
-    `is_packed` weights are quantised, or stay packed as they are stored. A node computes in float32
-    where it has no instructions for `dtype`; its library then keeps linear weights of 16 bits.
+    `linear_dtype` is that of all linear weights as stored, None where there is no such. A node
+    computes in float32 where it has no instructions for `dtype`; its library then keeps linear
+    weights of 16 bits.
     """
     is_cpu, is_portable = _is_cpu(node), arith is Arith.PORTABLE
     has_library = is_cpu and (
@@ -119,12 +117,11 @@ def node_form(
         )
     own = config.checkpoint_dtype
     keeps = has_library and own in _HALVES and linear_dtype is own
-    by_library = has_library and (keeps or is_packed)
     return NodeForm(
         dtype=DType.FLOAT32,
         linear=own if keeps and own is not None else DType.FLOAT32,
-        arithmetic=PORTABLE_ARITHMETIC if by_library else node.arithmetic,
-        by_library=by_library,
+        arithmetic=PORTABLE_ARITHMETIC if has_library else node.arithmetic,
+        by_library=has_library,
     )
 
 

@@ -182,16 +182,10 @@ def test_a_plan_names_what_holds_for_its_ring() -> None:
     assert (split, batch) == (False, False)
     assert "a (NVIDIA H100, torch 2.9), b (portable)" in why
     assert told([gpu("a"), gpu("b")])[:2] == (True, False)
-    wide = node_form(avx2("a"), F32, Arith.FAST, facts("float32").config, F32)
-    assert not wide.by_library
-
-
-def test_what_was_settled_on_can_be_asked_for_again() -> None:
-    """After a node is lost the others may be alike: they go on as they were."""
-    plan = planned([pairs("a"), avx2("b")])
-    again = planned([pairs("a")], arith=plan.settled_choice.arith)
-    assert (again.arith, plan.settled_choice.dtype) == (Arith.PORTABLE, "bfloat16")
-    assert planned([pairs("a"), plain_c("b")]).settled_choice.arith == "auto"
+    wide = facts("float32").config
+    for one, by_library in ((avx2("a"), True), (pairs("a"), True), (plain_c("a"), False)):
+        form = node_form(one, F32, Arith.FAST, wide, F32)
+        assert (form.by_library, form.linear) == (by_library, F32)
 
 
 def test_nodes_that_are_alike_are_measured_as_they_compute_once_others_are_left_out() -> None:

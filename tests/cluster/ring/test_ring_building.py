@@ -190,6 +190,8 @@ def test_heads_that_want_each_others_nodes_all_get_their_rings(wanted: list[list
                     addresses=tuple(nodes),
                     layers=(LayerRange(0, 1),) * len(nodes),
                     streamed=(0,) * len(nodes),
+                    wires=(WireDType.FLOAT32,) * (len(nodes) - 1),
+                    ariths=(Arith.FAST,) * len(nodes),
                 ),
                 [cast(StagePort, SharedPort(node, head, places)) for node in nodes],
                 Epoch(1),
