@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from support.models.checkpoints import make_decoder, make_gpt2, make_llama
+from support.models.family_cases import CASES
 from support.rings.stage_chain import CPU, Rows, StageChain, even_split, probed, random_prompt
 from support.soak import cases
 
-from shardnet.model.kernels.linear import KernelChoice
-from shardnet.types import ANY_ROWS, DType, LayerRange
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.kernels.library import ISA_VARIABLE, native_kernels
+from shardnet.model.kernels.linear import Kernel, KernelChoice
+from shardnet.types import ANY_ROWS, DType, LayerRange, SlotId
 
 N_LAYERS = 4
 MAKERS: dict[str, Callable[..., Path]] = {"llama": make_llama, "gpt2": make_gpt2}
@@ -29,7 +34,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return MAKERS[request.param](tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module", params=cases([*MAKERS, "gpt_oss", "deepseek_v3"], ["qwen2_moe"]))
+@pytest.fixture(scope="module", params=cases([*MAKERS], list(WITH_EXPERTS)))
 def any_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     make = (MAKERS | WITH_EXPERTS)[request.param]
     return make(tmp_path_factory.mktemp(request.param))
@@ -56,35 +61,75 @@ def test_every_split_gives_the_same_bits(folder: Path, choice: KernelChoice) -> 
             assert torch.equal(logits, expected), f"split {[str(part) for part in ranges]}"
 
 
-@pytest.mark.parametrize("family", cases(["llama", "gemma2"], ["qwen3", "gpt_oss", "granite"]))
-def test_a_prompt_has_the_same_bits_in_chunks_of_any_size(family: str, tmp_path: Path) -> None:
-    """As one chunk, as decode steps, and on several stages with another number of threads."""
-    folder = make_decoder(tmp_path, family, dtype=torch.bfloat16, num_hidden_layers=N_LAYERS)
-    choice = probed(CPU, DType.BFLOAT16, DType.BFLOAT16)
-    whole = StageChain.load(folder, [LayerRange(0, N_LAYERS)], choice)
-    if whole.stages[0].exact_rows < ANY_ROWS:
-        pytest.skip("the library does not compute this on this machine")
-    parts = StageChain.load(folder, even_split(N_LAYERS, 3), choice)
-    prompt = random_prompt(140, 300)
+FAMILIES = {case.split("-")[0]: case for case in reversed(CASES)}
+"""A case of each family."""
+USUAL = ["gemma2", "gpt2", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_next", "olmo2"]
+"""Those that are least alike."""
 
-    def logits(chain: StageChain, slot: int, size: int) -> torch.Tensor:
-        return torch.cat(
-            [
-                chain.step(Rows(slot=slot, position=start, ids=ids, n_sampled=len(ids)))
-                for start in range(0, len(prompt), size)
-                for ids in [prompt[start : start + size]]
-            ]
-        )
 
-    expected = logits(whole, 0, len(prompt))
-    for slot, size in enumerate((1, 7, 64), start=1):
-        assert torch.equal(logits(whole, slot, size), expected)
+@contextmanager
+def instruction_set(name: str, n_threads: int) -> Iterator[None]:
+    """Have the library compute so."""
     before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert torch.equal(logits(parts, 0, 33), expected)
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(n_threads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ISA_VARIABLE, name)
+        native_kernels.cache_clear()
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+            patch.undo()
+            native_kernels.cache_clear()
+
+
+@pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
+@pytest.mark.parametrize("family", cases(USUAL, sorted({*FAMILIES, "llama", "gpt2"} - set(USUAL))))
+@pytest.mark.parametrize("stored", cases([torch.bfloat16], [torch.float32, torch.float16]))
+def test_every_family_has_the_same_bits_however_it_is_computed(
+    family: str, stored: torch.dtype, tmp_path: Path
+) -> None:
+    """In chunks of all sizes, on several stages, beside others, with other threads and sets."""
+    if family == "gpt2":
+        folder = make_gpt2(tmp_path, dtype=stored)
+    else:
+        case = CASES[FAMILIES[family]] if family in FAMILIES else {}
+        folder = make_decoder(tmp_path, family, dtype=stored, **case)
+    dtype = DType(str(stored).removeprefix("torch."))
+    choice = KernelChoice(
+        dtype=DType.FLOAT32,
+        kernel=Kernel.NATIVE,
+        exact_rows=32,
+        min_rows=1,
+        native_dtype=dtype,
+        hidden_dtype=None if dtype is DType.FLOAT32 else dtype,
+    )
+    n_layers = Checkpoint.open(folder).config.n_layers
+    prompt = random_prompt(150, 300)
+
+    def rows(start: int, end: int, slot: int = 0) -> Rows:
+        return Rows(slot=slot, position=start, ids=prompt[start:end], n_sampled=end - start)
+
+    with instruction_set("", 1):
+        chain = StageChain.load(folder, [LayerRange(0, n_layers)], choice)
+        assert chain.stages[0].exact_rows == ANY_ROWS
+        expected = chain.step(rows(0, 150))
+    with instruction_set("avx2", 3):
+        chain = StageChain.load(folder, even_split(n_layers, n_layers), choice)
+        cuts = [0, 64, *range(71, 110, 7), *range(107, 112), 150]
+        pieces = [*itertools.pairwise(cuts)][1:]
+        got = [chain.step(rows(0, 33, slot=1), rows(0, cuts[1]))[33:]]
+        got += [chain.step(rows(start, end)) for start, end in pieces]
+        assert torch.equal(torch.cat(got), expected)
+        beside = chain.step(rows(33, 34, slot=1), rows(0, 7, slot=2), rows(0, 1, slot=3))
+        assert torch.equal(beside, torch.cat([expected[33:34], expected[:7], expected[:1]]))
+        if not chain.stages[0].kv.has_states:  # a prefix is reused, and its last rows overwritten
+            for stage in chain.stages:
+                stage.kv.copy(SlotId(0), SlotId(4), 140)
+            assert torch.equal(chain.step(rows(131, 136, slot=4)), expected[131:136])
+    with instruction_set("portable", 2):
+        chain = StageChain.load(folder, [LayerRange(0, n_layers)], choice)
+        assert torch.equal(chain.step(rows(0, 9)), expected[:9])
 
 
 def test_a_row_keeps_its_bits_in_any_batch(any_folder: Path, choice: KernelChoice) -> None:

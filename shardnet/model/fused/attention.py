@@ -22,10 +22,10 @@ from shardnet.model.fused.structs import (
     BEFORE,
     STORE,
     AttentionStruct,
-    NormStruct,
     ResidualStruct,
     aligned,
     check_shape,
+    norm_struct,
 )
 from shardnet.model.kernels.library import SCRATCH, NativeKernels
 from shardnet.model.kernels.linear import NativeLinear
@@ -87,7 +87,7 @@ class NativeAttention:
         attend.row_stride = n_heads * own.head_size
         self._arguments = AttentionStruct(
             residual=ResidualStruct.of(residual, output.shape[0], kernels),
-            head_norm=NormStruct.of(qk_norm, own.n_heads + own.n_kv_heads, own.head_size),
+            head_norm=norm_struct(qk_norm, own.n_heads + own.n_kv_heads, own.head_size),
             attend=attend,
         )
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardnet.model.arithmetic.row_functions import capped_rows
 from shardnet.model.cache.kv_cache import KvCache
-from shardnet.model.config.model_config import ModelConfig, Rope
+from shardnet.model.config.model_config import Activation, ModelConfig, Rope
 from shardnet.model.fused.decode_graphs import Capture, DecodeGraphs
 from shardnet.model.fused.layers import NativeLayers
 from shardnet.model.fused.sublayers import NativeSublayers
@@ -65,8 +66,8 @@ class DecoderStage:
             natives.append(native)
             self._layers.append((native.replace_in(layer), distinct.index(rope)))
         self._joined = NativeLayers.of(natives, kernels)
-        self._attends = all(native.attention is not None for native in natives)
-        self._head_size = config.head_size
+        self._is_native = kernels is not None and _has_native_states(config, layers)
+        self._key_size = config.key_size
         self._graphs: DecodeGraphs | None = None
         if capture is not None:  # steps of few rows replay graphs of the layers that allow it
             self._graphs = DecodeGraphs(self._layers, self._tables, capture)
@@ -94,8 +95,8 @@ class DecoderStage:
             yield hidden
 
     def is_exact(self, kv: KvCache) -> bool:
-        """Whether the compiled library attends in all layers."""
-        return self._attends and can_attend(self._head_size, kv)
+        """Whether the compiled library attends in all layers, and computes their recurrences."""
+        return self._is_native and can_attend(self._key_size, kv)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Apply the final norm: [R, E] in and out."""
@@ -106,6 +107,12 @@ class DecoderStage:
         """Apply norm and LM head: [R, E] to [R, V], in the compute dtype or float32."""
         assert self._head is not None
         return self._head(hidden)
+
+
+def _has_native_states(config: ModelConfig, layers: LayerRange) -> bool:
+    """Whether the library computes the recurrences of layers that have one."""
+    has_states = any(config.state(layer) is not None for layer in layers)
+    return not has_states or config.activation is Activation.SILU
 
 
 def _rope(config: ModelConfig, layer: int) -> Rope:
@@ -152,5 +159,9 @@ class _Head:
         if self.divisor != 1:
             logits = logits / self.divisor
         if self.soft_cap is not None:
-            logits = logits.float().div(self.soft_cap).tanh_().mul_(self.soft_cap)
+            logits = logits.float()
+            native = capped_rows(logits, self.soft_cap)
+            if native is not None:
+                return native
+            logits = logits.div(self.soft_cap).tanh_().mul_(self.soft_cap)
         return logits

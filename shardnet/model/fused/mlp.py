@@ -12,9 +12,9 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from shardnet.model.arithmetic.row_functions import ACTIVATIONS
 from shardnet.model.config.model_config import Activation
 from shardnet.model.fused.structs import (
-    ACTIVATIONS,
     MlpStruct,
     ResidualStruct,
     aligned,

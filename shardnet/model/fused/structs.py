@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardnet.model.config.model_config import Activation
+from shardnet.model.arithmetic.row_functions import NormStruct
 from shardnet.model.kernels.library import (
     NativeKernels,
     Team,
@@ -32,33 +32,16 @@ ATTEND: Final = 4
 AFTER: Final = 8
 """The parts of the attention sub-layer that one call may compute: norm, projections and rotation;
 storing keys and values; attention of decode rows; output projection and residual."""
-ACTIVATIONS: Final = {
-    Activation.SILU: 0,
-    Activation.GELU_TANH: 1,
-    Activation.GELU_NEW: 1,
-    Activation.RELU: 2,
-}
-"""The activations that the library computes, and their numbers there."""
 _ALIGNMENT: Final = 64
 
 
-class NormStruct(ctypes.Structure):
-    """`struct norm` of csrc/sublayers.c."""
-
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("eps", ctypes.c_float),
-        ("is_bf16", ctypes.c_int32),
-    )
-
-    @classmethod
-    def of(cls, norm: Norm | HeadNorm | None, *shape: int) -> NormStruct:
-        """Point to a norm, which must outlive this. Raises ValueError for another shape."""
-        if norm is None:
-            return cls(weight=None, eps=0.0, is_bf16=0)
-        weight = norm.weight
-        check_memory("a norm", weight, math.prod(shape) * weight.itemsize)
-        return cls(weight=weight.data_ptr(), eps=norm.eps, is_bf16=is_bf16(weight))
+def norm_struct(norm: Norm | HeadNorm | None, *shape: int) -> NormStruct:
+    """Point to a norm, which must outlive this. Raises ValueError for another shape."""
+    if norm is None:
+        return NormStruct(weight=None, eps=0.0, is_bf16=0)
+    weight = norm.weight
+    check_memory("a norm", weight, math.prod(shape) * weight.itemsize)
+    return NormStruct(weight=weight.data_ptr(), eps=norm.eps, is_bf16=is_bf16(weight))
 
 
 class ResidualStruct(ctypes.Structure):
@@ -82,8 +65,8 @@ class ResidualStruct(ctypes.Structure):
     def of(cls, residual: Residual, width: int, kernels: NativeKernels) -> ResidualStruct:
         """Set the fields that are the same in every call."""
         return cls(
-            before=NormStruct.of(residual.before, width),
-            after=NormStruct.of(residual.after, width),
+            before=norm_struct(residual.before, width),
+            after=norm_struct(residual.after, width),
             width=width,
             multiplier=residual.multiplier,
             team=kernels.team,

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from shardnet.model.arithmetic.row_functions import ACTIVATIONS
 from shardnet.model.fused.attention import NativeAttention
 from shardnet.model.fused.mlp import NativeMlp
-from shardnet.model.fused.structs import ACTIVATIONS
 from shardnet.model.kernels.library import NativeKernels
 from shardnet.model.kernels.linear import is_native
 from shardnet.model.layers.decoder_layer import Layer, Sublayer

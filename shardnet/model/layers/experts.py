@@ -20,7 +20,7 @@ from torch import Tensor
 from shardnet.model.config.model_config import Experts
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.modules import GatedMlp, Mlp
-from shardnet.model.layers.norms import row_sigmoid
+from shardnet.model.layers.norms import row_sigmoid, row_softmax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class SoftmaxRouter:
         scores = self.gate(hidden).float()  # [T, X]
         best, experts = best_experts(scores, self.top_k)
         if self.normalize:
-            return ExpertChoice(experts=experts, weights=best.softmax(-1))
-        return ExpertChoice(experts=experts, weights=scores.softmax(-1).gather(-1, experts))
+            return ExpertChoice(experts=experts, weights=row_softmax(best))
+        return ExpertChoice(experts=experts, weights=row_softmax(scores).gather(-1, experts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

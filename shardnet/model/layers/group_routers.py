@@ -15,7 +15,7 @@ from torch import Tensor
 from shardnet.model.config.model_config import Experts
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.experts import ExpertChoice, best_experts, best_groups
-from shardnet.model.layers.norms import row_sigmoid
+from shardnet.model.layers.norms import row_sigmoid, row_softmax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class SoftmaxGroupRouter:
     def __call__(self, hidden: Tensor) -> ExpertChoice:
         """Choose experts for each row of the hidden states [T, E]."""
         config = self.experts
-        scores = self.gate(hidden.float()).softmax(-1)  # [T, X]
+        scores = row_softmax(self.gate(hidden.float()))  # [T, X]
         group_scores = scores.view(len(scores), config.n_groups, -1).amax(-1)
         left = best_groups(scores, group_scores, config.top_groups, 0.0)
         weights, experts = best_experts(left, config.top_k)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardnet.model.arithmetic.head_matmuls import HeadMatmuls
 from shardnet.model.config.model_config import Latent, ModelConfig
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep, attention
@@ -38,8 +39,8 @@ class LatentAttention:
     queries: LatentQueries
     kv_a_proj: Linear
     kv_a_layernorm: Norm
-    keys: Tensor  # [H, N, L]
-    values: Tensor  # [H, L, V]
+    keys: HeadMatmuls  # [H, N, L]
+    values: HeadMatmuls  # [H, L, V]
     o_proj: Linear
 
     @classmethod
@@ -54,8 +55,8 @@ class LatentAttention:
             queries=LatentQueries.load(latent, weights, attn),
             kv_a_proj=weights.linear(f"{attn}.kv_a_proj_with_mqa"),
             kv_a_layernorm=weights.norm(f"{attn}.kv_a_layernorm", LATENT_EPS),
-            keys=of_heads[:, : latent.nope_size],
-            values=of_heads[:, latent.nope_size :].transpose(1, 2),
+            keys=HeadMatmuls.of(of_heads[:, : latent.nope_size]),
+            values=HeadMatmuls.of(of_heads[:, latent.nope_size :].transpose(1, 2)),
             o_proj=weights.linear(f"{attn}.o_proj"),
         )
 
@@ -115,16 +116,18 @@ class LatentQueries:
         return self.q_b_proj(self.q_a_layernorm(queries))
 
 
-def _by_head(rows: Tensor, weights: Tensor, step: ForwardStep) -> Tensor:
-    """Multiply each head of [T, H, A] by its own [A, B] of [H, A, B]: [T, H, B].
+def _by_head(rows: Tensor, weights: HeadMatmuls, step: ForwardStep) -> Tensor:
+    """Multiply each head of [T, H, A] by its own [A, B]: [T, H, B].
 
-    As in attention, rows outside prompt chunks are computed one by one, so that their bits do not
+    As in attention, torch computes rows outside prompt chunks one by one, so that their bits do not
     depend on the batch.
     """
+    if weights.is_native:
+        return weights(rows)
     parts = []
     for span in step.spans:
         pieces = [rows[span.start : span.end]]
         if span.masks is None:
             pieces = [rows[row : row + 1] for row in range(span.start, span.end)]
-        parts += [torch.bmm(piece.transpose(0, 1), weights).transpose(0, 1) for piece in pieces]
+        parts += [weights(piece) for piece in pieces]
     return torch.cat(parts) if len(parts) > 1 else parts[0]

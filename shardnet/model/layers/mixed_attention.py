@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardnet.model.arithmetic.elementary import natural_logarithm
+from shardnet.model.arithmetic.row_functions import normed_rows
 from shardnet.model.config.model_config import MixedPositions, ModelConfig
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.modules import Heads, SelfAttention
@@ -66,14 +68,13 @@ class MixedAttention:
         turned = rotary.rotate(pairs.transpose(-1, -2).flatten(-2))
         if not self.positions.unit_heads:
             return turned
+        native = normed_rows(turned.reshape(-1, turned.shape[-1]), None, self.eps)
+        if native is not None:
+            return native.view(turned.shape)
         return F.rms_norm(turned.float(), turned.shape[-1:], None, self.eps).to(turned.dtype)
 
     def _temperatures(self, positions: Tensor) -> Tensor:
-        """Factors of the queries at `positions`, int64 [T]: float32 [T, 1, 1].
-
-        In float64: torch's logarithm of one element may differ from that of several in the last
-        bit.
-        """
+        """Factors of the queries at `positions`, int64 [T]: float32 [T, 1, 1]."""
         steps = torch.floor((positions.double() + 1) / self.positions.temperature_floor)
-        factors = steps.log1p() * self.positions.temperature + 1
+        factors = natural_logarithm(steps + 1) * self.positions.temperature + 1
         return factors.float()[:, None, None]

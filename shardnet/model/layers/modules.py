@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from shardnet.model.arithmetic.row_functions import activated_rows
 from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep, attention
@@ -160,4 +161,7 @@ class GatedMlp:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Transform hidden states [T, E] to [T, E], row by row."""
         gate, up = self.gate_up_proj(hidden).chunk(2, -1)  # [T, intermediate] each
-        return self.down_proj(activate(self.activation, gate).mul_(up))
+        inner = activated_rows(self.activation, gate, up)
+        if inner is None:
+            inner = activate(self.activation, gate).mul_(up)
+        return self.down_proj(inner)

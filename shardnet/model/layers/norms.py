@@ -13,6 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardnet.model.arithmetic.row_functions import (
+    activated_rows,
+    normed_rows,
+    sigmoid_rows,
+    softmax_rows,
+)
 from shardnet.model.config.model_config import Activation
 
 
@@ -29,6 +35,9 @@ class Norm:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Normalize every row."""
+        native = normed_rows(hidden, self.weight, self.eps, self.bias)
+        if native is not None:
+            return native
         if self.bias is not None:
             return F.layer_norm(hidden, self.weight.shape, self.weight, self.bias, self.eps)
         if self.weight.dtype is hidden.dtype:
@@ -60,6 +69,9 @@ class HeadNorm:
 
     def __call__(self, heads: Tensor) -> Tensor:
         """Normalize every head."""
+        native = normed_rows(heads.reshape(-1, heads.shape[-1]), self.weight, self.eps)
+        if native is not None:
+            return native.view(heads.shape)
         wide = heads.to(self.weight.dtype)
         normed = F.rms_norm(wide, self.weight.shape[-1:], None, self.eps)
         return normed.mul_(self.weight).to(heads.dtype)
@@ -85,11 +97,16 @@ class WholeNorm:
 
 
 def activate(kind: Activation, hidden: Tensor) -> Tensor:
-    """Apply the MLP's nonlinearity, elementwise."""
+    """Apply the MLP's nonlinearity, elementwise, to [T, N]."""
+    native = activated_rows(kind, hidden)
+    if native is not None:
+        return native
     match kind:
         case Activation.SILU:
             return F.silu(hidden)
         case Activation.GELU:
+            if hidden.device.type == "cpu" and len(hidden) > 1:  # see row_sigmoid
+                return torch.stack([F.gelu(row) for row in hidden])
             return F.gelu(hidden)
         case Activation.GELU_NEW | Activation.GELU_TANH:
             return F.gelu(hidden, approximate="tanh")
@@ -103,6 +120,15 @@ def row_sigmoid(rows: Tensor) -> Tensor:
     torch computes the last elements of contiguous memory by another formula than the rest: a gap
     after each row of the result makes every row end on its own.
     """
+    native = sigmoid_rows(rows)
+    if native is not None:
+        return native
     n_rows, width = rows.shape
     apart = rows.new_empty(n_rows, width + 1)[:, :width]
     return torch.sigmoid(rows, out=apart)
+
+
+def row_softmax(rows: Tensor) -> Tensor:
+    """Take the softmax of each row [T, N]."""
+    native = softmax_rows(rows)
+    return rows.softmax(-1) if native is None else native

@@ -12,11 +12,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from shardnet.model.arithmetic.elementary import cosine_sine, power
+from shardnet.model.arithmetic.row_functions import rotated_heads
 from shardnet.model.config.model_config import Rope, RopeKind
+
+_POSITIONS_AT_ONCE: Final = 1024
+"""Sines are computed in float64, which the caches should hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,24 +43,34 @@ class Rotary:
 
     def rotate(self, heads: Tensor) -> Tensor:
         """Rotate the first R columns of queries or keys [T, heads, D]; needs tables of T rows."""
+        turned = rotated_heads(heads, self.cos, self.sin)
+        return self._rotate_in_torch(heads) if turned is None else turned
+
+    def _rotate_in_torch(self, heads: Tensor) -> Tensor:
         n_rotated = self.cos.shape[-1]
         if n_rotated < heads.shape[-1]:
             rest = heads[..., n_rotated:]
-            return torch.cat((self.rotate(heads[..., :n_rotated]), rest), -1)
+            return torch.cat((self._rotate_in_torch(heads[..., :n_rotated]), rest), -1)
         return torch.addcmul(heads * self.cos, heads.roll(n_rotated // 2, -1), self.sin)
 
 
 def rotary_tables(
     rope: Rope, head_size: int, context: int, dtype: torch.dtype, device: torch.device
 ) -> Rotary:
-    """Compute the tables for positions `[0, context)`, in float32, then rounded to `dtype`."""
+    """Compute the tables for positions `[0, context)`, in float32, then rounded to `dtype`.
+
+    They have the same bits on every machine.
+    """
     frequencies = rotary_frequencies(rope, head_size, context)  # [R / 2]
-    angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies)  # [P, R / 2]
-    cos, sin = angles.cos() * rope.magnitude, angles.sin() * rope.magnitude
-    return Rotary(
-        cos=torch.cat((cos, cos), -1).unsqueeze(1).to(device, dtype),
-        sin=torch.cat((-sin, sin), -1).unsqueeze(1).to(device, dtype),
-    )
+    half = len(frequencies)
+    cos, sin = torch.empty(2, context, 1, 2 * half, dtype=dtype).unbind(0)
+    for positions in torch.arange(context, dtype=torch.float32).split(_POSITIONS_AT_ONCE):
+        angles = torch.outer(positions, frequencies).double()
+        own = slice(int(positions[0]), int(positions[-1]) + 1)
+        cosines, sines = (part.float() * rope.magnitude for part in cosine_sine(angles))
+        cos[own, 0] = torch.cat((cosines, cosines), -1).to(dtype)
+        sin[own, 0] = torch.cat((-sines, sines), -1).to(dtype)
+    return Rotary(cos=cos.to(device), sin=sin.to(device))
 
 
 def rotary_frequencies(rope: Rope, head_size: int, context: int) -> Tensor:
@@ -64,7 +80,7 @@ def rotary_frequencies(rope: Rope, head_size: int, context: int) -> Tensor:
     """
     n_rotated = rope.rotated(head_size)
     steps = torch.arange(0, n_rotated, 2, dtype=torch.float32) / n_rotated
-    powers = rope.theta**steps
+    powers = power(rope.theta, steps)
     plain = 1.0 / powers
     match rope.kind:
         case RopeKind.DEFAULT:
@@ -72,7 +88,7 @@ def rotary_frequencies(rope: Rope, head_size: int, context: int) -> Tensor:
         case RopeKind.LINEAR:
             return plain / rope.factor
         case RopeKind.DYNAMIC:
-            return 1.0 / _dynamic_theta(rope, n_rotated, context) ** steps
+            return 1.0 / power(_dynamic_theta(rope, n_rotated, context), steps)
         case RopeKind.YARN:
             return _yarn(rope, powers)
         case RopeKind.LONGROPE:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from shardnet.model.arithmetic import head_matmuls, row_functions
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config import panel_form, quantization
 from shardnet.model.fused import structs
@@ -40,7 +41,9 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "block_packing": packing._BlockPacking,
     "code_packing": packing._CodePacking,
     "look_up": packing._LookUp,
-    "norm": structs.NormStruct,
+    "norm": row_functions.NormStruct,
+    "row_call": row_functions.RowStruct,
+    "head_matmuls": head_matmuls.HeadStruct,
     "residual": structs.ResidualStruct,
     "attend": AttendStruct,
     "attention_call": structs.AttentionStruct,
@@ -138,9 +141,11 @@ def test_numbers_stand_for_the_same_on_both_sides() -> None:
     }
     parts = ("BEFORE", "STORE", "ATTEND", "AFTER")
     assert [getattr(structs, part) for part in parts] == [constant(p) for p in parts]
-    for activation, number in structs.ACTIVATIONS.items():
+    for activation, number in row_functions.ACTIVATIONS.items():
         in_c = "GELU_TANH" if activation.name.startswith("GELU") else activation.name
         assert number == constant(in_c)
+    for function in row_functions.RowFunction:
+        assert function == constant(function.name)
     in_c = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
     assert {dtype: constant(name) for dtype, name in in_c.items()} == packing._TYPES
     assert constant("MAX_HEAD") == MAX_HEAD

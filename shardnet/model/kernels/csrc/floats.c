@@ -7,9 +7,9 @@
 #include "floats.h"
 
 /* What an instruction set adds to sums[row][output] of one panel: `depth` inputs of `n_rows` rows, which are `stride`
- * apart. */
-typedef void (*depth_function)(const float *weights, const float *x, int64_t stride, int64_t depth, int n_rows,
-                               float (*sums)[PANEL]);
+ * apart. Weights are float32, or bfloat16 where they are `narrow`. */
+typedef void (*depth_function)(const void *weights, int narrow, const float *x, int64_t stride, int64_t depth,
+                               int n_rows, float (*sums)[PANEL]);
 
 #define BODY "floats_body.h"
 #include "each_isa.h"
@@ -52,7 +52,47 @@ void shardnet_sum_floats(const struct linear *p, int64_t panel, int n_panels, in
     for (int64_t k = 0; k < p->n_in; k += DEPTH) {
         const int64_t depth = depth_at(p, k);
         for (int i = 0; i < n_panels; i++)
-            add_depth(weights + (i * p->n_in + k) * PANEL, rows + k * p->n_rows + row * depth, depth, depth, n_rows,
+            add_depth(weights + (i * p->n_in + k) * PANEL, 0, rows + k * p->n_rows + row * depth, depth, depth, n_rows,
                       sums[i]);
     }
+}
+
+/* --- a matmul for each head */
+
+struct head_matmuls {
+    const void *weights; /* [n_heads, panels, n_in, PANEL] */
+    const float *rows;   /* [n_rows, n_heads, n_in], `row_stride` from row to row, `head_stride` from head to head */
+    float *out;          /* [n_rows, n_heads, n_out] */
+    struct team team;
+    int64_t n_rows, n_heads, n_in, n_out, row_stride, head_stride;
+    int32_t is_bf16; /* the weights: else they are float32 */
+};
+
+/* An item is a panel of a head. */
+static void multiply_heads(const void *argument, int64_t begin, int64_t end) {
+    const struct head_matmuls *call = argument;
+    const depth_function add_depth = depth_for(call->team.isa);
+    const int64_t n_panels = (call->n_out + PANEL - 1) / PANEL, panel_bytes = call->n_in * PANEL * (call->is_bf16 ? 2 : 4);
+    float sums[FLOAT_ROWS][PANEL];
+    for (int64_t item = begin; item < end; item++) {
+        const int64_t head = item / n_panels, first = item % n_panels * PANEL;
+        const int64_t n = call->n_out - first < PANEL ? call->n_out - first : PANEL;
+        for (int64_t row = 0; row < call->n_rows; row += FLOAT_ROWS) {
+            const int n_rows = (int)(call->n_rows - row < FLOAT_ROWS ? call->n_rows - row : FLOAT_ROWS);
+            const float *x = call->rows + row * call->row_stride + head * call->head_stride;
+            memset(sums, 0, (size_t)n_rows * sizeof sums[0]);
+            add_depth((const char *)call->weights + item * panel_bytes, call->is_bf16, x, call->row_stride, call->n_in,
+                      n_rows, sums);
+            for (int r = 0; r < n_rows; r++)
+                memcpy(call->out + ((row + r) * call->n_heads + head) * call->n_out + first, sums[r],
+                       (size_t)n * sizeof(float));
+        }
+    }
+}
+
+/* Multiplies each head of the rows by its own weights. Python has checked everything in the struct. */
+void shardnet_head_matmuls(const struct head_matmuls *call) {
+    const int64_t n_items = call->n_heads * ((call->n_out + PANEL - 1) / PANEL);
+    const int64_t piece = 65536 / (call->n_in * PANEL * (call->n_rows < 4 ? 1 : call->n_rows / 4) + 1);
+    shardnet_parallel_for(&call->team, multiply_heads, call, n_items, piece > 0 ? piece : 1);
 }

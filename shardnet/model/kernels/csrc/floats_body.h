@@ -6,15 +6,25 @@
 #define LINES_AHEAD 64                                        /* inputs whose weights are prefetched: a page */
 #define UNROLLED_ROWS _Pragma("GCC unroll 12")
 
-INLINE TARGET void NAME(add_rows)(const float *weights, const float *x, int64_t stride, int64_t depth,
+/* Reads LANES weights, which are float32, or bfloat16 where they are `narrow`. */
+INLINE TARGET lanes NAME(read_weights)(const void *weights, int64_t at, const int narrow) {
+    if (!narrow) return NAME(load_floats)((const float *)weights + at, LANES);
+    uint16_t halves[LANES];
+    uints wide = {0};
+    memcpy(halves, (const uint16_t *)weights + at, sizeof halves);
+    UNROLLED_ROWS for (int i = 0; i < LANES; i++) wide[i] = (uint32_t)halves[i] << 16;
+    return (lanes)wide;
+}
+
+INLINE TARGET void NAME(add_rows)(const void *weights, const int narrow, const float *x, int64_t stride, int64_t depth,
                                   const int n_rows, float (*sums)[PANEL]) {
     lanes total[MOST_TOGETHER][REGISTERS];
     UNROLLED_ROWS for (int row = 0; row < n_rows; row++)
         UNROLLED for (int r = 0; r < REGISTERS; r++) total[row][r] = NAME(load_floats)(sums[row] + r * LANES, LANES);
     for (int64_t k = 0; k < depth; k++) {
         lanes own[REGISTERS];
-        UNROLLED for (int r = 0; r < REGISTERS; r++) own[r] = NAME(load_floats)(weights + k * PANEL + r * LANES, LANES);
-        if (n_rows <= 2) __builtin_prefetch(weights + (k + LINES_AHEAD) * PANEL);
+        UNROLLED for (int r = 0; r < REGISTERS; r++) own[r] = NAME(read_weights)(weights, k * PANEL + r * LANES, narrow);
+        if (n_rows <= 2 && !narrow) __builtin_prefetch((const float *)weights + (k + LINES_AHEAD) * PANEL);
         UNROLLED_ROWS for (int row = 0; row < n_rows; row++) {
             const lanes input = NAME(broadcast)(x[row * stride + k]);
             UNROLLED for (int r = 0; r < REGISTERS; r++) total[row][r] = NAME(fused)(own[r], input, total[row][r]);
@@ -25,15 +35,15 @@ INLINE TARGET void NAME(add_rows)(const float *weights, const float *x, int64_t 
 }
 
 /* Rows are shared out evenly, so that no pass has few sums to wait for. */
-static TARGET void NAME(add_depth)(const float *weights, const float *x, int64_t stride, int64_t depth, int n_rows,
-                                   float (*sums)[PANEL]) {
+INLINE TARGET void NAME(add_some)(const void *weights, const int narrow, const float *x, int64_t stride, int64_t depth,
+                                  int n_rows, float (*sums)[PANEL]) {
     int n_passes = (n_rows + MOST_TOGETHER - 1) / MOST_TOGETHER;
     for (int row = 0, n; row < n_rows; row += n, n_passes--) {
         n = (n_rows - row + n_passes - 1) / n_passes;
 #define ROWS(count)                                                                                     \
     case count:                                                                                         \
         if (count <= MOST_TOGETHER)                                                                     \
-            NAME(add_rows)(weights, x + row * stride, stride, depth,                                    \
+            NAME(add_rows)(weights, narrow, x + row * stride, stride, depth,                            \
                            count <= MOST_TOGETHER ? count : 1, sums + row);                             \
         break;
         switch (n) {
@@ -52,6 +62,14 @@ static TARGET void NAME(add_depth)(const float *weights, const float *x, int64_t
         }
 #undef ROWS
     }
+}
+
+static TARGET void NAME(add_depth)(const void *weights, int narrow, const float *x, int64_t stride, int64_t depth,
+                                   int n_rows, float (*sums)[PANEL]) {
+    if (narrow)
+        NAME(add_some)(weights, 1, x, stride, depth, n_rows, sums);
+    else
+        NAME(add_some)(weights, 0, x, stride, depth, n_rows, sums);
 }
 
 #undef MOST_TOGETHER

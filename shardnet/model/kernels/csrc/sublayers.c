@@ -27,6 +27,7 @@ typedef uint32_t quad __attribute__((vector_size(16)));
 
 enum activation { SILU = 0, GELU_TANH = 1, RELU = 2 };
 enum kind { FLOAT32, BFLOAT16, INT8 }; /* how keys and values are stored */
+enum function { ACTIVATED = 0, SIGMOID = 1, CAPPED = 2, SOFTMAX = 3, RMS_NORM = 4, LAYER_NORM = 5, ROTATED = 6 };
 enum parts { BEFORE = 1, STORE = 2, ATTEND = 4, AFTER = 8 };
 
 /* RMSNorm. */
@@ -134,8 +135,22 @@ INLINE int64_t tile_rows(const struct attend *call) {
     return rows > 0 ? rows : 1;
 }
 
+/* A function of rows that no sub-layer fuses: what `other` and `another` are depends on it. */
+struct row_call {
+    const void *rows;    /* [n_rows, width], `stride` values from row to row */
+    const void *other;   /* a factor, like `rows`, or NULL; LAYER_NORM: bias [width]; ROTATED: cosines [n, n_rotated] */
+    const void *another; /* ROTATED: sines */
+    void *out;           /* [n_rows, width] */
+    struct norm norm;    /* its weight [n_others, width], in turns; its eps also is what CAPPED caps by */
+    struct team team;
+    int64_t n_rows, width, stride;
+    int64_t n_others, n_rotated; /* ROTATED: rows of one position, and their first columns that are rotated */
+    int32_t function, activation;
+    int32_t is_bf16; /* rows and out: else they are float32 */
+};
+
 struct steps {
-    work_function normalize, add, rotate, attend, activate;
+    work_function normalize, add, rotate, attend, activate, compute;
 };
 
 #define BODY "sublayers_body.h"
@@ -164,6 +179,7 @@ static void multiply(struct linear *p, const struct residual *residual, int8_t *
 /* Pieces are large enough to be worth waking a thread for. */
 #define ROWS_AT_ONCE 8
 #define WORK_AT_ONCE 65536
+#define ELEMENTS_AT_ONCE 16384
 
 static const void *normalize(const struct steps *steps, const struct residual *residual) {
     if (!residual->before.weight) return residual->hidden;
@@ -223,6 +239,11 @@ void shardnet_mlp(struct mlp_call *call) {
     shardnet_parallel_for(&residual->team, steps->activate, call, residual->n_rows, ROWS_AT_ONCE);
     multiply(call->down, residual, call->scratch, call->activated, residual->inner);
     add_residual(steps, residual);
+}
+
+void shardnet_rows(const struct row_call *call) {
+    const int64_t piece = ELEMENTS_AT_ONCE / (call->width ? call->width : 1);
+    shardnet_parallel_for(&call->team, steps_for(&call->team)->compute, call, call->n_rows, piece > 0 ? piece : 1);
 }
 
 void shardnet_layers(const struct layer *layers, int64_t n_layers) {

@@ -224,7 +224,10 @@ static TARGET void NAME(activate)(const void *argument, int64_t begin, int64_t e
         NAME(activate_rows)(call, begin, end, 0);
 }
 
-static const struct steps NAME(steps) = {NAME(normalize), NAME(add), NAME(rotate_rows), NAME(attend), NAME(activate)};
+#include "rows_body.h"
+
+static const struct steps NAME(steps) = {NAME(normalize), NAME(add),      NAME(rotate_rows),
+                                         NAME(attend),    NAME(activate), NAME(compute_rows)};
 
 #undef shorts
 #undef bytes
