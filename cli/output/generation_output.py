@@ -46,6 +46,25 @@ class TextOrIds:
         return ids
 
 
+class RecoveryLines:
+    """Says on standard error that requests wait for a lost ring to be replaced, once for all."""
+
+    def __init__(self, shown: StreamedText) -> None:
+        self._shown = shown
+        self._said = ""
+
+    def take(self, event: GenerationEvent) -> None:
+        """Say what the event tells of a recovery, if that is news."""
+        if event.state is not RequestState.RECOVERING:
+            if event.token_ids:
+                self._said = ""
+        elif event.why != self._said:
+            self._said = event.why
+            self._shown.break_off()
+            about = f", about {event.expected_s:.0f} s" if event.expected_s else ""
+            say(f"recovering{about}: {event.why}")
+
+
 class OneText:
     """Prints the text or, `as_json`, the result of one prompt."""
 
@@ -54,12 +73,14 @@ class OneText:
         self._as_json = as_json
         self._output = TextOrIds()
         self._shown = StreamedText()
+        self._recovery = RecoveryLines(self._shown)
 
     def take(self, event: GenerationEvent) -> None:
         """Print the event's new text; at the end log-probabilities and timing, on standard error.
 
         With JSON, which has the log-probabilities, only the timing.
         """
+        self._recovery.take(event)
         if not self._as_json:
             self._shown.write(self._output.take(event), end="\n" if event.result else "")
         if event.result is None:
@@ -134,10 +155,12 @@ class ListedTexts:
         self._said: Counter[str] = Counter()
         self._shown = StreamedText()
         self._progress = ProgressLine(beside_text=not as_json)
+        self._recovery = RecoveryLines(self._shown)
 
     def take(self, event: GenerationEvent) -> None:
         """Print what this event allows, and an error as soon as it happens."""
         self._count(event)
+        self._recovery.take(event)
         if event.error is not None:
             self._say_failure(self._prompts[self._place(event)].where, event.error)
         self._display(event)
@@ -262,6 +285,8 @@ def _event_objects(event: GenerationEvent, plan: PlanReply | None) -> Iterator[d
         yield {"event": "failed", "error": str(event.error), "code": event.error.code}
     elif event.state is RequestState.QUEUED:
         yield {"event": "queued", "ahead": event.ahead}
+    elif event.state is RequestState.RECOVERING:
+        yield {"event": "recovering", "why": event.why, "expected_s": event.expected_s}
     elif not has_news and not (event.logits or event.hidden or event.routing):
         yield {"event": event.state.value}
 

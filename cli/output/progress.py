@@ -55,6 +55,7 @@ class LoadBars:
     def expect(self, plan: PlanReply) -> None:
         """Print the plan's stages, dtypes, reason and warnings."""
         self._end_planning()
+        self._names.clear()
         for stage in plan.stages:
             self._names[stage.rank] = f"{stage.name} {layer_words(plan, stage)}"
             if stage.fetch_s:

@@ -192,9 +192,9 @@ class GenerationEvent:
     """A change of one request.
 
     `request_id` is unique in its client. While it is QUEUED, `ahead` requests run before it. While
-    it is RECOVERING its ring is being replaced: `why` says what happened, `expected_s` how long that
-    may take, 0 if not known. Tokens come in events that are RUNNING or RESUMED; `tokens` are their own texts ("" without a
-    tokenizer), `text` is what they complete and may be empty.
+    it is RECOVERING its ring is being replaced: `why` says what happened, `expected_s` how long
+    that may take, 0 if not known. Tokens come in events that are RUNNING or RESUMED; `tokens` are
+    their own texts ("" without a tokenizer), `text` is what they complete and may be empty.
     `prompt_logprobs`, `logits`, `hidden` and `routing` continue those of earlier events; the
     prompt's first token has no log-probability. `prompt_tail` comes with states before the first
     token: the text of the prompt's last tokens, special ones too. The FINISHED event has the rest

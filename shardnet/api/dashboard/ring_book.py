@@ -94,7 +94,11 @@ class RingBook:
             predicted_tok_s=plan.predicted_tok_s,
             why=plan.why,
             age_s=activity.age_us / 1e6,
-            state="broken" if activity.is_broken else "ready",
+            state="recovering"
+            if activity.is_recovering
+            else "broken"
+            if activity.is_broken
+            else "ready",
             load=None
             if load is None
             else ShownLoad(
@@ -253,7 +257,7 @@ def parse_request_id(text: str) -> tuple[str, int] | None:
 
 def _request(ring: str, seen: RequestSeen) -> ShownRequest:
     is_prefilled = seen.n_computed >= seen.n_prompt
-    waits = seen.state in (LiveState.QUEUED, LiveState.PAUSED)
+    waits = seen.state in (LiveState.QUEUED, LiveState.PAUSED, LiveState.RECOVERING)
     return ShownRequest(
         id=request_id(ring, seen.sequence),
         state=seen.state.value,

@@ -115,7 +115,7 @@ class ShownRing(msgspec.Struct, kw_only=True):
     predicted_tok_s: float | None
     why: str
     age_s: float
-    state: Literal["ready", "broken"]
+    state: Literal["ready", "recovering", "broken"]
     load: ShownLoad | None
     stages: list[ShownStage]
     left_out: list[ShownLeftOut]

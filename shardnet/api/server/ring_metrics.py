@@ -11,7 +11,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    SummaryMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -108,6 +112,17 @@ class RingMetrics(Collector):
         for name, (field, text, unit) in _WORK.items():
             value = 0 if work is None else getattr(work, field) * unit
             yield CounterMetricFamily(f"shardnet_ring_{name}", text, value=value)
+        yield CounterMetricFamily(
+            "shardnet_recoveries",
+            "Lost rings whose requests went on over another one",
+            value=0 if work is None else work.n_recoveries,
+        )
+        yield SummaryMetricFamily(
+            "shardnet_recovery_seconds",
+            "How long requests stood still while a lost ring was replaced",
+            count_value=0 if work is None else work.n_recoveries,
+            sum_value=0.0 if work is None else work.recovery_us / 1e6,
+        )
         for name, text in (
             ("compute", "Time that a stage has computed"),
             ("queue", "Time that steps have waited in a stage"),

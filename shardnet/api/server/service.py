@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar, Unpack
 from msgspec.structs import replace
 
 from shardnet.api.client import Client
-from shardnet.api.events import GenerationEvent
+from shardnet.api.events import GenerationEvent, RequestState
 from shardnet.api.requests import GenerationOptions, Message, Prompt, Prompts
 from shardnet.api.server.keys import ApiKey
 from shardnet.api.server.metrics import Metrics
@@ -304,7 +304,9 @@ class Exchange:
         metrics = self.service.metrics
         if event.ahead:
             self.note = f"queued behind {event.ahead}"
-        elif event.state.value == "running":
+        elif event.state is RequestState.RECOVERING:
+            self.note = f"recovering, about {event.expected_s:.0f} s: {event.why}"
+        elif event.state in (RequestState.RUNNING, RequestState.RESUMED):
             self.note = "reading the prompt" if event.request_id not in last_s else "generating"
         if event.token_ids:
             now = time.monotonic()

@@ -300,7 +300,8 @@ def build_services(
     )
     handlers = MessageHandlers()
     rooms = (messages, stage.orders, PrefixOrders(stage.host), stage.kv, stage.measuring)
-    for room in (*rooms, head, planned, drain, clients, lists, reporter, RingWatch(head)):
+    watch = RingWatch(head, recovery.records)
+    for room in (*rooms, head, planned, drain, clients, lists, reporter, watch):
         room.register(handlers)
     dispatcher = Dispatcher(
         own_hello=links.dialer.hello,

@@ -6,20 +6,26 @@ Knows where each fact is found. Must not judge: rates and means are the asking s
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+
+from msgspec.structs import replace
 
 from shardnet.cluster.head.head import Head, Lead, Opening
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.recovery.records import RecoveryRecord
 from shardnet.errors import UsageError
 from shardnet.runtime.engine.step_log import StepRecord
 from shardnet.types import SequenceId
 from shardnet.wire.framing.schema import U32_MAX
 from shardnet.wire.messages.activity import (
+    MAX_RECOVERIES_SEEN,
     MAX_REQUESTS_SEEN,
     MAX_STEPS_SEEN,
     CancelSequence,
     GetActivity,
+    RecoverySeen,
     RequestSeen,
     RingActivity,
     RingOpening,
@@ -28,13 +34,15 @@ from shardnet.wire.messages.activity import (
 )
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.diagnostics import RingLoad
+from shardnet.wire.messages.handshake import explanation
 
 
 class RingWatch:
-    """Answers for the ring that `head` leads."""
+    """Answers for the ring that `head` leads, and for those that were lost before it."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, recoveries: Sequence[RecoveryRecord]) -> None:
         self._head = head
+        self._recoveries = recoveries
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the messages of those who watch."""
@@ -48,10 +56,12 @@ class RingWatch:
             control.send(Redirect(request=message.request, address=elsewhere.address))
             return
         opening = _opening(self._head.opening)
+        recoveries = [_recovery(one) for one in [*self._recoveries][-MAX_RECOVERIES_SEEN:]]
         if lead is None:
-            control.send(RingActivity(request=message.request, opening=opening))
+            activity = RingActivity(request=message.request, opening=opening)
         else:
-            control.send(_activity(message, lead, opening))
+            activity = _activity(message, lead, opening)
+        control.send(replace(activity, recoveries=recoveries))
 
     async def _cancel(self, control: ControlLink, message: CancelSequence) -> None:
         """Cancel a request, or reply Redirect. Raises UsageError for one that has ended."""
@@ -86,7 +96,8 @@ def _activity(message: GetActivity, lead: Lead, opening: RingOpening | None) -> 
     return RingActivity(
         request=message.request,
         ring=ring.name,
-        is_broken=ring.broken is not None,
+        is_broken=not lead.stands,
+        is_recovering=lead.is_recovering,
         age_us=engine.age_us,
         load=RingLoad(**asdict(engine.counters)),
         plan=None if is_known else lead.plan.reply(0),
@@ -119,4 +130,21 @@ def _step(step: StepRecord) -> StepSeen:
         n_prompt_rows=step.n_prompt_rows,
         n_tokens=step.n_tokens,
         timings=list(step.timings),
+    )
+
+
+def _recovery(record: RecoveryRecord) -> RecoverySeen:
+    return RecoverySeen(
+        at_s=record.at_s,
+        why=explanation(record.why),
+        n_requests=record.n_requests,
+        notice_s=record.notice_s,
+        plan_s=record.plan_s,
+        load_s=record.load_s,
+        replay_s=record.replay_s,
+        n_attempts=record.n_attempts,
+        lost=[*record.lost],
+        nodes=[*record.nodes],
+        is_over=record.is_over,
+        error=explanation(record.error),
     )

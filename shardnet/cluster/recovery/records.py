@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-MAX_RECORDS: Final = 256
+MAX_RECORDS: Final = 64
 """Recoveries that are remembered."""
 
 

@@ -155,7 +155,7 @@ class Recovery:
             record.load_s += time.monotonic() - planned_s
         lead.is_recovering = False
         record.resumed_at_s = time.monotonic()
-        self._finish(record)
+        self._finish(lead, record)
         keep = {node.address for node in plan.nodes}
         self._run(partial(former.release, keep), "freeing stages of a lost ring")
 
@@ -164,11 +164,12 @@ class Recovery:
         record.is_replayed = True
         if record.resumed_at_s is not None:
             record.replay_s = time.monotonic() - record.resumed_at_s
-        self._finish(record)
+        self._finish(lead, record)
 
-    def _finish(self, record: RecoveryRecord) -> None:
+    def _finish(self, lead: Lead, record: RecoveryRecord) -> None:
         if record.is_replayed and record.resumed_at_s is not None and not record.is_over:
             record.is_over = True
+            lead.ring.engine.totals.add_recovery(record.pause_s)
             self._log(record.words)
 
 

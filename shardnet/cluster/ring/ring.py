@@ -202,6 +202,8 @@ class Ring:
             n_prefix_hits=totals.n_prefix_hits,
             n_prompt_tokens=totals.n_prompt_tokens,
             n_prefix_tokens=totals.n_prefix_tokens,
+            n_recoveries=totals.n_recoveries,
+            recovery_us=totals.recovery_us,
         )
 
     async def clocks(self) -> list[ClockOffset]:

@@ -168,16 +168,22 @@ class RingMembership:
     async def leave(self) -> None:
         """Stop working and close the links. The stage's slots are all free afterwards.
 
-        A `join` that is still in progress fails, and closes what it opens.
+        A `join` that is still in progress fails, and closes what it opens. If the ring broke here
+        nobody waits for last words, and a neighbour may hang: its links are dropped at once.
         """
         self._left = True
+        is_broken = self._task is not None and self._task.done()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        for link in self._links:
-            await link.close()
+        links = [*self._links]
         if self._upstream.done() and not self._upstream.cancelled():
-            await self._upstream.result().close()
+            links.append(self._upstream.result())
+        for link in links:
+            if is_broken:
+                link.abort("the ring broke")
+            else:
+                await link.close()
         self._upstream.cancel()
 
     async def _connect(

@@ -87,7 +87,8 @@ class EngineTotals:
     the present ring.
 
     `wire_us` is what steps took beside all computing and queueing. Of `n_prompts` the first
-    positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`.
+    positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`. Lost
+    rings were replaced `n_recoveries` times, in `recovery_us`.
     """
 
     n_steps: int = 0
@@ -98,6 +99,8 @@ class EngineTotals:
     n_prefix_hits: int = 0
     n_prompt_tokens: int = 0
     n_prefix_tokens: int = 0
+    n_recoveries: int = 0
+    recovery_us: int = 0
 
     def add_step(self, answered: StepAnswered) -> int:
         """Count a step; return how long it was queued."""
@@ -110,6 +113,11 @@ class EngineTotals:
             queued_us += timing.queue_us
         self.wire_us += max(0, answered.round_trip_us - computed_us - queued_us)
         return queued_us
+
+    def add_recovery(self, pause_s: float) -> None:
+        """Count a lost ring that was replaced; requests stood still for `pause_s` seconds."""
+        self.n_recoveries += 1
+        self.recovery_us += int(pause_s * 1e6)
 
     def begin_ring(self) -> None:
         """Forget the stages: others have their ranks."""

@@ -17,6 +17,8 @@ from shardnet.wire.framing.schema import (
     U32,
     U64,
     Count,
+    Explanation,
+    Moment,
     Name,
     PathText,
     Phase,
@@ -36,6 +38,8 @@ from shardnet.wire.messages.plans import PlanReply
 MAX_STEPS_SEEN: Final = 1024
 MAX_REQUESTS_SEEN: Final = 1024
 """Most steps and requests in one message."""
+MAX_RECOVERIES_SEEN: Final = 64
+"""Most recoveries in one message: more than a quarter of an hour of the worst faults."""
 
 
 class GetActivity(Tagged, frozen=True, kw_only=True):
@@ -99,16 +103,41 @@ class RingOpening(Strict, frozen=True, kw_only=True):
     stages: Annotated[list[StageProgress], Meta(max_length=MAX_STAGES)]
 
 
+class RecoverySeen(Strict, frozen=True, kw_only=True):
+    """A ring was replaced by another, or was to be: `error` says why that was given up.
+
+    It was lost at `at_s`, counted from 1970, for the reason `why`. The oldest step had waited for
+    `notice_s` then. Attempts took `plan_s` and `load_s` together, and `replay_s` later all requests
+    that had run had a token again. The next ring has the nodes `nodes`, and not those in `lost`.
+    """
+
+    at_s: Moment
+    why: Explanation
+    n_requests: U32
+    notice_s: Seconds
+    plan_s: Seconds
+    load_s: Seconds
+    replay_s: Seconds
+    n_attempts: U32
+    lost: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
+    nodes: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
+    is_over: bool
+    error: Explanation = ""
+
+
 class RingActivity(Tagged, frozen=True, kw_only=True):
     """Answers GetActivity. `ring` is the name of the ring, "" without one.
 
     `plan` is there unless the asking side knows the ring. `age_us` is the time since it was built,
     by the clock of `steps`, which has the newest ones, oldest first. `opening` is another one.
+    While it `is_recovering` it is lost, and requests wait for another one. `recoveries` are those
+    of this node, oldest first.
     """
 
     request: RequestId
     ring: Name = ""
     is_broken: bool = False
+    is_recovering: bool = False
     age_us: Microseconds = 0
     load: RingLoad | None = None
     plan: PlanReply | None = None
@@ -117,6 +146,9 @@ class RingActivity(Tagged, frozen=True, kw_only=True):
         default_factory=list
     )
     steps: Annotated[list[StepSeen], Meta(max_length=MAX_STEPS_SEEN)] = msgspec.field(
+        default_factory=list
+    )
+    recoveries: Annotated[list[RecoverySeen], Meta(max_length=MAX_RECOVERIES_SEEN)] = msgspec.field(
         default_factory=list
     )
 

@@ -223,7 +223,8 @@ class RingWork(Strict, frozen=True, kw_only=True):
     """What a ring has done since it was built, as its head counts it, and what it has in hand.
 
     `wire_us` is what steps took beside all computing and queueing. Of `n_prompts` the first
-    positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`.
+    positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`. It
+    replaced others `n_recoveries` times, while which requests stood still for `recovery_us`.
     """
 
     load: RingLoad
@@ -234,6 +235,8 @@ class RingWork(Strict, frozen=True, kw_only=True):
     n_prefix_hits: Count = 0
     n_prompt_tokens: Count = 0
     n_prefix_tokens: Count = 0
+    n_recoveries: Count = 0
+    recovery_us: Count = 0
 
 
 class LinkTraffic(Strict, frozen=True, kw_only=True):

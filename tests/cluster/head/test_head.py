@@ -100,7 +100,7 @@ class StandingRing(EndlessRing):
     """A ring that stands at once."""
 
     broken = None
-    is_busy = False
+    is_in_use = False
     idle_s = 59.0
 
     async def build(self, on_progress: object) -> float:

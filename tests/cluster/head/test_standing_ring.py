@@ -79,7 +79,7 @@ class StandingRing:
     n_users = 0
 
     @property
-    def is_busy(self) -> bool:
+    def is_in_use(self) -> bool:
         return self.n_users > 0
 
     @contextlib.contextmanager
@@ -125,9 +125,7 @@ def test_a_ring_that_stands_serves_while_another_model_is_looked_for() -> None:
             builder=cast(Any, around),
         )
         plan = SimpleNamespace(choice=ModelChoice(model=HERE), facts=FACTS)
-        head._lead = Lead(
-            plan=cast(Any, plan), ring=cast(Any, ring), tokenizer=None, eos_ids=(), load_s=0.0
-        )
+        head._lead = Lead(plan=cast(Any, plan), ring=cast(Any, ring), tokenizer=None, eos_ids=())
 
         async def lead(model: str) -> None:
             choice = ModelChoice(model=model)

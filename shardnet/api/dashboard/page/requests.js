@@ -62,6 +62,7 @@ function Request({ one }) {
 
 function words({ state, phase, ahead, priority }) {
   const rank = priority ? `, priority ${priority}` : "";
+  if (state === "recovering") return `waits for the ring to recover${rank}`;
   if (state === "paused") return `paused: makes room for others${rank}`;
   if (phase === "queued" || state === "queued") return `waits behind ${ahead}${rank}`;
   return (phase === "prefill" ? "reading the prompt" : "writing") + rank;
