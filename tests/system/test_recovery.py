@@ -16,7 +16,7 @@ from shardnet.types import OutputParams, SamplingParams
 from shardnet.wire.messages.activity import RecoverySeen
 from shardnet.wire.messages.plans import ModelChoice
 
-N_TOKENS = 80
+N_TOKENS = 60
 Request = tuple[str, SamplingParams, dict[str, Any]]
 
 REQUESTS: Sequence[Request] = (
@@ -85,7 +85,7 @@ def test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(machine: Machin
     nodes = machine.start_nodes("anna", "bert", "cleo")
     addresses = [node.address for node in nodes]
     choice = ModelChoice(model=DEFAULT_MODEL_NAME, nodes=addresses, context=512)
-    victims: dict[int, NodeProcess] = {10: nodes[1], 40: nodes[2]}
+    victims: dict[int, NodeProcess] = {8: nodes[1], 30: nodes[2]}
 
     def kill(n_tokens: int) -> None:
         if n_tokens in victims:
