@@ -104,7 +104,7 @@ def _load(name: str) -> Callable[..., None] | typer.Typer:
 
             return unload
         case "drain":
-            from .commands.drain import drain
+            from .commands.nodes import drain
 
             return drain
         case "doctor":

@@ -334,7 +334,8 @@ async def _until_it_leaves(drain: NodeDrain, stopping: asyncio.Event, *, drains:
 
 
 async def _drained(drain: NodeDrain) -> object:
-    return await drain.drain(DRAIN_S)
+    await drain.drain(DRAIN_S)
+    return None
 
 
 async def _set(event: asyncio.Event) -> object:

@@ -1,4 +1,4 @@
-"""`shardnet nodes`: the nodes of this machine and their peers."""
+"""`shardnet nodes` and `shardnet drain`: who is here, and one of them less."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import typer
 from shardnet.api.client import connect
 from shardnet.cluster.machine.folders import runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
-from shardnet.errors import ShardnetError
+from shardnet.errors import ShardnetError, UsageError
+from shardnet.transport.address import split_address
 from shardnet.types import LayerRange
 from shardnet.wire.messages.membership import NodeInfo
 
 from ..finding.mdns import find_nearest
 from ..flags.cluster_access import Access
+from ..flags.help_sections import examples
 from ..flags.option_groups import takes_groups
 from ..flags.options import Json, Nodes, NoMdns, Peer, check_addresses, split_nodes
 from ..output.columns import columns, terminal_width
@@ -32,6 +34,8 @@ ANSWER_S = 1.2
 """Deadline for a node's status and its peers."""
 FOUND_S = 0.5
 """Deadline for a node that mDNS found to answer."""
+DEADLINE_S = 60.0
+LONGEST_S = 86_400.0
 
 
 @takes_groups
@@ -54,7 +58,7 @@ def nodes(
 
 async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_json: bool) -> None:
     if not watch:
-        infos = await gather_nodes(named, access, mdns)
+        infos = await _gather(named, access, mdns)
         if as_json:
             write_out(msgspec.json.encode([_as_json(info) for info in infos]).decode())
         elif infos:
@@ -67,9 +71,7 @@ async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_jso
     from rich.text import Text
 
     async def shown() -> Text:
-        return Text(
-            "\n".join(node_lines(await gather_nodes(named, access, mdns), terminal_width()))
-        )
+        return Text("\n".join(node_lines(await _gather(named, access, mdns), terminal_width())))
 
     with Live(await shown(), auto_refresh=False) as live:
         while True:
@@ -77,7 +79,7 @@ async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_jso
             live.update(await shown(), refresh=True)
 
 
-async def gather_nodes(named: Sequence[str], access: Access, mdns: bool) -> list[NodeInfo]:
+async def _gather(named: Sequence[str], access: Access, mdns: bool) -> list[NodeInfo]:
     """Ask the nodes of this machine and the named ones for themselves and their peers.
 
     If there are none and `mdns` allows it, ask those that are found on the network.
@@ -150,3 +152,66 @@ def node_lines(infos: Sequence[NodeInfo], width: int | None) -> list[str]:
             )
         )
     return columns(rows, width)
+
+
+@examples("shardnet drain attic", "shardnet drain 192.168.1.12:7433 --deadline 300")
+@takes_groups
+def drain(
+    *,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Name, address or id of the node.")],
+    deadline: Annotated[
+        float,
+        typer.Option(
+            "--deadline",
+            metavar="SECONDS",
+            min=0.0,
+            max=LONGEST_S,
+            help="After so long the node ends, empty or not.",
+        ),
+    ] = DEADLINE_S,
+    peer: Peer = None,
+    no_mdns: NoMdns = False,
+    access: Access,
+) -> None:
+    """Have a node give its layers to others without losing a request, and end.
+
+    Requests go on over the other nodes. A node that leads the requests of others ends with them.
+    """
+    run_command(_drain(node, deadline, check_addresses(peer), access, not no_mdns))
+
+
+async def _drain(
+    node: str, deadline_s: float, peers: list[str], access: Access, mdns: bool
+) -> None:
+    address = await _find(node, peers, access, mdns)
+    async with connect(address, access.identity()) as client:
+        say(f"draining {client.node_name} ({address})")
+        await client.drain(deadline_s)
+        say(f"{client.node_name} is empty, and ends")
+
+
+async def _find(node: str, peers: list[str], access: Access, mdns: bool) -> str:
+    """Return the address of a node. Raises UsageError unless exactly one is called so."""
+    if _is_address(node):
+        return node
+    infos = await _gather(peers, access, mdns)
+    found = [info for info in infos if _is_called(info, node)]
+    if len(found) == 1:
+        return found[0].address
+    names = ", ".join(f"{info.name} ({info.address})" for info in found or infos)
+    raise UsageError(
+        f"{len(found) or 'no'} nodes are called {node!r}" + (f": {names}" if found else ""),
+        remedy=f"name one of {names} by its address" if names else "name it by its address",
+    )
+
+
+def _is_called(info: NodeInfo, node: str) -> bool:
+    return info.name == node or (len(node) >= 6 and info.node.startswith(node))  # ids are long
+
+
+def _is_address(node: str) -> bool:
+    try:
+        split_address(node)
+    except UsageError:
+        return False
+    return True

@@ -44,6 +44,7 @@ class NodeDrain:
         self._host = host
         self._link_of = link_of
         self._log = log
+        self._asked = ""
         self.is_over = asyncio.Event()
         """Set when the node is to end: it is empty, or its time is over, and those who asked for
         it know."""
@@ -64,8 +65,10 @@ class NodeDrain:
 
     @property
     def is_needed(self) -> bool:
-        """Whether requests would miss this node."""
-        return self._head.is_in_use or self._host.is_busy
+        """Whether requests would miss this node: they run, or their ring is being built."""
+        membership = self._host.membership
+        is_forming = membership is not None and membership.is_forming
+        return self._head.is_in_use or self._host.is_busy or is_forming
 
     async def drain(self, deadline_s: float) -> None:
         """Take nothing more, and give away what is here; return when that is done.
@@ -79,8 +82,8 @@ class NodeDrain:
         self._log("draining: this node takes nothing more, and ends when it is empty")
         try:
             async with asyncio.timeout(deadline_s):
-                await self._leave_ring()
                 while True:
+                    await self._leave_ring()
                     if not self.is_needed:
                         break
                     await asyncio.sleep(LOOK_S)
@@ -93,11 +96,14 @@ class NodeDrain:
     async def _leave_ring(self) -> None:
         """Ask the head of the ring that this node is in, if it is another one, to do without it.
 
-        Where it cannot, the requests of that ring may end here.
+        Once for each ring. Where it cannot, its requests are waited for.
         """
         membership = self._host.membership
         if membership is None or membership.is_over or membership.owner == self._head.node:
             return
+        if membership.is_forming or membership.ring == self._asked:
+            return
+        self._asked = membership.ring
         control = self._link_of(NodeId(membership.owner))
         if control is None:
             return

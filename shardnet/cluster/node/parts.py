@@ -37,6 +37,7 @@ from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
+from shardnet.cluster.recovery.node_watch import NodeWatch
 from shardnet.cluster.recovery.planned import PlannedChanges
 from shardnet.cluster.recovery.recovery import Recovery
 from shardnet.cluster.ring.dialer import Dialer
@@ -52,6 +53,7 @@ from shardnet.runtime.stage.executor import Executor
 from shardnet.stage.prefixes.prefix_store import PrefixStore
 from shardnet.transport.link import Link
 from shardnet.transport.traffic import Traffic
+from shardnet.types import NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,7 @@ class ServiceParts:
     recovery: Recovery
     planned: PlannedChanges
     drain: NodeDrain
+    nodes: NodeWatch
     drafts: Drafts
     constraints: Constraints
     wire_loss: WireLoss
@@ -317,6 +320,14 @@ def build_services(
         recovery=recovery,
         planned=planned,
         drain=drain,
+        nodes=NodeWatch(
+            head=head,
+            recovery=recovery,
+            replace=planned.put,
+            planner=planner,
+            linked=lambda: [NodeId(one.link.peer.node) for one in links.peers.links.linked()],
+            log=settings.log,
+        ),
         drafts=drafts,
         constraints=constraints,
         wire_loss=wire_loss,

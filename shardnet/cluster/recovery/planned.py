@@ -105,35 +105,48 @@ class PlannedChanges:
         """Put another ring in the place of a lead's, without some nodes.
 
         Nothing happens if it does without them already. Raises PlanError if the others cannot do
-        it, and what loading raises; then the ring goes on as it was. What fails once requests are
+        it, and as `put`.
+        """
+        async with self._head.changing(lead):
+            _check_works(lead)
+            if not any(node.node in without for node in lead.plan.nodes):
+                return
+            plan = await self._planner.replan(lead.opened, lead.plan, without)
+            former = await self._put(lead, plan, why)
+        await former.release({node.address for node in plan.nodes})
+
+    async def put(self, lead: Lead, plan: Plan, why: str) -> None:
+        """Put the ring of `plan` in the place of a lead's.
+
+        Raises what loading raises; then the ring goes on as it was. What fails once requests are
         held is a loss of the ring, which is recovered as any other.
         """
         async with self._head.changing(lead):
-            former = lead.ring
-            if former.broken is not None:
-                raise PeerFailedError("the ring was lost before it could be replaced")
-            if not any(node.node in without for node in lead.plan.nodes):
-                return
-            record, began_s = PlannedRecord(at_s=time.time(), why=why), time.monotonic()
-            plan = await self._planner.replan(lead.opened, lead.plan, without)
-            ring = await self._head.ring_instead(lead, plan)
-            moves = RingMoves(former, ring)
-            try:
-                is_ready = await self._prepare(moves)
-                if is_ready and not former.spec.has_state:
-                    await self._move_ahead(former, moves)
-                record.ready_s = time.monotonic() - began_s
-                held_s = time.monotonic()
-                await former.engine.hold()
-            except BaseException:
-                former.engine.release()
-                await finish(moves.drop())
-                raise
-            await self._switch(lead, plan, ring, moves if is_ready else None, record)
-            record.held_s, record.n_bytes = time.monotonic() - held_s, moves.n_bytes
-            self.records.append(record)
-            self._log(record.words)
+            _check_works(lead)
+            former = await self._put(lead, plan, why)
         await former.release({node.address for node in plan.nodes})
+
+    async def _put(self, lead: Lead, plan: Plan, why: str) -> Ring:
+        """Do that; return the ring that was replaced, whose stages are to be freed."""
+        record, began_s = PlannedRecord(at_s=time.time(), why=why), time.monotonic()
+        former, ring = lead.ring, await self._head.ring_instead(lead, plan)
+        moves = RingMoves(former, ring)
+        try:
+            is_ready = await self._prepare(moves)
+            if is_ready and not former.spec.has_state:
+                await self._move_ahead(former, moves)
+            record.ready_s = time.monotonic() - began_s
+            held_s = time.monotonic()
+            await former.engine.hold()
+        except BaseException:
+            former.engine.release()
+            await finish(moves.drop())
+            raise
+        await self._switch(lead, plan, ring, moves if is_ready else None, record)
+        record.held_s, record.n_bytes = time.monotonic() - held_s, moves.n_bytes
+        self.records.append(record)
+        self._log(record.words)
+        return former
 
     async def _prepare(self, moves: RingMoves) -> bool:
         """Have the next stages loaded beside the present ones; False without memory for both."""
@@ -175,15 +188,19 @@ class PlannedChanges:
             record.n_moved = len(moved)
         except BaseException as error:
             lost = error if isinstance(error, ShardnetError) else PeerFailedError(record.why)
-            former.on_broken = on_broken
+            former.on_broken, lead.is_recovering = on_broken, False
             if former.broken is None:
                 former.break_(lost)
             elif not on_broken(former):
                 engine.fail(lost)
             raise
-        finally:
-            if lead.ring is not former:
-                lead.is_recovering = False
+        lead.is_recovering = False
+
+
+def _check_works(lead: Lead) -> None:
+    """Raise PeerFailedError if the ring of a lead is lost, or is being replaced."""
+    if lead.is_recovering or lead.ring.broken is not None:
+        raise PeerFailedError("the ring was lost before it could be replaced", remedy="ask again")
 
 
 async def _ended(replacing: asyncio.Future[None]) -> None:
