@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from shardnet.errors import ShardnetError
-from shardnet.runtime.engine.engine import Engine
+from shardnet.runtime.engine.engine import Engine, MakePipeline
 from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
@@ -47,21 +47,44 @@ async def running_ring(
     prefixes: Prefixes | None = None,
 ) -> AsyncIterator[tuple[Engine, list[Link]]]:
     """Run a ring over "memory" or "tcp" links, by default with the smallest queues and buffers."""
-    n_stages, epoch = len(computes), scheduler.epoch
+    epoch = scheduler.epoch
     engine = Engine(
         scheduler=scheduler,
-        make_pipeline=lambda on_answered, on_failed: Pipeline(
-            epoch=epoch,
-            vocab_size=vocab_size,
-            clock_ns=time.perf_counter_ns,
-            on_answered=on_answered,
-            on_failed=on_failed,
-            routing=routing,
-        ),
+        make_pipeline=pipeline_maker(epoch, vocab_size, routing),
         clock_ns=time.perf_counter_ns,
         prefixes=prefixes,
     )
-    pipeline = engine.pipeline
+    async with running_stages(
+        computes, engine.pipeline, epoch, engine.fail, over=over, options=options
+    ) as links:
+        yield engine, links
+
+
+def pipeline_maker(
+    epoch: Epoch, vocab_size: int, routing: RoutingShape | None = None
+) -> MakePipeline:
+    return lambda on_answered, on_failed: Pipeline(
+        epoch=epoch,
+        vocab_size=vocab_size,
+        clock_ns=time.perf_counter_ns,
+        on_answered=on_answered,
+        on_failed=on_failed,
+        routing=routing,
+    )
+
+
+@asynccontextmanager
+async def running_stages(
+    computes: Sequence[StageCompute],
+    pipeline: Pipeline,
+    epoch: Epoch,
+    on_broken: Callable[[ShardnetError], None],
+    *,
+    over: str = "memory",
+    options: LinkOptions = SMALLEST,
+) -> AsyncIterator[list[Link]]:
+    """Run stages that work for `pipeline`; yields the links between them."""
+    n_stages = len(computes)
     pairs = [await _pair(over, options) for _ in range(n_stages if n_stages > 1 else 0)]
     executors = [Executor(f"stage-{rank}") for rank in range(n_stages)]
     async with asyncio.TaskGroup() as tasks:
@@ -82,12 +105,12 @@ async def running_ring(
                 sink=sink,
                 on_step_done=lambda step: None,
             )
-            running.append(tasks.create_task(_until_broken(worker, engine)))
+            running.append(tasks.create_task(_until_broken(worker, on_broken)))
         if n_stages > 1:
             running.append(tasks.create_task(_answers(TailLink(pairs[-1][1], epoch), pipeline)))
         links = [link for pair in pairs for link in pair]
         try:
-            yield engine, links
+            yield links
         finally:
             for task in running:
                 task.cancel()
@@ -99,11 +122,11 @@ async def running_ring(
                 executor.join()
 
 
-async def _until_broken(worker: StageWorker, engine: Engine) -> None:
+async def _until_broken(worker: StageWorker, on_broken: Callable[[ShardnetError], None]) -> None:
     try:
         await worker.run()
     except* ShardnetError as group:
-        engine.fail(ShardnetError(f"broken: {group.exceptions[0]}"))
+        on_broken(ShardnetError(f"broken: {group.exceptions[0]}"))
 
 
 async def _answers(tail: TailLink, pipeline: Pipeline) -> None:
