@@ -18,7 +18,7 @@ from shardnet.transport.loop import run
 SEEDS = range(10)
 N_NODES = 3
 N_STREAMS = 4
-N_TOKENS = 40
+N_TOKENS = 30
 MOMENTS = frozenset({Moment.RUNNING, Moment.LOADING, Moment.BESIDE, Moment.RECOVERING})
 
 
@@ -31,7 +31,13 @@ def test_no_fault_changes_a_text_or_leaves_anything_behind(tmp_path: Path) -> No
             await lab.start()
             async with connect(lab.places[0].address) as client:
                 rounds = Rounds(
-                    lab, client, 0, model=DEFAULT_MODEL_NAME, n_streams=N_STREAMS, n_tokens=N_TOKENS
+                    lab,
+                    client,
+                    0,
+                    model=DEFAULT_MODEL_NAME,
+                    n_streams=N_STREAMS,
+                    n_tokens=N_TOKENS,
+                    return_s=0.0,
                 )
                 await rounds.record_undisturbed()
                 for seed in SEEDS:

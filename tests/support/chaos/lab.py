@@ -22,8 +22,10 @@ from typing import Any
 
 from support.chaos.faults import ENDING, Fault, Kind
 from support.chaos.switch import VARIABLE, Switch, Way, changed
-from support.system.nodes import Machine, NodeProcess
+from support.system.nodes import FIGURES_VARIABLE, Machine, NodeProcess
 from support.system.warm_start import WarmProcess, is_possible
+
+from shardnet.cluster.measuring.figure_cache import FOLDER
 
 MODULE = "support.chaos.troubled_node"
 TESTS = Path(__file__).parents[2]
@@ -72,8 +74,11 @@ class Lab:
             Place(number=n, name=NAMES[n], host=host, port=free_port(host), folder=folder / str(n))
             for n in range(n_nodes)
         ]
+        figures = os.environ.get(FIGURES_VARIABLE)
         for place in self.places:
-            place.folder.mkdir()
+            (place.folder / "cache").mkdir(parents=True)
+            if figures:  # all nodes are this machine, which was measured before
+                (place.folder / "cache" / FOLDER).symlink_to(figures)
         targets = {place.number: (place.host, place.port) for place in self.places}
         self.switch = Switch(host, targets, chance)
         self._tasks: set[asyncio.Task[None]] = set()
