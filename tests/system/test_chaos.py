@@ -17,8 +17,8 @@ from shardnet.transport.loop import run
 
 SEEDS = range(10)
 N_NODES = 3
-N_STREAMS = 4
-N_TOKENS = 30
+N_STREAMS = 3
+N_TOKENS = 20
 MOMENTS = frozenset({Moment.RUNNING, Moment.LOADING, Moment.BESIDE, Moment.RECOVERING})
 
 
