@@ -92,6 +92,7 @@ def is_pure(path: str) -> bool:
             "shardnet/cluster/placement/",
             "shardnet/cluster/diagnosis/",
             "shardnet/cluster/recovery/policy.py",
+            "shardnet/cluster/recovery/returns.py",
             "shardnet/api/chat_formats/",
             "shardnet/api/chat_grammars/",
             "shardnet/cluster/peers/rejected_handshakes.py",

@@ -50,6 +50,8 @@ class Lead:
     grammars: Grammars | None = None
     is_recovering: bool = False
     """Whether the ring is broken, or given up, for another one that is being built."""
+    is_given_up: bool = False
+    """Whether the ring is broken and no other could be built: the nodes there cannot do it."""
     opened: Plan = field(init=False)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ Knows the order of the steps and whom they ask. Must not load anything or start 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,13 @@ from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import BusyError, CheckpointError, DiskSilentError, PlanError
+from shardnet.errors import (
+    BusyError,
+    CheckpointError,
+    DiskSilentError,
+    PlanError,
+    ShardnetError,
+)
 from shardnet.runtime.stage.loading import ModelFacts
 from shardnet.types import DType, NodeId
 from shardnet.wire.messages.membership import NodeInfo
@@ -117,26 +124,55 @@ class Planner:
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)
         return plan
 
-    async def replan(self, opened: Plan, now: Plan, without: Mapping[NodeId, str]) -> Plan:
-        """Plan again what `opened` was planned for, led by this node, without measuring anything.
+    async def replan(
+        self,
+        opened: Plan,
+        now: Plan,
+        without: Mapping[NodeId, str],
+        *,
+        measures: bool = False,
+    ) -> Plan:
+        """Plan again what `opened` was planned for, led by this node.
 
-        `now` is the plan of the ring to replace, whose figures and dtype are kept. Of nodes that
-        the client named those are used that are there. Nodes in `without` are left out for the
-        reason given. Raises PlanError if the nodes that are there cannot do it.
+        `now` is the plan of the ring to replace, whose dtype is kept, and its figures too unless
+        the nodes are to be measured. Of nodes that the client named those are used that are there.
+        Nodes in `without` are left out for the reason given. Raises PlanError if the nodes that are
+        there cannot do it.
         """
         choice, facts = opened.choice, opened.facts
         found = await self._directory.candidates((), REPLAN_STATUS_S)
         nodes = tuple(info for info in found.nodes if info.node not in without)
         if choice.nodes:
-            nodes = _named_nodes(opened, nodes)
+            named = {**_named_nodes(opened, nodes)}
+            if measures:
+                named |= await self._called_at([a for a in choice.nodes if a not in named], without)
+            nodes = _all_or_some(opened, named)
         holdings = await self._sharing.holdings(facts, choice.model, nodes)
         asked = replace(choice, dtype=now.dtype.value, context=now.context)
+        measured = now.measured
+        if measures:
+            measured = await self._measuring.measured(
+                nodes, choice, facts, now.dtype, on_measured=lambda done, total: None
+            )
 
         def planned() -> Plan:
-            return plan_again(asked, facts, nodes, now.measured, found.silent, holdings)
+            return plan_again(asked, facts, nodes, measured, found.silent, holdings)
 
         plan = await self._threads.run(f"planning {choice.model}", planned)
         return plan.instead_of(opened, now, without)
+
+    async def _called_at(
+        self, addresses: Sequence[str], without: Collection[str]
+    ) -> dict[str, NodeInfo]:
+        """Find the nodes at addresses: one that was started again has another id."""
+        found: dict[str, NodeInfo] = {}
+        for address in addresses:
+            with contextlib.suppress(ShardnetError, TimeoutError):
+                async with asyncio.timeout(REPLAN_STATUS_S):
+                    [info] = (await self._directory.candidates([address])).nodes
+                    if info.node not in without:
+                        found[address] = info
+        return found
 
     async def find_candidates(
         self, choice: ModelChoice, without: Collection[str] = ()
@@ -227,20 +263,30 @@ class Planner:
             await pull_beside(name, on_progress, self._log, tokenizer_for)
 
 
-def _named_nodes(opened: Plan, nodes: Sequence[NodeInfo]) -> tuple[NodeInfo, ...]:
-    """Return those of the nodes that the client named which are there, in their order.
+def _named_nodes(opened: Plan, nodes: Sequence[NodeInfo]) -> dict[str, NodeInfo]:
+    """Return the nodes that the client named which are there, by the addresses it named."""
+    by_id = {info.node: info for info in nodes}
+    by_address = {info.address: info for info in nodes}
+    return {
+        address: replace(found, address=address)
+        for address, former in zip(opened.choice.nodes, opened.nodes, strict=True)
+        if (found := by_id.get(former.node) or by_address.get(address)) is not None
+    }
+
+
+def _all_or_some(opened: Plan, named: Mapping[str, NodeInfo]) -> tuple[NodeInfo, ...]:
+    """Return the named nodes that are there, in the order in which they were named.
 
     Raises PlanError if layers were named with them, and one is missing.
     """
-    here = {info.node: info for info in nodes}
-    lost = [named.name for named in opened.nodes if named.node not in here]
+    at = zip(opened.choice.nodes, opened.nodes, strict=True)
+    lost = [node.name for address, node in at if address not in named]
     if lost and opened.choice.layers:
         raise PlanError(
             f"--nodes and --layers fix the ring, and {', '.join(lost)} is not there any more",
             remedy="start it again, or leave --layers out",
         )
-    named = [info for info in opened.nodes if info.node in here]
-    return tuple(replace(here[info.node], address=info.address) for info in named)
+    return tuple(named[address] for address in opened.choice.nodes if address in named)
 
 
 def place(figures: PlanFigures) -> Plan:

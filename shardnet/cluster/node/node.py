@@ -131,6 +131,12 @@ class Node:
             self._services.unused.run, "watching for unused models", self._settings.log
         )
 
+    async def use_nodes(self) -> None:
+        """Have nodes that came, or came back, take part in the ring that this node leads."""
+        await kept_running(
+            self._services.nodes.run, "watching for nodes that come", self._settings.log
+        )
+
     async def watch_addresses(self) -> None:
         """Notice changes of this machine's addresses, as DHCP makes them, until cancelled."""
 
@@ -178,7 +184,10 @@ async def running(settings: NodeSettings) -> AsyncIterator[Node]:
     """Run a node that does not listen, for clients in this process; see `listening`."""
     async with asyncio.TaskGroup() as tasks:
         node = Node(settings, tasks)
-        keeping = [tasks.create_task(node.keep_peers()), tasks.create_task(node.free_unused())]
+        keeping = [
+            tasks.create_task(keep())
+            for keep in (node.keep_peers, node.free_unused, node.use_nodes)
+        ]
         try:
             yield node
         finally:

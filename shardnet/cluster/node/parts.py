@@ -36,6 +36,7 @@ from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
+from shardnet.cluster.recovery.node_watch import NodeWatch
 from shardnet.cluster.recovery.recovery import Recovery
 from shardnet.cluster.ring.dialer import Dialer
 from shardnet.cluster.ring.prefix_orders import PrefixOrders
@@ -49,6 +50,7 @@ from shardnet.runtime.stage.executor import Executor
 from shardnet.stage.prefixes.prefix_store import PrefixStore
 from shardnet.transport.link import Link
 from shardnet.transport.traffic import Traffic
+from shardnet.types import NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,7 @@ class ServiceParts:
 
     head: Head
     recovery: Recovery
+    nodes: NodeWatch
     drafts: Drafts
     constraints: Constraints
     wire_loss: WireLoss
@@ -302,6 +305,13 @@ def build_services(
     return ServiceParts(
         head=head,
         recovery=recovery,
+        nodes=NodeWatch(
+            head=head,
+            recovery=recovery,
+            planner=planner,
+            linked=lambda: [NodeId(one.link.peer.node) for one in links.peers.links.linked()],
+            log=settings.log,
+        ),
         drafts=drafts,
         constraints=constraints,
         wire_loss=wire_loss,

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from shardnet.cluster.head.head import Head, Lead
+from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.peers.supervision import supervised
 from shardnet.cluster.recovery.policy import Attempt, Blame, Decision, RecoveryPolicy
@@ -55,22 +56,42 @@ class Recovery:
         A ring that nobody uses is not replaced: the next request has one built.
         """
         ring = lead.ring
+        if lead.is_recovering:
+            return True
         if self._is_closing or not ring.is_in_use or ring.broken is None:
             return False
         error = ring.broken
-        lead.is_recovering = True
-        record = RecoveryRecord(
-            at_s=time.time(), why=error.message, n_requests=ring.engine.n_active
-        )
-        if self.records and not self.records[-1].is_over:
-            self.records[-1].interrupt(error.message)
-        self.records.append(record)
-        expected_s = EXPECTED_S + ring.built_s
-        record.notice_s = ring.engine.suspend(error.message, expected_s)
-        self._log(f"recovering: {error.message}; {record.n_requests} requests wait")
+        record = self._hold(lead, error.message)
         decision = self._policy_of(lead).broke(time.monotonic(), error, _blames(ring))
         self._run(partial(self._recover, lead, record, decision), "a recovery")
         return True
+
+    async def replace(self, lead: Lead, plan: Plan, reason: str) -> None:
+        """Have the requests of `lead` go on over the ring of `plan`, for a reason that they see.
+
+        If that ring cannot be built, another is, as when the present one is lost. Raises
+        PeerFailedError if the lead has ended, or recovers already.
+        """
+        if lead.is_recovering or not lead.stands:
+            raise PeerFailedError("the ring is being replaced already", remedy="ask again")
+        record = self._hold(lead, reason)
+        await self._recover(lead, record, self._policy_of(lead).planned(), plan)
+
+    def _hold(self, lead: Lead, why: str) -> RecoveryRecord:
+        """Have the requests of a lead wait for another ring."""
+        engine, expected_s = lead.ring.engine, EXPECTED_S + lead.ring.built_s
+        record = RecoveryRecord(at_s=time.time(), why=why, n_requests=engine.n_active)
+        if self.records and not self.records[-1].is_over:
+            self.records[-1].interrupt(why)
+        self.records.append(record)
+        lead.is_recovering = True
+        record.notice_s = engine.suspend(why, expected_s)
+        self._log(f"recovering: {why}; {record.n_requests} requests wait")
+        return record
+
+    def left_out(self, lead: Lead) -> dict[NodeId, str]:
+        """Return the nodes that are not to be used for a lead now, and why."""
+        return self._policy_of(lead).left_out(time.monotonic())
 
     async def close(self) -> None:
         """End what runs."""
@@ -91,8 +112,13 @@ class Recovery:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _recover(self, lead: Lead, record: RecoveryRecord, decision: Decision) -> None:
-        """Try until a ring is built, or give up: then every request fails by name."""
+    async def _recover(
+        self, lead: Lead, record: RecoveryRecord, decision: Decision, plan: Plan | None = None
+    ) -> None:
+        """Try until a ring is built, or give up: then every request fails by name.
+
+        `plan` is that of the first attempt, if it is made already.
+        """
         policy = self._policy_of(lead)
         error: ShardnetError = PeerFailedError("the node is leaving")
         try:
@@ -104,13 +130,13 @@ class Recovery:
                 tried: list[Ring] = []
                 try:
                     async with self._head.changing(lead):
-                        await self._attempt(lead, record, decision.without, tried)
+                        await self._attempt(lead, record, decision.without, tried, plan)
                     return
                 except ShardnetError as failure:
                     blamed = [blame for ring in tried for blame in _blames(ring)]
                     if not self._head.leads(lead):
                         raise
-                    decision = policy.failed(time.monotonic(), failure, blamed)
+                    plan, decision = None, policy.failed(time.monotonic(), failure, blamed)
                     self._log(f"no ring yet: {failure}")
             error = decision.error
         except ShardnetError as failure:
@@ -121,7 +147,8 @@ class Recovery:
         finally:
             if lead.is_recovering:
                 lead.is_recovering = False
-                lead.ring.engine.fail(error)
+                lead.is_given_up = not self._is_closing
+                lead.ring.give_up(error)
                 record.error, record.is_over = str(error), True
                 self._log(record.words)
 
@@ -131,12 +158,14 @@ class Recovery:
         record: RecoveryRecord,
         without: Mapping[NodeId, str],
         tried: list[Ring],
+        plan: Plan | None,
     ) -> None:
         """Plan, build, and have the requests go on."""
         began_s = time.monotonic()
         former, former_plan = lead.ring, lead.plan
         try:
-            plan = await self._planner.replan(lead.opened, lead.plan, without)
+            if plan is None:
+                plan = await self._planner.replan(lead.opened, lead.plan, without)
         finally:
             planned_s = time.monotonic()
             record.plan_s += planned_s - began_s

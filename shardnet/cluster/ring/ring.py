@@ -297,6 +297,12 @@ class Ring:
         elif self._engine is not None and not self.on_broken(self):
             self._engine.fail(error)
 
+    def give_up(self, error: ShardnetError) -> None:
+        """End the ring and its requests, which have waited for another one in vain."""
+        self.broken = self.broken or error
+        if self._engine is not None:
+            self._engine.fail(error)
+
     def lost(self, cause: str) -> None:
         """End the ring because of what happened to a node or a link of it."""
         self.break_(PeerFailedError(cause, remedy=WAY_OUT))

@@ -1,0 +1,115 @@
+"""Have nodes that came, or came back, take part in the ring that this node leads.
+
+Knows when to plan again, by returns.py. Must not know how a ring is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from shardnet.cluster.head.head import Head, Lead
+from shardnet.cluster.head.plan import Plan
+from shardnet.cluster.head.planning import Planner
+from shardnet.cluster.recovery.recovery import Recovery
+from shardnet.cluster.recovery.returns import Returns, is_better
+from shardnet.errors import ShardnetError
+from shardnet.types import NodeId
+
+LOOK_S: Final = 1.0
+"""Interval of the looks at which nodes are here."""
+AGAIN_S: Final = 5.0
+"""When to plan again for a ring that is in use now."""
+
+
+class NodeWatch:
+    """Watches the nodes beside `head`; `linked` returns those that are here."""
+
+    def __init__(
+        self,
+        *,
+        head: Head,
+        recovery: Recovery,
+        planner: Planner,
+        linked: Callable[[], Sequence[NodeId]],
+        log: Callable[[str], None],
+    ) -> None:
+        self._head = head
+        self._recovery = recovery
+        self._planner = planner
+        self._linked = linked
+        self._log = log
+        self._returns = Returns()
+        self._not_before_s = 0.0
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Use a node that has come, if it is time to and worth it."""
+        now_s = time.monotonic()
+        self._returns.look(now_s, self._linked())
+        lead = self._head.latest
+        if lead is None or lead.is_recovering or now_s < self._not_before_s:
+            return
+        used = [NodeId(node.node) for node in lead.plan.nodes] if lead.stands else []
+        if not self._returns.is_news(now_s, used):
+            return
+        try:
+            if lead.stands:
+                await self._consider(lead)
+            else:
+                self._returns.planned(now_s)
+                if lead.is_given_up:
+                    await self._open_again(lead)
+        except ShardnetError as error:
+            self._returns.planned(now_s)
+            self._log(f"the ring stays without the nodes that came: {error}")
+
+    async def _consider(self, lead: Lead) -> None:
+        """Plan with the nodes that came; replace the ring if that gains enough."""
+        opened, now = lead.opened, lead.plan
+        now_s = time.monotonic()
+        if opened.choice.nodes and len(now.nodes) == len(opened.nodes):
+            self._returns.planned(now_s)
+            return
+        without = dict.fromkeys(self._returns.unsettled(now_s), "it has come just now")
+        without |= self._recovery.left_out(lead)
+        is_used = lead.ring.is_in_use
+        plan = await self._planner.replan(opened, now, without, measures=not is_used)
+        if lead is not self._head.latest or lead.plan is not now or lead.is_recovering:
+            return  # it was replaced meanwhile
+        if _stages(plan) == _stages(now):
+            self._returns.planned(now_s)
+            return
+        tok_s = now.placement.predicted_tok_s, plan.placement.predicted_tok_s
+        is_complete = bool(opened.choice.nodes) and len(plan.nodes) == len(opened.nodes)
+        if is_better(*tok_s, is_complete=is_complete, is_used=lead.ring.is_in_use):
+            self._returns.planned(now_s)
+            before = {node.node for node in now.nodes}
+            came = [node.name for node in plan.nodes if node.node not in before]
+            await self._recovery.replace(lead, plan, f"{', '.join(came) or 'another order'} joins")
+        elif lead.ring.is_in_use or is_used:
+            self._not_before_s = now_s + AGAIN_S
+        else:
+            self._returns.planned(now_s)
+
+    async def _open_again(self, lead: Lead) -> None:
+        """Have the ring that was given up built again, for requests to come."""
+        choice = lead.opened.choice
+        async with self._head.lead(
+            choice, on_plan=lambda plan: None, on_progress=lambda *_: None
+        ) as found:
+            if isinstance(found, Lead):
+                names = ", ".join(node.name for node in found.plan.nodes)
+                self._log(f"{choice.model} is served again, over {names}")
+
+
+def _stages(plan: Plan) -> list[tuple[str, int, int]]:
+    at = zip(plan.nodes, plan.placement.stages, strict=True)
+    return [(node.node, stage.layers.start, stage.layers.end) for node, stage in at]

@@ -1,0 +1,116 @@
+"""Nodes that die while requests run: the very same texts go on over those that are left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from support.system.nodes import Machine, NodeProcess
+
+from shardnet.api.client import Client, connect
+from shardnet.api.events import GenerationResult, RequestState
+from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.constraints import Constraint
+from shardnet.types import OutputParams, SamplingParams
+from shardnet.wire.messages.activity import RecoverySeen
+from shardnet.wire.messages.plans import ModelChoice
+
+N_TOKENS = 60
+Request = tuple[str, SamplingParams, dict[str, Any]]
+
+REQUESTS: Sequence[Request] = (
+    ("Once upon a time", SamplingParams(), {}),
+    (
+        "A story about a dog",
+        SamplingParams(temperature=0.9, top_p=0.95, seed=3, n_logprobs=2, repetition_penalty=1.2),
+        {"outputs": OutputParams(n_prompt_logprobs=1)},
+    ),
+    ("The cat and the", SamplingParams(temperature=0.7, seed=5), {"speculate": "ngram"}),
+    (
+        "A list of words: ",
+        SamplingParams(temperature=1.0, seed=9),
+        {"constraint": Constraint(kind="regex", text="([a-z]+, ){200}")},
+    ),
+)
+
+
+async def run_all(
+    client: Client, choice: ModelChoice, at_token: Callable[[int], None] = lambda n: None
+) -> tuple[list[tuple[object, ...]], list[list[RequestState]]]:
+    """Run all requests at once; return what they gave, and the states that each went through.
+
+    `at_token` is called with the number of tokens of the first one so far.
+    """
+    states: list[list[RequestState]] = [[] for _ in REQUESTS]
+
+    async def run(number: int, request: Request) -> GenerationResult:
+        prompt, sampling, options = request
+        n_tokens = 0
+        events = client.generate(
+            prompt, sampling, model=choice, max_tokens=N_TOKENS, ignore_eos=True, **options
+        )
+        async for event in events:
+            if event.error is not None:
+                raise event.error
+            if not event.token_ids and event.state not in states[number][-1:]:
+                states[number].append(event.state)
+            n_tokens += len(event.token_ids)
+            if number == 0 and event.token_ids:
+                at_token(n_tokens)
+            if event.result is not None:
+                return event.result
+        raise AssertionError("no result")
+
+    results = await asyncio.gather(*(run(*one) for one in enumerate(REQUESTS)))
+    return [
+        (one.token_ids, one.text, one.finish_reason, one.logprobs, one.prompt_logprobs)
+        for one in results
+    ], states
+
+
+async def until_over(client: Client, n_recoveries: int) -> list[RecoverySeen]:
+    """Return what became of the recoveries when all are over."""
+    while True:
+        found = (await client.activity()).recoveries
+        if len(found) >= n_recoveries and all(one.is_over for one in found):
+            return found
+        await asyncio.sleep(0.01)
+
+
+def test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(machine: Machine) -> None:
+    """One after the other while requests run: greedy, sampled, drafted, constrained; and a request
+    that names nodes which are gone is served by those that are left.
+    """
+    nodes = machine.start_nodes("anna", "bert", "cleo")
+    addresses = [node.address for node in nodes]
+    choice = ModelChoice(model=DEFAULT_MODEL_NAME, nodes=addresses, context=512)
+    victims: dict[int, NodeProcess] = {8: nodes[1], 30: nodes[2]}
+
+    def kill(n_tokens: int) -> None:
+        if n_tokens in victims:
+            victims[n_tokens].process.kill()
+
+    async def main() -> None:
+        async with connect(addresses[0]) as client:
+            undisturbed, states = await run_all(client, choice)
+            assert RequestState.RECOVERING not in states[0]
+            disturbed, states = await run_all(client, choice, kill)
+            assert disturbed == undisturbed
+            assert [state.value for state in states[0]] == [
+                *("running", "recovering", "resumed", "recovering", "resumed", "finished")
+            ]
+            first, second = await until_over(client, 2)
+            assert (first.lost, first.nodes) == (["bert"], ["anna", "cleo"])
+            assert (second.lost, second.nodes) == (["cleo"], ["anna"])
+            assert (first.n_requests, first.error) == (len(REQUESTS), "")
+            plan = (await client.activity()).plan
+            assert plan is not None
+            assert {out.name for out in plan.left_out} == {"bert", "cleo"}
+            [result] = await client.complete("Once upon a time", model=choice, max_tokens=5)
+            assert result.token_ids == undisturbed[0][0][:5]  # type: ignore[index]
+
+    asyncio.run(main())
+    for node in nodes[1:]:
+        node.kill()
+    assert nodes[0].log.count("recovered in ") == 2
