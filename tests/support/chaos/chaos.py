@@ -16,16 +16,22 @@ from support.chaos.faults import Moment, draw_rounds
 from support.chaos.lab import Lab
 from support.chaos.ledger import HEAD, Entry, summary
 from support.chaos.rounds import Rounds
+from support.chaos.simulate import SIMULATIONS, run_schedules
 from support.system.warm_start import is_possible, server
 
 from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.transport.loop import run
 
+MOST_TOLD = 20
+"""Failed schedules that are named."""
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run rounds until the time is over; return 1 if a round was not as it should be."""
     asked = _parse(arguments)
+    if asked.simulate:
+        return _simulate(asked)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     if is_possible():
         with server():
@@ -37,6 +43,17 @@ def main(arguments: Sequence[str]) -> int:
         print(line)
     print(f"logs: {folder}")
     return 1 if wrong or not all(entry.is_good for entry in entries) else 0
+
+
+def _simulate(asked: argparse.Namespace) -> int:
+    n_failed = 0
+    for what, ends, failures in run_schedules(asked.simulate, asked.seed, only=asked.what):
+        told = ", ".join(f"{many} {end}" for end, many in ends.items())
+        print(f"{what}, seeds from {asked.seed}: {told}; {len(failures)} failed", flush=True)
+        for failure in failures[:MOST_TOLD]:
+            print(failure)
+        n_failed += len(failures)
+    return 1 if n_failed else 0
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -54,6 +71,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--moments", nargs="*", default=[moment.name.lower() for moment in Moment],
         choices=[moment.name.lower() for moment in Moment], help="when faults happen",
     )  # fmt: skip
+    parser.add_argument("--simulate", type=int, default=0, help="so many schedules instead")
+    parser.add_argument("--what", default="", choices=["", *SIMULATIONS], help="only of this kind")
     asked = parser.parse_args(arguments)
     if asked.seed is None:
         asked.seed = int(time.time())

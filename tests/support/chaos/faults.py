@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -98,6 +98,15 @@ class Round:
     number: int
     faults: tuple[Fault, ...]
     after_tokens: int
+
+
+def shortened(drawn: Round, longest_s: float, most_tokens: int) -> Round:
+    """Make a round of one whose faults last no longer, and begin after fewer tokens."""
+    return replace(
+        drawn,
+        faults=tuple(replace(f, seconds=min(f.seconds, longest_s)) for f in drawn.faults),
+        after_tokens=drawn.after_tokens % most_tokens,
+    )
 
 
 def draw_rounds(

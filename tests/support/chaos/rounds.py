@@ -84,8 +84,17 @@ class Rounds:
     """Runs rounds over the nodes of a lab with `n_streams` requests of about `n_tokens` each."""
 
     def __init__(
-        self, lab: Lab, client: Client, seed: int, *, model: str, n_streams: int, n_tokens: int
+        self,
+        lab: Lab,
+        client: Client,
+        seed: int,
+        *,
+        model: str,
+        n_streams: int,
+        n_tokens: int,
+        return_s: float = RETURN_S,
     ) -> None:
+        self._return_s = return_s
         self._lab = lab
         self._client = client
         self._seed = seed
@@ -219,7 +228,7 @@ class Rounds:
                 wrong.append(f"{place.name} ended by itself: {place.process.log[-2000:]}")
                 await self._lab.kill(place.number)
             await self._lab.start_node(place.number)
-        returned = "by itself" if await self._is_whole(RETURN_S) else "by a new ring"
+        returned = "by itself" if await self._is_whole(self._return_s) else "by a new ring"
         if returned != "by itself":
             await self._make_whole()
         return time.monotonic() - began, returned

@@ -67,7 +67,11 @@ class Trouble:
             asker, _ = server.accept()
             with asker:
                 order = json.loads(asker.recv(4096))
-                asker.sendall(json.dumps(self._obey(**order)).encode())
+                try:
+                    answer = {"answer": self._obey(**order)}
+                except Exception as error:  # things end while they are counted
+                    answer = {"error": repr(error)}
+                asker.sendall(json.dumps(answer).encode())
 
     def _obey(self, do: str, seconds: float = 0.0) -> Any:
         match do:

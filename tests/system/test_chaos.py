@@ -1,0 +1,54 @@
+"""Ten short seeds of scripts/chaos on one ring of three nodes."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from pathlib import Path
+
+from support.chaos.faults import Moment, draw_rounds, shortened
+from support.chaos.lab import Lab
+from support.chaos.ledger import Entry
+from support.chaos.rounds import Rounds
+
+from shardnet.api.client import connect
+from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.transport.loop import run
+
+SEEDS = range(10)
+N_NODES = 3
+N_STREAMS = 3
+N_TOKENS = 20
+MOMENTS = frozenset({Moment.RUNNING, Moment.LOADING, Moment.BESIDE, Moment.RECOVERING})
+
+
+def test_no_fault_changes_a_text_or_leaves_anything_behind(tmp_path: Path) -> None:
+    entries: list[Entry] = []
+
+    async def main() -> list[str]:
+        lab = Lab(tmp_path, N_NODES, random.Random(0))
+        try:
+            await lab.start()
+            async with connect(lab.places[0].address) as client:
+                rounds = Rounds(
+                    lab,
+                    client,
+                    0,
+                    model=DEFAULT_MODEL_NAME,
+                    n_streams=N_STREAMS,
+                    n_tokens=N_TOKENS,
+                    return_s=0.0,
+                )
+                await rounds.record_undisturbed()
+                for seed in SEEDS:
+                    [drawn] = islice(draw_rounds(seed, N_NODES, moments=MOMENTS), 1)
+                    short = shortened(drawn, longest_s=1.0, most_tokens=N_STREAMS * N_TOKENS // 2)
+                    entries.append(await rounds.run(short))
+                    print(entries[-1].row)
+        finally:
+            wrong = await lab.close()
+        return wrong
+
+    assert run(main()) == []
+    assert [entry.row for entry in entries if not entry.is_good] == []
+    assert sum(entry.n_recoveries for entry in entries) > 0
