@@ -52,7 +52,17 @@ class PlatformWheel(bdist_wheel):
 
 
 FOLDER = "shardnet/model/kernels/csrc"
-SOURCES = ("tiles_avx2", "tiles_avx2_plain", "tiles_avx2_many", "tiles_avx512", "linear", "sublayers", "pack", "panels", "recurrence")
+SOURCES = (
+    "tiles_avx2",
+    "tiles_avx2_plain",
+    "tiles_avx2_many",
+    "tiles_avx512",
+    "linear",
+    "sublayers",
+    "pack",
+    "panels",
+    "recurrence",
+)
 
 flags = ["-O3", "-g0", "-std=c11", "-ffp-contract=off", "-fno-tree-reassoc", "-Wno-psabi"]
 """Sums are written in the order in which registers hold them: reassociated they would not fit."""
