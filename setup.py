@@ -54,6 +54,8 @@ class PlatformWheel(bdist_wheel):
 FOLDER = "shardnet/model/kernels/csrc"
 SOURCES = (
     "tiles_avx2",
+    "tiles_avx2_plain",
+    "tiles_avx2_many",
     "tiles_avx512",
     "linear",
     "floats",

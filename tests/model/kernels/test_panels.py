@@ -134,7 +134,7 @@ def input_sizes(form: PanelForm) -> list[int]:
 
 @with_native
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-@pytest.mark.parametrize("n_rows", cases([1, 3, 11], [2, 4, 5, 6, 7, 8, 40]))
+@pytest.mark.parametrize("n_rows", cases([1, 3, 21], [2, 4, 5, 6, 7, 8, 11, 40]))
 def test_the_library_multiplies_every_form(form: PanelForm, n_rows: int) -> None:
     """As the values and the rounded rows say, with the same bits in every instruction set."""
     for n_in in input_sizes(form):

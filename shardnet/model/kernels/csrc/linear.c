@@ -189,10 +189,37 @@ static void multiply_floats(const struct linear *p, int64_t begin, int64_t end) 
         }
 }
 
+/* From how many rows on a panel's codes are unpacked for them. */
+#define MANY_ROWS 16
+
+static many_function many_for(const struct linear *p) {
+#if defined(__x86_64__)
+    if (p->team.isa == AVX2 && p->n_rows >= MANY_ROWS) return shardnet_avx2_many(p);
+#endif
+    (void)p;
+    return NULL;
+}
+
+static void multiply_many(const struct linear *p, many_function many, int64_t begin, int64_t end) {
+    float sums[MOST_ROWS + 3][PANEL];
+    for (int64_t panel = begin; panel < end; panel++)
+        for (int64_t row = 0; row < p->n_rows; row += MOST_ROWS) {
+            const int n_rows = (int)(p->n_rows - row < MOST_ROWS ? p->n_rows - row : MOST_ROWS);
+            memset(sums, 0, sizeof sums);
+            many(p, p->weights + panel * bytes_of_panel(p), row, n_rows, sums);
+            for (int r = 0; r < n_rows; r++) store(p, row + r, panel, sums[r]);
+        }
+}
+
 /* Computes the panels [begin, end) of one part. */
 static void multiply_part(const struct linear *p, int64_t begin, int64_t end) {
     if (p->form.bits == 32) {
         multiply_floats(p, begin, end);
+        return;
+    }
+    const many_function many = many_for(p);
+    if (many) {
+        multiply_many(p, many, begin, end);
         return;
     }
     const struct tiles tiles = tiles_for(p);

@@ -17,7 +17,14 @@ struct tiles {
     tile_function one, two; /* `two` may be NULL */
 };
 
+#define MOST_ROWS 128 /* that a panel's codes are unpacked for */
+
+/* sums[row][output] of one panel and up to MOST_ROWS rows from `row` on, which begin a tile: adds to what is there, and
+ * may add to the three rows behind them. */
+typedef void (*many_function)(const struct linear *p, const uint8_t *w, int64_t row, int n_rows, float (*sums)[PANEL]);
+
 #if defined(__x86_64__)
+many_function shardnet_avx2_many(const struct linear *p); /* NULL where tiles are as fast */
 struct tiles shardnet_avx2_tiles(const struct linear *p); /* in files of their own, to be compiled side by side */
 struct tiles shardnet_avx512_tiles(const struct linear *p);
 #endif

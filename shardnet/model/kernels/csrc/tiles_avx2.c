@@ -1,36 +1,29 @@
 /* Tiles for AVX2: a panel's outputs are two registers, both at once where enough registers are free. */
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-#include <stdint.h>
-#include <string.h>
+#include "tiles_avx2.h"
 
-#include "tiles.h"
+#define AVX2_WIDE_ROWS 4   /* of float32 that are multiplied together */
+#define AVX2_PAIRED_ROWS 2 /* of float32 that are multiplied with two panels at once */
 
-#define WITH_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define AVX2_MOST_ROWS 4 /* quantised rows that are multiplied by both halves of a panel at once */
-/* Has a sum made here: compilers would compute all that is added first, and keep it in memory. */
-#define IN_ORDER(vector) __asm__ volatile("" : "+x"(vector))
-#define AVX2_WIDE_ROWS 4    /* of float32 that are multiplied together */
-
-/* Prefetches one page ahead, for the first tile of rows: the machine's own prefetching ends at each page. */
-INLINE WITH_AVX2 void avx2_prefetch(const uint8_t *w) { _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T0); }
-
-/* The rows [begin, begin + n_rows) of a tile of float32, both halves of a panel: as many sums as registers hold. */
+/* The rows [begin, begin + n_rows) of a tile of float32, both halves of `n_panels` panels: as many sums as registers
+ * hold. Few rows take two panels, or each sum would wait for the one before it. */
 INLINE WITH_AVX2 void avx2_wide_part(const int is_f16, const int n_tile, const int begin, const int n_rows,
-                                     const struct linear *p, const uint8_t *w, int64_t row,
+                                     const int n_panels, const struct linear *p, const uint8_t *w, int64_t row,
                                      float sums[2][MAX_TILE][PANEL]) {
     const __m256i high = _mm256_set1_epi32((int)0xffff0000);
+    const int64_t panel = bytes_of_panel(p);
     const float *x = floats_of(p, row) + begin;
-    __m256 total[2][MAX_TILE];
-    for (int h = 0; h < 2; h++)
+    const int prefetches = !row && !begin, n_halves = 2 * n_panels;
+    __m256 total[4][MAX_TILE];
+    for (int h = 0; h < n_halves; h++)
         for (int r = 0; r < n_rows; r++) total[h][r] = _mm256_setzero_ps();
-    const int prefetches = !row && !begin;
     for (int64_t k = 0; k < p->n_in; k += 2, w += QUAD_BYTES, x += 2 * n_tile) {
-        __m256 first[2], second[2];
-        if (prefetches) avx2_prefetch(w);
-        for (int h = 0; h < 2; h++) {
-            const __m256i both = _mm256_loadu_si256((const __m256i *)(w + 32 * h));
+        __m256 first[4], second[4];
+        for (int h = 0; h < n_halves; h++) {
+            const uint8_t *at = w + h / 2 * panel + h % 2 * 32;
+            const __m256i both = _mm256_loadu_si256((const __m256i *)at);
+            if (prefetches && h % 2 == 0) avx2_prefetch(at);
             if (is_f16) {
                 const __m256i mixed = _mm256_packus_epi32(_mm256_andnot_si256(high, both), _mm256_srli_epi32(both, 16));
                 const __m256i apart = _mm256_permute4x64_epi64(mixed, 0xd8);
@@ -43,79 +36,22 @@ INLINE WITH_AVX2 void avx2_wide_part(const int is_f16, const int n_tile, const i
         }
         for (int r = 0; r < n_rows; r++) {
             const __m256 own = _mm256_broadcast_ss(x + r);
-            for (int h = 0; h < 2; h++) total[h][r] = _mm256_fmadd_ps(first[h], own, total[h][r]);
+            for (int h = 0; h < n_halves; h++) total[h][r] = _mm256_fmadd_ps(first[h], own, total[h][r]);
         }
         for (int r = 0; r < n_rows; r++) {
             const __m256 own = _mm256_broadcast_ss(x + n_tile + r);
-            for (int h = 0; h < 2; h++) total[h][r] = _mm256_fmadd_ps(second[h], own, total[h][r]);
+            for (int h = 0; h < n_halves; h++) total[h][r] = _mm256_fmadd_ps(second[h], own, total[h][r]);
         }
     }
-    for (int h = 0; h < 2; h++)
-        for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][begin + r] + 8 * h, total[h][r]);
+    for (int h = 0; h < n_halves; h++)
+        for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[h / 2][begin + r] + h % 2 * 8, total[h][r]);
 }
 
 INLINE WITH_AVX2 void avx2_wide_of(const int is_f16, const int n_rows, const struct linear *p, const uint8_t *w,
                                    int64_t row, float sums[2][MAX_TILE][PANEL]) {
     const int most = n_rows <= AVX2_WIDE_ROWS ? n_rows : (n_rows + 1) / 2;
-    avx2_wide_part(is_f16, n_rows, 0, most, p, w, row, sums);
-    if (most < n_rows) avx2_wide_part(is_f16, n_rows, most, n_rows - most, p, w, row, sums);
-}
-
-INLINE WITH_AVX2 void avx2_halves(const uint8_t *from, float out[PANEL]) {
-    _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)));
-    _mm256_storeu_ps(out + 8, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from + 1)));
-}
-
-#define TARGET WITH_AVX2
-#define NAME(x) avx2_##x
-#define HALVES avx2_halves
-#include "panel_body.h"
-#undef TARGET
-#undef NAME
-#undef HALVES
-
-INLINE WITH_AVX2 __m256i avx2_line(const uint8_t *unit, const int line, int half) {
-    return _mm256_loadu_si256((const __m256i *)(unit + line * QUAD_BYTES + 32 * half));
-}
-
-/* Moves the bits from `from` on to `to`; the others are of no use. */
-INLINE WITH_AVX2 __m256i avx2_moved(__m256i bits, const int from, const int to) {
-    return from < to ? _mm256_slli_epi16(bits, to - from) : from > to ? _mm256_srli_epi16(bits, from - to) : bits;
-}
-
-/* The bits of quad `quad` in a plane of `bits` bits that begins at line `first`, moved to bit `to`. */
-INLINE WITH_AVX2 __m256i avx2_plane(const int bits, const uint8_t *unit, const int first, const int quad, const int to,
-                                    int half) {
-    const int each = 8 / bits;
-    const __m256i line = avx2_line(unit, first + quad / each, half);
-    return _mm256_and_si256(avx2_moved(line, quad % each * bits, to), _mm256_set1_epi8((char)(((1 << bits) - 1) << to)));
-}
-
-/* The codes of four inputs of eight outputs, unsigned bytes. */
-INLINE WITH_AVX2 __m256i avx2_codes(const int bits, const uint8_t *unit, const int quad, int half) {
-    switch (bits) {
-        case 2:
-            return avx2_plane(2, unit, 0, quad, 0, half);
-        case 3:
-            return _mm256_or_si256(avx2_plane(2, unit, 0, quad, 0, half), avx2_plane(1, unit, 2, quad, 2, half));
-        case 4:
-            return avx2_plane(4, unit, 0, quad, 0, half);
-        case 5:
-            return _mm256_or_si256(avx2_plane(4, unit, 0, quad, 0, half), avx2_plane(1, unit, 4, quad, 4, half));
-        case 6:
-            return _mm256_or_si256(avx2_plane(4, unit, 0, quad, 0, half), avx2_plane(2, unit, 4, quad, 4, half));
-        default:
-            return avx2_line(unit, quad, half);
-    }
-}
-
-/* How codes are multiplied: as unsigned bytes; looked up in a book of such; or as signed bytes. */
-enum avx2_kind { AVX2_UNSIGNED, AVX2_BOOK, AVX2_SIGNED, AVX2_SIGNED_BOOK };
-
-/* Quads whose products of 16 bits may be added: a code's largest value times 2 * 127 each. */
-INLINE int avx2_depth(const int bits, const int kind) {
-    if (kind == AVX2_BOOK) return 4;
-    return bits <= 4 ? 8 : bits == 5 ? 4 : 2;
+    avx2_wide_part(is_f16, n_rows, 0, most, 1, p, w, row, sums);
+    if (most < n_rows) avx2_wide_part(is_f16, n_rows, most, n_rows - most, 1, p, w, row, sums);
 }
 
 /* The rows [begin, begin + n_rows) of a tile of quantised rows, `n_halves`
@@ -206,13 +142,6 @@ INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, in
     }
     UNROLLED for (int h = 0; h < n_halves; h++)
         UNROLLED for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][begin + r] + 8 * (half + h), total[h][r]);
-}
-
-/* Numbers of eight outputs in turns. */
-INLINE WITH_AVX2 void avx2_interleave(const int16_t *even, const int16_t *odd, int16_t out[16]) {
-    const __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)even));
-    const __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)odd));
-    _mm256_storeu_si256((__m256i *)out, _mm256_or_si256(low, _mm256_slli_epi32(high, 16)));
 }
 
 /* The same where scales have two levels: a group's sums are multiplied by its scale where pairs of 16 bits are added, and rounded to floats only once in a token group. With `apart` a group is 16 inputs, else 32. */
@@ -399,11 +328,23 @@ INLINE WITH_AVX2 void avx2_floats_of(const int n_rows, int half, const int code,
 
 #define AVX2_BF16(n) avx2_wide_of(0, n, p, w, row, sums)
 #define AVX2_F16(n) avx2_wide_of(1, n, p, w, row, sums)
+#define AVX2_TWO_BF16(n) avx2_wide_part(0, n, 0, n, 2, p, w, row, sums)
+#define AVX2_TWO_F16(n) avx2_wide_part(1, n, 0, n, 2, p, w, row, sums)
 #define AVX2_E4M3(n) AVX2_FLOATS(n, E4M3)
 #define AVX2_E5M2(n) AVX2_FLOATS(n, E5M2)
 #define AVX2_FLOAT_BOOK(n) AVX2_FLOATS(n, FLOAT_BOOK)
 TILE(avx2_bf16, WITH_AVX2, AVX2_BF16)
 TILE(avx2_f16, WITH_AVX2, AVX2_F16)
+#define AVX2_PAIR(NAME, CALL)                                                                           \
+    static WITH_AVX2 void NAME(const struct linear *p, const uint8_t *w, int64_t row, const int n_rows, \
+                               float sums[2][MAX_TILE][PANEL]) {                                        \
+        if (n_rows == 1)                                                                                \
+            CALL(1);                                                                                    \
+        else                                                                                            \
+            CALL(2);                                                                                    \
+    }
+AVX2_PAIR(avx2_two_bf16, AVX2_TWO_BF16)
+AVX2_PAIR(avx2_two_f16, AVX2_TWO_F16)
 #define AVX2_ROWS AVX2_HALVES
 AVX2_QUANTIZED(avx2_2, 2, AVX2_UNSIGNED, 0)
 AVX2_QUANTIZED(avx2_3, 3, AVX2_UNSIGNED, 0)
@@ -453,15 +394,16 @@ static tile_function avx2_level_tiles[][2] = {
 struct tiles shardnet_avx2_tiles(const struct linear *p) {
     const struct form *f = &p->form;
     const int apart = f->group < UNIT;
+    if (is_plain(f)) return shardnet_avx2_plain_tiles(p);
     if (has_levels(f)) {
         const int kind = f->code == BOOK ? book_bias(f) == 128 ? 6 : 5 : f->bits - 2;
         return (struct tiles){avx2_level_tiles[kind][apart], NULL};
     }
     switch (f->code) {
         case BF16:
-            return (struct tiles){avx2_bf16, NULL};
+            return (struct tiles){avx2_bf16, p->n_rows <= AVX2_PAIRED_ROWS ? avx2_two_bf16 : NULL};
         case F16:
-            return (struct tiles){avx2_f16, NULL};
+            return (struct tiles){avx2_f16, p->n_rows <= AVX2_PAIRED_ROWS ? avx2_two_f16 : NULL};
         case E4M3:
             return (struct tiles){avx2_e4m3, NULL};
         case E5M2:
