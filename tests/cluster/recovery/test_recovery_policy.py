@@ -1,0 +1,148 @@
+"""What a head decides when rings are lost, and when nodes come back."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardnet.cluster.recovery.policy import (
+    DELAYS_S,
+    MOST_IN_VAIN,
+    STUCK_S,
+    Attempt,
+    Blame,
+    GiveUp,
+    RecoveryPolicy,
+)
+from shardnet.cluster.recovery.returns import SETTLE_S, Returns, is_better
+from shardnet.errors import BusyError, LinkError, PeerFailedError, PlanError
+from shardnet.types import NodeId
+
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+LOST = PeerFailedError("b was lost", remedy="ask again")
+
+
+def test_the_first_attempt_waits_for_nothing_and_leaves_out_nobody_by_name() -> None:
+    """Who is lost has no link: no plan can use it. Who has linked again may be used again."""
+    policy = RecoveryPolicy()
+    blamed = [Blame(node=B, error=LinkError("cut"))]
+    assert policy.broke(0.0, LOST, blamed) == Attempt(after_s=0.0, without={})
+
+
+def test_attempts_wait_longer_and_come_to_an_end() -> None:
+    policy = RecoveryPolicy()
+    decision = policy.broke(0.0, LOST, [])
+    waits = []
+    while isinstance(decision, Attempt):
+        waits.append(decision.after_s)
+        decision = policy.failed(0.0, LinkError("c does not answer"), [])
+    assert tuple(waits) == DELAYS_S
+    assert decision.error.message == "c does not answer"
+
+
+def test_who_refuses_is_left_out_and_asked_again_when_the_others_cannot_do_it() -> None:
+    policy = RecoveryPolicy()
+    policy.broke(0.0, LOST, [])
+    busy = Blame(node=C, error=BusyError("c is generating"))
+    second = policy.failed(0.0, busy.error, [busy])
+    assert second == Attempt(after_s=DELAYS_S[1], without={C: "c is generating"})
+    third = policy.failed(0.0, PlanError("a alone is too small"), [])
+    assert third == Attempt(after_s=DELAYS_S[2], without={})
+    last = policy.failed(0.0, PlanError("a alone is too small"), [])
+    assert isinstance(last, GiveUp)
+    assert last.error.message == "a alone is too small"
+
+
+def test_rings_that_are_lost_before_any_token_are_given_up() -> None:
+    policy = RecoveryPolicy()
+    for _ in range(MOST_IN_VAIN - 1):
+        assert isinstance(policy.broke(0.0, LOST, []), Attempt)
+    policy.went_on()
+    for _ in range(MOST_IN_VAIN):
+        assert isinstance(policy.broke(0.0, LOST, []), Attempt)
+    given_up = policy.broke(0.0, LOST, [])
+    assert isinstance(given_up, GiveUp)
+    assert isinstance(given_up.error, PeerFailedError)
+    assert str(given_up.error).startswith("b was lost (and 3 rings before it")
+
+
+def test_a_stage_that_hung_is_left_out_for_longer_each_time() -> None:
+    policy = RecoveryPolicy()
+    stuck = [Blame(node=B, error=PeerFailedError("node b is stuck"), is_stuck=True)]
+    first = policy.broke(0.0, LOST, stuck)
+    assert first == Attempt(after_s=0.0, without={B: "node b is stuck"})
+    assert policy.left_out(STUCK_S - 1) == {B: "node b is stuck"}
+    assert policy.left_out(STUCK_S) == {}
+    policy.broke(STUCK_S, LOST, stuck)
+    assert policy.left_out(3 * STUCK_S - 1) == {B: "node b is stuck"}
+    assert policy.left_out(3 * STUCK_S) == {}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["broke", "plan", "link", "busy", "went on"]), st.sampled_from([A, B])
+        ),
+        max_size=40,
+    )
+)
+def test_whatever_happens_ends_in_an_attempt_or_a_name(events: list[tuple[str, NodeId]]) -> None:
+    """No history makes a head wait for ever, or leave a node out that did nothing."""
+    policy, failures = RecoveryPolicy(), 0
+    policy.broke(0.0, LOST, [])
+    for what, node in events:
+        error = {"plan": PlanError("too small"), "link": LinkError("cut")}.get(
+            what, BusyError("busy")
+        )
+        blamed = [Blame(node=node, error=error)] if what == "busy" else []
+        if what == "went on":
+            policy.went_on()
+            continue
+        failures = 0 if what == "broke" else failures + 1
+        if what == "broke":
+            decision = policy.broke(0.0, LOST, [])
+        else:
+            decision = policy.failed(0.0, error, blamed)
+        if isinstance(decision, Attempt):
+            assert decision.after_s <= DELAYS_S[-1]
+            assert failures < len(DELAYS_S)
+            assert C not in decision.without
+        else:
+            assert str(decision.error)
+            policy = RecoveryPolicy()
+            policy.broke(0.0, LOST, [])
+            failures = 0
+
+
+def test_a_node_is_news_when_it_has_settled_and_no_plan_has_seen_it() -> None:
+    returns = Returns()
+    returns.look(0.0, [B])
+    assert not returns.is_news(0.0, [A])
+    assert returns.unsettled(0.0) == {B}
+    assert returns.is_news(SETTLE_S, [A])
+    assert not returns.is_news(SETTLE_S, [A, B])
+    returns.planned(SETTLE_S)
+    assert not returns.is_news(SETTLE_S, [A])
+
+
+def test_a_node_that_flaps_waits_twice_as_long_each_time() -> None:
+    returns, now_s = Returns(), 0.0
+    for n_lost in range(4):
+        returns.look(now_s, [B])
+        assert returns.settle_s(B) == SETTLE_S * 2**n_lost
+        assert not returns.is_news(now_s + SETTLE_S * 2**n_lost - 0.1, [])
+        assert returns.is_news(now_s + SETTLE_S * 2**n_lost, [])
+        now_s += 100.0
+        returns.look(now_s, [])
+    returns.look(now_s, [B])
+    returns.look(now_s + 2000.0, [])
+    assert returns.settle_s(B) == SETTLE_S * 2
+
+
+def test_a_ring_in_use_is_replaced_for_more_than_a_fifth() -> None:
+    assert is_better(100.0, 121.0, is_complete=False, is_used=True)
+    assert not is_better(100.0, 119.0, is_complete=True, is_used=True)
+    assert is_better(100.0, 106.0, is_complete=False, is_used=False)
+    assert not is_better(100.0, 104.0, is_complete=False, is_used=False)
+    assert is_better(100.0, 50.0, is_complete=True, is_used=False)
+    assert not is_better(None, 50.0, is_complete=False, is_used=False)
