@@ -45,9 +45,9 @@ class NodeDrain:
         self._link_of = link_of
         self._log = log
         self._asked = ""
+        self._done = asyncio.Event()
         self.is_over = asyncio.Event()
-        """Set when the node is to end: it is empty, or its time is over, and those who asked for
-        it know."""
+        """Set when a node that was ordered to drain is to end, and who ordered it knows."""
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the order."""
@@ -55,13 +55,15 @@ class NodeDrain:
 
     async def _drain_for(self, control: ControlLink, message: Drain) -> None:
         draining = asyncio.ensure_future(self.drain(message.deadline_s))
-        while not draining.done():
-            await asyncio.wait([draining], timeout=REPORT_S)
-            if not draining.done() and not control.link.closed:
-                control.send(LoadProgress(request=message.request, done_bytes=0, total_bytes=0))
-        if not control.link.closed:
+        try:
+            while not draining.done():
+                await asyncio.wait([draining], timeout=REPORT_S)
+                if not draining.done():
+                    control.send(LoadProgress(request=message.request, done_bytes=0, total_bytes=0))
             control.send(Done(request=message.request))
             await control.link.drain()
+        finally:  # also where nobody waits for it any more
+            draining.add_done_callback(lambda _: self.is_over.set())
 
     @property
     def is_needed(self) -> bool:
@@ -76,7 +78,7 @@ class NodeDrain:
         After `deadline_s` seconds the node counts as done in any case.
         """
         if self._host.is_draining:
-            await self.is_over.wait()
+            await self._done.wait()
             return
         self._host.is_draining = self._head.is_draining = True
         self._log("draining: this node takes nothing more, and ends when it is empty")
@@ -91,7 +93,7 @@ class NodeDrain:
         except TimeoutError:
             self._log(f"the node ends before it is empty: {deadline_s:g} s are over")
         finally:
-            self.is_over.set()
+            self._done.set()
 
     async def _leave_ring(self) -> None:
         """Ask the head of the ring that this node is in, if it is another one, to do without it.

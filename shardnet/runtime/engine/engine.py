@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
 
@@ -24,6 +22,7 @@ from shardnet.errors import (
     internal_error,
     where,
 )
+from shardnet.runtime.engine.counters import EngineCounters, EngineTotals
 from shardnet.runtime.engine.guide import Guide
 from shardnet.runtime.engine.live_request import LiveRequest
 from shardnet.runtime.engine.prefixes import Prefixes
@@ -61,75 +60,6 @@ MakePipeline = Callable[[Callable[[StepAnswered], None], Callable[[StepFailed], 
 
 LONGEST_DEADLINE_S = 1e8
 """Three years: what is longer is no deadline, and more than timers take."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCounters:
-    """What an engine has in hand. Blocks are those of one stage, warm ones among the used.
-
-    `restored_positions` of prompts were read from disk so far.
-    """
-
-    running: int
-    waiting: int
-    paused: int
-    warm_slots: int
-    warm_blocks: int
-    used_blocks: int
-    room_blocks: int
-    room_slots: int
-    restored_positions: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
-class EngineTotals:
-    """What an engine has done so far. Times in microseconds, by rank where they are the stages' of
-    the present ring.
-
-    `wire_us` is what steps took beside all computing and queueing. Of `n_prompts` the first
-    positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`. Lost
-    rings were replaced `n_recoveries` times, in `recovery_us`.
-    """
-
-    n_steps: int = 0
-    compute_us: Counter[int] = field(default_factory=Counter)
-    queue_us: Counter[int] = field(default_factory=Counter)
-    wire_us: int = 0
-    n_prompts: int = 0
-    n_prefix_hits: int = 0
-    n_prompt_tokens: int = 0
-    n_prefix_tokens: int = 0
-    n_recoveries: int = 0
-    recovery_us: int = 0
-
-    def add_step(self, answered: StepAnswered) -> int:
-        """Count a step; return how long it was queued."""
-        self.n_steps += 1
-        computed_us = queued_us = 0
-        for timing in answered.answer.timings:
-            self.compute_us[timing.rank] += timing.compute_us
-            self.queue_us[timing.rank] += timing.queue_us
-            computed_us += timing.compute_us
-            queued_us += timing.queue_us
-        self.wire_us += max(0, answered.round_trip_us - computed_us - queued_us)
-        return queued_us
-
-    def add_recovery(self, pause_s: float) -> None:
-        """Count a lost ring that was replaced; requests stood still for `pause_s` seconds."""
-        self.n_recoveries += 1
-        self.recovery_us += int(pause_s * 1e6)
-
-    def begin_ring(self) -> None:
-        """Forget the stages: others have their ranks."""
-        self.compute_us.clear()
-        self.queue_us.clear()
-
-    def add_prompt(self, n_tokens: int, n_kept: int) -> None:
-        """Count a prompt that begins to run."""
-        self.n_prompts += 1
-        self.n_prefix_hits += n_kept > 0
-        self.n_prompt_tokens += n_tokens
-        self.n_prefix_tokens += n_kept
 
 
 class Engine:

@@ -37,6 +37,7 @@ from shardnet.wire.messages.membership import (
 )
 from shardnet.wire.messages.plans import NodeProgress, PlanReply
 from shardnet.wire.messages.stages import (
+    KvMoved,
     LoadProgress,
     PrefixFound,
     PrefixRestored,
@@ -51,6 +52,7 @@ ANSWERS = {
     Done,
     Failed,
     Finished,
+    KvMoved,
     LastRun,
     LinksMeasured,
     LoadProgress,

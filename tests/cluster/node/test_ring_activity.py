@@ -17,6 +17,7 @@ from shardnet.api.client import Client
 from shardnet.cluster.head.head import Opening
 from shardnet.cluster.node.ring_activity import RingWatch
 from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.recovery.records import RecoveryRecord
 from shardnet.errors import CancelledRequestError, LinkError, UsageError
 from shardnet.runtime.engine.requests import TokenGenerated
 from shardnet.types import LiveState
@@ -24,6 +25,7 @@ from shardnet.wire.messages.plans import PlanReply
 
 FOR_EVER = 900
 PROMPT = [1] * 100
+LOST = RecoveryRecord(at_s=5.0, why="bert was lost", n_requests=2, load_s=0.5, lost=("bert",))
 
 
 class Watched(ScriptedNode):
@@ -33,7 +35,7 @@ class Watched(ScriptedNode):
         super().__init__()
         self.head = SimpleNamespace(latest=lead, elsewhere=lambda: None, opening=None)
         handlers = MessageHandlers()
-        RingWatch(cast(Any, self.head)).register(handlers)
+        RingWatch(cast(Any, self.head), [LOST]).register(handlers)
         self.handle = handlers.handle  # type: ignore[method-assign]
 
 
@@ -60,6 +62,8 @@ async def watched(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakeRi
         lead = SimpleNamespace(
             ring=SimpleNamespace(name="r1", broken=None, engine=ring.engine),
             plan=SimpleNamespace(reply=plan_reply),
+            stands=True,
+            is_recovering=False,
         )
         async with client_of(Watched(lead)) as client:
             yield ring, client
@@ -139,6 +143,9 @@ def test_a_node_without_a_ring_says_so_and_a_member_names_the_head() -> None:
             node.head.opening = opening = Opening(model="m", began_s=0.0)
             seen = await client.activity()
             assert (seen.ring, seen.opening) == ("", None)
+            [lost] = seen.recoveries
+            assert (lost.at_s, lost.why, lost.n_requests) == (5.0, "bert was lost", 2)
+            assert (lost.load_s, lost.lost, lost.is_over) == (0.5, ["bert"], False)
             opening.take(0, "measuring", 1, 3)
             opening.take(1, "fetching", 10, 30)
             opening.take(0, "loading", 20, 50)
