@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import signal
 
 import pytest
 from support.servers.proxy import Proxy
 from support.soak import cases
-from support.system.nodes import Command, Crew, Machine
+from support.system.nodes import Command, Crew, Machine, NodeProcess
 from support.system.parrot import LONG, Parrots
 
 
-def goes_on(running: Command) -> None:
-    """Wait until a generation says that its ring is lost, and until more text comes after that."""
+def goes_on(running: Command, head: NodeProcess, n_said: int) -> None:
+    """Wait until a generation says that its ring is lost, until its head, which had said `n_said`
+    characters, has another one, and until more text comes after that.
+    """
     running.stderr.wait_for("recovering")
-    running.stderr.wait_for(re.compile("recovering.*ring: ", re.DOTALL))
+    head.stderr.wait_for("recovered in", after=n_said)
     running.stdout.wait_for("xyz", after=len(running.stdout.text))
     running.kill()
 
@@ -31,13 +32,14 @@ def test_a_killed_node_can_be_replaced(
     addresses = trio.addresses(0, 1).split(",")
     addresses.insert(rank, victim.address)
     running = trio.begin(parrots.alphabet, ",".join(addresses))
+    n_said = len(trio.nodes[0].log)
     victim.kill()
     if rank == 0:
         result = running.wait()
         assert result.code == 1
         assert "vera" in result.error_line or victim.address in result.error_line
     else:
-        goes_on(running)
+        goes_on(running, trio.nodes[0], n_said)
     numbers = [0, 1]
     numbers.insert(rank, 2)
     assert trio.says("m", parrots.alphabet, *numbers) == "nop"
@@ -70,8 +72,9 @@ def test_a_node_that_leaves_a_ring_is_done_without(
 ) -> None:
     [victim] = machine.start_nodes("vera")
     running = trio.begin(parrots.alphabet, f"{trio.addresses(0)},{victim.address}")
+    n_said = len(trio.nodes[0].log)
     victim.stop()
-    goes_on(running)
+    goes_on(running, trio.nodes[0], n_said)
     assert trio.says("z", parrots.signs, 0, 1) == "."
 
 
@@ -88,9 +91,10 @@ def test_a_damaged_link_ends_no_request_but_that_of_its_client(
         addresses = [other.address for other in trio.nodes]
         addresses[rank] = f"127.0.0.1:{proxy.port}"
         running = trio.begin(parrots.alphabet, ",".join(addresses))
+        n_said = len(trio.nodes[0].log)
         getattr(proxy, how)()
         if rank:
-            goes_on(running)
+            goes_on(running, trio.nodes[0], n_said)
         else:
             result = running.wait()
             assert result.code == 1

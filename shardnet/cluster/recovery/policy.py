@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from shardnet.errors import PlanError, ShardnetError
 from shardnet.types import NodeId
@@ -44,12 +44,13 @@ Decision = Attempt | GiveUp
 class Blame:
     """What a node has to do with the end of a ring, or of an attempt to build one.
 
-    `is_stuck`: it answers, and its stage does not compute.
+    refused: it did not do what was asked of it, or was lost. stuck: it answers, and its stage does
+    not compute. unreached: another node could not open a link to it, maybe just now.
     """
 
     node: NodeId
     error: ShardnetError
-    is_stuck: bool = False
+    kind: Literal["refused", "stuck", "unreached"] = "refused"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,12 +70,13 @@ class RecoveryPolicy:
     _n_in_vain: int = 0
     _stuck: dict[NodeId, _Absence] = field(default_factory=dict)
     _refusing: dict[NodeId, str] = field(default_factory=dict)
+    _unreached: set[NodeId] = field(default_factory=set)
 
     def broke(self, now_s: float, error: ShardnetError, blamed: Collection[Blame]) -> Decision:
         """Handle the loss of a ring that was built."""
         self._n_in_vain += 1
         self._n_attempts = 0
-        self._refusing.clear()
+        self._forget()
         self._note(now_s, blamed)
         if self._n_in_vain > MOST_IN_VAIN:
             return GiveUp(
@@ -89,13 +91,17 @@ class RecoveryPolicy:
     def planned(self) -> Attempt:
         """Begin to replace a ring that runs: at once, and what it leaves out was chosen."""
         self._n_attempts = 1
-        self._refusing.clear()
+        self._forget()
         return Attempt(after_s=0.0, without={})
 
     def failed(self, now_s: float, error: ShardnetError, blamed: Collection[Blame]) -> Decision:
         """Handle an attempt that has failed. Nodes that refused are left out of the next one."""
         self._note(now_s, blamed)
-        self._refusing |= {blame.node: blame.error.message for blame in blamed}
+        for blame in blamed:
+            if blame.kind != "unreached" or blame.node in self._unreached:
+                self._refusing[blame.node] = blame.error.message
+            elif blame.kind == "unreached":
+                self._unreached.add(blame.node)
         if isinstance(error, PlanError):
             if not self._refusing:
                 return GiveUp(error=error)
@@ -113,6 +119,11 @@ class RecoveryPolicy:
         stuck = {node: one.why for node, one in self._stuck.items() if now_s < one.until_s}
         return {**stuck, **self._refusing}
 
+    def _forget(self) -> None:
+        """Forget what the attempts to build one ring have met: another one is built."""
+        self._refusing.clear()
+        self._unreached.clear()
+
     def _next(self, now_s: float) -> Attempt:
         after_s = DELAYS_S[self._n_attempts]
         self._n_attempts += 1
@@ -120,7 +131,7 @@ class RecoveryPolicy:
 
     def _note(self, now_s: float, blamed: Collection[Blame]) -> None:
         for blame in blamed:
-            if blame.is_stuck:
+            if blame.kind == "stuck":
                 known = self._stuck.get(blame.node)
                 n_times = 1 if known is None else known.n_times + 1
                 left_out_s = min(LONGEST_S, STUCK_S * 2 ** (n_times - 1))

@@ -203,7 +203,11 @@ class Recovery:
 
 
 def _blames(ring: Ring) -> list[Blame]:
-    return [
-        Blame(node=node, error=error, is_stuck=node in ring.stuck)
+    blames = [
+        Blame(node=node, error=error, kind="stuck" if node in ring.stuck else "refused")
         for node, error in ring.blamed.items()
     ]
+    for node, error in ring.unreached.items():
+        if node not in ring.blamed:
+            blames.append(Blame(node=node, error=error, kind="unreached"))
+    return blames

@@ -157,6 +157,8 @@ class Ring:
         """Nodes that were lost, hang, or could not do what the ring needs of them."""
         self.stuck: set[NodeId] = set()
         """Those of them that answer, and do not compute."""
+        self.unreached: dict[NodeId, ShardnetError] = {}
+        """Nodes to which no data link could be opened."""
         self.built_s = 0.0
         """How long it took to build, in seconds."""
 
@@ -415,10 +417,19 @@ class Ring:
     async def _connect(self, pipeline: Pipeline) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                for port in self._ports:
-                    tasks.create_task(port.connect(self.name, self.epoch, pipeline))
+                for rank in range(len(self._ports)):
+                    tasks.create_task(self._connect_stage(rank, pipeline))
         except* ShardnetError as group:
             raise first_error(group) from None
+
+    async def _connect_stage(self, rank: int, pipeline: Pipeline) -> None:
+        """Have a stage dial the next one. If it cannot, that is blamed; the head never is."""
+        try:
+            await self._ports[rank].connect(self.name, self.epoch, pipeline)
+        except ShardnetError as error:
+            following = rank + 1 if rank + 1 < len(self._ports) else rank
+            self.unreached[self._ports[following].node] = error
+            raise
 
     def _check_not_broken(self) -> None:
         """Raise what has broken the ring: a ready stage may be lost before the others are."""

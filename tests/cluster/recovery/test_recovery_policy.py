@@ -53,6 +53,15 @@ def test_who_refuses_is_left_out_and_asked_again_when_the_others_cannot_do_it() 
     assert last.error.message == "a alone is too small"
 
 
+def test_a_node_that_another_cannot_reach_twice_is_left_out() -> None:
+    policy = RecoveryPolicy()
+    policy.broke(0.0, LOST, [])
+    cut = [Blame(node=C, error=LinkError("a to c is damaged"), kind="unreached")]
+    assert policy.failed(0.0, cut[0].error, cut) == Attempt(after_s=DELAYS_S[1], without={})
+    third = policy.failed(0.0, cut[0].error, cut)
+    assert third == Attempt(after_s=DELAYS_S[2], without={C: "a to c is damaged"})
+
+
 def test_rings_that_are_lost_before_any_token_are_given_up() -> None:
     policy = RecoveryPolicy()
     for _ in range(MOST_IN_VAIN - 1):
@@ -68,7 +77,7 @@ def test_rings_that_are_lost_before_any_token_are_given_up() -> None:
 
 def test_a_stage_that_hung_is_left_out_for_longer_each_time() -> None:
     policy = RecoveryPolicy()
-    stuck = [Blame(node=B, error=PeerFailedError("node b is stuck"), is_stuck=True)]
+    stuck = [Blame(node=B, error=PeerFailedError("node b is stuck"), kind="stuck")]
     first = policy.broke(0.0, LOST, stuck)
     assert first == Attempt(after_s=0.0, without={B: "node b is stuck"})
     assert policy.left_out(STUCK_S - 1) == {B: "node b is stuck"}
