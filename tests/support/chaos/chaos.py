@@ -22,6 +22,7 @@ from support.system.warm_start import is_possible, server
 from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.transport.loop import run
+from shardnet_cli.commands import nodes
 
 MOST_TOLD = 20
 """Failed schedules that are named."""
@@ -57,6 +58,9 @@ def _simulate(asked: argparse.Namespace) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    moments = [moment.name.lower() for moment in Moment]
+    if not hasattr(nodes, "drain"):
+        moments.remove(Moment.DRAINING.name.lower())
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=None, help="what draws the faults")
     parser.add_argument("--minutes", type=float, default=5.0, help="how long (default 5)")
@@ -68,8 +72,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", default=DEFAULT_MODEL_NAME, help="default: the bundled model")
     parser.add_argument("--ledger", type=Path, help="append a JSON object for each round here")
     parser.add_argument(
-        "--moments", nargs="*", default=[moment.name.lower() for moment in Moment],
-        choices=[moment.name.lower() for moment in Moment], help="when faults happen",
+        "--moments", nargs="*", default=moments, choices=moments, help="when faults happen",
     )  # fmt: skip
     parser.add_argument("--simulate", type=int, default=0, help="so many schedules instead")
     parser.add_argument("--what", default="", choices=["", *SIMULATIONS], help="only of this kind")

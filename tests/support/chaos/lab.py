@@ -22,7 +22,7 @@ from typing import Any
 
 from support.chaos.faults import ENDING, Fault, Kind
 from support.chaos.switch import VARIABLE, Switch, Way, changed
-from support.system.nodes import FIGURES_VARIABLE, Machine, NodeProcess
+from support.system.nodes import FIGURES_VARIABLE, Command, Machine, NodeProcess
 from support.system.warm_start import WarmProcess, is_possible
 
 from shardnet.cluster.measuring.figure_cache import FOLDER
@@ -36,6 +36,8 @@ FLIPPED = 3
 ORDER_S = 60.0
 """How long a node may take to obey, frozen or busy ones included."""
 TRIES = 3
+DRAINED_S = 60.0
+"""How long a node may take to end once it is empty."""
 NAMES = ("anna", "bert", "cleo", "dora", "emil", "fina", "gert", "hugo")
 
 
@@ -50,6 +52,7 @@ class Place:
     folder: Path
     process: NodeProcess | None = None
     n_starts: int = 0
+    draining: Command | None = None
     logs: list[str] = field(default_factory=list)
 
     @property
@@ -137,6 +140,27 @@ class Lab:
         await asyncio.to_thread(process.kill)
         place.logs.append(process.stderr.text)
 
+    async def drain(self, number: int) -> None:
+        """Begin to drain a node, as `shardnet drain` does; it ends by itself when it is empty."""
+        place = self.places[number]
+        place.draining = self.machine.begin("drain", place.name, "--peer", self.places[0].address)
+
+    async def until_drained(self) -> list[str]:
+        """Wait for drains to end, and for the nodes that are empty; return what went wrong."""
+        wrong = []
+        for place in self.places:
+            draining, place.draining = place.draining, None
+            if draining is None:
+                continue
+            try:
+                result = await asyncio.to_thread(draining.wait)
+                if result.code == 0 and place.process is not None:
+                    await asyncio.to_thread(place.process.process.wait, DRAINED_S)
+                    await self.kill(place.number)
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                wrong.append(f"{place.name} was not drained: {error}")
+        return wrong
+
     async def close(self) -> list[str]:
         """End everything; return what was not as it should be."""
         for task in self._tasks:
@@ -155,6 +179,7 @@ class Lab:
                 wrong.append(f"{place.name} had ended by itself: {place.process.log[-2000:]}")
             await self.kill(place.number)
         await self.switch.close()
+        await asyncio.to_thread(self.machine.close)
         for place in self.places:
             (self._folder / f"{place.name}.log").write_text("\n---\n".join(place.logs))
         return wrong

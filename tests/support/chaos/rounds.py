@@ -200,6 +200,8 @@ class Rounds:
             if watch.over.is_set():
                 return
             inflicted.append(time.monotonic())
+            if fault.moment is Moment.DRAINING:
+                await self._lab.drain(fault.other or fault.victim)
             await self._lab.inflict(fault)
 
     async def _moment(self, fault: Fault, watch: Watch) -> None:
@@ -222,9 +224,10 @@ class Rounds:
     async def _heal(self, wrong: list[str]) -> tuple[float, str]:
         """Start what was killed; have all nodes in one ring. Returns seconds, and who saw to it."""
         began = time.monotonic()
+        wrong += await self._lab.until_drained()
         ended = [place for place in self._lab.places if not place.lives]
         for place in ended:
-            if place.process is not None:  # nobody killed it
+            if place.process is not None:  # nobody ended it
                 wrong.append(f"{place.name} ended by itself: {place.process.log[-2000:]}")
                 await self._lab.kill(place.number)
             await self._lab.start_node(place.number)

@@ -136,9 +136,12 @@ class Switch:
                     free_at = max(free_at, now()) + len(data) / way.bytes_per_s
                     await asyncio.sleep(free_at - now())
                 await way.passes.wait()
-                if not data:
+                if not data and not writer.is_closing():
                     writer.write_eof()
+                if not data:
                     return
+                if writer.is_closing():
+                    raise ConnectionResetError
                 writer.write(self._changed(way, data))
                 await writer.drain()
 

@@ -1,0 +1,156 @@
+"""The parts of scripts/chaos: what a seed draws, what the switch does, what the ledger says."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from itertools import islice
+
+import pytest
+from support.chaos.faults import Kind, Moment, draw_rounds
+from support.chaos.lab import differences
+from support.chaos.ledger import Entry, summary
+from support.chaos.rounds import read_parts
+from support.chaos.streams import Heard
+from support.chaos.switch import PREFACE, REACHED, REFUSED, Switch
+
+from shardnet.cluster.recovery.records import RecoveryRecord
+from shardnet.errors import PeerFailedError
+
+Talk = Callable[[Switch, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def test_a_seed_draws_the_same_rounds_and_in_time_every_fault_at_every_moment() -> None:
+    drawn = [*islice(draw_rounds(18, 4), 400)]
+    assert drawn == [*islice(draw_rounds(18, 4), 400)]
+    assert drawn[:50] != [*islice(draw_rounds(19, 4), 50)]
+    faults = [fault for one in drawn for fault in one.faults]
+    assert {fault.kind for fault in faults} == set(Kind)
+    assert {fault.moment for fault in faults} == set(Moment)
+    assert {fault.victim for fault in faults} == {1, 2, 3}
+
+
+def through_switch(talk: Talk, *, listens: bool = True) -> None:
+    """Have node 0 talk to node 1, which echoes, through a switch."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        if not listens:
+            server.close()
+        switch = Switch("127.0.0.1", {0: ("", 0), 1: ("127.0.0.1", port)}, random.Random(0))
+        await switch.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", switch.port)
+        writer.write(PREFACE.pack(0, port))
+        assert await reader.readexactly(1) == (REACHED if listens else REFUSED)
+        await talk(switch, reader, writer)
+        writer.close()
+        await writer.wait_closed()
+        await switch.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_the_switch_holds_back_what_goes_one_way_and_passes_it_on_later() -> None:
+    async def talk(
+        switch: Switch, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        switch.way(1, 0).passes.clear()
+        writer.write(b"hello")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await reader.read(5)
+        switch.way(1, 0).passes.set()
+        assert await reader.readexactly(5) == b"hello"
+
+    through_switch(talk)
+
+
+def test_the_switch_changes_as_many_bits_as_it_is_told() -> None:
+    async def talk(
+        switch: Switch, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        switch.way(0, 1).to_flip = 1
+        writer.write(bytes(100))
+        came = await reader.readexactly(100)
+        assert sum(byte.bit_count() for byte in came) == 1
+
+    through_switch(talk)
+
+
+def test_the_switch_delays_and_keeps_the_order() -> None:
+    async def talk(
+        switch: Switch, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        began, switch.way(0, 1).delay_s = loop.time(), 0.05
+        writer.write(b"a")
+        await asyncio.sleep(0)
+        switch.way(0, 1).delay_s = 0.0
+        writer.write(b"b")
+        assert await reader.readexactly(2) == b"ab"
+        assert loop.time() - began > 0.0
+
+    through_switch(talk)
+
+
+def test_the_switch_says_that_nothing_listens() -> None:
+    async def talk(
+        switch: Switch, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        assert await reader.read() == b""
+
+    through_switch(talk, listens=False)
+
+
+def test_texts_are_compared_to_the_last_token() -> None:
+    whole = Heard(tokens=[1, 2, 3], text="abc")
+    assert Heard(tokens=[1, 2, 3], text="abc").difference(whole) == ""
+    assert "token 1" in Heard(tokens=[1, 9, 3], text="axc").difference(whole)
+    assert "2 tokens" in Heard(tokens=[1, 2], text="ab").difference(whole)
+    failed = Heard(tokens=[1, 2], text="ab", error=PeerFailedError("gone"))
+    assert failed.difference(whole) == ""
+
+
+def test_parts_are_read_from_the_line_of_a_head() -> None:
+    record = RecoveryRecord(
+        at_s=0.0, why="", n_requests=8, notice_s=0.05, plan_s=0.02, load_s=0.3, replay_s=0.5
+    )
+    record.nodes = ("anna", "cleo")
+    parts = {"notice": 0.05, "plan": 0.02, "load": 0.3, "replay": 0.5}
+    assert read_parts(record.words) == parts
+    assert read_parts(f"{record.words}\n{record.words}")["replay"] == 1.0
+
+
+def test_what_a_process_holds_too_much_is_named() -> None:
+    before, slack = {"tasks": 5, "files": 9}, {"tasks": 2, "files": 0}
+    assert differences(before, {"tasks": 7, "files": 9}, slack) == []
+    assert differences(before, {"tasks": 8, "files": 9}, slack) == ["tasks: 5 before, 8 now"]
+
+
+def test_the_ledger_counts_what_is_not_as_it_should_be() -> None:
+    good = Entry(
+        seed=1,
+        number=1,
+        faults=("killed",),
+        moments=("while texts run",),
+        victims=("bert",),
+        outcomes={"equal": 8},
+        notice_s=0.05,
+        pause_s=0.9,
+        n_recoveries=1,
+    )
+    bad = Entry(**{**good.json, "outcomes": {"equal": 7, "DIFFERS": 1}, "wrong": ("request 5",)})
+    assert good.is_good
+    assert not bad.is_good
+    assert "**request 5**" in bad.row
+    told = summary([good, bad])
+    assert "15 equal, 1 DIFFERS; 1 rounds that are not as they should be" in told
+    assert "| killed | 2 | 1 | 0.05 | 0.90 | 0.90 |" in told
