@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from shardnet.errors import (
     AuthenticationError,
+    DamagedFrameError,
     LinkClosedError,
     LocalProtocolError,
     RemoteProtocolError,
@@ -41,7 +42,8 @@ from shardnet.wire.framing.frames import (
     Header,
     Limits,
     check_body,
-    check_header,
+    damaged,
+    is_sound,
     pack_frame,
     unpack_header,
 )
@@ -279,14 +281,22 @@ class LinkConnection:
         if len(self._received) < HEADER.size:
             return None
         data = self._received.peek(HEADER.size)
-        header = unpack_header(data, allowed=self._allowed, limits=self._limits, state=self._state)
+        try:
+            header = unpack_header(
+                data, allowed=self._allowed, limits=self._limits, state=self._state
+            )
+        except RemoteProtocolError as error:
+            if self._checked and self._state is LinkState.UP and not self._is_header_sound():
+                raise DamagedFrameError(error.message) from None
+            raise
         self._body_checksum = None
         if self._checked and header.kind is not FrameKind.HELLO:
             if len(self._received) < HEADER.size + CHECKSUMS.size:
                 return None
             checksums = self._received.peek(HEADER.size + CHECKSUMS.size)[HEADER.size :]
             of_header, self._body_checksum = CHECKSUMS.unpack(checksums)
-            check_header(data, of_header, header)
+            if not is_sound(data, of_header):
+                raise damaged(header, "its header")
             self._received.take(CHECKSUMS.size)
         self._received.take(HEADER.size)
         self._header = header
@@ -295,6 +305,13 @@ class LinkConnection:
             FramePart(header.payload_length, aligned=True) if header.payload_length else _NOTHING
         )
         return header
+
+    def _is_header_sound(self) -> bool:
+        """Say whether the header's checksum has come and is right."""
+        whole = self._received.peek(HEADER.size + CHECKSUMS.size)
+        if len(whole) < HEADER.size + CHECKSUMS.size:
+            return False
+        return is_sound(whole[: HEADER.size], CHECKSUMS.unpack(whole[HEADER.size :])[0])
 
     def _accept(self, frame: Frame) -> Event:
         """Carry out what a whole frame does to the link, and say what happened."""

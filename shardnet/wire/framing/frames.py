@@ -163,16 +163,15 @@ def _above_cap(kind: FrameKind, part: str, length: int, cap: int) -> RemoteProto
     )
 
 
-def check_header(header: Buffer, checksum: int, what: Header) -> None:
-    """Compare a header with its checksum. Raises DamagedFrameError."""
-    if xxh3_64_intdigest(header) & _LOW_HALF != checksum:
-        raise _damaged(what, "its header")
+def is_sound(header: Buffer, checksum: int) -> bool:
+    """Say whether a header is that of its checksum."""
+    return xxh3_64_intdigest(header) & _LOW_HALF == checksum
 
 
 def check_body(meta: Buffer, payload: Buffer, checksum: int, what: Header) -> None:
     """Compare what came behind the header `what` with its checksum. Raises DamagedFrameError."""
     if _body_checksum(meta, payload) != checksum:
-        raise _damaged(what, f"what followed its header ({len(meta)} + {len(payload)} bytes)")
+        raise damaged(what, f"what followed its header ({len(meta)} + {len(payload)} bytes)")
 
 
 def _body_checksum(meta: Buffer, payload: Buffer) -> int:
@@ -183,7 +182,8 @@ def _body_checksum(meta: Buffer, payload: Buffer) -> int:
     return whole.intdigest() & _LOW_HALF
 
 
-def _damaged(what: Header, part: str) -> DamagedFrameError:
+def damaged(what: Header, part: str) -> DamagedFrameError:
+    """Make the error of a frame whose `part` is not that of its checksum."""
     return DamagedFrameError(
         f"the {what.kind.name} frame of step {what.step} came damaged: {part} and the checksum "
         "that its sender made are not the same",

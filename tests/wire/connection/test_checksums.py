@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.strategies.wire_strategies import feed, hello, joined
 
-from shardnet.errors import DamagedFrameError, RemoteProtocolError
+from shardnet.errors import DamagedFrameError
 from shardnet.types import FreeSlot, SlotId
 from shardnet.wire.connection.connection import (
     FrameReceived,
@@ -55,7 +55,6 @@ def test_frames_with_checksums_arrive_as_they_were_sent() -> None:
 def test_a_flipped_bit_anywhere_lets_no_frame_through() -> None:
     """One in each byte of each frame: nobody gets any part of it, nor what follows."""
     tail = packed(FRAMES[-1])
-    n_named = 0
     for frame in FRAMES[:-1]:
         good = packed(frame)
         for place in range(len(good)):
@@ -65,9 +64,7 @@ def test_a_flipped_bit_anywhere_lets_no_frame_through() -> None:
             assert len(events) == 1
             [ended] = events
             assert isinstance(ended, LinkFailed)
-            assert isinstance(ended.error, RemoteProtocolError)
-            n_named += isinstance(ended.error, DamagedFrameError)
-    assert n_named > 100
+            assert isinstance(ended.error, DamagedFrameError)
 
 
 def test_a_damaged_frame_is_named_with_its_step_and_the_peer_is_told() -> None:
