@@ -23,7 +23,7 @@ INLINE WITH_AVX2 void avx2_wide_part(const int is_f16, const int n_tile, const i
         for (int h = 0; h < n_halves; h++) {
             const uint8_t *at = w + h / 2 * panel + h % 2 * 32;
             const __m256i both = _mm256_loadu_si256((const __m256i *)at);
-            if (prefetches && h % 2 == 0) avx2_prefetch(at);
+            if (prefetches && h % 2 == 0) avx2_prefetch(at, AVX2_AHEAD);
             if (is_f16) {
                 const __m256i mixed = _mm256_packus_epi32(_mm256_andnot_si256(high, both), _mm256_srli_epi32(both, 16));
                 const __m256i apart = _mm256_permute4x64_epi64(mixed, 0xd8);
@@ -93,7 +93,7 @@ INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, in
                 __m256i pairs[2][MAX_TILE];
                 if (prefetches)
                     UNROLLED for (int line = 0; line < bits; line++)
-                        avx2_prefetch(unit + line * QUAD_BYTES);
+                        avx2_prefetch(unit + line * QUAD_BYTES, AHEAD);
                 UNROLLED for (int q = 0; q < UNIT / 4; q++) {
                     const int place = apart ? q % 4 : q, last = apart ? 3 : 7; /* in the token group */
                     __m256i codes[2];
@@ -187,7 +187,7 @@ INLINE WITH_AVX2 void avx2_levels_of(const int n_rows, const int n_halves, int h
             __m256i pairs[2][MAX_TILE];
             if (prefetches)
                 UNROLLED for (int line = 0; line < bits; line++)
-                    avx2_prefetch(unit + line * QUAD_BYTES);
+                    avx2_prefetch(unit + line * QUAD_BYTES, AHEAD);
             UNROLLED for (int q = 0; q < UNIT / 4; q++) {
                 const int place = apart ? q % 4 : q, last = apart ? 3 : 7; /* in the group */
                 const int group = apart ? 2 * u + q / 4 : u;

@@ -14,10 +14,13 @@
 /* Has a sum made here: compilers would compute all that is added first, and keep it in memory. */
 #define IN_ORDER(vector) __asm__ volatile("" : "+x"(vector))
 
-#define AVX2_AHEAD 1024 /* bytes that weights are prefetched ahead */
+#define AVX2_AHEAD \
+    1024 /* bytes that weights are prefetched ahead; AHEAD by tiles that stop at each stretch for scales */
 
-/* For the first tile of rows: the machine's own prefetching ends at each page, and does not look far enough ahead. */
-INLINE WITH_AVX2 void avx2_prefetch(const uint8_t *w) { _mm_prefetch((const char *)w + AVX2_AHEAD, _MM_HINT_T0); }
+/* For the first tile of rows: the machine's own prefetching ends at each page. */
+INLINE WITH_AVX2 void avx2_prefetch(const uint8_t *w, const int ahead) {
+    _mm_prefetch((const char *)w + ahead, _MM_HINT_T0);
+}
 
 INLINE WITH_AVX2 void avx2_halves(const uint8_t *from, float out[PANEL]) {
     _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)));

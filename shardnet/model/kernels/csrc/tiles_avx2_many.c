@@ -43,7 +43,7 @@ INLINE WITH_AVX2 void avx2_unpack_of(const int bits, const int kind, const struc
     for (int64_t b = 0; b < s->n_blocks; b++) {
         const uint8_t *unit = s->blocks + b * f->block_bytes + f->header_bytes + s->from / UNIT * bits * QUAD_BYTES;
         for (int64_t k = 0; k < s->n_inputs; k += UNIT, unit += bits * QUAD_BYTES, quads += UNIT / 4) {
-            UNROLLED for (int line = 0; line < bits; line++) avx2_prefetch(unit + line * QUAD_BYTES);
+            UNROLLED for (int line = 0; line < bits; line++) avx2_prefetch(unit + line * QUAD_BYTES, AHEAD);
             UNROLLED for (int q = 0; q < UNIT / 4; q++) for (int h = 0; h < 2; h++) {
                 __m256i codes = avx2_codes(bits, unit, q, h);
                 if (kind == AVX2_SIGNED) codes = _mm256_xor_si256(codes, flip);

@@ -27,7 +27,7 @@ INLINE WITH_AVX2 void avx2_plain_of(const int n_rows, const int n_panels, const 
         if (prefetches)
             for (int q = 0; q < n_panels; q++)
                 UNROLLED for (int line = 0; line < (bytes + QUAD_BYTES - 1) / QUAD_BYTES; line++)
-                    avx2_prefetch(w + q * panel + line * QUAD_BYTES);
+                    avx2_prefetch(w + q * panel + line * QUAD_BYTES, AVX2_AHEAD);
         for (int u = 0; u < units; u++, x += UNIT * n_tile) {
             const uint8_t *unit = w + header + u * bits * QUAD_BYTES;
             UNROLLED for (int q = 0; q < UNIT / 4; q++) {
