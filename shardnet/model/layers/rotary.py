@@ -64,7 +64,8 @@ def rotary_tables(
     frequencies = rotary_frequencies(rope, head_size, context)  # [R / 2]
     half = len(frequencies)
     cos, sin = torch.empty(2, context, 1, 2 * half, dtype=dtype).unbind(0)
-    for positions in torch.arange(context, dtype=torch.float32).split(_POSITIONS_AT_ONCE):
+    every = torch.arange(context, dtype=torch.float32)
+    for positions in torch.split(every, _POSITIONS_AT_ONCE):
         angles = torch.outer(positions, frequencies).double()
         own = slice(int(positions[0]), int(positions[-1]) + 1)
         cosines, sines = (part.float() * rope.magnitude for part in cosine_sine(angles))

@@ -16,6 +16,7 @@ from support.soak import cases
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.arithmetic import row_functions
 from shardnet.model.config.limits import GRAPH_BUCKETS
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import FAMILIES
@@ -51,6 +52,12 @@ N_CAPTURED = {"gemma3_text": 8, "qwen3": 4, "qwen2_moe": 4, "qwen3_moe": 3}
 EAGER = sorted(FAMILIES.keys() - CASES.keys())
 USUAL_EAGER = ["deepseek_v3", "gpt2", "gpt_oss", "llama4_text"]
 N_SLOTS = 6
+
+
+@pytest.fixture(autouse=True)
+def _functions_of_rows_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: what the compiled library computes is on no tape."""
+    monkeypatch.setattr(row_functions, "native_kernels", lambda: None)
 
 
 def choice_of(quantization: Quantization | None = None) -> KernelChoice:

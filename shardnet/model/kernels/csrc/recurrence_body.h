@@ -100,9 +100,9 @@ INLINE TARGET void NAME(recur_head)(const struct recurrence *call, int64_t head)
         const float *query = mixed + of_key, *key = query + keys;
         const int64_t place = row * call->n_heads + head;
         const double x = (double)call->decay[place] + call->bias[head];
-        const double steps = x > 40 ? x : log1p(exp(x));
-        const float decay = (float)exp(call->rate[head] * steps);
-        const float write = (float)(1 / (1 + exp(-(double)call->write[place])));
+        const double steps = x > 40 ? x : logarithm_after_one(exponential_of(x));
+        const float decay = (float)exponential_of(call->rate[head] * steps);
+        const float write = (float)(1 / (1 + exponential_of(-(double)call->write[place])));
         int64_t i = 0;
         for (; i + BLOCK <= size; i += BLOCK)
             NAME(update)(state + i, size, key_size, key, query, values + i, decay, write, 4, LANES);
