@@ -228,6 +228,7 @@ def _ways() -> list[tuple[type, str, str, str]]:
         (StageWorker, "_process", "thread begins", ""),
         (TorchCompute, "compute", "computing begins", "computing ends"),
         (LinkSink, "send", "sending begins", "frames are written"),
+        (LinkSink, "send_now", "sending begins", "frames are written"),
         (Pipeline, "answer", "answer is taken", ""),
         (Pipeline, "send", "step is scheduled", ""),
     ]
