@@ -183,8 +183,8 @@ def _nodes(
             command = [sys.executable, __file__, "--notes-of-node", str(notes), "node", "--json"]
             command += ["--host", "127.0.0.1", "--port", "0", "--name", f"hop-{number}"]
             command += ["--threads", str(threads), "--no-mdns", "--until-stdin-closes", *options]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            processes.append((notes, subprocess.Popen(command, **pipes)))
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            processes.append((notes, process))
         yield [_Node(number, *each) for number, each in enumerate(processes)]
     finally:
         for _, process in processes:
@@ -228,6 +228,7 @@ def _ways() -> list[tuple[type, str, str, str]]:
         (StageWorker, "_process", "thread begins", ""),
         (TorchCompute, "compute", "computing begins", "computing ends"),
         (LinkSink, "send", "sending begins", "frames are written"),
+        (LinkSink, "send_now", "sending begins", "frames are written"),
         (Pipeline, "answer", "answer is taken", ""),
         (Pipeline, "send", "step is scheduled", ""),
     ]

@@ -239,7 +239,8 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._meter.received_bytes += nbytes
         for event in self._connection.received(nbytes):
             self._handle(event)
-        self._write(self._connection.take_outgoing())
+        if self._connection.has_outgoing:
+            self._write(self._connection.take_outgoing())
         if self._error is not None:
             self._linger()
         elif len(self._frames) >= self._options.receive_frames:

@@ -123,10 +123,8 @@ def good_frames() -> dict[Purpose, list[Frame]]:
             sequence_frame(
                 OpenSequence(sequence_id=SequenceId(1), slot=SlotId(2), sampling=sampling), epoch=1
             ),
-            extras_frame(
-                Extras(timings=[StageTiming(0, 1, 2, 3)], logprobs=logprobs), epoch=1, step=9
-            ),
-            tokens_frame([5], epoch=1, step=9),
+            extras_frame(Extras(logprobs=logprobs), epoch=1, step=9),
+            tokens_frame([5], epoch=1, step=9, timings=[StageTiming(0, 1, 2, 3)]),
             Frame(kind=FrameKind.BYE),
         ],
         Purpose.BULK: [

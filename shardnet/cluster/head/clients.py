@@ -297,6 +297,7 @@ class Clients:
             outputs=message.outputs.params(),
             constrained=constrained,
             is_traced=message.trace,
+            stops_by_text=bool(message.stop),
         )
         with self._outputs.room_for(reserved_bytes(request, lead)):
             await self._answer(control, message, request, lead, load_s)

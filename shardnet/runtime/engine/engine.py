@@ -45,7 +45,7 @@ from shardnet.runtime.scheduling.sequences import (
 )
 from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.runtime.stage.compute import StepFailed
-from shardnet.types import ANY_ROWS, CloseSequence, LiveState, OpenSequence, SequenceId
+from shardnet.types import ANY_ROWS, CloseSequence, LiveState, OpenSequence, RowGroup, SequenceId
 
 _log = logging.getLogger(__name__)
 
@@ -466,9 +466,16 @@ class Engine:
                     live.take_step(group, answered)
                 except BaseException as error:
                     self._end_alone(group.sequence_id, live, error)
-        self._deliver(outcomes, answered)
+        waits = any(map(self._may_stop, answered.batch.groups))
+        if waits:
+            self._deliver(outcomes, answered)
         self._pump()
-        # What nobody waits for comes last: the next step is on its way.
+        # The next step is on its way: what it need not wait for comes last.
+        if not waits:
+            n_live = len(self._live)
+            self._deliver(outcomes, answered)
+            if len(self._live) < n_live:
+                self._pump()
         self._learn_cost(answered, n_rows, n_sampled)
         n_tokens = 0
         for outcome in outcomes:
@@ -476,6 +483,11 @@ class Engine:
             if self._replayed:
                 self._note_replayed(outcome.sequence_id)
         self.log.add(answered, n_rows, n_sampled, n_tokens)
+
+    def _may_stop(self, group: RowGroup) -> bool:
+        """Say whether the text of a sequence may end it, or say what its next row may be."""
+        live = self._live.get(group.sequence_id)
+        return live is not None and (live.request.stops_by_text or live.guide is not None)
 
     def _on_failed(self, failed: StepFailed) -> None:
         self._deliver(self._scheduler.on_step_failed(failed.step, failed.error), None)

@@ -59,7 +59,8 @@ class GenerationRequest:
     A larger `priority` goes first. A request that has not ended after `deadline_s` fails.
     `deterministic` asks for bits that do not depend on the batch (design decision 4). What
     `constrained` matches ends with the output, whatever the stop ids are. With `is_traced` its end
-    has its steps.
+    has its steps. A text that no stop string can end says so by `stops_by_text`: its next row need
+    not wait for it.
     """
 
     prompt: tuple[int, ...]
@@ -74,6 +75,7 @@ class GenerationRequest:
     outputs: OutputParams = NO_OUTPUTS
     constrained: Constrained | None = None
     is_traced: bool = False
+    stops_by_text: bool = True
 
     def check(self) -> None:
         """Raise SamplingError, naming the parameter, if one is outside its range."""

@@ -232,6 +232,8 @@ class LinkSink:
         """Make the frame of what goes with a step, for the steps with which something does."""
         result, masks = computed.result, computed.batch.masks
         if isinstance(result, Samples):
+            if not computed.routing and not result.prompt_logprobs and not any(result.logprobs):
+                return ()
             extras = Extras(
                 logprobs=_logprob_rows(result),
                 prompt_logprobs=_prompt_rows(result) if result.prompt_logprobs else [],

@@ -220,14 +220,15 @@ class StageWorker:
         if not self._waiting:
             return None
         arrived = self._waiting.popleft()
-        outputs: Sequence[StageOutput] = (arrived,)
+        outputs: Sequence[StageOutput]
         match arrived:
             case StepArrived():
                 outputs = self._steps(arrived)
             case OpenSequence() | CloseSequence() | FreeSlot():
                 self._compute.operate(arrived)
+                outputs = (arrived,)
             case StepFailed():
-                pass
+                outputs = (arrived,)
         if self._n_given == self._n_passed_on and not self._has_ended:
             outputs = self._unsent(outputs)
         self._n_given += len(outputs)

@@ -27,9 +27,10 @@ from shardnet.errors import (
     VersionMismatchError,
     error_for_code,
 )
-from shardnet.wire.connection.receive_buffer import FramePart, ReceiveBuffer
+from shardnet.wire.connection.receive_buffer import FramePart, ReceiveBuffer, aligned_copy
 from shardnet.wire.framing.frames import (
     CHECKSUMS,
+    FRAME_MAGIC,
     HEADER,
     KIB,
     PREAMBLE,
@@ -41,6 +42,7 @@ from shardnet.wire.framing.frames import (
     FrameKind,
     Header,
     Limits,
+    body_checksum,
     check_body,
     damaged,
     is_sound,
@@ -112,6 +114,7 @@ _COMMON_KINDS: Final = frozenset({FrameKind.HEARTBEAT, FrameKind.ERROR, FrameKin
 _DATA_KINDS: Final = frozenset(
     {FrameKind.DATA, FrameKind.TOKENS, FrameKind.EXTRAS, FrameKind.SEQUENCE, FrameKind.ROWS}
 )
+_STEP_KINDS: Final = {int(kind): kind for kind in (FrameKind.DATA, FrameKind.TOKENS)}
 _PURPOSE_KINDS: Final[Mapping[Purpose, frozenset[FrameKind]]] = {
     Purpose.CONTROL: _COMMON_KINDS | {FrameKind.CONTROL},
     Purpose.DATA: _COMMON_KINDS | _DATA_KINDS,
@@ -179,6 +182,11 @@ class LinkConnection:
         self._said_last_word = frame.kind is FrameKind.BYE
         return buffers
 
+    @property
+    def has_outgoing(self) -> bool:
+        """Whether `take_outgoing` has something."""
+        return bool(self._outgoing)
+
     def take_outgoing(self) -> list[Buffer]:
         """Return what the connection itself has to send by now: preambles, hellos, last words."""
         outgoing, self._outgoing = self._outgoing, []
@@ -188,6 +196,9 @@ class LinkConnection:
 
     def get_buffer(self) -> memoryview:
         """Return the place where the next received bytes belong; it is never empty."""
+        if self._header is None:
+            self._target = self._received
+            return self._received.room()
         part = self._meta if self._meta.missing else self._payload
         self._target = part if part.missing >= DIRECT_BYTES else self._received
         return self._target.room()
@@ -196,6 +207,8 @@ class LinkConnection:
         """Record `n` bytes put where `get_buffer` said; return the events they complete."""
         self._target.filled(n)
         events: list[Event] = []
+        while self._header is None and (frame := self._whole_frame()) is not None:
+            events.append(FrameReceived(frame=frame))
         try:
             while self._state is not LinkState.ENDED and self._advance(events):
                 pass
@@ -221,6 +234,37 @@ class LinkConnection:
             f"the peer closed the connection {when}", remedy="its log may say why"
         )
         return [LinkFailed(error=error)]
+
+    def _whole_frame(self) -> Frame | None:
+        """Take a DATA or TOKENS frame that has come whole with one read, as those of decode steps.
+
+        None for any other, and for one that is not right: `_advance` says what is wrong.
+        """
+        if self._allowed is not _PURPOSE_KINDS[Purpose.DATA] or self._state is not LinkState.UP:
+            return None
+        waiting = self._received.waiting
+        start = HEADER.size + CHECKSUMS.size if self._checked else HEADER.size
+        if len(waiting) < start:
+            return None
+        magic, number, reserved, n_meta, n_payload, epoch, step = HEADER.unpack_from(waiting)
+        kind = _STEP_KINDS.get(number)
+        if kind is None or magic != FRAME_MAGIC or reserved:
+            return None
+        max_meta, max_payload = self._limits.table[kind]
+        middle = start + n_meta
+        end = middle + n_payload
+        if end > len(waiting) or n_meta > max_meta or n_payload > max_payload:
+            return None
+        meta = bytes(waiting[start:middle])
+        if self._checked:
+            of_header, of_body = CHECKSUMS.unpack_from(waiting, HEADER.size)
+            if not is_sound(waiting[: HEADER.size], of_header):
+                return None
+            if body_checksum(meta, waiting[middle:end]) != of_body:
+                return None
+        payload = aligned_copy(waiting[middle:end])
+        self._received.skip(end)
+        return Frame(kind=kind, epoch=epoch, step=step, meta=meta, payload=payload)
 
     def _advance(self, events: list[Event]) -> bool:
         """Take the next thing out of the received bytes. False when it is not whole yet."""

@@ -43,6 +43,15 @@ class ReceiveBuffer:
         """Record that `n` bytes were put at the start of `room`."""
         self._end += n
 
+    @property
+    def waiting(self) -> memoryview:
+        """The bytes that wait."""
+        return self._view[self._start : self._end]
+
+    def skip(self, n: int) -> None:
+        """Take `n` bytes that `waiting` gave."""
+        self._start += n
+
     def peek(self, n: int) -> memoryview:
         """Return the first `n` waiting bytes, or all when there are fewer; they go on waiting."""
         return self._view[self._start : min(self._start + n, self._end)]
@@ -88,6 +97,13 @@ class FramePart:
             self.view[start : start + len(data)] = data
             self.missing -= len(data)
         return not self.missing
+
+
+def aligned_copy(data: memoryview) -> memoryview:
+    """Copy bytes to where a payload may start."""
+    copy = _aligned(len(data))
+    copy[:] = data
+    return copy
 
 
 def _aligned(n: int) -> memoryview:

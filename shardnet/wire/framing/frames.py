@@ -170,11 +170,12 @@ def is_sound(header: Buffer, checksum: int) -> bool:
 
 def check_body(meta: Buffer, payload: Buffer, checksum: int, what: Header) -> None:
     """Compare what came behind the header `what` with its checksum. Raises DamagedFrameError."""
-    if _body_checksum(meta, payload) != checksum:
+    if body_checksum(meta, payload) != checksum:
         raise damaged(what, f"what followed its header ({len(meta)} + {len(payload)} bytes)")
 
 
-def _body_checksum(meta: Buffer, payload: Buffer) -> int:
+def body_checksum(meta: Buffer, payload: Buffer) -> int:
+    """Return the checksum of what follows a header, as CHECKSUMS has it."""
     if not len(payload):
         return xxh3_64_intdigest(meta) & _LOW_HALF
     whole = xxh3_64(meta)
@@ -225,6 +226,6 @@ def pack_frame(frame: Frame, limits: Limits, *, checked: bool = False) -> list[B
         ) from error
     if checked and frame.kind is not FrameKind.HELLO:
         of_header = xxh3_64_intdigest(header) & _LOW_HALF
-        header += CHECKSUMS.pack(of_header, _body_checksum(frame.meta, payload))
+        header += CHECKSUMS.pack(of_header, body_checksum(frame.meta, payload))
     head = header + frame.meta if frame.meta else header
     return [head, payload] if len(payload) else [head]

@@ -60,6 +60,10 @@ def data_frame(step: StepData) -> Frame:
     """
     batch = step.batch
     code, n_timings = _CODE_OF_DTYPE[step.dtype], len(step.timings)
+    if len(batch.token_ids) == 1:
+        one = _one_row_frame(step, code)
+        if one is not None:
+            return one
     fault = _fault(batch, step.dtype, step.width, memoryview(step.payload).nbytes)
     if fault is not None:
         raise LocalProtocolError(f"step {batch.step}: {fault}")
@@ -149,6 +153,29 @@ class _MalformedMeta(Exception):
     """The meta cannot be taken apart; the text says why."""
 
 
+def _one_row_frame(step: StepData, code: int) -> Frame | None:
+    """Make the frame of a decode step of one sequence; None where anything is wrong with it."""
+    batch = step.batch
+    group = batch.groups[0] if len(batch.groups) == 1 else None
+    if group is None or group.n_rows != 1 or group.n_sampled > 1 or not step.width:
+        return None
+    if group.position >= U32_MAX or len(step.payload) != step.dtype.row_bytes(step.width):
+        return None
+    try:
+        meta = _ONE_ROW.pack(
+            *(1, code, len(step.timings), 1, step.width),
+            *(group.sequence_id, group.slot, group.position, 1, group.n_sampled),
+            batch.token_ids[0],
+        )
+        for timing in step.timings:
+            meta += _pack_timing(timing)
+    except struct.error:
+        return None
+    return Frame(
+        kind=FrameKind.DATA, epoch=batch.epoch, step=batch.step, meta=meta, payload=step.payload
+    )
+
+
 def _read_one_row(frame: Frame) -> StepData | None:
     """Read a decode step of one sequence, as most are; None for all that is not a right one."""
     meta = frame.meta
@@ -171,9 +198,8 @@ def _read_one_row(frame: Frame) -> StepData | None:
         n_rows=1,
         n_sampled=n_sampled,
     )
-    try:
-        timings = _timings(memoryview(meta)[_ONE_ROW.size :])
-    except _MalformedMeta:
+    timings = tuple(StageTiming(*fields) for fields in _TIMING.iter_unpack(meta[_ONE_ROW.size :]))
+    if not all(map(_is_right, timings)):
         return None
     return StepData(
         batch=MicroBatch(
@@ -234,11 +260,14 @@ def _timings(data: Buffer) -> tuple[StageTiming, ...]:
     """Read whole timings. Raises _MalformedMeta for a rank or a time out of range."""
     timings = tuple(StageTiming(*fields) for fields in _TIMING.iter_unpack(data))
     for each in timings:
-        if each.rank >= MAX_STAGES:
-            raise _MalformedMeta(f"it has a timing of rank {each.rank}")
-        if max(each.compute_us, each.queue_us, each.arrived_us) > MAX_MICROSECONDS:
-            raise _MalformedMeta(f"the timing of rank {each.rank} is out of range")
+        if not _is_right(each):
+            raise _MalformedMeta(f"a timing of rank {each.rank} is out of range")
     return timings
+
+
+def _is_right(timing: StageTiming) -> bool:
+    longest_us = max(timing.compute_us, timing.queue_us, timing.arrived_us)
+    return timing.rank < MAX_STAGES and longest_us <= MAX_MICROSECONDS
 
 
 def _pack_timing(timing: StageTiming) -> bytes:

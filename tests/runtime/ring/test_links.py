@@ -35,7 +35,7 @@ from shardnet.types import (
     TokenLogprobs,
     WireDType,
 )
-from shardnet.wire.framing.frames import Frame
+from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.extras import (
     Extras,
     PromptLogprobs,
@@ -44,7 +44,6 @@ from shardnet.wire.messages.extras import (
     StageTiming,
     TopLogprob,
     extras_frame,
-    read_extras,
     read_masks,
 )
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
@@ -53,7 +52,8 @@ from shardnet.wire.payloads.data import tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, rows_frames
 
 EPOCH = Epoch(2)
-TIMED = Extras(timings=[StageTiming(0, 5, 1, 7)])
+TIMING = StageTiming(0, 5, 1, 7)
+SCORED = RowLogprobs(row=1, token_id=8, logprob=-1.5, top=[TopLogprob(8, -1.5)])
 
 
 def received(
@@ -85,24 +85,20 @@ def received(
     return asyncio.run(main())
 
 
-def extras(step: int, content: Extras = TIMED) -> Frame:
+def extras(step: int, content: Extras = Extras(logprobs=[SCORED])) -> Frame:  # noqa: B008
     return extras_frame(content, epoch=EPOCH, step=step)
 
 
 def tokens(step: int) -> Frame:
-    return tokens_frame([7, 8], epoch=EPOCH, step=step)
+    return tokens_frame([7, 8], epoch=EPOCH, step=step, timings=[TIMING])
 
 
 def test_an_answer_has_the_extras_that_came_before_it() -> None:
-    logprobs = [
-        RowLogprobs(row=1, token_id=8, logprob=-1.5, top=[TopLogprob(token_id=8, logprob=-1.5)])
-    ]
-    content = Extras(timings=TIMED.timings, logprobs=logprobs)
-    answer = received(TailLink, extras(4, content), tokens(4))
+    answer = received(TailLink, extras(4), tokens(4))
     assert isinstance(answer, StepAnswer)
     assert answer.token_ids == (7, 8)
     assert answer.logprobs == [None, TokenLogprobs(token_id=8, logprob=-1.5, top=((8, -1.5),))]
-    assert [(t.rank, t.compute_us, t.queue_us) for t in answer.timings] == [(0, 5, 1)]
+    assert answer.timings == (TIMING,)
 
 
 def rows(step: int, position: int = 5, payload: bytes = bytes(8)) -> Frame:
@@ -227,15 +223,15 @@ def test_masks_travel_with_the_rows_of_their_step() -> None:
             sent.extend(frames)
 
     sink = LinkSink(cast("Link", Wire()), EPOCH)
-    sink.send(StepComputed(batch=batch, result=activations, timings=()))
+    sink.send(StepComputed(batch=batch, result=activations, timings=(TIMING,)))
     arrived = received(LinkSource, *sent)
     assert isinstance(arrived, StepArrived)
-    assert arrived.batch == batch
+    assert (arrived.batch, arrived.timings) == (batch, (TIMING,))
     sent.clear()
     sink.send(
         StepComputed(batch=batch, result=Samples(token_ids=[1, 2], logprobs=[None] * 2), timings=())
     )
-    assert read_extras(sent[0]) == Extras()  # the tail sends none back
+    assert [frame.kind for frame in sent] == [FrameKind.TOKENS]  # the tail sends none back
 
 
 @pytest.mark.parametrize(

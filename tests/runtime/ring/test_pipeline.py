@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from shardnet.errors import CapacityError, PeerFailedError, RemoteProtocolError, ShardnetError
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswer, StepAnswered, step_answer

@@ -23,7 +23,7 @@ from shardnet.types import (
     SlotId,
     StepId,
 )
-from shardnet.wire.messages.extras import Extras, StageExperts, StageTiming, extras_frame
+from shardnet.wire.messages.extras import Extras, StageExperts, extras_frame
 
 SHAPE = RoutingShape(n_layers=3, top_k=2)
 
@@ -101,8 +101,7 @@ def test_a_model_without_experts_has_no_routing() -> None:
 
 
 def test_nothing_of_it_travels_where_nobody_asks() -> None:
-    timings = [StageTiming(0, 1, 1, 2)]
-    quiet = extras_frame(Extras(timings=timings), epoch=1, step=1)
+    quiet = extras_frame(Extras(), epoch=1, step=1)
     assert b"routing" not in bytes(quiet.meta)
-    told = extras_frame(Extras(timings=timings, routing=[part(0, 3)]), epoch=1, step=1)
+    told = extras_frame(Extras(routing=[part(0, 3)]), epoch=1, step=1)
     assert b"routing" in bytes(told.meta)

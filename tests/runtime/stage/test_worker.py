@@ -90,6 +90,7 @@ class Stage:
         self.steps_done: list[int] = []
         self.task: asyncio.Task[None]
         self.sends_now = False
+        self.refused: set[int] = set()
         self.sent_by: list[str] = []
         self.worker = StageWorker(
             rank=0,
@@ -113,7 +114,8 @@ class Stage:
         return not self.has_room.is_set()
 
     def send_now(self, output: StageOutput) -> bool:
-        if not self.sends_now:
+        assert isinstance(output, StepComputed)
+        if not self.sends_now or output.batch.step in self.refused:
             return False
         self.sent_by.append(threading.current_thread().name)
         self.send(output)
@@ -216,12 +218,15 @@ def test_results_leave_by_the_compute_thread_unless_others_wait_for_the_loop() -
                 stage.inputs.put_nowait(arrived(step))
                 await stage.at_drain.get()
             assert not stage.has_room_now()
+            stage.sends_now, stage.refused = True, {1}
             stage.compute.may_compute.set()
-            await stage.executor.run(lambda: None)
-            stage.sends_now = True  # the loop has not passed on the first two yet: it has not run
+            done = threading.Event()
+            stage.executor.post(done.set, pytest.fail, pytest.fail)
+            assert done.wait(DEADLINE_S)  # without a turn of the loop
             assert stage.sent == []
             await stage.idle()
             assert stage.has_room_now()
+            assert stage.sent_by == []
             stage.take(arrived(3))
             await stage.executor.run(lambda: None)
             assert stage.sent == stage.steps_done == [1, 2, 3]

@@ -67,6 +67,7 @@ STEP = StepData(
     dtype=WireDType.FLOAT32,
     width=2,
     payload=struct.pack("<6f", 0.0, 1.0, -1.0, 0.5, 2.0, -0.25),
+    timings=(StageTiming(0, 1500, 20, 70_000),),
 )
 """Two rows of a prompt's end and one generated row; the tail samples the last of each."""
 
@@ -115,14 +116,13 @@ EXAMPLES: dict[str, Frame] = {
     "control": control_frame(Cancel(request=300)),
     "data": data_frame(STEP),
     "data-int8": data_frame(INT8_STEP),
-    "tokens": tokens_frame([411, 31999], epoch=3, step=7),
+    "tokens": tokens_frame([411, 31999], epoch=3, step=7, timings=[StageTiming(1, 1600, 35, 9)]),
     "tokens-none": tokens_frame([], epoch=3, step=8),
     "sequence": sequence_frame(
         OpenSequence(sequence_id=SequenceId(9), slot=SlotId(4), sampling=SAMPLING), epoch=3
     ),
     "extras": extras_frame(
         Extras(
-            timings=[StageTiming(0, 1500, 20, 70_000), StageTiming(1, 1600, 35, 9)],
             logprobs=[RowLogprobs(1, 31999, -0.5, [TopLogprob(31999, -0.5)])],
             routing=[StageExperts(9, 0, 2, 2, struct.pack("<4h", 6, 1, -1, -1))],
         ),

@@ -24,7 +24,7 @@ from shardnet.wire.connection.connection import Event, HelloAnswer, LinkConnecti
 from shardnet.wire.framing.frames import Frame, FrameKind, Limits
 from shardnet.wire.messages.bulk import BulkMessage, Piece, bulk_frame
 from shardnet.wire.messages.control import ControlMessage, control_frame
-from shardnet.wire.messages.extras import Extras, extras_frame
+from shardnet.wire.messages.extras import Extras, StageTiming, extras_frame
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.sequences import SequenceMessage, sequence_frame
 from shardnet.wire.payloads.data import StepData, data_frame, tokens_frame
@@ -41,6 +41,9 @@ def hello(node: str = "a", purpose: Purpose = Purpose.CONTROL, **changes: Any) -
     return Hello(purpose=purpose, role=PeerRole.NODE, node=node, name=node, version="0", **changes)
 
 
+TIMINGS = st.builds(StageTiming, st.integers(0, 255), *[st.integers(0, 10**15)] * 3)
+
+
 @st.composite
 def steps(draw: st.DrawFn) -> StepData:
     n_groups = draw(st.integers(1, 4))
@@ -48,7 +51,7 @@ def steps(draw: st.DrawFn) -> StepData:
     ids = draw(st.lists(U64, min_size=n_groups, max_size=n_groups, unique=True))
     groups = []
     for slot, sequence_id in zip(slots, ids, strict=True):
-        n_rows = draw(st.integers(1, 5))
+        n_rows = draw(st.sampled_from([1, 1, 2, 5]))
         groups.append(
             RowGroup(
                 sequence_id=SequenceId(sequence_id),
@@ -73,6 +76,7 @@ def steps(draw: st.DrawFn) -> StepData:
         dtype=dtype,
         width=width,
         payload=(fill * (n_bytes // len(fill) + 1))[:n_bytes],
+        timings=tuple(draw(st.lists(TIMINGS, max_size=3))),
     )
 
 

@@ -89,7 +89,7 @@ def test_a_damaged_header_is_the_peers_fault(data: bytes, what: str) -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        Frame(kind=FrameKind.TOKENS, meta=b"x"),
+        Frame(kind=FrameKind.HEARTBEAT, meta=b"x"),
         Frame(kind=FrameKind.BYE, payload=b"x"),
         Frame(kind=FrameKind.HELLO, meta=bytes(LIMITS.hello_meta_bytes + 1)),
         Frame(kind=FrameKind.BYE, epoch=2**32),

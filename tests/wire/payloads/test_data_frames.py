@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.strategies.wire_strategies import U32, U64, steps
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 from shardnet.wire.framing.frames import Frame, FrameKind
-from shardnet.wire.payloads.data import StepData, data_frame, read_data, read_tokens, tokens_frame
+from shardnet.wire.messages.extras import StageTiming
+from shardnet.wire.payloads.data import (
+    StepData,
+    data_frame,
+    read_answer_timings,
+    read_data,
+    read_tokens,
+    tokens_frame,
+)
 
 
 def group(sequence_id: int = 1, slot: int = 0, **changes: int) -> RowGroup:
@@ -37,7 +45,11 @@ def test_data_round_trip(step: StepData) -> None:
 
 @given(st.lists(U32, max_size=20), U32, U64)
 def test_tokens_round_trip(token_ids: list[int], epoch: int, step: int) -> None:
-    frame = tokens_frame(token_ids, epoch=epoch, step=step)
+    timings = (StageTiming(0, 1, 2, 3), StageTiming(255, 10**15, 0, 7))
+    frame = tokens_frame(token_ids, epoch=epoch, step=step, timings=timings)
+    assert read_answer_timings(frame) == timings
+    with pytest.raises(RemoteProtocolError, match="63 bytes of meta"):
+        read_answer_timings(replace(frame, meta=frame.meta[:-1]))
     assert (frame.kind, frame.epoch, frame.step) == (FrameKind.TOKENS, epoch, step)
     assert len(frame.payload) == 4 * len(token_ids)
     assert read_tokens(frame, n_sampled=len(token_ids)) == tuple(token_ids)
@@ -59,6 +71,7 @@ def test_the_payload_is_checked_to_the_byte(more: int) -> None:
 
 HEAD = struct.Struct("<HBBII")
 GROUP = struct.Struct("<QIIII")
+TIMING = struct.Struct("<4Q")
 GOOD_HEAD = (1, 3, 0, 2, 4)
 GOOD_GROUP = (1, 0, 10, 2, 1)
 
@@ -81,7 +94,9 @@ def test_the_meta_that_the_cases_below_break_is_good() -> None:
         (b"", "the head alone has 12"),
         (meta_of()[:-1], "need 44"),
         (meta_of() + b"\0", "need 44"),
-        (meta_of((1, 3, 1, 2, 4)), "reserved byte is 1"),
+        (meta_of((1, 3, 1, 2, 4)), "1 timings need 76"),
+        (meta_of((1, 3, 1, 2, 4)) + TIMING.pack(256, 1, 1, 1), "timing of rank 256"),
+        (meta_of((1, 3, 1, 2, 4)) + TIMING.pack(0, 1, 1, 10**15 + 1), "rank 0 is out of range"),
         (meta_of((1, 0, 0, 2, 4)), "dtype code 0"),
         (meta_of((1, 9, 0, 2, 4)), "dtype code 9"),
         (meta_of((0, 3, 0, 0, 4), (), 0), "no row group"),
@@ -116,6 +131,27 @@ def test_a_malformed_meta_is_the_peers_fault(meta: bytes, what: str) -> None:
 def test_what_a_peer_would_refuse_is_not_sent(step: StepData) -> None:
     with pytest.raises(LocalProtocolError, match="step 2"):
         data_frame(step)
+
+
+ONE = (1, 0, 10, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("meta", "what"),
+    [
+        (meta_of((1, 3, 0, 1, 4), (ONE,), 2), "need 40"),
+        (meta_of((1, 3, 1, 1, 4), (ONE,), 1) + TIMING.pack(256, 1, 1, 1), "timing of rank 256"),
+        (meta_of((1, 9, 0, 1, 4), (ONE,), 1), "dtype code 9"),
+        (meta_of((1, 3, 0, 1, 0), (ONE,), 1), "width is 0"),
+        (meta_of((1, 3, 0, 1, 5), (ONE,), 1), "1 rows x 5 x bfloat16 need 10"),
+        (meta_of((1, 3, 0, 1, 4), ((1, 0, 10, 1, 2),), 1), "2 of 1 rows cannot be sampled"),
+        (meta_of((1, 3, 0, 1, 4), ((1, 0, 2**32 - 1, 1, 1),), 1), "out of range"),
+        (meta_of((1, 3, 0, 1, 4), ((1, 0, 10, 2, 1),), 1), "do not add up to 1 rows"),
+    ],
+)
+def test_a_malformed_step_of_one_row_is_the_peers_fault(meta: bytes, what: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=what):
+        read_data(Frame(kind=FrameKind.DATA, step=2, meta=meta, payload=bytes(8)))
 
 
 def test_a_token_id_that_does_not_fit_is_our_bug() -> None:

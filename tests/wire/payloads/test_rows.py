@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from support.strategies.wire_strategies import row_blocks
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
@@ -76,7 +77,7 @@ def test_a_frame_that_breaks_the_document_is_refused(change: dict[int, int], mes
     for place, value in change.items():
         meta[place] = value
     with pytest.raises(RemoteProtocolError, match=f"ROWS frame of step 1: .*{message}"):
-        read_rows(replace(frame, meta=bytes(meta)))
+        read_rows(structs.replace(frame, meta=bytes(meta)))
 
 
 def test_a_meta_of_another_length_is_refused() -> None:
