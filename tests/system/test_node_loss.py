@@ -74,7 +74,9 @@ def test_a_node_that_leaves_a_ring_is_done_without(
     running = trio.begin(parrots.alphabet, f"{trio.addresses(0)},{victim.address}")
     n_said = len(trio.nodes[0].log)
     victim.stop()
-    goes_on(running, trio.nodes[0], n_said)
+    trio.nodes[0].stderr.wait_for("replaced the ring (node vera leaves)", after=n_said)
+    running.stdout.wait_for("xyz", after=len(running.stdout.text))
+    running.kill()
     assert trio.says("z", parrots.signs, 0, 1) == "."
 
 

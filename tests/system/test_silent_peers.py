@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.servers.proxy import Proxy
-from support.system.nodes import Crew, Result, open_machine
+from support.system.nodes import Command, Crew, Result, open_machine
 from support.system.parrot import Parrots
 from support.system.strangers import HELLO, answering, connected, read_to_the_end
 
@@ -33,11 +33,10 @@ HALF_A_FRAME = b"".join(
 class Silence:
     """How everything ended. Rings by the node that was lost."""
 
-    frozen_middle: Result
-    frozen_tail: Result
-    stalled_link: Result
+    recoveries: dict[str, str]
+    """What the heads of the broken rings logged until their requests went on."""
     meanwhile: list[str]
-    """What the heads of the broken rings said alone while the others were still frozen."""
+    """What these heads said alone while the others were still frozen."""
     left_out: dict[str, str]
     """Whom a plan did without that was made meanwhile, and why."""
     mute_nodes: list[Result]
@@ -82,6 +81,14 @@ def silence(
             stack.enter_context(connected(olga, said))
             for said in (b"", PREAMBLE + HELLO[:30], PREAMBLE + HELLO + HALF_A_FRAME)
         ]
+        n_said = {name: len(crew.nodes[0].log) for name, crew in rings.items()}
+
+        def recovery(name: str, running: Command) -> str:
+            log = rings[name].nodes[0].stderr.wait_for("recovered in", after=n_said[name])
+            running.stdout.wait_for("xyz", after=len(running.stdout.text))
+            running.kill()
+            return log[n_said[name] :]
+
         trio.nodes[1].freeze()
         stack.callback(trio.nodes[1].thaw)
         lena.freeze()
@@ -93,9 +100,11 @@ def silence(
         for stranger in strangers:
             read_to_the_end(stranger)  # fails unless the node hangs up
         result = Silence(
-            frozen_middle=middle.wait(),
-            frozen_tail=tail.wait(),
-            stalled_link=link.wait(),
+            recoveries={
+                "bert": recovery("bert", middle),
+                "lena": recovery("lena", tail),
+                "nils": recovery("nils", link),
+            },
             meanwhile=[rings[name].says("m", parrots.alphabet, 0) for name in ("bert", "lena")],
             left_out=left_out,
             mute_nodes=[question.wait() for question in questions],
@@ -108,22 +117,18 @@ def silence(
         yield result
 
 
-def test_a_frozen_middle_is_named(silence: Silence) -> None:
-    assert silence.frozen_middle.code == 1
-    assert "bert" in silence.frozen_middle.error_line
-    assert "frozen" in silence.frozen_middle.error_line
-
-
-def test_a_frozen_tail_is_named(silence: Silence) -> None:
-    assert silence.frozen_tail.code == 1
-    assert "lena" in silence.frozen_tail.error_line
-    assert "frozen" in silence.frozen_tail.error_line
-
-
-def test_a_stalled_link_is_named(silence: Silence) -> None:
-    assert silence.stalled_link.code == 1
-    assert "nils" in silence.stalled_link.error_line
-    assert "network between is cut" in silence.stalled_link.error_line
+@pytest.mark.parametrize(
+    ("lost", "why"),
+    [("bert", "frozen"), ("lena", "frozen"), ("nils", "network between is cut")],
+    ids=["a frozen middle", "a frozen tail", "a stalled link"],
+)
+def test_what_falls_silent_is_named_and_texts_go_on(silence: Silence, lost: str, why: str) -> None:
+    recovering, *_, recovered = [
+        line for line in silence.recoveries[lost].splitlines() if "recover" in line
+    ]
+    assert lost in recovering
+    assert why in recovering
+    assert recovered.endswith(f"without {lost}")
 
 
 def test_the_others_serve_while_a_node_is_frozen(silence: Silence) -> None:

@@ -55,6 +55,10 @@ _MAX_ROWS_OF_A_PASS = 2 * PREFILL_CHUNK_ROWS
 """Most rows of the steps in one pass, unless a single step has more."""
 
 
+def _take_nothing(_arrived: StageInput) -> None:
+    """Take no input: nothing is offered where there is never room."""
+
+
 class StageSource(Protocol):
     """Where a stage's inputs come from: the previous stage, or the head's own pipeline."""
 
@@ -140,16 +144,19 @@ class StageWorker:
 
     async def _take_in(self) -> None:
         self._source.offer(lambda: self._has_room() and not self._sink.is_full, self._take)
-        while True:
-            arrived = await self._source.receive()
-            while not self._has_room():
-                self._room.clear()
-                self._waits_for_room = True
-                if not self._has_room():  # the compute thread has seen nobody wait
-                    await self._room.wait()
-                self._waits_for_room = False
-            self._take(arrived)
-            await self._sink.drain()
+        try:
+            while True:
+                arrived = await self._source.receive()
+                while not self._has_room():
+                    self._room.clear()
+                    self._waits_for_room = True
+                    if not self._has_room():  # the compute thread has seen nobody wait
+                        await self._room.wait()
+                    self._waits_for_room = False
+                self._take(arrived)
+                await self._sink.drain()
+        finally:  # who keeps the source must not keep the stage's weights
+            self._source.offer(lambda: False, _take_nothing)
 
     def _has_room(self) -> bool:
         n_queued = self._n_taken - self._n_passed_on - self._n_sent_now
