@@ -135,9 +135,11 @@ def test_interrupting_a_client_stops_its_loading(trio: Crew, parrots: Parrots) -
 def test_a_head_that_leaves_tells_its_clients(
     trio: Crew, parrots: Parrots, machine: Machine
 ) -> None:
-    """And its stages are freed, although a request was under way."""
+    """And its stages are freed, although a request was under way: it was told twice."""
     [leaving] = machine.start_nodes("paul")
     running = trio.begin(parrots.alphabet, f"{leaving.address},{trio.addresses(0)}")
+    leaving.signal(signal.SIGTERM)
+    leaving.stderr.wait_for("draining")
     leaving.stop()
     result = running.wait()
     assert result.code == 1
