@@ -263,7 +263,7 @@ def test_when_all_are_gone_each_is_named_with_why(source: Path, folder: Path) ->
         with pytest.raises(PeerFailedError) as caught:
             await fetch(sources, folder, layers(source, 0, 1), "anna", "bert", times=QUICK)
         assert "anna (anna): anna (" in str(caught.value)
-        assert "gave nothing of the weights it was asked for within 0.05 s" in str(caught.value)
+        assert "gave nothing of what it was asked for within 0.05 s" in str(caught.value)
         assert "bert: nothing answers at bert" in str(caught.value)
 
     run(scenario)
