@@ -121,7 +121,7 @@ def _loss(world: World, ring: list[SimulatedNode]) -> tuple[ShardnetError, list[
     is_stuck = victim.state == "hung"
     if is_stuck:
         world.hung[victim.node] = world.now_s
-    return error, [Blame(node=victim.node, error=error, is_stuck=is_stuck)]
+    return error, [Blame(node=victim.node, error=error, kind="stuck" if is_stuck else "refused")]
 
 
 def _recover(
@@ -154,7 +154,9 @@ def _recover(
         if is_stuck:
             world.hung[bad.node] = world.now_s
         decision = policy.failed(
-            world.now_s, error, [Blame(node=bad.node, error=error, is_stuck=is_stuck)]
+            world.now_s,
+            error,
+            [Blame(node=bad.node, error=error, kind="stuck" if is_stuck else "refused")],
         )
     assert isinstance(decision, GiveUp)
     assert decision.error.message, "given up without a word"
