@@ -71,7 +71,8 @@ def silence(
             "nils": Crew(machine=machine, nodes=[mona, nils]),
             "olga": Crew(machine=machine, nodes=[olga]),
         }
-        proxy = stack.enter_context(Proxy("127.0.0.1", nils.ready["port"]))
+        between = stack.enter_context(ExitStack())
+        proxy = between.enter_context(Proxy("127.0.0.1", nils.ready["port"]))
         mute = stack.enter_context(answering(b""))
         middle = trio.begin(parrots.alphabet)
         tail = rings["lena"].begin(parrots.alphabet)
@@ -114,6 +115,7 @@ def silence(
         trio.nodes[1].thaw()
         lena.thaw()
         client.kill()
+        between.close()  # nodes would connect again and again
         yield result
 
 

@@ -154,10 +154,12 @@ async def _open_tokenizer(disk: DiskJobs, path: Path) -> tuple[Tokenizer | None,
     try:
         return await shielded
     except asyncio.CancelledError:
-        await finish(abandon())
-        for failed in (reading, shielded):  # no caller is left to get it
-            if failed.done() and not failed.cancelled():
-                failed.exception()
+        try:
+            await finish(abandon())
+        finally:
+            for failed in (reading, shielded):  # no caller is left to get it
+                if failed.done() and not failed.cancelled():
+                    failed.exception()
         raise
 
 
