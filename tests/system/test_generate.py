@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.soak import is_soak
 from support.system.nodes import Crew, Machine, open_machine
 from support.system.parrot import EOS_ID, LONG, Parrots, make_parrot
 
@@ -67,6 +68,7 @@ HALVES = [(0, 2), (2, 4)]
 """As planned, a busy node gets fewer layers."""
 
 
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
 def test_another_model_frees_the_first_on_every_node(
     trio: Crew, parrots: Parrots, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.soak import cases
+from support.soak import cases, is_soak
 from support.system.nodes import Machine, open_machine
 from support.system.parrot import Parrots
 
@@ -49,6 +49,7 @@ def test_a_node_that_nobody_listens_to_serves_and_leaves(
         machine.close()
 
 
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
 def test_a_text_that_nobody_reads_on_ends_quietly(tmp_path: Path, parrots: Parrots) -> None:
     machine = through_shell(tmp_path / "cut", CUT_TEXT)
     result = machine.run("generate", "a", "--model", str(parrots.big), "--max-tokens", "4000")
