@@ -21,12 +21,10 @@ from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.errors import ShardnetError
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
-from shardnet.wire.messages.stages import Drain, LeaveRing, LoadProgress
+from shardnet.wire.messages.stages import Drain, LeaveRing
 
 LOOK_S: Final = 0.05
 """Interval of the looks at what is left."""
-REPORT_S: Final = 5.0
-"""How often whoever asked is told that it goes on."""
 
 
 class NodeDrain:
@@ -56,10 +54,7 @@ class NodeDrain:
     async def _drain_for(self, control: ControlLink, message: Drain) -> None:
         draining = asyncio.ensure_future(self.drain(message.deadline_s))
         try:
-            while not draining.done():
-                await asyncio.wait([draining], timeout=REPORT_S)
-                if not draining.done():
-                    control.send(LoadProgress(request=message.request, done_bytes=0, total_bytes=0))
+            await control.report_until(message.request, draining)
             control.send(Done(request=message.request))
             await control.link.drain()
         finally:  # also where nobody waits for it any more

@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardnet.errors import (
     CancelledRequestError,
@@ -66,6 +66,9 @@ _log = logging.getLogger(__name__)
 
 REPLY_SILENCE_S = 30.0
 """Timeout of a request without reply or progress on a link that lives."""
+
+REPORT_S = 5.0
+"""How often whoever asked for long work is told that it goes on."""
 
 _PROCESS_ENDS = (KeyboardInterrupt, SystemExit)
 """What a handler may not swallow."""
@@ -137,6 +140,13 @@ class ControlLink:
     def send(self, message: ControlMessage) -> None:
         """Send one message. Raises LinkError if the link has ended."""
         self.link.send(control_frame(message))
+
+    async def report_until(self, request: int, work: asyncio.Future[Any]) -> None:
+        """Send progress for a request of the peer until its `work` has ended."""
+        while not work.done():
+            await asyncio.wait([work], timeout=REPORT_S)
+            if not work.done():
+                self.send(LoadProgress(request=request, done_bytes=0, total_bytes=0))
 
     async def ask(
         self,

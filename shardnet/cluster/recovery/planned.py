@@ -25,10 +25,8 @@ from shardnet.errors import CapacityError, PeerFailedError, ShardnetError
 from shardnet.transport.loop import finish
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
-from shardnet.wire.messages.stages import LeaveRing, LoadProgress
+from shardnet.wire.messages.stages import LeaveRing
 
-REPORT_S: Final = 5.0
-"""How often a node that leaves is told that the ring is being replaced."""
 MOST_ROUNDS: Final = 3
 """Rounds of moving ahead: each leaves what was computed during it to the next one."""
 SHORT_S: Final = 0.1
@@ -89,12 +87,7 @@ class PlannedChanges:
             work = self.replace(lead, {NodeId(peer.node): "it is draining"}, why)
             replacing = asyncio.ensure_future(work)
             try:
-                while not replacing.done():
-                    await asyncio.wait([replacing], timeout=REPORT_S)
-                    if not replacing.done():
-                        control.send(
-                            LoadProgress(request=message.request, done_bytes=0, total_bytes=0)
-                        )
+                await control.report_until(message.request, replacing)
                 replacing.result()
             finally:
                 replacing.cancel()

@@ -19,13 +19,11 @@ from shardnet.errors import UsageError
 from shardnet.transport.link import Link
 from shardnet.types import HeldRows, SequenceId, SlotId, block_spans
 from shardnet.wire.messages.bulk import FetchKv, KvRows
-from shardnet.wire.messages.stages import KvMoved, LoadProgress, MoveKv
+from shardnet.wire.messages.stages import KvMoved, MoveKv
 
 if TYPE_CHECKING:  # it imports torch
     from shardnet.stage.slot_moves import SlotMoves
 
-REPORT_S: Final = 5.0
-"""How often a head is told that this node still reads."""
 KEPT_S: Final = 60.0
 """How long something that was moved waits to be opened, and a link for more to be moved."""
 ANSWER_S: Final = 10.0
@@ -88,10 +86,7 @@ class KvOrders:
     async def _move_for(self, control: ControlLink, message: MoveKv) -> None:
         moving = asyncio.ensure_future(self.move(message))
         try:
-            while not moving.done():
-                await asyncio.wait([moving], timeout=REPORT_S)
-                if not moving.done():
-                    control.send(LoadProgress(request=message.request, done_bytes=0, total_bytes=0))
+            await control.report_until(message.request, moving)
             control.send(moving.result())
         finally:
             moving.cancel()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
@@ -15,7 +15,6 @@ from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.types import SequenceId
 from shardnet.wire.messages.stages import (
     FindPrefix,
-    LoadProgress,
     PrefixFound,
     PrefixRestored,
     RestorePrefix,
@@ -23,9 +22,6 @@ from shardnet.wire.messages.stages import (
 
 if TYPE_CHECKING:
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
-
-REPORT_S: Final = 5.0
-"""How often a head is told that this node still reads."""
 
 
 async def find_prefix(host: StageHost, message: FindPrefix) -> PrefixFound:
@@ -70,10 +66,7 @@ class PrefixOrders:
     async def _restore_for(self, control: ControlLink, message: RestorePrefix) -> None:
         restoring = asyncio.ensure_future(restore_prefix(self._host, message))
         try:
-            while not restoring.done():
-                await asyncio.wait([restoring], timeout=REPORT_S)
-                if not restoring.done():
-                    control.send(LoadProgress(request=message.request, done_bytes=0, total_bytes=0))
+            await control.report_until(message.request, restoring)
             control.send(restoring.result())
         finally:
             restoring.cancel()

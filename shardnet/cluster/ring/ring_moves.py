@@ -7,7 +7,6 @@ know when a ring is replaced, nor hold or resume requests.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import struct
 from collections.abc import Sequence
 from typing import Final
@@ -15,7 +14,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from shardnet.cluster.ring.ring import Ring
-from shardnet.cluster.ring.stage_port import StagePort, ask_all
+from shardnet.cluster.ring.stage_port import ask_all
 from shardnet.errors import ShardnetError
 from shardnet.runtime.scheduling.sequences import ComputedSequence
 from shardnet.types import BLOCK_POSITIONS, MAX_STORED_BLOCKS, SequenceId
@@ -67,12 +66,7 @@ class RingMoves:
 
     async def drop(self) -> None:
         """Free what was loaded and brought."""
-
-        async def drop(port: StagePort) -> None:
-            with contextlib.suppress(ShardnetError):  # it is lost
-                await port.unload(self._ring.name)
-
-        await asyncio.gather(*(drop(port) for port in self._ring.ports))
+        await self._ring.release()
 
     async def _bring(self, one: ComputedSequence, is_last: bool) -> bool:
         if len(one.token_ids) > MOST_POSITIONS:
