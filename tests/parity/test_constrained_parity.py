@@ -124,6 +124,7 @@ def run(model: Model, *, n_stages: int, speculation: Speculation | None) -> list
         thread.join()
 
 
+@pytest.mark.usefixtures("drafts_always_pay")
 @pytest.mark.parametrize(
     ("n_stages", "guesses"), cases([(1, False), (2, True)], [(1, True), (2, False)])
 )

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 from shardnet.runtime.engine.outputs import PromptLogprobsReady, RowsReady
 from shardnet.runtime.engine.requests import GenerationRequest, RequestEvent, Speculation
 from shardnet.runtime.scheduling.drafting import NgramDrafts
-from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.types import ALL_ROWS, OutputKind, OutputParams, SamplingParams, TokenLogprobs
 
 N_LAYERS = 4
@@ -179,11 +178,9 @@ def test_a_pause_repeats_nothing(stages: TorchStages, reference: Any) -> None:
         check_all(reference, wanted, events)
 
 
-def test_rows_of_wrong_guesses_are_left_out(
-    stages: TorchStages, reference: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("drafts_always_pay")
+def test_rows_of_wrong_guesses_are_left_out(stages: TorchStages, reference: Any) -> None:
     """A prompt that repeats itself, so that look-up guesses, rightly and wrongly."""
-    monkeypatch.setattr(StepCost, "extra", lambda cost, n_rows: 0.0)  # drafts always pay
     phrase = random_prompt(12, 300, seed=11)
     draft_source = Speculation(make_draft_source=lambda wake: NgramDrafts())
     wanted = request(phrase * 4, 40, outputs=EVERYTHING, speculation=draft_source)

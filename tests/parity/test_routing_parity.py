@@ -22,7 +22,6 @@ from support.soak import cases
 from shardnet.runtime.engine.outputs import RowsReady
 from shardnet.runtime.engine.requests import RequestEvent, RequestMoved, Speculation
 from shardnet.runtime.scheduling.drafting import NgramDrafts
-from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.types import OpenSequence, OutputKind, OutputParams
 
 N_LAYERS = 4
@@ -116,10 +115,8 @@ def test_asking_changes_no_token_and_not_asking_sends_nothing(
     assert tokens_of(plain) == tokens_of(asked)
 
 
-def test_rejected_guesses_leave_nothing(
-    stages: TorchStages, reference: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StepCost, "extra", lambda cost, n_rows: 0.0)  # drafts always pay
+@pytest.mark.usefixtures("drafts_always_pay")
+def test_rejected_guesses_leave_nothing(stages: TorchStages, reference: Any) -> None:
     phrase = random_prompt(12, 300, seed=11)
     draft_source = Speculation(make_draft_source=lambda wake: NgramDrafts())
     (events,) = run(stages, request(phrase * 4, 40, outputs=ASKING, speculation=draft_source))

@@ -78,6 +78,7 @@ def test_long_prompts_are_as_in_transformers(folder: Path, stages: TorchStages) 
     assert tokens == logits.argmax(-1).tolist()
 
 
+@pytest.mark.usefixtures("drafts_always_pay")
 def test_wrong_guesses_leave_no_trace(stages: TorchStages) -> None:
     prompt = random_prompt(700, 300, seed=1)
     speculation = Speculation(make_draft_source=lambda wake: WrongDrafts(), most=16)

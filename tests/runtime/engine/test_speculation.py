@@ -104,6 +104,7 @@ def run(
     return asyncio.run(scenario())
 
 
+@pytest.mark.usefixtures("drafts_always_pay")
 @pytest.mark.parametrize("n_stages", cases([1, 3], [2]))
 def test_look_up_changes_no_token(folder: Path, n_stages: int) -> None:
     plain = run(folder, requests(), n_stages=n_stages, together=False)
@@ -112,6 +113,7 @@ def test_look_up_changes_no_token(folder: Path, n_stages: int) -> None:
     assert sum(said.n_drafted for said in guessed) > 0
 
 
+@pytest.mark.usefixtures("drafts_always_pay")
 @pytest.mark.parametrize("which", ["small", "itself"])
 def test_a_draft_model_changes_no_token(folder: Path, small_folder: Path, which: str) -> None:
     plain = run(folder, requests(), together=False)
@@ -134,6 +136,7 @@ def test_a_draft_model_changes_no_token(folder: Path, small_folder: Path, which:
     assert draft.model.kv.blocks_used == 0
 
 
+@pytest.mark.usefixtures("drafts_always_pay")
 def test_more_sequences_than_a_draft_model_has_slots_for_go_without(folder: Path) -> None:
     """Which of the eight that have a slot get a guess in time is up to the draft's thread."""
     draft = draft_model(folder)
