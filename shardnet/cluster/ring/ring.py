@@ -20,7 +20,7 @@ from shardnet.cluster.ring.stage_port import StagePort
 from shardnet.errors import BusyError, PeerFailedError, ShardnetError, first_error, internal_error
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.prefixes import Prefixes
-from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
+from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered, StuckStage
 from shardnet.runtime.scheduling.scheduler import RingLimits, Scheduler, StepLimits
 from shardnet.runtime.stage.compute import StepFailed
 from shardnet.transport.loop import finish
@@ -510,16 +510,22 @@ class Ring:
         while self.broken is None:
             await asyncio.sleep(WATCH_EVERY_S)
             try:
-                self.engine.pipeline.check_progress(
-                    [(port.name, port.last_step) for port in self._ports]
-                )
+                stuck = self.engine.pipeline.stuck_stage([port.last_step for port in self._ports])
+                if stuck is not None:
+                    self._blame_stuck(stuck)
             except Exception as error:  # a ring that nobody watches could hang
-                cause = internal_error("the ring's watchdog", error)
-                for port in self._ports:
-                    if port.name in cause.message:  # it is stuck
-                        self.blamed[port.node] = cause
-                        self.stuck.add(port.node)
-                self.break_(cause)
+                self.break_(internal_error("the ring's watchdog", error))
+
+    def _blame_stuck(self, stage: StuckStage) -> None:
+        port = self._ports[stage.rank]
+        error = PeerFailedError(
+            f"node {port.name} is stuck: step {stage.step} has waited {stage.age_s:.0f} s there, "
+            f"and no step should take {stage.limit_s:.0f} s",
+            remedy="restart that node",
+        )
+        self.blamed[port.node] = error
+        self.stuck.add(port.node)
+        self.break_(error)
 
     async def _unload(self, port: StagePort) -> None:
         with contextlib.suppress(ShardnetError):  # lost, or in another ring by now: nothing is left

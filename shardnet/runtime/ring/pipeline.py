@@ -15,7 +15,7 @@ from typing import assert_never
 import msgspec
 from msgspec.structs import replace
 
-from shardnet.errors import PeerFailedError, RemoteProtocolError, ShardnetError
+from shardnet.errors import RemoteProtocolError, ShardnetError
 from shardnet.runtime.stage.compute import (
     Activations,
     ScoredToken,
@@ -62,6 +62,15 @@ class StepAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Sequence[ScoredToken] = ()
     blocks: Sequence[RowBlock] = ()
     routing: Sequence[StageExperts] = ()
+
+
+class StuckStage(msgspec.Struct, frozen=True, kw_only=True):
+    """The stage of `rank` has had `step` for `age_s`; no step should take `limit_s`."""
+
+    rank: int
+    step: StepId
+    age_s: float
+    limit_s: float
 
 
 class StepAnswered(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,26 +198,22 @@ class Pipeline:
             )
         )
 
-    def check_progress(self, progress: Sequence[tuple[str, int]]) -> None:
-        """Raise PeerFailedError if a stage is stuck.
-
-        `progress` holds, in ring order, the name of each node and the last step it completed. The
-        error names the first node that has not completed the oldest step in flight, once that step
+    def stuck_stage(self, completed: Sequence[int]) -> StuckStage | None:
+        """Return the first stage that has not completed the oldest step in flight, once that step
         is older than 10 times the longest one and 60 s.
+
+        `completed` holds the last step that each stage completed, in ring order.
         """
         if not self._in_flight:
-            return
+            return None
         step, oldest = next(iter(self._in_flight.items()))
         age_s = (self._clock_ns() - oldest.sent_ns) / 1e9
         limit_s = max(self._at_least_s, STUCK_FACTOR * self._longest_ns / 1e9)
         if age_s < limit_s:
-            return
-        node = next((name for name, done in progress if done < step), progress[-1][0])
-        raise PeerFailedError(
-            f"node {node} is stuck: step {step} has waited {age_s:.0f} s there, and no step should "
-            f"take {limit_s:.0f} s",
-            remedy="restart that node",
-        )
+            return None
+        behind = (rank for rank, last in enumerate(completed) if last < step)
+        rank = next(behind, len(completed) - 1)
+        return StuckStage(rank=rank, step=step, age_s=age_s, limit_s=limit_s)
 
     def _check(self, batch: MicroBatch, answer: StepAnswer) -> None:
         if len(answer.token_ids) != batch.n_sampled:

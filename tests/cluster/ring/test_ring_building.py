@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardnet.cluster.ring import ring as ring_module
 from shardnet.cluster.ring.ring import Ring, RingSpec
 from shardnet.cluster.ring.stage_port import PhaseProgress, StagePort
 from shardnet.errors import BusyError, CapacityError, PeerFailedError, ShardnetError, TakenError
-from shardnet.runtime.ring.pipeline import Pipeline
-from shardnet.types import Arith, DType, Epoch, LayerRange, NodeId, WireDType
+from shardnet.runtime.ring.pipeline import Pipeline, StuckStage
+from shardnet.types import Arith, DType, Epoch, LayerRange, NodeId, StepId, WireDType
 from shardnet.wire.messages.stages import LoadStage, StageReady
 
 SPEC = RingSpec(
@@ -110,6 +111,25 @@ def test_a_stage_that_is_lost_before_the_others_are_ready_ends_the_ring(phase: s
         assert not any(port.is_loaded for port in ports)
 
     asyncio.run(main())
+
+
+def test_a_stage_that_answers_and_does_not_compute_is_blamed_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stuck = StuckStage(rank=1, step=StepId(5), age_s=81, limit_s=80)
+    monkeypatch.setattr(Pipeline, "stuck_stage", lambda pipeline, completed: stuck)
+    monkeypatch.setattr(ring_module, "WATCH_EVERY_S", 0.0)
+
+    async def main() -> Ring:
+        ring = ring_of(Port("a"), Port("ab"))
+        await ring.build(lambda *_: None)
+        while ring.broken is None:  # noqa: ASYNC110  # the watchdog's turn
+            await asyncio.sleep(0)
+        return ring
+
+    ring = asyncio.run(main())
+    assert "node ab is stuck: step 5 has waited 81 s there" in str(ring.broken)
+    assert ring.stuck == set(ring.blamed) == {NodeId("ab")}
 
 
 def test_who_gives_up_and_hangs_up_leaves_nothing_loaded() -> None:

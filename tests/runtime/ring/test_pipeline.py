@@ -7,8 +7,14 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from shardnet.errors import CapacityError, PeerFailedError, RemoteProtocolError, ShardnetError
-from shardnet.runtime.ring.pipeline import Pipeline, StepAnswer, StepAnswered, step_answer
+from shardnet.errors import CapacityError, RemoteProtocolError, ShardnetError
+from shardnet.runtime.ring.pipeline import (
+    Pipeline,
+    StepAnswer,
+    StepAnswered,
+    StuckStage,
+    step_answer,
+)
 from shardnet.runtime.stage.compute import (
     Activations,
     ScoredToken,
@@ -154,19 +160,19 @@ def test_a_wrong_answer_is_the_tails_fault(wrong: StepAnswer, message: str) -> N
     assert not watched.answered
 
 
-def test_a_stuck_stage_is_named_only_when_it_is_really_late() -> None:
+def test_a_stage_is_stuck_only_when_it_is_really_late() -> None:
     watched = Watched(chunk_s=1.0)
-    progress = [("head", 5), ("middle", 4), ("tail", 4)]
-    watched.pipeline.check_progress(progress)
+    completed = [5, 4, 4]
+    assert watched.pipeline.stuck_stage(completed) is None
     watched.pipeline.send(batch(4))
     watched.clock.now_ns = 8 * SECOND_NS
     watched.pipeline.answer(answer(4, [1]))
     watched.pipeline.send(batch(5))
     watched.clock.now_ns += 79 * SECOND_NS
-    watched.pipeline.check_progress(progress)
+    assert watched.pipeline.stuck_stage(completed) is None
     watched.clock.now_ns += 2 * SECOND_NS
-    with pytest.raises(PeerFailedError, match=r"node middle is stuck: step 5 .* 81 s"):
-        watched.pipeline.check_progress(progress)
+    stuck = StuckStage(rank=1, step=StepId(5), age_s=81, limit_s=80)
+    assert watched.pipeline.stuck_stage(completed) == stuck
 
 
 @pytest.mark.parametrize(("chunk_s", "limit_s"), [(0.1, 60), (6.0, 60), (90.0, 900), (None, 600)])
@@ -177,10 +183,11 @@ def test_the_first_step_is_given_ten_times_what_it_should_take(
     watched = Watched(chunk_s=chunk_s)
     watched.pipeline.send(batch(1))
     watched.clock.now_ns = (limit_s - 1) * SECOND_NS
-    watched.pipeline.check_progress([("head", 1), ("tail", 0)])
+    assert watched.pipeline.stuck_stage([1, 0]) is None
     watched.clock.now_ns = (limit_s + 1) * SECOND_NS
-    with pytest.raises(PeerFailedError, match="node tail is stuck"):
-        watched.pipeline.check_progress([("head", 1), ("tail", 0)])
+    stuck = watched.pipeline.stuck_stage([1, 0])
+    assert stuck is not None
+    assert stuck.rank == 1
 
 
 def test_activations_are_no_answer() -> None:
