@@ -55,7 +55,12 @@ class LoadBars:
     def expect(self, plan: PlanReply) -> None:
         """Print the plan's stages, dtypes, reason and warnings."""
         self._end_planning()
-        self._names.clear()
+        if self._names:  # of a plan whose ring was lost while it was built
+            for bar in self._bars.values():
+                self._progress.remove_task(bar)
+            self._bars.clear()
+            self._fetch_words.clear()
+            self._names.clear()
         for stage in plan.stages:
             self._names[stage.rank] = f"{stage.name} {layer_words(plan, stage)}"
             if stage.fetch_s:

@@ -21,7 +21,14 @@ from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.ring.ring import OnStageProgress, Ring, give_up
 from shardnet.cluster.ring.stage_host import StageHost, draining, generating_with
-from shardnet.errors import BusyError, PeerFailedError, ShardnetError, error_for_code
+from shardnet.errors import (
+    BusyError,
+    LinkError,
+    PeerFailedError,
+    PlanError,
+    ShardnetError,
+    error_for_code,
+)
 from shardnet.tokenizers.grammar.grammars import Grammars
 from shardnet.tokenizers.tokenizer import Tokenizer, no_tokenizer
 from shardnet.transport.loop import finish
@@ -33,6 +40,8 @@ from shardnet.wire.messages.stages import RingBroken
 
 CLOSE_S = 3.0
 """How long a head that shuts down waits for its stages to be freed."""
+MOST_TRIES = 4
+"""How often a ring is built for a request while nodes or links of it are lost."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,6 +61,8 @@ class Lead:
     """Whether the ring is broken, or given up, for another one that is being built."""
     is_given_up: bool = False
     """Whether the ring is broken and no other could be built: the nodes there cannot do it."""
+    avoided: dict[NodeId, ShardnetError] = field(default_factory=dict)
+    """Nodes that are there, and to which another node could open no link; with what came of it."""
     opened: Plan = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,17 +104,19 @@ class Head:
         planner: Planner,
         builder: RingBuilder,
         on_broken: Callable[[Lead], bool] = lambda lead: False,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Take the parts that do the work.
 
         `on_broken` is called when the ring of a lead breaks; it returns whether it will be
-        replaced: then its requests wait, else they fail.
+        replaced: then its requests wait, else they fail. `log` takes lines for people.
         """
         self._node = node
         self._host = host
         self._planner = planner
         self._builder = builder
         self._on_broken = on_broken
+        self._log = log
         self._changing = asyncio.Lock()
         self._lead: Lead | None = None
         self._epoch = 0
@@ -120,7 +133,8 @@ class Head:
 
     async def _stage_reports_broken(self, control: ControlLink, message: RingBroken) -> None:
         cause = error_for_code(message.code, f"{control.peer_name}: {message.message}")
-        self.ring_broken(message.ring, cause)
+        silent, reporter = NodeId(message.silent), NodeId(control.link.peer.node)
+        self.ring_broken(message.ring, cause, silent or None, reporter)
 
     @property
     def model(self) -> str | None:
@@ -280,10 +294,21 @@ class Head:
         if lead is not None:
             await _close(lead.tokenizer, lead.grammars)
 
-    def ring_broken(self, ring: str, error: ShardnetError) -> None:
-        """End `ring`, built or being built, since one of its stages reported it broken."""
+    def ring_broken(
+        self,
+        ring: str,
+        error: ShardnetError,
+        silent: NodeId | None = None,
+        reporter: NodeId | None = None,
+    ) -> None:
+        """End `ring`, built or being built, since one of its stages reported it broken.
+
+        `silent` is the node of which the `reporter`, None for this node, heard nothing any more.
+        """
         for ours in (self._building, self._lead.ring if self._lead is not None else None):
             if ours is not None and ours.name == ring:
+                if silent is not None and ours.broken is None:
+                    ours.fell_silent(reporter or self._node, silent, error)
                 ours.lost(f"the ring broke: {error}")
 
     async def _find_or_build(
@@ -312,14 +337,49 @@ class Head:
         )
         if isinstance(plan, Elsewhere):
             return plan
-        on_plan(plan)
         try:
-            return await self._build(plan, tokenizer_for, on_progress, on_loaded)
+            return await self._build_some(plan, tokenizer_for, on_plan, on_progress, on_loaded)
         except BusyError:
             elsewhere = self._ring_elsewhere(choice)
             if elsewhere is None:
                 raise
             return elsewhere
+
+    async def _build_some(
+        self,
+        opened: Plan,
+        tokenizer_for: str,
+        on_plan: Callable[[Plan], None],
+        on_progress: OnStageProgress,
+        on_loaded: Callable[[float], None],
+    ) -> Lead:
+        """Build the ring of a plan, or one without the nodes that are lost while it is built.
+
+        Raises as `_build`; what was lost too, if the nodes that are left cannot do it.
+        """
+        plan, avoided, refusing = opened, dict[NodeId, ShardnetError](), dict[NodeId, str]()
+        for n_left in reversed(range(MOST_TRIES)):
+            on_plan(plan)
+            tried: list[Ring] = []
+            try:
+                lead = await self._build(plan, tokenizer_for, on_progress, on_loaded, tried.append)
+            except (LinkError, PeerFailedError) as error:
+                for ring in tried:
+                    avoided |= ring.unreached
+                    refusing |= {node: why.message for node, why in ring.blamed.items()}
+                if not n_left or self._node in refusing:
+                    raise
+                without = {node: why.message for node, why in avoided.items()} | refusing
+                try:
+                    plan = await self._planner.replan(opened, plan, without)
+                except PlanError:
+                    raise error from None
+                names = ", ".join(node.name for node in plan.nodes)
+                self._log(f"no ring yet: {error}; now over {names}")
+            else:
+                lead.opened, lead.avoided = opened, avoided
+                return lead
+        raise AssertionError("the last try returns or raises")
 
     def _ring_elsewhere(self, choice: ModelChoice) -> Elsewhere | None:
         """Return another head whose ring with this node, built or being built, has the model."""
@@ -376,10 +436,12 @@ class Head:
         tokenizer_for: str,
         on_progress: OnStageProgress,
         on_loaded: Callable[[float], None],
+        on_ring: Callable[[Ring], None],
     ) -> Lead:
         """Prepare the new ring, free the old one, and build the new one.
 
         Nodes with which another head builds a ring are waited for, unless that ring would do.
+        `on_ring` takes the ring before it is built.
         """
         prepared = await self._builder.prepare(plan)
         if tokenizer_for and prepared.tokenizer is None:
@@ -392,6 +454,7 @@ class Head:
             self._epoch += 1
             backoff = BusyBackoff(lambda: self._ring_elsewhere(plan.choice) is not None)
             ring = self._building = prepared.ring(Epoch(self._epoch), backoff.wait)
+            on_ring(ring)
             on_loaded(await ring.build(on_progress))
         except BaseException:
             await _close(prepared.tokenizer)

@@ -58,7 +58,8 @@ class PreparedRing:
 class RingBuilder:
     """Prepares rings that node `node` leads.
 
-    `on_broken` takes the name of a ring that this node's own stage has left, and why.
+    `on_broken` takes the name of a ring that this node's own stage has left, why, and the neighbour
+    that fell silent if that is why.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class RingBuilder:
         sharing: Sharing,
         peers: Peers,
         disk: DiskJobs,
-        on_broken: Callable[[str, ShardnetError], None],
+        on_broken: Callable[[str, ShardnetError, NodeId | None], None],
     ) -> None:
         self._node = node
         self._name = name

@@ -10,6 +10,7 @@ from typing import Protocol
 from shardnet.cluster.head.head import Lead
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import ShardnetError
+from shardnet.types import NodeId
 
 
 class NodeListener(Protocol):
@@ -24,7 +25,7 @@ class NodeListener(Protocol):
     async def message_received(self, control: ControlLink, message: Incoming) -> None:
         """Handle one control message."""
 
-    def ring_broken(self, ring: str, error: ShardnetError) -> None:
+    def ring_broken(self, ring: str, error: ShardnetError, silent: NodeId | None) -> None:
         """Take note that this node's own stage has left a ring that this node leads."""
 
     def lead_broken(self, lead: Lead) -> bool:
@@ -62,9 +63,9 @@ class NodeEvents:
         """Report a control message. Raises what its handler raises."""
         await self.listener.message_received(control, message)
 
-    def ring_broken(self, ring: str, error: ShardnetError) -> None:
+    def ring_broken(self, ring: str, error: ShardnetError, silent: NodeId | None) -> None:
         """Report that this node's own stage has left a ring that this node leads."""
-        self.listener.ring_broken(ring, error)
+        self.listener.ring_broken(ring, error, silent)
 
     def lead_broken(self, lead: Lead) -> bool:
         """Report that a ring that this node leads broke. Returns whether it is replaced."""

@@ -67,9 +67,9 @@ class Node:
         """Handle a message of a peer. Raises ShardnetError: the request fails with it."""
         await self.handlers.handle(control, message)
 
-    def ring_broken(self, ring: str, error: ShardnetError) -> None:
+    def ring_broken(self, ring: str, error: ShardnetError, silent: NodeId | None) -> None:
         """End a ring that this node leads, since its own stage has left it."""
-        self.head.ring_broken(ring, error)
+        self.head.ring_broken(ring, error, silent)
 
     def lead_broken(self, lead: Lead) -> bool:
         """Replace a ring that this node leads, since it broke; return whether that will be done."""

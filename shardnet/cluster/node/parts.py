@@ -241,6 +241,7 @@ def build_services(
         planner=planner,
         builder=builder,
         on_broken=events.lead_broken,
+        log=settings.log,
     )
     recovery = Recovery(head=head, planner=planner, tasks=tasks, log=settings.log)
     planned = PlannedChanges(head=head, planner=planner, log=settings.log)

@@ -58,8 +58,9 @@ class NodeWatch:
     async def look(self) -> None:
         """Use a node that has come, if it is time to and worth it."""
         now_s = time.monotonic()
-        self._returns.look(now_s, self._linked())
         lead = self._head.latest
+        left_out = self._recovery.left_out(lead) if lead is not None else {}
+        self._returns.look(now_s, [node for node in self._linked() if node not in left_out])
         if lead is None or lead.is_recovering or now_s < self._not_before_s:
             return
         used = [NodeId(node.node) for node in lead.plan.nodes] if lead.stands else []

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from shardnet.errors import PlanError, ShardnetError
+from shardnet.errors import PeerSilentError, PeerUnreachableError, PlanError, ShardnetError
 from shardnet.types import NodeId
 
 DELAYS_S: Final = (0.0, 0.0, 0.1, 0.5, 1.0, 2.0, 4.0)
@@ -19,6 +19,8 @@ MOST_IN_VAIN: Final = 3
 they have in common, a request or the model, is likely to end the next one too."""
 STUCK_S: Final = 120.0
 """How long a node whose stage hung is left out; twice as long each time."""
+APART_S: Final = 10.0
+"""The same for one that another node of the ring cannot reach, though this one can."""
 LONGEST_S: Final = 3600.0
 
 
@@ -45,7 +47,8 @@ class Blame:
     """What a node has to do with the end of a ring, or of an attempt to build one.
 
     refused: it did not do what was asked of it, or was lost. stuck: it answers, and its stage does
-    not compute. unreached: another node could not open a link to it, maybe just now.
+    not compute. unreached: another node could not open a link to it, maybe just now, or heard
+    nothing of it any more.
     """
 
     node: NodeId
@@ -55,7 +58,7 @@ class Blame:
 
 @dataclass(slots=True, kw_only=True)
 class _Absence:
-    """A node whose stage hung: how often, and until when it is left out."""
+    """A node that is left out for a time: how often it was so far, and until when."""
 
     n_times: int
     until_s: float
@@ -69,6 +72,7 @@ class RecoveryPolicy:
     _n_attempts: int = 0
     _n_in_vain: int = 0
     _stuck: dict[NodeId, _Absence] = field(default_factory=dict)
+    _apart: dict[NodeId, _Absence] = field(default_factory=dict)
     _refusing: dict[NodeId, str] = field(default_factory=dict)
     _unreached: set[NodeId] = field(default_factory=set)
 
@@ -98,14 +102,14 @@ class RecoveryPolicy:
         """Handle an attempt that has failed. Nodes that refused are left out of the next one."""
         self._note(now_s, blamed)
         for blame in blamed:
-            if blame.kind != "unreached" or blame.node in self._unreached:
+            if blame.kind == "refused":
                 self._refusing[blame.node] = blame.error.message
-            elif blame.kind == "unreached":
-                self._unreached.add(blame.node)
         if isinstance(error, PlanError):
-            if not self._refusing:
+            if not self._refusing and not any(now_s < one.until_s for one in self._apart.values()):
                 return GiveUp(error=error)
             self._refusing.clear()  # they may be free by then
+            for absence in self._apart.values():
+                absence.until_s = now_s
         if self._n_attempts >= len(DELAYS_S):
             return GiveUp(error=error)
         return self._next(now_s)
@@ -113,11 +117,17 @@ class RecoveryPolicy:
     def went_on(self) -> None:
         """Note that the requests of the lost ring have all made a token on another one."""
         self._n_in_vain = 0
+        self._refusing.clear()
+
+    def avoid(self, now_s: float, nodes: Mapping[NodeId, ShardnetError]) -> None:
+        """Leave out nodes that others could not reach when the first ring was built."""
+        for node, error in nodes.items():
+            _leave_out(self._apart, node, now_s, APART_S, error)
 
     def left_out(self, now_s: float) -> dict[NodeId, str]:
         """Return the nodes that are not to be used now, and why."""
-        stuck = {node: one.why for node, one in self._stuck.items() if now_s < one.until_s}
-        return {**stuck, **self._refusing}
+        absent = [*self._apart.items(), *self._stuck.items()]
+        return {node: one.why for node, one in absent if now_s < one.until_s} | self._refusing
 
     def _forget(self) -> None:
         """Forget what the attempts to build one ring have met: another one is built."""
@@ -131,10 +141,28 @@ class RecoveryPolicy:
 
     def _note(self, now_s: float, blamed: Collection[Blame]) -> None:
         for blame in blamed:
+            node, error = blame.node, blame.error
             if blame.kind == "stuck":
-                known = self._stuck.get(blame.node)
-                n_times = 1 if known is None else known.n_times + 1
-                left_out_s = min(LONGEST_S, STUCK_S * 2 ** (n_times - 1))
-                self._stuck[blame.node] = _Absence(
-                    n_times=n_times, until_s=now_s + left_out_s, why=blame.error.message
-                )
+                _leave_out(self._stuck, node, now_s, STUCK_S, error)
+            elif blame.kind == "unreached":
+                is_silent = isinstance(error, PeerSilentError | PeerUnreachableError)
+                if is_silent or node in self._unreached:
+                    _leave_out(self._apart, node, now_s, APART_S, error)
+                self._unreached.add(node)
+
+
+def _leave_out(
+    absences: dict[NodeId, _Absence],
+    node: NodeId,
+    now_s: float,
+    least_s: float,
+    error: ShardnetError,
+) -> None:
+    """Leave a node out for a time, twice as long as the last."""
+    known = absences.get(node)
+    n_times = 1 if known is None else known.n_times + 1
+    absences[node] = _Absence(
+        n_times=n_times,
+        until_s=now_s + min(LONGEST_S, least_s * 2 ** (n_times - 1)),
+        why=error.message,
+    )

@@ -105,6 +105,7 @@ class Recovery:
     def _policy_of(self, lead: Lead) -> RecoveryPolicy:
         if self._lead is not lead:
             self._lead, self._policy = lead, RecoveryPolicy()
+            self._policy.avoid(time.monotonic(), lead.avoided)
         return self._policy
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, object]], what: str) -> None:

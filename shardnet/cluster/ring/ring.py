@@ -158,7 +158,7 @@ class Ring:
         self.stuck: set[NodeId] = set()
         """Those of them that answer, and do not compute."""
         self.unreached: dict[NodeId, ShardnetError] = {}
-        """Nodes to which no data link could be opened."""
+        """Nodes to which no data link could be opened, or on whose link nothing came any more."""
         self.built_s = 0.0
         """How long it took to build, in seconds."""
 
@@ -313,6 +313,11 @@ class Ring:
         self.broken = self.broken or error
         if self._engine is not None:
             self._engine.fail(error)
+
+    def fell_silent(self, node: NodeId, of: NodeId, error: ShardnetError) -> None:
+        """Note that `node` has heard nothing of `of` on their data link; the head is not blamed."""
+        head = self._ports[0].node
+        self.unreached[of if of != head else node] = error
 
     def lost(self, cause: str) -> None:
         """End the ring because of what happened to a node or a link of it."""

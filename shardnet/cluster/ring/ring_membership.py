@@ -12,7 +12,9 @@ import time
 from collections.abc import Awaitable, Callable
 
 from shardnet.errors import (
+    LinkError,
     PeerFailedError,
+    PeerSilentError,
     ShardnetError,
     UsageError,
     first_error,
@@ -25,7 +27,7 @@ from shardnet.runtime.stage.compute import StageCompute
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.worker import StageSink, StageSource, StageWorker
 from shardnet.transport.link import Link
-from shardnet.types import Epoch, StepId
+from shardnet.types import Epoch, NodeId, StepId
 from shardnet.wire.messages.handshake import Hello, error_frame
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ SETTLE_S = 5.0
 
 DialData = Callable[[str, "RingMembership"], Awaitable[Link]]
 """Opens a data link to an address, for a ring membership."""
+OnBroken = Callable[[ShardnetError, NodeId | None], None]
+"""Takes why a ring broke here, and the neighbour that fell silent if that is why."""
 
 
 class RingMembership:
@@ -57,7 +61,7 @@ class RingMembership:
         owner: str,
         owner_name: str,
         dial: DialData,
-        on_broken: Callable[[ShardnetError], None],
+        on_broken: OnBroken,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.owner = owner
@@ -163,7 +167,7 @@ class RingMembership:
     def revoke(self, error: ShardnetError) -> None:
         """Report through `on_broken` that this node leaves, unless the ring broke before."""
         if not self.is_over:
-            self._on_broken(error)
+            self._on_broken(error, None)
 
     async def leave(self) -> None:
         """Stop working and close the links. The stage's slots are all free afterwards.
@@ -241,11 +245,18 @@ class RingMembership:
             self._break(internal_error(f"rank {self.rank}", cause))
 
     def _break(self, error: ShardnetError) -> None:
-        """Report to both neighbours and through `on_broken` why this stage stops."""
+        """Report to both neighbours and through `on_broken` why this stage stops.
+
+        What became of a link here is no link error of theirs: those say which link it was.
+        """
+        silent: NodeId | None = None
+        told = PeerFailedError(error.message) if isinstance(error, LinkError) else error
         for link in (*self._links, *([self._upstream.result()] if self._upstream.done() else [])):
             if not link.closed:
-                link.send(error_frame(error))
-        self._on_broken(error)
+                link.send(error_frame(told))
+            elif isinstance(error, PeerSilentError):
+                silent = NodeId(link.peer.node)
+        self._on_broken(error, silent)
 
     def _step_done(self, step: StepId) -> None:
         self.last_step = step

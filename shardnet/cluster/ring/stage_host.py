@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
-from shardnet.cluster.ring.ring_membership import DialData, RingMembership
+from shardnet.cluster.ring.ring_membership import DialData, OnBroken, RingMembership
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, PeerFailedError, ShardnetError, TakenError, UsageError
 from shardnet.runtime.ring.pipeline import Pipeline
@@ -132,7 +132,7 @@ class StageHost:
         *,
         owner: str,
         owner_name: str,
-        on_broken: Callable[[ShardnetError], None],
+        on_broken: OnBroken,
     ) -> RingMembership:
         """Become a member of the ring of `message`, and leave the ring that this node was in.
 

@@ -16,7 +16,7 @@ from shardnet.cluster.machine.profile import Device, MemoryBudget, available_cor
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.ring.order_checks import check_load_order
-from shardnet.cluster.ring.ring_membership import RingMembership
+from shardnet.cluster.ring.ring_membership import OnBroken, RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_port import PhaseProgress
 from shardnet.cluster.sharing.sharing import Sharing
@@ -24,7 +24,7 @@ from shardnet.errors import ShardnetError
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.stage.loading import LoadedStage, StageOrder
 from shardnet.transport.loop import finish
-from shardnet.types import Arith, DType, KvDType, LayerRange, WireDType
+from shardnet.types import Arith, DType, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.handshake import explanation
@@ -128,7 +128,7 @@ class StageOrders:
                     )
                 )
 
-        def broken(error: ShardnetError) -> None:
+        def broken(error: ShardnetError, silent: NodeId | None) -> None:
             if not control.link.closed:
                 control.send(
                     RingBroken(
@@ -136,6 +136,7 @@ class StageOrders:
                         epoch=message.epoch,
                         code=error.code,
                         message=explanation(error),
+                        silent=silent or "",
                     )
                 )
 
@@ -161,7 +162,7 @@ class StageOrders:
         owner: str,
         owner_name: str,
         progress: PhaseProgress,
-        broken: Callable[[ShardnetError], None],
+        broken: OnBroken,
         entered: Callable[[], None] = lambda: None,
     ) -> StageReady:
         """Have the stage of `message` loaded for the head `owner`, called `owner_name`.
@@ -177,9 +178,9 @@ class StageOrders:
         sent = WireDType.named(message.wire_dtype)
         received = WireDType.named(message.received_dtype) if message.received_dtype else sent
 
-        def left(error: ShardnetError) -> None:
+        def left(error: ShardnetError, silent: NodeId | None) -> None:
             self._log(f"left the ring of {message.model}: {error}")
-            broken(error)
+            broken(error, silent)
 
         membership = await self._host.enter_ring(
             message, owner=owner, owner_name=owner_name, on_broken=left

@@ -107,12 +107,16 @@ class StageReady(Tagged, frozen=True, kw_only=True):
 
 
 class RingBroken(Tagged, frozen=True, kw_only=True):
-    """Tell the head, unasked, that the sender's stage left a ring, and why."""
+    """Tell the head, unasked, that the sender's stage left a ring, and why.
+
+    `silent` is the neighbour from which nothing came any more, "" unless that is why.
+    """
 
     ring: Name
     epoch: U32
     code: U32
     message: Explanation
+    silent: Name = ""
 
 
 class ConnectRing(Tagged, frozen=True, kw_only=True):

@@ -15,7 +15,14 @@ from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.ring.stage_host import StageHost
-from shardnet.errors import BusyError, CheckpointError, ShardnetError
+from shardnet.errors import (
+    BusyError,
+    CheckpointError,
+    LinkError,
+    PeerFailedError,
+    PlanError,
+    ShardnetError,
+)
 from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -179,6 +186,91 @@ def test_what_breaks_a_ring_that_is_being_built_is_heard(endless: type[EndlessRi
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
+
+    asyncio.run(main())
+
+
+class Losing(Alone):
+    """Plans over nodes a, b and c, of which those that the ring blames are left out."""
+
+    def __init__(self, *losses: tuple[str, ShardnetError]) -> None:
+        super().__init__(cast(Any, self.ring))
+        self._losses = [*losses]
+        self.planned: list[str] = []
+
+    async def plan(self, *_: object, **__: object) -> Any:
+        """Plan for all three."""
+        return self._over("abc")
+
+    async def replan(self, opened: Any, now: Any, without: dict[NodeId, str]) -> Any:
+        """Plan for those that are left, if these are two at least."""
+        left = "".join(node.node for node in opened.nodes if node.node not in without)
+        if len(left) < 2:
+            raise PlanError("too few")
+        return self._over(left)
+
+    def _over(self, nodes: str) -> Any:
+        self.planned.append(nodes)
+        facts = SimpleNamespace(path=MODEL)
+        names = [SimpleNamespace(node=NodeId(node), name=node) for node in nodes]
+        return SimpleNamespace(choice=ModelChoice(model=MODEL), nodes=names, facts=facts)
+
+    def ring(self, *_: object) -> Any:
+        """Make a ring that is lost while it is built, as long as there are losses."""
+        ring: Any = StandingRing()
+        ring.blamed, ring.unreached = {}, {}
+        if self._losses:
+            node, error = self._losses.pop(0)
+            where = ring.unreached if isinstance(error, LinkError) else ring.blamed
+            where[NodeId(node)] = error
+
+            async def build(on_progress: object) -> float:
+                raise error
+
+            ring.build = build
+        return ring
+
+
+async def led(head: Head, told: list[Any]) -> None:
+    async with head.lead(
+        ModelChoice(model=MODEL), on_plan=told.append, on_progress=lambda *_: None
+    ):
+        pass
+
+
+def test_nodes_that_are_lost_while_a_ring_is_first_built_are_done_without() -> None:
+    """What was asked for stays known, so that they are used again when they are back."""
+
+    async def main() -> None:
+        cut, told = LinkError("b to c is cut"), list[Any]()
+        cluster = Losing(("c", cut))
+        head = cluster.head()
+        await led(head, told)
+        assert cluster.planned == ["abc", "ab"]
+        assert [len(plan.nodes) for plan in told] == [3, 2]
+        assert head.latest is not None
+        assert len(head.latest.opened.nodes) == 3
+        assert head.latest.avoided == {"c": cut}
+        assert cluster.n_closed == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [("b", PeerFailedError("b was lost")), ("c", PeerFailedError("c was lost too"))],
+        [("a", PeerFailedError("this node is leaving"))],
+        [("b", CheckpointError("b has another model"))],
+        [("x", PeerFailedError("the ring broke"))] * 4,
+    ],
+)
+def test_what_was_lost_is_told_when_those_that_are_left_cannot_do_it(
+    losses: list[tuple[str, ShardnetError]],
+) -> None:
+    async def main() -> None:
+        with pytest.raises(type(losses[-1][1]), match=str(losses[-1][1])):
+            await led(Losing(*losses).head(), [])
 
     asyncio.run(main())
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardnet.cluster.recovery.policy import (
+    APART_S,
     DELAYS_S,
     MOST_IN_VAIN,
     STUCK_S,
@@ -15,7 +16,15 @@ from shardnet.cluster.recovery.policy import (
     RecoveryPolicy,
 )
 from shardnet.cluster.recovery.returns import SETTLE_S, Returns, is_better
-from shardnet.errors import BusyError, LinkError, PeerFailedError, PlanError
+from shardnet.errors import (
+    BusyError,
+    LinkError,
+    PeerFailedError,
+    PeerSilentError,
+    PeerUnreachableError,
+    PlanError,
+    ShardnetError,
+)
 from shardnet.types import NodeId
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
@@ -60,6 +69,36 @@ def test_a_node_that_another_cannot_reach_twice_is_left_out() -> None:
     assert policy.failed(0.0, cut[0].error, cut) == Attempt(after_s=DELAYS_S[1], without={})
     third = policy.failed(0.0, cut[0].error, cut)
     assert third == Attempt(after_s=DELAYS_S[2], without={C: "a to c is damaged"})
+
+
+def test_a_node_of_which_another_hears_nothing_is_left_out_at_once() -> None:
+    """For longer each time; unless the others cannot do it without."""
+    policy = RecoveryPolicy()
+
+    def apart(error: ShardnetError) -> list[Blame]:
+        return [Blame(node=C, error=error, kind="unreached")]
+
+    silent, unreachable = PeerSilentError("nothing came"), PeerUnreachableError("no answer")
+    first = policy.broke(0.0, LOST, apart(silent))
+    assert first == Attempt(after_s=0.0, without={C: "nothing came"})
+    assert policy.left_out(APART_S - 0.1) == {C: "nothing came"}
+    assert policy.left_out(APART_S) == {}
+    again = policy.failed(APART_S, unreachable, apart(unreachable))
+    assert again == Attempt(after_s=DELAYS_S[1], without={C: "no answer"})
+    assert policy.left_out(3 * APART_S - 0.1) == {C: "no answer"}
+    third = policy.failed(APART_S, PlanError("a alone is too small"), [])
+    assert third == Attempt(after_s=DELAYS_S[2], without={})
+    assert isinstance(policy.failed(APART_S, PlanError("too small"), []), GiveUp)
+
+
+def test_nodes_that_could_not_be_reached_at_first_are_left_out_of_the_next_ring_too() -> None:
+    policy = RecoveryPolicy()
+    policy.avoid(0.0, {C: LinkError("cut")})
+    assert policy.broke(1.0, LOST, []) == Attempt(after_s=0.0, without={C: "cut"})
+    policy.failed(1.0, LOST, [Blame(node=B, error=LOST)])
+    assert policy.left_out(APART_S) == {B: "b was lost"}
+    policy.went_on()
+    assert policy.left_out(APART_S) == {}
 
 
 def test_rings_that_are_lost_before_any_token_are_given_up() -> None:

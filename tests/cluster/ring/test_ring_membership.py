@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from shardnet.cluster.ring.ring_membership import SETTLE_S, DialData, RingMembership
-from shardnet.errors import LinkClosedError, PeerFailedError, ShardnetError, UsageError
+from shardnet.cluster.ring.ring_membership import SETTLE_S, DialData, OnBroken, RingMembership
+from shardnet.errors import (
+    LinkClosedError,
+    PeerFailedError,
+    PeerSilentError,
+    ShardnetError,
+    UsageError,
+)
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.runtime.stage.executor import Executor
@@ -18,6 +26,7 @@ from shardnet.transport.memory import memory_pair
 from shardnet.types import (
     Epoch,
     MicroBatch,
+    NodeId,
     RowGroup,
     SequenceId,
     SlotId,
@@ -25,7 +34,8 @@ from shardnet.types import (
     StepId,
     WireDType,
 )
-from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
+from shardnet.wire.framing.frames import Frame
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, read_error
 
 
 class Panic(BaseException):
@@ -53,7 +63,7 @@ async def no_dial(address: str, membership: RingMembership) -> Link:
 
 
 def membership(
-    on_broken: Callable[[ShardnetError], None],
+    on_broken: OnBroken,
     n_stages: int = 1,
     rank: int = 0,
     dial: DialData = no_dial,
@@ -88,7 +98,7 @@ def test_a_bug_in_the_compute_breaks_the_ring_by_name(caplog: pytest.LogCaptureF
         broken: list[ShardnetError] = []
         ended = asyncio.Event()
 
-        def note(error: ShardnetError) -> None:
+        def note(error: ShardnetError, silent: NodeId | None) -> None:
             broken.append(error)
             ended.set()
 
@@ -110,6 +120,26 @@ def test_a_bug_in_the_compute_breaks_the_ring_by_name(caplog: pytest.LogCaptureF
 
     asyncio.run(main())
     assert "rank 0 of ring r failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "blamed"), [(PeerSilentError("n1: nothing came"), "n1"), (PeerFailedError("x"), None)]
+)
+def test_who_fell_silent_is_told_to_the_head_and_no_other_neighbour_takes_it_for_us(
+    error: ShardnetError, blamed: str | None
+) -> None:
+    async def main() -> None:
+        told: list[object] = []
+        heard: list[Frame] = []
+        one = membership(lambda *what: told.append(what), n_stages=3, rank=1)
+        silent = SimpleNamespace(closed=True, peer=SimpleNamespace(node="n1"))
+        other = SimpleNamespace(closed=False, send=heard.append)
+        one._links = cast(Any, [silent, other])
+        one._break(error)
+        assert told == [(error, blamed)]
+        assert read_error(heard[0]).code == PeerFailedError.code
+
+    asyncio.run(main())
 
 
 def test_a_seat_that_is_left_while_it_connects_keeps_no_link() -> None:

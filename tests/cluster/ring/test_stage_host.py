@@ -154,7 +154,7 @@ async def enter_ring(host: StageHost, owner: str = "head", ring: str = "r") -> R
         replace(ORDER, ring=ring),
         owner=owner,
         owner_name=f"{owner} (10.0.0.1:7)",
-        on_broken=lambda error: None,
+        on_broken=lambda error, silent: None,
     )
 
 
