@@ -1,9 +1,14 @@
-"""Where scripts/setup has torch come from, by machine and configuration; nothing is installed."""
+"""What scripts/setup installs, and where it has torch come from, by machine and configuration.
+
+Nothing is installed.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -67,3 +72,36 @@ def test_torch_comes_from_where_its_cpu_build_is(case: str, tmp_path: Path) -> N
     assert all("--no-deps" in call and call.endswith(" torch") for call in asked)
     assert said in done.stderr
     assert done.stderr.count("==>") == (0 if not said else 2 if "failed" in said else 1)
+
+
+def test_what_is_installed_is_what_the_project_declares() -> None:
+    project = tomllib.loads((SETUP.parents[1] / "pyproject.toml").read_text())["project"]
+    for extra, more in (("", []), ("dev", project["optional-dependencies"]["dev"])):
+        done = subprocess.run(
+            ["bash", "-c", f'source "{SETUP}"; PYTHON="{sys.executable}"; requirements "{extra}"'],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.splitlines() == [*project["dependencies"], *more]
+
+
+@pytest.mark.parametrize(
+    ("packages", "library"), [(0, 0), (1, 0), (0, 1)], ids=["all well", "packages", "library"]
+)
+def test_the_library_is_built_beside_the_packages_and_either_may_fail(
+    packages: int, library: int, tmp_path: Path
+) -> None:
+    fake = tmp_path / "python"
+    fake.write_text(f"""#!/usr/bin/env bash
+echo "$*" >>"{tmp_path}/calls"
+case "$*" in *"--no-deps -e "*) exit {library} ;; *) exit {packages} ;; esac
+""")
+    fake.chmod(0o700)
+    program = f'source "{SETUP}"; PYTHON="{fake}"; install_torch() {{ :; }}; '
+    program += "requirements() { echo torch; }; install_packages dev"
+    done = subprocess.run(["bash", "-c", program], check=False)
+    assert bool(done.returncode) == bool(packages or library)
+    calls = (tmp_path / "calls").read_text()
+    assert f"--no-deps -e {SETUP.parents[1]}" in calls or packages  # or was ended before it began
+    assert " -r /" in calls

@@ -1,4 +1,8 @@
-"""The HTTP server over a real ring of two nodes: what programs ask, and how they leave."""
+"""The HTTP server over a real ring of two nodes: what programs ask, and how they leave.
+
+The clients' libraries are imported where they are used: that takes seconds, which each of pytest's
+workers would spend.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
-import anthropic
-import ollama
-import openai
 import psutil
 import pytest
 from support.servers.ring_server import DEADLINE_S, served
@@ -105,6 +106,8 @@ def test_the_dashboard_shows_the_ring_and_ends_a_request(trio: Crew) -> None:
 
 
 def test_the_openai_client_chats_and_streams(trio: Crew) -> None:
+    import openai
+
     async def main() -> None:
         async with (
             served(trio, DEFAULT_MODEL_NAME, KEYS) as (url, _),
@@ -174,6 +177,8 @@ def test_the_openai_client_chats_and_streams(trio: Crew) -> None:
 
 
 def test_the_anthropic_client_counts_answers_and_streams(trio: Crew) -> None:
+    import anthropic
+
     async def main() -> None:
         async with (
             served(trio, DEFAULT_MODEL_NAME, KEYS) as (url, _),
@@ -209,8 +214,12 @@ def test_the_anthropic_client_counts_answers_and_streams(trio: Crew) -> None:
             with pytest.raises(anthropic.AuthenticationError):
                 await client.with_options(api_key="two").messages.create(**asked)
 
+    asyncio.run(main())
+
 
 def test_the_ollama_client_chats_and_streams(trio: Crew) -> None:
+    import ollama
+
     async def main() -> None:
         bearer = {"Authorization": "Bearer one"}
         async with (
@@ -257,6 +266,8 @@ def test_the_ollama_client_chats_and_streams(trio: Crew) -> None:
 
 def test_prompts_are_scored_as_the_python_api_does(trio: Crew) -> None:
     """As evaluation programs ask: lists of ids, echo, logprobs."""
+    import openai
+
     prompts = [[5, 6, 7, 8], [290, 3, 3]]
 
     async def main() -> None:

@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 from support.servers.ring_server import make_tool_model, served
 from support.system.nodes import Crew
@@ -117,6 +115,9 @@ def claude_code_reads(events: list[dict[str, Any]]) -> str:
 
 
 def test_a_call_comes_where_it_must_in_each_form(trio: Crew, tool_model: str) -> None:
+    import anthropic  # here: test_http_server says why
+    import openai
+
     async def main() -> None:
         async with (
             served(trio, tool_model, KEYS) as (url, _),

@@ -43,6 +43,7 @@ SLOW = {
     *(f"Generate.choice.{name}" for name in ("model", "quant", "kv_dtype", "context")),
     "Generate.choice.stream_layers",
     "Generate.deterministic",
+    *(f"{name}.choice.model" for name in ("Tokenize.generate", "Detokenize", "DescribeTokenizer")),
 }
 """What has the model loaded again, or looked for on the Hub, which other tests do."""
 ENDS_THE_LINK = {"PeersKnown.peers[].addresses", "PeersKnown.peers[].addresses[]"}
@@ -105,6 +106,16 @@ async def outcome(control: ControlLink, message: ControlRequest) -> str:
     return type(failure).__name__
 
 
+def choosing(model: str) -> dict[str, Meta]:
+    """What asks for a tokenizer, with a model that is not looked for on the Hub."""
+    choice = {"model": model}
+    return {
+        "Tokenize": {"generate": plain_of("Generate") | {"choice": choice}},
+        "Detokenize": {"choice": choice},
+        "DescribeTokenizer": {"choice": choice},
+    }
+
+
 def orders(bases: dict[str, Meta]) -> Iterator[ControlMessage]:
     """Every message that a node may receive with every field at its extremes."""
     for kind in get_args(Incoming):
@@ -134,6 +145,7 @@ async def give_all(control: ControlLink, messages: Iterator[ControlMessage]) -> 
 def test_every_field_at_its_extremes_without_a_model(tmp_path: Path) -> None:
     choice = {"model": NOWHERE}
     bases: dict[str, Meta] = {
+        **choosing(NOWHERE),
         "PlanRequest": {"choice": choice},
         "Generate": {"choice": choice},
         "LoadStage": {"model": NOWHERE},
@@ -155,6 +167,7 @@ def test_every_field_at_its_extremes_with_a_model_loaded(tmp_path: Path, facts: 
     load = whole_model(facts)
     generate = {"choice": {"model": DEFAULT_MODEL_NAME}, "token_ids": [1, 2], "max_tokens": 1}
     bases: dict[str, Meta] = {
+        **choosing(NOWHERE),
         "PlanRequest": {"choice": {"model": NOWHERE}},
         "Generate": generate,
         "LoadStage": load,
