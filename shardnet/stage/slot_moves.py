@@ -62,6 +62,19 @@ class SlotMoves:
         """What the rows of this stage look like; only equal ones can be taken in."""
         return self._kv.form
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of positions over all layers: an upper bound with windows."""
+        return self._kv.block_bytes
+
+    def has_layer(self, layer: int) -> bool:
+        """Say whether it moves a layer."""
+        return self._layers.start <= layer < self._layers.end
+
+    def part_of(self, layer: int) -> SlotMoves:
+        """Return what moves a layer: itself, unless it is joined of several."""
+        return self
+
     # --- what leaves
 
     def held(
@@ -114,7 +127,7 @@ class SlotMoves:
         owner = self._owners.get(slot)
         if owner is None or owner.sequence_id != sequence_id:
             raise UsageError(f"sequence {sequence_id} does not own slot {slot}")
-        if not self._layers.start <= layer < self._layers.end:
+        if not self.has_layer(layer):
             raise UsageError(f"layer {layer} was asked for, and {self._layers.words} are here")
         if not self._kv.holds(slot, 1):
             raise UsageError(f"slot {slot} of sequence {sequence_id} is empty")
@@ -203,10 +216,18 @@ class SlotMoves:
     ) -> None:
         """Take a layer from a slot of another stage of this node, not copied.
 
-        Nothing may be written there afterwards. Raises UsageError as `held`.
+        Nothing before `end` may be written there afterwards. Raises UsageError as `held`, and if
+        the slot has gone on so far that its window has dropped what the next row attends to.
         """
-        other.held(sequence_id, slot, layer, 0, end)
+        other = other.part_of(layer)
+        first = other.held(sequence_id, slot, layer, 0, end).first
         contents, there = other._contents(sequence_id, slot, layer)
+        window = self._kv.windows[layer - self._layers.start]
+        if first and window is not None and end - window + 1 < first:
+            raise UsageError(
+                f"slot {slot} holds layer {layer} from position {first} on, and was to go on from "
+                f"{end} with a window of {window}"
+            )
         arriving, here = self._arriving[sequence_id], layer - self._layers.start
         if there in contents.states:
             arriving.contents.states[here] = contents.states[there]

@@ -37,6 +37,9 @@ NEIGHBOUR_S = 10.0
 SETTLE_S = 5.0
 """How long a built ring may take to its first step before another head may use its nodes."""
 
+KEEP_S = 10.0
+"""How long a stage whose ring broke keeps what sequences hold, for the ring that comes next."""
+
 DialData = Callable[[str, "RingMembership"], Awaitable[Link]]
 """Opens a data link to an address, for a ring membership."""
 OnBroken = Callable[[ShardnetError, NodeId | None], None]
@@ -86,6 +89,9 @@ class RingMembership:
         self._left = False
         self._worker: StageWorker | None = None
         self._task: asyncio.Task[None] | None = None
+        self._slots: tuple[StageCompute, Executor] | None = None
+        """What holds slots for this ring, until they are freed."""
+        self._expiry: asyncio.TimerHandle | None = None
 
     @property
     def n_open(self) -> int:
@@ -152,6 +158,7 @@ class RingMembership:
         source, sink, tail = await self._connect(pipeline)
         self._check_not_left()
         self._joined_at_s = self._now_s()
+        self._slots = (compute, executor)
         self._worker = StageWorker(
             rank=self.rank,
             compute=compute,
@@ -180,6 +187,12 @@ class RingMembership:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if self._slots is not None:
+            compute, executor = self._slots
+            self._slots = None
+            await executor.run(compute.reset)
         links = [*self._links]
         if self._upstream.done() and not self._upstream.cancelled():
             links.append(self._upstream.result())
@@ -256,7 +269,15 @@ class RingMembership:
                 link.send(error_frame(told))
             elif isinstance(error, PeerSilentError):
                 silent = NodeId(link.peer.node)
+        self._expiry = asyncio.get_running_loop().call_later(KEEP_S, self._free_slots)
         self._on_broken(error, silent)
+
+    def _free_slots(self) -> None:
+        """Free the slots of a ring that broke, and that no other one has come after."""
+        if self._slots is not None:
+            compute, executor = self._slots
+            self._slots = None
+            executor.post(compute.reset, lambda _: None, _not_freed)
 
     def _step_done(self, step: StepId) -> None:
         self.last_step = step
@@ -266,3 +287,7 @@ async def _read_answers(tail: TailLink, pipeline: Pipeline) -> None:
     tail.offer(pipeline.answer)
     while True:
         pipeline.answer(await tail.receive())
+
+
+def _not_freed(error: Exception) -> None:
+    log.error("slots of a ring that broke were not freed: %r", error)

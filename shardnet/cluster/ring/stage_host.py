@@ -21,6 +21,7 @@ from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, PeerFailedError, ShardnetError, TakenError, UsageError
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.joined import join
 from shardnet.runtime.stage.loading import (
     LoadedStage,
     StageOrder,
@@ -33,7 +34,7 @@ from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.transport.link import Link
 from shardnet.transport.loop import finish
 from shardnet.types import Epoch, LayerRange, WireDType
-from shardnet.wire.messages.diagnostics import PrefixState, StageState
+from shardnet.wire.messages.diagnostics import PrefixState, StageState, StandbyState
 from shardnet.wire.messages.handshake import Hello
 from shardnet.wire.messages.stages import LoadStage
 
@@ -54,10 +55,14 @@ CLOSE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """A stage that is ready for a ring to come; it may be the one that is in use."""
+    """A stage that is ready for a ring to come; it may be the one that is in use.
+
+    If that comes when the node `stands_for` is lost, the stage is a standby.
+    """
 
     ring: str
     stage: LoadedStage
+    stands_for: str
 
 
 class StageHost:
@@ -97,9 +102,12 @@ class StageHost:
 
     def state(self) -> StageState | None:
         """Describe the loaded stage and its place in a ring, for people."""
-        if self.loaded is None:
+        prepared = self._prepared
+        standby = None if prepared is None else _standby_state(prepared, self.loaded)
+        loaded = self.loaded or (prepared.stage if standby and prepared else None)
+        membership = self.membership
+        if loaded is None:
             return None
-        loaded, membership = self.loaded, self.membership
         state = StageState(
             model=loaded.order.model,
             layers=(loaded.order.layers.start, loaded.order.layers.end),
@@ -109,6 +117,7 @@ class StageHost:
             room_blocks=loaded.room_blocks,
             used_blocks=loaded.compute.used_blocks,
             prefixes=_prefix_state(loaded.prefixes),
+            standby=standby,
         )
         if membership is None or membership.is_over:
             return state
@@ -120,6 +129,13 @@ class StageHost:
             epoch=membership.epoch,
             head=membership.owner,
         )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights that are loaded, for this ring and for one to come."""
+        stages = [self.loaded, self._prepared.stage if self._prepared is not None else None]
+        parts = {id(p): p for s in stages if s is not None for p in s.parts or (s,)}
+        return sum(part.weight_bytes for part in parts.values())
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -218,10 +234,12 @@ class StageHost:
         *,
         memory_bytes: int,
         on_progress: Callable[[int, int], None],
+        stands_for: str = "",
     ) -> tuple[LoadedStage, bool]:
         """Have the stage of `order` loaded for a ring to come, while this node's ring goes on.
 
-        `load` for that ring takes it. Returns the stage and whether it is the one in use. Raises
+        Layers that are here are kept. `load` for that ring takes it. Returns the stage and whether
+        it was here. `stands_for` is the node whose loss brings that ring, "" for none. Raises
         CapacityError if both do not fit, what loading raises, and as `enter_ring`.
         """
         self._check_not_draining()
@@ -229,19 +247,48 @@ class StageHost:
         async with self._changing:
             self._check_not_closing()
             self._refuse_others(owner)
+            stage = await self._held(order)
+            was_here = stage is not None
+            if self._prepared is not None and self._prepared.ring != ring:
+                await self.forget_arrivals()
             self._prepared = None
-            in_use, held_bytes = await self._fits(order), 0
-            if self.loaded is not None:
-                held_bytes = self.loaded.weight_bytes
             self._is_preparing = True
             try:
-                stage = self.loaded if in_use else None
                 if stage is None:
+                    stage = await self._grown(order, memory_bytes, on_progress)
+                if stage is None:
+                    held_bytes = self.loaded.weight_bytes if self.loaded is not None else 0
                     stage = await self._load(order, memory_bytes, on_progress, held_bytes)
             finally:
                 self._is_preparing = False
-            self._prepared = _Prepared(ring=ring, stage=stage)
-            return stage, in_use
+            self._prepared = _Prepared(ring=ring, stage=stage, stands_for=stands_for)
+            return stage, was_here
+
+    async def _held(self, order: StageOrder) -> LoadedStage | None:
+        """Return the stage of `order` if it is here: in use, a part of that, or made ready."""
+        stages = [self.loaded, self._prepared.stage if self._prepared is not None else None]
+        for stage in stages:
+            if stage is not None:
+                found = await self._loader.run(order.folder, partial(stage.part, order))
+                if found is not None:
+                    return found
+        return None
+
+    async def _grown(
+        self, order: StageOrder, memory_bytes: int, on_progress: Callable[[int, int], None]
+    ) -> LoadedStage | None:
+        """Load what the stage in use lacks of `order`, and join both; None if it is no part."""
+        own = self.loaded
+        if own is None:
+            return None
+        lacking = await self._loader.run(order.folder, partial(own.lacks, order))
+        if not lacking:
+            return None
+        stages, left_bytes = [own], memory_bytes - own.weight_bytes
+        for part in lacking:
+            stages.append(await self._load(part, left_bytes, on_progress))
+            left_bytes -= stages[-1].weight_bytes
+        return join(order, stages)
 
     def _take_prepared(self, ring: str, order: StageOrder) -> bool:
         """Put the stage that was made ready for a ring into use, if it is that of `order`."""
@@ -250,20 +297,21 @@ class StageHost:
             return False
         old, self.loaded = self.loaded, prepared.stage
         if old is not None and old is not prepared.stage:
-            self._retire(old)
+            self._retire(old, prepared.stage)
         return True
 
-    def _retire(self, old: LoadedStage) -> None:
+    def _retire(self, old: LoadedStage, new: LoadedStage) -> None:
         """Free a stage while the next one begins to work; the ring does not wait for it."""
-        if (prefixes := old.prefixes) is not None:
+        kept = _prefixes_of(new)
+        for prefixes in _prefixes_of(old):
+            if prefixes not in kept:
 
-            def settle() -> None:
-                prefixes.settle(SETTLE_PREFIXES_S)
-                prefixes.close()
+                def settle(prefixes: StagePrefixes = prefixes) -> None:
+                    prefixes.settle(SETTLE_PREFIXES_S)
+                    prefixes.close()
 
-            self._prefix_disk.submit(prefixes.files.store.folder, settle).add_done_callback(
-                _looked_at
-            )
+                folder = prefixes.files.store.folder
+                self._prefix_disk.submit(folder, settle).add_done_callback(_looked_at)
         self._loader.submit("freed memory", release_freed_memory).add_done_callback(_looked_at)
 
     def drop_prepared(self, ring: str) -> None:
@@ -415,15 +463,13 @@ class StageHost:
 
     async def _settle_prefixes(self, loaded: LoadedStage) -> None:
         """Let finished prompts reach the disk before their memory is wanted for something else."""
-        prefixes = loaded.prefixes
-        if prefixes is None:
-            return
-        folder = prefixes.files.store.folder
-        try:
-            with contextlib.suppress(ShardnetError):  # the disk hangs, or this node leaves
-                await self._prefix_disk.run(folder, partial(prefixes.settle, SETTLE_PREFIXES_S))
-        finally:
-            prefixes.close()
+        for prefixes in _prefixes_of(loaded):
+            folder = prefixes.files.store.folder
+            try:
+                with contextlib.suppress(ShardnetError):  # the disk hangs, or this node leaves
+                    await self._prefix_disk.run(folder, partial(prefixes.settle, SETTLE_PREFIXES_S))
+            finally:
+                prefixes.close()
 
     async def _fits(self, order: StageOrder) -> bool:
         """Say whether the loaded stage is the one that `order` would give."""
@@ -545,6 +591,25 @@ def _prefix_state(prefixes: StagePrefixes | None) -> PrefixState | None:
         saved_positions=prefixes.figures.saved,
         restored_positions=prefixes.figures.restored,
         bytes_per_s=store.bytes_per_s,
+    )
+
+
+def _prefixes_of(stage: LoadedStage) -> list[StagePrefixes]:
+    parts = stage.parts or (stage,)
+    return [part.prefixes for part in parts if part.prefixes is not None]
+
+
+def _standby_state(prepared: _Prepared, loaded: LoadedStage | None) -> StandbyState | None:
+    if not prepared.stands_for:
+        return None
+    stage = prepared.stage
+    parts = [part for part in stage.parts or (stage,) if part is not loaded]
+    if loaded is not None:
+        parts = [part for part in parts if part not in loaded.parts]
+    return StandbyState(
+        node=prepared.stands_for,
+        layers=(parts[0].order.layers.start, parts[-1].order.layers.end) if parts else (0, 0),
+        weight_bytes=sum(part.weight_bytes for part in parts),
     )
 
 

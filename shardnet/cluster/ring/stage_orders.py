@@ -99,16 +99,14 @@ class StageOrders:
 
     def memory_bytes(self) -> int:
         """Return the bytes that a stage of this node may take, its loaded one included."""
-        loaded = self._host.loaded
         return self._budget.total_bytes(
-            used_bytes=loaded.weight_bytes if loaded else 0,
+            used_bytes=self._host.weight_bytes,
             n_nodes_here=len(self._local_nodes.list()),
         )
 
     def free_bytes(self) -> int:
-        """Return the bytes left beside the loaded stage, at most what the device has free."""
-        loaded = self._host.loaded
-        left = self.memory_bytes() - (loaded.weight_bytes if loaded else 0)
+        """Return the bytes left beside what is loaded, at most what the device has free."""
+        left = self.memory_bytes() - self._host.weight_bytes
         return max(0, min(left, self._budget.available_bytes()))
 
     async def load_for(self, control: ControlLink, message: LoadStage) -> None:
@@ -217,8 +215,10 @@ class StageOrders:
             self._order(message, folder),
             memory_bytes=self.memory_bytes(),
             on_progress=partial(progress, "loading"),
+            stands_for=message.stands_for,
         )
-        self._log(f"{stage.order.layers.words} of {message.model} are ready for the next plan")
+        awaited = f"if {message.stands_for} is lost" if message.stands_for else "for the next plan"
+        self._log(f"{stage.order.layers.words} of {message.model} are ready {awaited}")
         return _ready(message, stage, in_use)
 
     async def unload(self, owner: str, ring: str) -> None:

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,7 +140,8 @@ class LoadedStage:
     """A stage ready to compute. `stamp` is that of the checkpoint's files when it was loaded.
 
     `prefixes` are those on disk of finished prompts, None where none are kept; `arithmetic` is "".
-    `moves` takes the sequences of other stages in, None where it cannot.
+    `moves` takes the sequences of other stages in, None where it cannot. A stage that has grown
+    has `parts`, which were loaded one by one.
     """
 
     order: StageOrder
@@ -154,10 +155,34 @@ class LoadedStage:
     prefixes: StagePrefixes | None = None
     arithmetic: str = ""
     moves: SlotMoves | None = None
+    parts: tuple[LoadedStage, ...] = ()
 
     def fits(self, order: StageOrder) -> bool:
         """Whether loading `order` now would give the same stage."""
         return self.order == order and self.stamp == stamp(order.folder)
+
+    def part(self, order: StageOrder) -> LoadedStage | None:
+        """Return what loading `order` now would give: this stage, or a part of it."""
+        return next((one for one in (self, *self.parts) if one.fits(order)), None)
+
+    def lacks(self, order: StageOrder) -> list[StageOrder]:
+        """Return the orders of what has to be loaded beside this stage to have that of `order`.
+
+        There are none if it is no part of that stage, or cannot be joined to one.
+        """
+        own, whole = self.order.layers, order.layers
+        alike = replace(self.order, layers=whole, is_tail=order.is_tail)
+        is_part = whole.start <= own.start and own.end <= whole.end
+        if self.moves is None or order.n_streamed or alike != order or not is_part:
+            return []
+        if self.stamp != stamp(order.folder):
+            return []
+        ranges = [(whole.start, own.start), (own.end, whole.end)]
+        return [
+            replace(order, layers=LayerRange(*ends), is_tail=order.is_tail and ends[1] == whole.end)
+            for ends in ranges
+            if ends[0] < ends[1]
+        ]
 
 
 def find_folder(model: str) -> Path | None:

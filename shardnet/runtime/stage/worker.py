@@ -131,7 +131,10 @@ class StageWorker:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Work until cancelled. Raises the LinkError that broke the ring, in a group of one."""
+        """Work until cancelled. Raises the LinkError that broke the ring, in a group of one.
+
+        What sequences hold stays as it is: the next ring may go on from there.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._take_in(), name=f"stage {self._rank}: take in")
@@ -140,7 +143,6 @@ class StageWorker:
             self._has_ended = True
             if not self._failure.cancel() and not self._failure.cancelled():
                 self._failure.exception()  # raised already, or not awaited
-            await self._executor.run(self._compute.reset)
 
     async def _take_in(self) -> None:
         self._source.offer(lambda: self._has_room() and not self._sink.is_full, self._take)

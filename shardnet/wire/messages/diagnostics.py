@@ -170,11 +170,20 @@ class PrefixState(Strict, frozen=True, kw_only=True):
     bytes_per_s: Figure = 0.0
 
 
+class StandbyState(Strict, frozen=True, kw_only=True):
+    """The layers that a node holds beside its own, to go on in place of the node named `node`."""
+
+    node: Name
+    layers: Layers
+    weight_bytes: Count
+
+
 class StageState(Strict, frozen=True, kw_only=True):
     """The stage that a node holds, and its place in a ring; `n_stages` is 0 where it has none.
 
     `head` is the id of the ring's head. KV room is counted in blocks of 256 positions. `prefixes`
-    is null where none are kept on disk.
+    is null where none are kept on disk. `standby` is null where it stands by for nobody; a node
+    that only stands by shows that stage.
     """
 
     model: PathText
@@ -190,6 +199,7 @@ class StageState(Strict, frozen=True, kw_only=True):
     epoch: U32 = 0
     head: Name = ""
     prefixes: PrefixState | None = None
+    standby: StandbyState | None = None
 
 
 class RingLoad(Strict, frozen=True, kw_only=True):

@@ -51,7 +51,8 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     keys and values. `streamed_layers` of the layers stay on disk. The node refuses a model whose
     config has keys that it does not know, unless `ignore_unknown_config`. With `beside` the stage
     is loaded for a ring to come while the ring that the node is in goes on: the same order without
-    it takes the stage into use. Activations are sent in `wire_dtype`, and received in
+    it takes the stage into use. Where that is to come when the node named `stands_for` is lost, it
+    is freed when the head is. Activations are sent in `wire_dtype`, and received in
     `received_dtype`, "" for the same.
     """
 
@@ -74,6 +75,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     streamed_layers: LayerNumber = 0
     ignore_unknown_config: bool = False
     beside: bool = False
+    stands_for: Name = ""
     received_dtype: Name = ""
     arith: ArithName = "fast"
 

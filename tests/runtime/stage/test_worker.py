@@ -253,7 +253,7 @@ def test_what_sending_raises_ends_the_worker(failure: Exception) -> None:
                 await stage.worker.run()
         assert ended.value.exceptions == (failure,)
         assert stage.steps_done == []
-        assert stage.compute.n_resets == 1
+        assert stage.compute.n_resets == 0, "the next ring may go on from what sequences hold"
         stage.executor.join()
 
     asyncio.run(main())
@@ -273,7 +273,7 @@ def test_a_result_that_comes_after_the_end_is_not_sent() -> None:
         await stage.idle()
         assert stage.compute.computed == [1]
         assert stage.sent == []
-        assert stage.compute.n_resets == 1
+        assert stage.compute.n_resets == 0, "the next ring may go on from what sequences hold"
         stage.executor.join()
 
     asyncio.run(main())
