@@ -297,6 +297,12 @@ def internal_error(where: str, error: BaseException) -> ShardnetError:
     )
 
 
+def without_frames(error: E) -> E:
+    """Return `error` without what it knows of where it was raised: that keeps tensors in memory."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
 def where(error: BaseException) -> str:
     """Return the file and line that raised `error`, for a log of one line."""
     frame = error.__traceback__

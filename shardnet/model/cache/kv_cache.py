@@ -17,7 +17,7 @@ quantised on write and dequantised on read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -184,7 +184,8 @@ class KvCache:
     def trim(self, slot: SlotId, n_positions: int) -> None:
         """Free the blocks beyond positions `[0, n_positions)`. Unknown slots are ignored.
 
-        States stay as they are: no row can follow where they are not those of `n_positions`.
+        Where no memory is left for smaller tensors, the slot keeps those that it has. States stay
+        as they are: no row can follow where they are not those of `n_positions`.
         """
         if slot not in self._slots:
             return
@@ -192,7 +193,8 @@ class KvCache:
         if wanted == 0:
             self.free(slot)
         elif wanted < self._slots[slot].blocks:
-            self._resize(slot, wanted, 0)
+            with suppress(CapacityError):
+                self._resize(slot, wanted, 0)
 
     def free(self, slot: SlotId) -> None:
         """Free all blocks of the slot. Unknown slots are ignored."""

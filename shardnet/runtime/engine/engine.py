@@ -461,7 +461,7 @@ class Engine:
         n_rows, n_sampled = answered.batch.n_rows, answered.batch.n_sampled
         for group in answered.batch.groups:
             live = self._live.get(group.sequence_id)
-            if live is not None:
+            if live is not None and not self._scheduler.starts_anew(group.sequence_id):
                 try:
                     live.take_step(group, answered)
                 except BaseException as error:

@@ -69,6 +69,8 @@ class AdmissionQueue:
     running: dict[SequenceId, LiveSequence] = field(default_factory=dict)
     ready: dict[SequenceId, LiveSequence] = field(default_factory=dict)
     """Running sequences whose newest token can be sent, in the order in which they are."""
+    anew: set[SequenceId] = field(default_factory=set)
+    """Waiting sequences whose steps in flight say nothing: one before them has failed."""
     pending: list[Instruction] = field(default_factory=list)
     _next_order: int = 0
 
@@ -132,6 +134,7 @@ class AdmissionQueue:
         """Forget all slots: the stages that had them are gone. Who ran waits to be replayed."""
         self.pending.clear()
         self.ready.clear()
+        self.anew.clear()
         running, self.running = self.running, {}
         self.waiting += running.values()
         self.waiting.sort(key=lambda waiting: waiting.rank)
@@ -176,6 +179,7 @@ class AdmissionQueue:
             if must_wait or (not sequence.n_moved and self._prefix_is_coming(sequence, least_rows)):
                 return
             self.waiting.pop(0)
+            self.anew.discard(sequence.sequence_id)
             self._start(sequence, n_blocks)
 
     def _first_blocks(self, sequence: LiveSequence) -> int:
@@ -292,12 +296,20 @@ class AdmissionQueue:
         sequence.n_sent = 0
         self._wait(sequence)
 
+    def start_anew(self, sequence: LiveSequence) -> None:
+        """Pause a sequence, and let what is in flight of it count for nothing."""
+        if sequence.slot is not None:
+            self._pause(sequence)
+        self.anew.add(sequence.sequence_id)
+        sequence.awaits_token = sequence.may_restore = False
+
     def end(self, sequence: LiveSequence, *, keep_warm: bool) -> None:
         """End a sequence. Steps of it that are in flight reach the stages before its slot is
         closed.
         """
         if self.running.get(sequence.sequence_id) is not sequence:
             self.waiting.remove(sequence)
+            self.anew.discard(sequence.sequence_id)
             return
         assert sequence.slot is not None
         n_held = sequence.slot.n_held if keep_warm and not sequence.is_restoring else 0

@@ -23,7 +23,7 @@ from itertools import islice
 import msgspec
 
 from shardnet.constraints import MAX_STEP_MASK_BYTES, RowMask, TokenMask
-from shardnet.errors import LocalProtocolError, ShardnetError
+from shardnet.errors import CapacityError, LocalProtocolError, ShardnetError
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
 from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, common_prefix
 from shardnet.runtime.scheduling.sequences import (
@@ -244,19 +244,36 @@ class Scheduler:
         row = 0
         for group, sequence, drafts in groups:
             sampled = token_ids[row : row + group.n_sampled]
-            if self._queue.is_live(sequence):
+            if self._queue.is_live(sequence) and sequence.sequence_id not in self._queue.anew:
                 outcomes += self._answer(sequence, group, drafts, sampled, row)
             row += group.n_sampled
         return outcomes
 
     def on_step_failed(self, step: StepId, error: ShardnetError) -> list[Outcome]:
-        """Handle a step that a stage could not compute: its sequences fail, the others continue."""
-        outcomes: list[Outcome] = []
-        for _, sequence, _ in self._take_step(step):
-            if self._queue.is_live(sequence):
-                self._queue.end(sequence, keep_warm=False)
-                outcomes.append(SequenceFailed(sequence_id=sequence.sequence_id, error=error))
-        return outcomes
+        """Handle a step that a stage could not compute: its sequences fail, the others continue.
+
+        Where memory was short, one fails, that of the lowest rank, and the others start anew: what
+        it held is free then. None has to where one of the step's sequences has failed already.
+        """
+        groups = self._take_step(step)
+        live = [sequence for _, sequence, _ in groups if self._queue.is_live(sequence)]
+        failed = [sequence for sequence in live if sequence.sequence_id not in self._queue.anew]
+        anew: list[LiveSequence] = []
+        if isinstance(error, CapacityError) and len(groups) > 1:
+            last = max(failed, key=lambda sequence: sequence.rank, default=None)
+            failed, anew = [], failed
+            if last is not None and len(anew) == len(groups):
+                anew.remove(last)
+                failed.append(last)
+        for sequence in failed:
+            self._queue.end(sequence, keep_warm=False)
+        for sequence in anew:
+            self._queue.start_anew(sequence)
+        return [SequenceFailed(sequence_id=one.sequence_id, error=error) for one in failed]
+
+    def starts_anew(self, sequence_id: SequenceId) -> bool:
+        """Say whether the steps in flight of a sequence say nothing, since one has failed."""
+        return sequence_id in self._queue.anew
 
     def mix(self, n_decode: int, cost: StepCost, slowdown: float) -> None:
         """Choose how many prompt rows to batch with `n_decode` decode rows.
@@ -280,7 +297,7 @@ class Scheduler:
             return True
         for sequence in self._queue.waiting:
             if sequence.sequence_id == sequence_id:
-                self._queue.waiting.remove(sequence)
+                self._queue.end(sequence, keep_warm=False)
                 return True
         return False
 

@@ -11,8 +11,15 @@ from typing import assert_never
 import torch
 from msgspec.structs import replace
 
-from shardnet.errors import RemoteProtocolError, ShardnetError, UsageError
+from shardnet.errors import (
+    CapacityError,
+    RemoteProtocolError,
+    ShardnetError,
+    UsageError,
+    without_frames,
+)
 from shardnet.model.kernels.codec import pack_rows, unpack_rows
+from shardnet.model.kernels.device_memory import is_out_of_memory
 from shardnet.model.sampling.sampler import Sampler
 from shardnet.runtime.stage.compute import Activations, Samples, StepArrived, StepResult
 from shardnet.runtime.stage.routing import routing_table
@@ -53,6 +60,8 @@ class TorchCompute:
         """What this stage keeps on disk, None for nothing."""
         self._sent = self._received = wire_dtype
         self._owners: dict[SlotId, OpenSequence] = {}
+        self._unopened: dict[SequenceId, CapacityError] = {}
+        """Sequences for whose beginning there was no memory: their steps fail."""
         self._tail = None if sampler is None else SamplingStage(model, sampler, self._owners)
         self.moves = SlotMoves(model.kv, model.layers, self._owners)
         """What sequences have in other stages, on its way here, and from here."""
@@ -76,8 +85,20 @@ class TorchCompute:
         """Open or close a sequence, or free a slot; see StageCompute.
 
         What is said of a slot that another sequence owns is ignored: its opening was lost with a
-        ring.
+        ring. A sequence for whose beginning no memory is left fails with its first step.
         """
+        try:
+            try:
+                self._operate(operation)
+            except (RuntimeError, MemoryError) as error:
+                raise self._named("the beginning of a sequence", error) from None
+        except CapacityError as error:
+            if isinstance(operation, OpenSequence):
+                self._owners.pop(operation.slot, None)
+                self._keep(operation.slot, 0, None)
+                self._unopened[operation.sequence_id] = without_frames(error)
+
+    def _operate(self, operation: SlotOperation) -> None:
         match operation:
             case OpenSequence(is_restored=True):
                 self._restore(operation)
@@ -86,6 +107,7 @@ class TorchCompute:
                 self._keep(slot, n_kept, source)
                 self._owners[slot] = operation
             case CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
+                self._unopened.pop(sequence_id, None)
                 owner = self._owners.get(slot)
                 if owner is not None and owner.sequence_id == sequence_id:
                     del self._owners[slot]
@@ -99,14 +121,32 @@ class TorchCompute:
                 assert_never(operation)
 
     def compute(self, batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
-        """Run the layers; see StageCompute. Raises RemoteProtocolError for rows of no owner."""
-        run = self._prepare(batch, activations)
-        return self._finish(run, self._model.run(run.batch, run.hidden, run.experts))
+        """Run the layers; see StageCompute.
+
+        Raises RemoteProtocolError for rows of no owner, CapacityError where no memory is left.
+        """
+        try:
+            run = self._prepare(batch, activations)
+            return self._finish(run, self._model.run(run.batch, run.hidden, run.experts))
+        except (RuntimeError, MemoryError) as error:
+            raise self._named(f"step {batch.step}", error) from None
+
+    def _named(self, what: str, error: RuntimeError | MemoryError) -> Exception:
+        """Return CapacityError where `error` is for lack of memory, else `error` itself."""
+        if not is_out_of_memory(error):
+            return error
+        layers = self._model.layers
+        return CapacityError(
+            f"no memory is left for {what} on the node with layers {layers.start}-{layers.end}",
+            remedy="start that node with less --memory, or end other programs there",
+        )
 
     def _prepare(self, batch: MicroBatch, activations: Activations | None) -> Run:
         """Hold rows against their owners, and turn what came with them into tensors."""
         for group in batch.groups:
             owner = self._owners.get(group.slot)
+            if group.sequence_id in self._unopened:
+                raise self._unopened[group.sequence_id]
             if owner is None or owner.sequence_id != group.sequence_id:
                 raise RemoteProtocolError(
                     f"step {batch.step} has rows of sequence {group.sequence_id} in slot "
@@ -138,6 +178,7 @@ class TorchCompute:
         """Forget all sequences and free all slots; keep the weights."""
         self._model.kv.clear()
         self._owners.clear()
+        self._unopened.clear()
         if self.prefixes is not None:
             self.prefixes.clear()
         if self._tail is not None:
@@ -212,7 +253,10 @@ class StreamingCompute(TorchCompute):
                 results.append(error.with_traceback(None))
             else:
                 results.append(_NOT_YET)
-        outputs = self._model.run_together([*runs.values()])
+        try:
+            outputs = self._model.run_together([*runs.values()])
+        except (RuntimeError, MemoryError) as error:
+            raise self._named(f"step {steps[0].batch.step}", error) from None
         for (place, run), output in zip(runs.items(), outputs, strict=True):
             if isinstance(output, ShardnetError):
                 results[place] = output

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from shardnet.errors import ShardnetError, internal_error, where
+from shardnet.errors import CapacityError, ShardnetError, internal_error, where, without_frames
 from shardnet.runtime.stage.compute import (
     AnyThreadCompute,
     PassCompute,
@@ -273,19 +273,33 @@ class StageWorker:
                 break
             self._waiting.popleft()
             steps.append(step)
-        results = self._together.compute_pass(steps)
+        results: Sequence[StepResult]
+        try:
+            results = self._together.compute_pass(steps)
+        except Exception as error:  # as in `_computed`, for all of them
+            results = [self._named(first, error)] * len(steps)
         return [self._output(*pair, started_ns) for pair in zip(steps, results, strict=True)]
 
     def _computed(self, arrived: StepArrived) -> StepResult:
         try:
             return self._compute.compute(arrived.batch, arrived.activations)
-        except ShardnetError as error:
-            return error
         except Exception as error:  # its sequences end, the ring goes on
-            named = internal_error(f"step {arrived.batch.step} at rank {self._rank}", error)
-            log.error("%s, raised in %s", named.message, where(error))
-            log.debug("in full:", exc_info=error)
-            return named
+            return self._named(arrived, error)
+
+    def _named(self, arrived: StepArrived, error: Exception) -> ShardnetError:
+        """Name what a step has failed with."""
+        if isinstance(error, ShardnetError):
+            return without_frames(error)
+        step = f"step {arrived.batch.step} at rank {self._rank}"
+        if isinstance(error, MemoryError):
+            return CapacityError(
+                f"no memory is left for {step}",
+                remedy="start that node with less --memory, or end other programs there",
+            )
+        named = internal_error(step, error)
+        log.error("%s, raised in %s", named.message, where(error))
+        log.debug("in full:", exc_info=error)
+        return named
 
     def _output(
         self, arrived: StepArrived, result: StepResult, started_ns: int

@@ -11,9 +11,10 @@ import pytest
 from support.rings import fake_ring as rings
 from support.rings.fake_ring import FakeRing, expected_tokens, fake_ring, request_of
 
-from shardnet.errors import ShardnetError
+from shardnet.errors import CapacityError, ShardnetError
 from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest
-from shardnet.runtime.stage.compute import Samples
+from shardnet.runtime.stage.compute import Activations, Samples
+from shardnet.types import MicroBatch, SequenceId
 
 DEADLINE_S = 60.0
 
@@ -73,9 +74,15 @@ def test_a_text_that_fails_ends_its_request_alone(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("error", [ValueError("a bug"), MemoryError()])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("a bug"), r"step 1 at rank 0: .*report it"),
+        (MemoryError(), r"no memory is left for step 1 at rank 0; start that node with less"),
+    ],
+)
 def test_a_step_that_fails_ends_its_requests_alone(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         async with ring_of(1, monkeypatch) as ring:
@@ -86,8 +93,41 @@ def test_a_step_that_fails_ends_its_requests_alone(
 
             with monkeypatch.context() as patched:
                 patched.setattr(compute, "compute", fail)
-                with pytest.raises(ShardnetError, match=r"step 1 at rank 0: .*report it"):
+                with pytest.raises(ShardnetError, match=words):
                     await ring.generate([1, 2], 3)
             assert await ring.generate([6], 5) == expected_tokens([6], 5)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("n_stages", [1, 2])
+def test_one_request_fails_where_memory_is_short_and_the_others_start_anew(
+    n_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last stage has none for the third beside others. Their steps in flight say nothing."""
+    prompts = [[1, 2, 3], [5] * 150, [9, 8] * 70]
+
+    async def main() -> None:
+        async with ring_of(n_stages, monkeypatch) as ring:
+            compute, n_failed = ring.computes[-1], 0
+            computed = compute.compute
+
+            def short(batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
+                nonlocal n_failed
+                if {group.sequence_id for group in batch.groups} > {SequenceId(3)}:
+                    n_failed += 1
+                    raise MemoryError
+                return computed(batch, activations)
+
+            monkeypatch.setattr(compute, "compute", short)
+            done = await asyncio.gather(
+                *(ring.generate(prompt, 40) for prompt in prompts), return_exceptions=True
+            )
+            assert n_failed
+            assert done[:2] == [expected_tokens(prompt, 40) for prompt in prompts[:2]]
+            assert isinstance(done[2], CapacityError)
+            assert ring.engine.n_active == 0
+            counters = ring.engine.counters
+            assert counters.used_blocks == counters.warm_blocks
 
     asyncio.run(main())
