@@ -52,7 +52,8 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     config has keys that it does not know, unless `ignore_unknown_config`. With `beside` the stage
     is loaded for a ring to come while the ring that the node is in goes on: the same order without
     it takes the stage into use. Activations are sent in `wire_dtype`, and received in
-    `received_dtype`, "" for the same.
+    `received_dtype`, "" for the same. The ring is in the place of one that the node `instead_of`
+    leads, "" for none: of that node orders of smaller epochs are refused from then on.
     """
 
     request: RequestId
@@ -76,6 +77,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     beside: bool = False
     received_dtype: Name = ""
     arith: ArithName = "fast"
+    instead_of: Name = ""
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):
