@@ -28,6 +28,7 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
     │           └── DamagedFrameError bytes that changed on their way
     ├── NumericalError                the model computed something that is not a number
     ├── PeerFailedError               a node of the ring was lost or reported a failure
+    │   └── SupersededError           another node leads the ring by now
     ├── CancelledRequestError         the client cancelled, or went away
     └── DeadlineError                 a request that did not end within its deadline
 """
@@ -257,6 +258,16 @@ class PeerFailedError(ShardnetError):
     """A node of the ring was lost or reported a failure; the message names it."""
 
     code = 40
+
+
+class SupersededError(PeerFailedError):
+    """Another node leads the ring in the place of the one that was asked, at `address` if known.
+
+    The address does not travel.
+    """
+
+    code = 43
+    address: str = ""
 
 
 class CancelledRequestError(ShardnetError):

@@ -32,6 +32,7 @@ from shardnet.wire.messages import (
     bulk,
     chat,
     control,
+    deputies,
     diagnostics,
     extras,
     generation,
@@ -63,6 +64,7 @@ CONTROL_MESSAGES = (
     activity,
     chat,
     generation,
+    deputies,
     tokens,
     traces,
 )

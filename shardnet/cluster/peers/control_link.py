@@ -35,6 +35,15 @@ from shardnet.wire.messages.control import (
     read_control,
     reported_error,
 )
+from shardnet.wire.messages.deputies import (
+    FindNode,
+    RequestCopied,
+    Resume,
+    StandBy,
+    TakenOver,
+    TakeOver,
+    TokensCopied,
+)
 from shardnet.wire.messages.generation import Cancel, Generate, LastRunRequest, Unload
 from shardnet.wire.messages.handshake import error_frame
 from shardnet.wire.messages.measurements import MeasureLinks, MeasureStage, StageObserved
@@ -91,17 +100,20 @@ ControlRequest = (
     | FindPrefix
     | RestorePrefix
     | MoveKv
+    | TakeOver
+    | FindNode
     | PlanRequest
     | LastRunRequest
     | GetActivity
     | CancelSequence
     | Generate
+    | Resume
     | Tokenize
     | Detokenize
     | Unload
     | DescribeTokenizer
 )
-Notice = RingBroken | PeersKnown
+Notice = RingBroken | PeersKnown | StandBy | RequestCopied | TokensCopied | TakenOver
 Incoming = ControlRequest | Notice
 Answer = TypeVar("Answer", bound=ControlMessage)
 Handler = Callable[["ControlLink", Incoming], Coroutine[None, None, None]]

@@ -20,7 +20,7 @@ from shardnet.cluster.peers.supervision import supervised
 from shardnet.cluster.recovery.policy import Attempt, Blame, Decision, RecoveryPolicy
 from shardnet.cluster.recovery.records import MAX_RECORDS, RecoveryRecord
 from shardnet.cluster.ring.ring import Ring
-from shardnet.errors import PeerFailedError, ShardnetError, internal_error
+from shardnet.errors import PeerFailedError, ShardnetError, SupersededError, internal_error
 from shardnet.types import NodeId
 
 EXPECTED_S = 1.0
@@ -135,7 +135,7 @@ class Recovery:
                     return
                 except ShardnetError as failure:
                     blamed = [blame for ring in tried for blame in _blames(ring)]
-                    if not self._head.leads(lead):
+                    if isinstance(failure, SupersededError) or not self._head.leads(lead):
                         raise
                     plan, decision = None, policy.failed(time.monotonic(), failure, blamed)
                     self._log(f"no ring yet: {failure}")

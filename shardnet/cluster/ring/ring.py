@@ -159,6 +159,8 @@ class Ring:
         """Those of them that answer, and do not compute."""
         self.unreached: dict[NodeId, ShardnetError] = {}
         """Nodes to which no data link could be opened, or on whose link nothing came any more."""
+        self.instead_of = ""
+        """The head in whose ring's place this one comes, "" for none."""
         self.built_s = 0.0
         """How long it took to build, in seconds."""
 
@@ -417,6 +419,7 @@ class Ring:
             addresses=list(spec.addresses),
             sources=[source for source in self._sources if source != spec.addresses[rank]],
             ignore_unknown_config=spec.ignore_unknown_config,
+            instead_of=self.instead_of,
         )
 
     async def _connect(self, pipeline: Pipeline) -> None:

@@ -18,7 +18,14 @@ from msgspec.structs import replace
 
 from shardnet.cluster.ring.ring_membership import DialData, OnBroken, RingMembership
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import BusyError, PeerFailedError, ShardnetError, TakenError, UsageError
+from shardnet.errors import (
+    BusyError,
+    PeerFailedError,
+    ShardnetError,
+    SupersededError,
+    TakenError,
+    UsageError,
+)
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.joined import join
@@ -49,6 +56,8 @@ LOAD_SILENCE_S = 30.0
 """How long loading may make no progress: as long as a head waits for a sign of it."""
 SETTLE_PREFIXES_S = 10.0
 """How long a stage that is freed waits for finished prompts to be on disk."""
+MAX_SUPERSEDED = 64
+"""Former heads that are remembered."""
 CLOSE_S = 2.0
 """How long a node that leaves waits for a thread, before it leaves the thread behind."""
 
@@ -99,6 +108,8 @@ class StageHost:
         self.membership: RingMembership | None = None
         self._prepared: _Prepared | None = None
         self._is_preparing = False
+        self._superseded: dict[str, int] = {}
+        """Former heads, and the epochs of the rings that took the place of theirs."""
 
     def state(self) -> StageState | None:
         """Describe the loaded stage and its place in a ring, for people."""
@@ -155,15 +166,22 @@ class StageHost:
         No other head may use this node until that ring is built. The former ring is ended with an
         error. `owner` is the head's node id, `owner_name` its display name. Raises BusyError while
         sequences of another head are open, TakenError while another one builds its ring,
-        PeerFailedError when this node leaves.
+        PeerFailedError when this node leaves, SupersededError if another node leads in its place.
         """
         self._check_not_draining()
+        self._check_not_superseded(owner, message.epoch)
         self._refuse_others(owner)  # whose loading keeps the lock for long
         if self._is_preparing and self._work is not None:
             self._work.cancel(PeerFailedError(f"ring {message.ring} came before it was ready"))
         async with self._changing:
             self._check_not_closing()
             self._refuse_others(owner)
+            self._check_not_superseded(owner, message.epoch)
+            if message.instead_of:
+                self._superseded.pop(message.instead_of, None)
+                self._superseded[message.instead_of] = message.epoch
+                if len(self._superseded) > MAX_SUPERSEDED:
+                    del self._superseded[next(iter(self._superseded))]
             if self.membership is not None and self.membership.ring != message.ring:
                 self.membership.revoke(PeerFailedError(f"the node joined ring {message.ring}"))
             await self._leave()
@@ -525,6 +543,13 @@ class StageHost:
             raise
         finally:
             self._work = None
+
+    def _check_not_superseded(self, owner: str, epoch: int) -> None:
+        """Raise SupersededError for an order of a head from before another took its place."""
+        if epoch < self._superseded.get(owner, 0):
+            raise SupersededError(
+                "another node leads this ring since its head was lost", remedy="ask again"
+            )
 
     def _check_not_draining(self) -> None:
         if self.is_draining:

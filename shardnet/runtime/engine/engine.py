@@ -182,6 +182,7 @@ class Engine:
                 drafter=drafter,
                 guide=guide,
                 n_stored=n_stored,
+                made=tuple(token.token_id for token in request.made),
             )
         )
         live = LiveRequest(
@@ -190,6 +191,8 @@ class Engine:
         self._live[sequence_id] = live
         expiry = self._set_deadline(sequence_id, request)
         try:
+            if request.made:
+                self._take_made(sequence_id, live)
             self._pump()
             self._report_queue_positions()
             while True:
@@ -337,6 +340,23 @@ class Engine:
         if not self._scheduler.restored(sequence_id, n_positions) and n_positions:
             await prefixes.forget(sequence_id)
         self._pump()
+
+    def _take_made(self, sequence_id: SequenceId, live: LiveRequest) -> None:
+        """Report the tokens that a request came with; end it if they were all."""
+        request, is_over = live.request, False
+        live.report_queue_position(len(self._scheduler.waiting) - 1)
+        try:
+            for token in request.made:
+                is_over = live.take_token(token.token_id, token.logprobs, self._clock_ns())
+                if live.guide is not None:
+                    is_over |= live.guide.take(token.token_id)
+        except BaseException as error:
+            self._end_alone(sequence_id, live, error)
+            return
+        reason = self._scheduler.reason_to_end(sequence_id)
+        if is_over or reason is not None:
+            self._scheduler.end(sequence_id)
+            self._finish(sequence_id, FinishReason.STOP if is_over or reason is None else reason)
 
     def _drafter(self, request: GenerationRequest) -> AdaptiveDrafter | None:
         """Make the drafter of a request. Raises UsageError where drafts could change its bits."""

@@ -53,6 +53,14 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MadeToken:
+    """A token of the answer that was made before, on a ring of another head."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt to continue. `stop_ids` end it and their text is not shown.
 
@@ -60,7 +68,7 @@ class GenerationRequest:
     `deterministic` asks for bits that do not depend on the batch (design decision 4). What
     `constrained` matches ends with the output, whatever the stop ids are. With `is_traced` its end
     has its steps. A text that no stop string can end says so by `stops_by_text`: its next row need
-    not wait for it.
+    not wait for it. The answer begins with the tokens `made`, which are reported again.
     """
 
     prompt: tuple[int, ...]
@@ -76,6 +84,7 @@ class GenerationRequest:
     constrained: Constrained | None = None
     is_traced: bool = False
     stops_by_text: bool = True
+    made: tuple[MadeToken, ...] = ()
 
     def check(self) -> None:
         """Raise SamplingError, naming the parameter, if one is outside its range."""

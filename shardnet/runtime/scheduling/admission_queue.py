@@ -116,9 +116,8 @@ class AdmissionQueue:
                 f"{len(self.waiting)} requests are waiting already", remedy="ask again later"
             )
         self._next_order += 1
-        self._wait(
-            LiveSequence(request=request, order=self._next_order, tokens=list(request.prompt))
-        )
+        tokens = [*request.prompt, *request.made]
+        self._wait(LiveSequence(request=request, order=self._next_order, tokens=tokens))
 
     def _check_room(self, request: SequenceRequest) -> None:
         """Raise CapacityError if prompt and output could never fit the KV room."""

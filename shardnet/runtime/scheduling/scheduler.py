@@ -223,6 +223,13 @@ class Scheduler:
             if sequence.sequence_id == sequence_id:
                 sequence.request = replace(sequence.request, deterministic=deterministic)
 
+    def reason_to_end(self, sequence_id: SequenceId) -> FinishReason | None:
+        """Say why a waiting sequence has nothing left to do, None if it has."""
+        for sequence in self._queue.waiting:
+            if sequence.sequence_id == sequence_id and sequence.n_generated:
+                return self._finish_reason(sequence)
+        return None
+
     def next_instructions(self) -> list[Instruction]:
         """Return, in order, everything that may be sent now."""
         self._queue.admit(self.mixed_rows)

@@ -62,6 +62,8 @@ Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Seconds since 1970, until the year 9999."""
 Rank = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
 Name = Annotated[str, Meta(max_length=256, pattern=_NO_NUL)]
+RequestKey = Annotated[str, Meta(max_length=128, pattern=_PRINTABLE)]
+"""By which a request is found again, "" for none."""
 Quant = Literal["", "int8", "int4"]
 KvDTypeName = Literal["auto", "int8"]
 ArithName = Literal["portable", "fast"]

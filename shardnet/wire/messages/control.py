@@ -25,6 +25,17 @@ from shardnet.wire.framing.schema import (
 )
 from shardnet.wire.messages.activity import CancelSequence, GetActivity, RingActivity
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
+from shardnet.wire.messages.deputies import (
+    CopiedTo,
+    FindNode,
+    NodeFound,
+    RequestCopied,
+    Resume,
+    StandBy,
+    TakenOver,
+    TakeOver,
+    TokensCopied,
+)
 from shardnet.wire.messages.generation import (
     Cancel,
     Finished,
@@ -136,6 +147,13 @@ ControlMessage = (
     | PrefixRestored
     | MoveKv
     | KvMoved
+    | StandBy
+    | RequestCopied
+    | TokensCopied
+    | TakeOver
+    | TakenOver
+    | FindNode
+    | NodeFound
     | Done
     | Failed
     | PlanRequest
@@ -147,6 +165,8 @@ ControlMessage = (
     | CancelSequence
     | NodeProgress
     | Generate
+    | CopiedTo
+    | Resume
     | StateChanged
     | Cancel
     | Unload

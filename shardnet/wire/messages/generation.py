@@ -27,6 +27,7 @@ from shardnet.wire.framing.schema import (
     Priority,
     Rank,
     RequestId,
+    RequestKey,
     Row,
     Seconds,
     Strict,
@@ -66,7 +67,8 @@ class Generate(Tagged, frozen=True, kw_only=True):
     many as pay. `deterministic` is design decision 4's. A larger `priority` goes first;
     `deadline_s` counts from when the ring has the request. Fields of `sampling` that are named in
     `recommended` are as the model's makers recommend, if they do. All of the output matches
-    `constraint`. With `trace` TracePieces precede Finished.
+    `constraint`. With `trace` TracePieces precede Finished. With a `key` it is copied to a deputy,
+    and Resume finds it by that.
     """
 
     request: RequestId
@@ -98,6 +100,7 @@ class Generate(Tagged, frozen=True, kw_only=True):
     )
     constraint: Constraint | None = None
     trace: bool = False
+    key: RequestKey = ""
 
 
 class StateChanged(Tagged, frozen=True, kw_only=True):

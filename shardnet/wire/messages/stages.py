@@ -53,7 +53,8 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     is loaded for a ring to come while the ring that the node is in goes on: the same order without
     it takes the stage into use. Where that is to come when the node named `stands_for` is lost, it
     is freed when the head is. Activations are sent in `wire_dtype`, and received in
-    `received_dtype`, "" for the same.
+    `received_dtype`, "" for the same. The ring is in the place of one that the node `instead_of`
+    leads, "" for none: of that node orders of smaller epochs are refused from then on.
     """
 
     request: RequestId
@@ -78,6 +79,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     stands_for: Name = ""
     received_dtype: Name = ""
     arith: ArithName = "fast"
+    instead_of: Name = ""
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from shardnet.types import DType, NodeId
 from shardnet.wire.messages.activity import RingActivity
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Failed, Redirect
+from shardnet.wire.messages.deputies import CopiedTo, NodeFound
 from shardnet.wire.messages.generation import (
     Cancel,
     Finished,
@@ -48,6 +49,7 @@ from shardnet.wire.messages.traces import ClockRead, TracePiece
 
 ANSWERS = {
     ClockRead,
+    CopiedTo,
     Detokenized,
     Done,
     Failed,
@@ -58,6 +60,7 @@ ANSWERS = {
     LoadProgress,
     ModelIdentity,
     ModelsListed,
+    NodeFound,
     NodeProgress,
     PlanReply,
     PrefixFound,

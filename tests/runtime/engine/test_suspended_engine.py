@@ -16,6 +16,7 @@ from shardnet.errors import CapacityError, DeadlineError, PeerFailedError, Shard
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.requests import (
     GenerationRequest,
+    MadeToken,
     RequestEvent,
     RequestMoved,
     TokenGenerated,
@@ -111,6 +112,29 @@ def test_requests_go_on_over_another_ring_as_if_nothing_had_happened(n_stages: i
             assert running[3].states[-1] == R
             why = [e.why for e in running[0].events if isinstance(e, RequestMoved)]
             assert why == ["", "bert was lost", "cleo was lost too", ""]
+
+    asyncio.run(main())
+
+
+def test_an_answer_begins_with_what_was_made_elsewhere() -> None:
+    """Its tokens are told again and not made again; one that was complete ends at once."""
+
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), fake_ring(2, over="memory") as ring:
+            whole = expected_tokens([1, 2, 3], 40)
+            n_stopped = whole.index(whole[9]) + 1
+            for n_made, stop_ids, n_said in (
+                (25, frozenset[int](), 40),
+                (40, frozenset[int](), 40),
+                (n_stopped, frozenset([whole[9]]), n_stopped),
+            ):
+                made = tuple(MadeToken(token_id=token) for token in whole[:n_made])
+                request = replace(request_of([1, 2, 3], 40), made=made, stop_ids=stop_ids)
+                running = Running(ring.engine, request)
+                await running.task
+                assert running.tokens == whole[:n_said]
+                assert running.states == ([Q, R] if n_made == 25 else [Q])
+            assert sum(step.n_tokens for step in ring.engine.log.after(0)) == 15
 
     asyncio.run(main())
 

@@ -1,0 +1,141 @@
+"""Control messages about a head's deputy: what is copied to it, when it takes over, who resumes.
+
+Knows the fields, their types and their bounds (docs/protocol.md section 8). Knows nothing of how a
+ring is taken over.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta
+
+from shardnet.types import MAX_LOGPROBS
+from shardnet.wire.framing.schema import (
+    MAX_STAGES,
+    U32,
+    Address,
+    ArithName,
+    Logprob,
+    Name,
+    Positions,
+    RequestId,
+    RequestKey,
+    Row,
+    Strict,
+    Tagged,
+)
+from shardnet.wire.messages.generation import Generate
+from shardnet.wire.messages.plans import ModelChoice
+
+MAX_COPIED_TOKENS: Final = 1024
+"""In one row of TokensCopied."""
+MAX_COPIED_ROWS: Final = 4096
+
+
+class RingNode(Strict, frozen=True, kw_only=True):
+    """A node of a ring, and where its head reaches it."""
+
+    node: Name
+    address: Address
+
+
+class StandBy(Tagged, frozen=True, kw_only=True):
+    """Tell a node, unasked, that it is the deputy of the sender, which leads a ring.
+
+    It takes over when the sender is lost. `nodes` are those of the ring in order, the sender first;
+    the other fields are what its plan has settled on. Each replaces the one before.
+    """
+
+    epoch: U32
+    choice: ModelChoice
+    dtype: Name
+    arith: ArithName
+    context: Positions
+    nodes: Annotated[list[RingNode], Meta(max_length=MAX_STAGES)]
+
+
+class RequestCopied(Tagged, frozen=True, kw_only=True):
+    """Tell the deputy, unasked, of a request with a key; its prompt is `token_ids`."""
+
+    generate: Generate
+
+
+class CopiedLogprob(Row, frozen=True, array_like=True):
+    """One of the likeliest tokens of a row."""
+
+    token_id: U32
+    logprob: Logprob
+
+
+class CopiedToken(Row, frozen=True, array_like=True):
+    """A token of an answer, with its logprob and the likeliest ones where those were asked for."""
+
+    token_id: U32
+    logprob: Logprob | None
+    top: Annotated[list[CopiedLogprob], Meta(max_length=MAX_LOGPROBS)]
+
+
+class CopiedTokens(Row, frozen=True, array_like=True):
+    """The tokens of the answer to `key` from number `first` on.
+
+    `end` says whether more will come, it is complete, its client has left, or it failed.
+    """
+
+    key: RequestKey
+    first: U32
+    tokens: Annotated[list[CopiedToken], Meta(max_length=MAX_COPIED_TOKENS)]
+    end: Literal["", "complete", "left", "failed"]
+
+
+class TokensCopied(Tagged, frozen=True, kw_only=True):
+    """Tell the deputy, unasked, what was made since the last one."""
+
+    rows: Annotated[list[CopiedTokens], Meta(max_length=MAX_COPIED_ROWS)]
+
+
+class TakeOver(Tagged, frozen=True, kw_only=True):
+    """Tell the deputy to take over: the sender ends, and has let go of the ring."""
+
+    request: RequestId
+
+
+class TakenOver(Tagged, frozen=True, kw_only=True):
+    """Tell a former head, unasked, that the sender leads in its place, from `epoch` on."""
+
+    epoch: U32
+
+
+class FindNode(Tagged, frozen=True, kw_only=True):
+    """Ask a node whether it has a control link to another one."""
+
+    request: RequestId
+    node: Name
+
+
+class NodeFound(Tagged, frozen=True, kw_only=True):
+    """Answers FindNode."""
+
+    request: RequestId
+    is_linked: bool
+
+
+class CopiedTo(Tagged, frozen=True, kw_only=True):
+    """Tells a client that what its Generate makes is copied to the node at `address`.
+
+    If the link ends, Resume there has the rest.
+    """
+
+    request: RequestId
+    address: Address
+
+
+class Resume(Tagged, frozen=True, kw_only=True):
+    """Ask for the rest of the answer to a Generate that had `key`, from token `n_tokens` on.
+
+    Answered as that was, or by Redirect.
+    """
+
+    request: RequestId
+    key: RequestKey
+    n_tokens: U32 = 0
