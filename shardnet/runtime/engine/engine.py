@@ -478,21 +478,19 @@ class Engine:
 
     def _on_answered(self, answered: StepAnswered) -> None:
         outcomes = self._scheduler.on_tokens(answered.answer.step, answered.answer.token_ids)
-        n_rows, n_sampled = answered.batch.n_rows, answered.batch.n_sampled
-        for group in answered.batch.groups:
-            live = self._live.get(group.sequence_id)
-            if live is not None and not self._scheduler.starts_anew(group.sequence_id):
-                try:
-                    live.take_step(group, answered)
-                except BaseException as error:
-                    self._end_alone(group.sequence_id, live, error)
-        waits = any(map(self._may_stop, answered.batch.groups))
+        # What is sent next may make a sequence whose step has failed one like the others again.
+        starts_anew = self._scheduler.starts_anew
+        groups = [group for group in answered.batch.groups if not starts_anew(group.sequence_id)]
+        waits = any(map(self._may_stop, groups))
         if waits:
+            self._take_step(groups, answered)
             self._deliver(outcomes, answered)
         self._pump()
         # The next step is on its way: what it need not wait for comes last.
+        n_rows, n_sampled = answered.batch.n_rows, answered.batch.n_sampled
         if not waits:
             n_live = len(self._live)
+            self._take_step(groups, answered)
             self._deliver(outcomes, answered)
             if len(self._live) < n_live:
                 self._pump()
@@ -503,6 +501,16 @@ class Engine:
             if self._replayed:
                 self._note_replayed(outcome.sequence_id)
         self.log.add(answered, n_rows, n_sampled, n_tokens)
+
+    def _take_step(self, groups: Sequence[RowGroup], answered: StepAnswered) -> None:
+        """Give the requests of these groups of a step its time and outputs."""
+        for group in groups:
+            live = self._live.get(group.sequence_id)
+            if live is not None:
+                try:
+                    live.take_step(group, answered)
+                except BaseException as error:
+                    self._end_alone(group.sequence_id, live, error)
 
     def _may_stop(self, group: RowGroup) -> bool:
         """Say whether the text of a sequence may end it, or say what its next row may be."""

@@ -312,15 +312,21 @@ class Scheduler:
 
     def _send_step(self) -> bool:
         """Send one step if there are rows to send; return whether it was sent."""
-        n_decoding = [sequence.is_decoding for sequence in self._queue.running.values()].count(True)
+        running = self._queue.running
+        n_decoding = [sequence.is_decoding for sequence in running.values()].count(True)
         if not n_decoding:
             rows = self._prompt_rows(self.limits.chunk_rows)
             return self._send(rows, is_decode=False)
         if len(self._steps) >= self.n_stages:
             return False
+        all_decode = n_decoding == len(running)
+        if all_decode and not self._queue.ready:
+            return False
         decode = self._decode_rows(-(-n_decoding // self.n_stages))
         is_exact = any(rows.sequence.request.deterministic for rows in decode)
-        prompts = [] if is_exact else self._prompt_rows(self.mixed_rows, beside=decode)
+        prompts = (
+            [] if is_exact or all_decode else self._prompt_rows(self.mixed_rows, beside=decode)
+        )
         return self._send([*decode, *prompts], is_decode=bool(decode))
 
     def _decode_rows(self, share: int) -> list[_Rows]:

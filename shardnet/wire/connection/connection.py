@@ -27,7 +27,7 @@ from shardnet.errors import (
     VersionMismatchError,
     error_for_code,
 )
-from shardnet.wire.connection.receive_buffer import FramePart, ReceiveBuffer, aligned_copy
+from shardnet.wire.connection.receive_buffer import FramePart, ReceiveBuffer, payload_copy
 from shardnet.wire.framing.frames import (
     CHECKSUMS,
     FRAME_MAGIC,
@@ -42,7 +42,6 @@ from shardnet.wire.framing.frames import (
     FrameKind,
     Header,
     Limits,
-    body_checksum,
     check_body,
     damaged,
     is_sound,
@@ -209,6 +208,8 @@ class LinkConnection:
         events: list[Event] = []
         while self._header is None and (frame := self._whole_frame()) is not None:
             events.append(FrameReceived(frame=frame))
+            if not self._received:
+                return events
         try:
             while self._state is not LinkState.ENDED and self._advance(events):
                 pass
@@ -255,14 +256,14 @@ class LinkConnection:
         end = middle + n_payload
         if end > len(waiting) or n_meta > max_meta or n_payload > max_payload:
             return None
-        meta = bytes(waiting[start:middle])
         if self._checked:
             of_header, of_body = CHECKSUMS.unpack_from(waiting, HEADER.size)
             if not is_sound(waiting[: HEADER.size], of_header):
                 return None
-            if body_checksum(meta, waiting[middle:end]) != of_body:
+            if not is_sound(waiting[start:end], of_body):
                 return None
-        payload = aligned_copy(waiting[middle:end])
+        meta = bytes(waiting[start:middle])
+        payload = payload_copy(waiting[middle:end])
         self._received.skip(end)
         return Frame(kind=kind, epoch=epoch, step=step, meta=meta, payload=payload)
 

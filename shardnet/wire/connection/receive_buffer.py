@@ -13,6 +13,8 @@ from shardnet.wire.framing.frames import KIB
 SCRATCH_BYTES: Final = 64 * KIB
 ALIGNMENT: Final = 64
 """Payloads start at a multiple of this address, as vector instructions like it."""
+LEAST_ALIGNED_BYTES: Final = 16 * KIB
+"""Smaller ones may start anywhere, if they came whole."""
 
 
 class ReceiveBuffer:
@@ -99,11 +101,15 @@ class FramePart:
         return not self.missing
 
 
-def aligned_copy(data: memoryview) -> memoryview:
-    """Copy bytes to where a payload may start."""
-    copy = _aligned(len(data))
-    copy[:] = data
-    return copy
+def payload_copy(data: memoryview) -> memoryview:
+    """Copy a small payload that has come whole. Looking for an aligned place would cost more than
+    it saves on a row or two.
+    """
+    if len(data) >= LEAST_ALIGNED_BYTES:
+        copy = _aligned(len(data))
+        copy[:] = data
+        return copy
+    return memoryview(bytearray(data))
 
 
 def _aligned(n: int) -> memoryview:

@@ -60,8 +60,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     """One length-prefixed message on a link.
 
     `meta` and `payload` are flat bytes. The payload of a received frame is a writable memoryview
-    whose first byte is aligned to 64 bytes and which nobody else holds. The payload of a sent frame
-    must not change any more.
+    which nobody else holds; from 16 KiB on its first byte is aligned to 64 bytes. The payload of a
+    sent frame must not change any more.
     """
 
     kind: FrameKind
@@ -163,9 +163,9 @@ def _above_cap(kind: FrameKind, part: str, length: int, cap: int) -> RemoteProto
     )
 
 
-def is_sound(header: Buffer, checksum: int) -> bool:
-    """Say whether a header is that of its checksum."""
-    return xxh3_64_intdigest(header) & _LOW_HALF == checksum
+def is_sound(part: Buffer, checksum: int) -> bool:
+    """Say whether a header, or all that follows one, is that of its checksum."""
+    return xxh3_64_intdigest(part) & _LOW_HALF == checksum
 
 
 def check_body(meta: Buffer, payload: Buffer, checksum: int, what: Header) -> None:

@@ -198,8 +198,9 @@ def _read_one_row(frame: Frame) -> StepData | None:
         n_rows=1,
         n_sampled=n_sampled,
     )
-    timings = tuple(StageTiming(*fields) for fields in _TIMING.iter_unpack(meta[_ONE_ROW.size :]))
-    if not all(map(_is_right, timings)):
+    try:
+        timings = _timings(meta[_ONE_ROW.size :]) if n_timings else ()
+    except _MalformedMeta:
         return None
     return StepData(
         batch=MicroBatch(
@@ -258,16 +259,12 @@ def _read_meta(frame: Frame) -> StepData:
 
 def _timings(data: Buffer) -> tuple[StageTiming, ...]:
     """Read whole timings. Raises _MalformedMeta for a rank or a time out of range."""
-    timings = tuple(StageTiming(*fields) for fields in _TIMING.iter_unpack(data))
-    for each in timings:
-        if not _is_right(each):
-            raise _MalformedMeta(f"a timing of rank {each.rank} is out of range")
-    return timings
-
-
-def _is_right(timing: StageTiming) -> bool:
-    longest_us = max(timing.compute_us, timing.queue_us, timing.arrived_us)
-    return timing.rank < MAX_STAGES and longest_us <= MAX_MICROSECONDS
+    timings = []
+    for fields in _TIMING.iter_unpack(data):
+        if fields[0] >= MAX_STAGES or max(fields) > MAX_MICROSECONDS:
+            raise _MalformedMeta(f"a timing of rank {fields[0]} is out of range")
+        timings.append(StageTiming(*fields))
+    return tuple(timings)
 
 
 def _pack_timing(timing: StageTiming) -> bytes:
