@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import asyncio.runners
+import faulthandler
 import gc
+import io
+import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +42,26 @@ GRACE_S = 30.0
 """How long a thread or child that is already ending may take to end."""
 KILLED_S = 60.0
 """How long a child that was killed may take to be gone."""
+LAST_RESORT_S = 900.0
+"""When the process is ended: a task that refuses to be cancelled outlives pytest's timeout."""
+PUT_OFF_S = 60.0
+"""How often the last resort is put off. pytest would do so for each test, which takes 2 ms."""
+
+_stderr = pytest.StashKey[int]()
+_next_put_off = pytest.StashKey[float]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the standard error that no test captures."""
+    assert sys.__stderr__ is not None
+    config.stash[_stderr] = os.dup(sys.__stderr__.fileno())
+    config.stash[_next_put_off] = 0.0
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Let the process live on."""
+    faulthandler.cancel_dump_traceback_later()
+    os.close(config.stash[_stderr])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,11 +75,32 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Compute with one thread: the cores are shared and the bits depend on it."""
+    _put_off_last_resort(item.config)
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+def _put_off_last_resort(config: pytest.Config) -> None:
+    now = time.monotonic()
+    if now >= config.stash[_next_put_off]:
+        config.stash[_next_put_off] = now + PUT_OFF_S
+        faulthandler.dump_traceback_later(
+            LAST_RESORT_S + PUT_OFF_S, file=config.stash[_stderr], exit=True
+        )
+
+
+@pytest.fixture
+def logged() -> Iterator[io.StringIO]:
+    """What is logged, with tracebacks. pytest's own handlers are off: they take 1 ms of each test,
+    as they are hung on every logger of torch and transformers three times."""
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    logging.getLogger().addHandler(handler)
+    yield text
+    logging.getLogger().removeHandler(handler)
 
 
 @pytest.fixture

@@ -104,10 +104,10 @@ def test_unload_frees_the_model_on_every_node(trio: Crew, parrots: Parrots) -> N
 def test_a_running_request_keeps_its_model(trio: Crew, parrots: Parrots) -> None:
     running = trio.begin(parrots.big, trio.addresses(0, 1))
     others = [
-        trio.machine.begin("generate", "a", "--model", str(parrots.alphabet), "--nodes", nodes)
+        trio.machine.begin_copy("generate", "a", "--model", str(parrots.alphabet), "--nodes", nodes)
         for nodes in (trio.addresses(0, 1), trio.addresses(1, 0), trio.addresses(2, 1))
     ]
-    unloading = trio.machine.begin("unload", "--nodes", trio.nodes[0].address)
+    unloading = trio.machine.begin_copy("unload", "--nodes", trio.nodes[0].address)
     for other in [*others, unloading]:
         error = other.wait().error
         assert str(parrots.big) in error
@@ -344,12 +344,9 @@ def test_a_context_beyond_the_model_is_refused(trio: Crew, parrots: Parrots) -> 
 
 def test_layers_that_do_not_fit_the_model_are_refused(trio: Crew, parrots: Parrots) -> None:
     where = ["--nodes", trio.addresses(0, 2)]
-    refused = [
-        trio.machine.begin("plan", "--model", str(parrots.alphabet), *where, "--layers", layers)
-        for layers in ("0-2,2-5", "0-1,1-3", "0-4", "0-1,1-2,2-4")
-    ]
-    for command in refused:
-        assert "layers" in command.wait().error
+    for layers in ("0-2,2-5", "0-1,1-3", "0-4", "0-1,1-2,2-4"):
+        asked = ["plan", "--model", str(parrots.alphabet), *where, "--layers", layers]
+        assert "layers" in trio.machine.call(*asked).error
 
 
 def test_a_token_id_beyond_the_vocabulary_is_refused(trio: Crew, parrots: Parrots) -> None:

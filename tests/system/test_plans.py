@@ -87,7 +87,8 @@ class Sizes:
 def machine(folder: Path, host: Host | None, **environment: str) -> Iterator[Machine]:
     folder.mkdir()
     prefix = host.prefix if host else ()
-    made = Machine(folder, prefix=prefix, environment={"SHARDNET_NO_MDNS": "1", **environment})
+    environment = {"SHARDNET_NO_MDNS": "1", **environment}
+    made = Machine(folder, prefix=prefix, environment=environment, is_measured=False)
     try:
         yield made
     finally:

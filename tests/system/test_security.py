@@ -216,8 +216,8 @@ def test_a_key_that_others_may_read_is_refused_everywhere(machine: Machine) -> N
     path = key_file(machine)
     path.chmod(0o644)
     commands = (["node", "--port", "0"], ["generate", "a"], ["nodes"], ["key", "show"])
-    for command in [machine.begin(*arguments) for arguments in commands]:
-        error = command.wait().error
+    for arguments in commands:
+        error = machine.run(*arguments).error
         assert f"chmod 600 {path}" in error
         assert not any(form in error for form in forms_of(key))
 
@@ -225,8 +225,8 @@ def test_a_key_that_others_may_read_is_refused_everywhere(machine: Machine) -> N
 def test_a_key_file_that_is_named_must_be_there(machine: Machine, tmp_path: Path) -> None:
     missing = str(tmp_path / "no.key")
     commands = (["node", "--port", "0"], ["plan"], ["unload"], ["key", "show"])
-    for command in [machine.begin(*arguments, "--key-file", missing) for arguments in commands]:
-        error = command.wait().error
+    for arguments in commands:
+        error = machine.run(*arguments, "--key-file", missing).error
         assert missing in error
         assert "shardnet key new" in error
 

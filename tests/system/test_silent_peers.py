@@ -9,6 +9,7 @@ import asyncio
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from shardnet.api.client import connect
 from shardnet.wire.framing.frames import PREAMBLE, Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 
+DELAY_S = 0.02
+"""What a link adds to each token: rings that make thousands in a second would keep the cores busy
+while others are silent, and replay them all."""
 NO_HELLO = "no hello came within 5 s"
 HALF_A_FRAME = b"".join(
     pack_frame(Frame(kind=FrameKind.CONTROL, meta=bytes(1000)), Limits(), checked=True)
@@ -64,7 +68,9 @@ def silence(
     fourth one fall silent, and strangers that connect to its node, and nodes that never answer."""
     with ExitStack() as stack:
         machine = stack.enter_context(open_machine(tmp_path_factory.mktemp("silence") / "machine"))
-        karl, lena, mona, nils, olga = machine.start_nodes("karl", "lena", "mona", "nils", "olga")
+        karl, lena, mona, nils, olga, pete = machine.start_nodes(
+            *("karl", "lena", "mona", "nils", "olga", "pete")
+        )
         rings = {
             "bert": trio,
             "lena": Crew(machine=machine, nodes=[karl, lena]),
@@ -72,12 +78,15 @@ def silence(
             "olga": Crew(machine=machine, nodes=[olga]),
         }
         between = stack.enter_context(ExitStack())
-        proxy = between.enter_context(Proxy("127.0.0.1", nils.ready["port"]))
+        to_cleo, to_lena, to_nils, to_pete = (
+            between.enter_context(Proxy("127.0.0.1", node.ready["port"], delay_s=DELAY_S))
+            for node in (trio.nodes[2], lena, nils, pete)
+        )
         mute = stack.enter_context(answering(b""))
-        middle = trio.begin(parrots.alphabet)
-        tail = rings["lena"].begin(parrots.alphabet)
-        link = rings["nils"].begin(parrots.alphabet, f"{mona.address},127.0.0.1:{proxy.port}")
-        client = rings["olga"].begin(parrots.alphabet)
+        middle = trio.begin(parrots.alphabet, f"{trio.addresses(0, 1)},127.0.0.1:{to_cleo.port}")
+        tail = rings["lena"].begin(parrots.alphabet, f"{karl.address},127.0.0.1:{to_lena.port}")
+        link = rings["nils"].begin(parrots.alphabet, f"{mona.address},127.0.0.1:{to_nils.port}")
+        client = rings["olga"].begin(parrots.alphabet, f"{olga.address},127.0.0.1:{to_pete.port}")
         strangers = [
             stack.enter_context(connected(olga, said))
             for said in (b"", PREAMBLE + HELLO[:30], PREAMBLE + HELLO + HALF_A_FRAME)
@@ -85,6 +94,7 @@ def silence(
         n_said = {name: len(crew.nodes[0].log) for name, crew in rings.items()}
 
         def recovery(name: str, running: Command) -> str:
+            """Wait until a text goes on, and end it: alone its head makes thousands of tokens."""
             log = rings[name].nodes[0].stderr.wait_for("recovered in", after=n_said[name])
             running.stdout.wait_for("xyz", after=len(running.stdout.text))
             running.kill()
@@ -93,19 +103,20 @@ def silence(
         trio.nodes[1].freeze()
         stack.callback(trio.nodes[1].thaw)
         lena.freeze()
-        proxy.stall()
+        to_nils.stall()
         client.signal(signal.SIGSTOP)
-        questions = [machine.begin("plan", "--nodes", mute)]
-        questions.append(machine.begin("plan", "--nodes", f"{olga.address},{mute}"))
+        waiting = between.enter_context(ThreadPoolExecutor(3))
+        recoveries = {
+            name: waiting.submit(recovery, name, running)
+            for name, running in (("bert", middle), ("lena", tail), ("nils", link))
+        }
+        questions = [machine.begin_copy("plan", "--nodes", mute)]
+        questions.append(machine.begin_copy("plan", "--nodes", f"{olga.address},{mute}"))
         left_out = asyncio.run(plan_without(karl.address, parrots.alphabet))
         for stranger in strangers:
             read_to_the_end(stranger)  # fails unless the node hangs up
         result = Silence(
-            recoveries={
-                "bert": recovery("bert", middle),
-                "lena": recovery("lena", tail),
-                "nils": recovery("nils", link),
-            },
+            recoveries={name: found.result() for name, found in recoveries.items()},
             meanwhile=[rings[name].says("m", parrots.alphabet, 0) for name in ("bert", "lena")],
             left_out=left_out,
             mute_nodes=[question.wait() for question in questions],

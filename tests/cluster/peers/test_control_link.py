@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -97,7 +98,7 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, Panic])
 def test_a_bug_of_ours_ends_its_request_alone(
-    caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+    logged: io.StringIO, kind: type[BaseException]
 ) -> None:
     """The link, and with it the node, goes on: other requests are not at fault."""
 
@@ -114,9 +115,9 @@ def test_a_bug_of_ours_ends_its_request_alone(
             await asking.ask(Unload(request=2), Done)
 
     asyncio.run(main())
-    assert "RingBroken of near" in caplog.text
-    assert "IdentifyModel of near" in caplog.text
-    assert "test_control_link.py" in caplog.text
+    assert "RingBroken of near" in logged.getvalue()
+    assert "IdentifyModel of near" in logged.getvalue()
+    assert "test_control_link.py" in logged.getvalue()
 
 
 def test_a_reply_of_another_kind_is_the_peers_fault() -> None:

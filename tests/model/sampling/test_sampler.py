@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.oracles.plain_noise import plain_noise
 from support.protocol.sampling_section import rows_of, sampling_section
+from support.soak import examples
 from torch import Tensor
 from transformers import (
     TemperatureLogitsWarper,
@@ -220,9 +221,9 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     [("position", 0.6), ("sample_index", 1.0), ("seed", 1.0)],
 )
 def test_draws_follow_the_softmax(axis: str, temperature: float) -> None:
-    """4000 draws over 8 tokens; 24.32 is the 0.999 quantile of chi-square with 7 degrees."""
+    """1200 draws over 8 tokens; 24.32 is the 0.999 quantile of chi-square with 7 degrees."""
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, 1.8, 0.9, 1.2])
-    sampler, n_draws = Sampler(8), 4000
+    sampler, n_draws = Sampler(8), examples(1200)
     rows = [
         SampleRow(
             params=SamplingParams(
@@ -317,7 +318,7 @@ def test_ids_without_a_token_are_never_drawn(params: SamplingParams) -> None:
     context = RowContext(tokens=np.array([3, 3, 7, 62, 5], np.int32), stop_ids=(3, 9))
     sampler = Sampler(64, HOLES)
     drawn = set()
-    for position in range(200):
+    for position in range(60):
         row = SampleRow(params=params, position=position, context=context)
         result = sampler.sample(logits, [row])
         drawn.update(result.token_ids)
