@@ -143,7 +143,8 @@ def node_lines(infos: Sequence[NodeInfo], width: int | None) -> list[str]:
             loaded.append("draining")
         if info.stage is not None:
             layers = LayerRange(*info.stage.layers).words
-            loaded.append(f"rank {info.stage.rank}, {layers} of {info.stage.model}")
+            where = "in no ring" if info.stage.rank is None else f"rank {info.stage.rank}"
+            loaded.append(f"{where}, {layers} of {info.stage.model}")
         free = f"{info.memory_free_bytes / 2**30:.1f} of {info.memory_bytes / 2**30:.1f} GiB"
         rows.append(
             (

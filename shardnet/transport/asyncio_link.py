@@ -66,6 +66,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._arrived_ns = 0
         self._error: ShardnetError | None = None
         self._was_cut_off = False
+        self._was_left = False
         self._settled = asyncio.Event()
         self._lost = asyncio.Event()
         self._receiver: asyncio.Future[None] | None = None
@@ -111,6 +112,11 @@ class AsyncioLink(asyncio.BufferedProtocol):
     def closed(self) -> bool:
         """See `Link`."""
         return self._error is not None
+
+    @property
+    def was_left(self) -> bool:
+        """See `Link`."""
+        return self._was_left
 
     @property
     def was_cut_off(self) -> bool:
@@ -334,6 +340,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         """
         if self._error is not None:
             return
+        self._was_left = is_regular
         if self._peer is not None and self._options.traffic is not None:
             self._options.traffic.down(self._peer, self._meter, failed=not is_regular)
         who = f"{self._peer.name} ({self._peer_address})" if self._peer else self._peer_address

@@ -117,6 +117,10 @@ class Link(Protocol):
     def closed(self) -> bool:
         """Whether the link has ended: nothing can be sent any more."""
 
+    @property
+    def was_left(self) -> bool:
+        """Whether one side has ended it with a BYE."""
+
     def send(self, *frames: Frame) -> None:
         """Hand `frames` to the transport in one go, without copying or waiting.
 

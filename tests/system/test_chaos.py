@@ -11,7 +11,6 @@ from support.chaos.lab import Lab
 from support.chaos.ledger import Entry
 from support.chaos.rounds import Rounds
 
-from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.transport.loop import run
 
@@ -29,16 +28,14 @@ def test_no_fault_changes_a_text_or_leaves_anything_behind(tmp_path: Path) -> No
         lab = Lab(tmp_path, N_NODES, random.Random(0))
         try:
             await lab.start()
-            async with connect(lab.places[0].address) as client:
-                rounds = Rounds(
-                    lab,
-                    client,
-                    0,
-                    model=DEFAULT_MODEL_NAME,
-                    n_streams=N_STREAMS,
-                    n_tokens=N_TOKENS,
-                    return_s=0.0,
-                )
+            async with Rounds(
+                lab,
+                0,
+                model=DEFAULT_MODEL_NAME,
+                n_streams=N_STREAMS,
+                n_tokens=N_TOKENS,
+                return_s=0.0,
+            ) as rounds:
                 await rounds.record_undisturbed()
                 for seed in SEEDS:
                     [drawn] = islice(draw_rounds(seed, N_NODES, moments=MOMENTS), 1)

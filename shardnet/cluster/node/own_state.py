@@ -39,7 +39,7 @@ class OwnState:
             stage = StageInfo(
                 model=loaded.order.model,
                 layers=(layers.start, layers.end),
-                rank=membership.rank if membership else 0,
+                rank=None if membership is None or membership.is_over else membership.rank,
             )
         return NodeInfo(
             node=self.settings.node,

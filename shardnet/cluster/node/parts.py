@@ -181,6 +181,7 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
         asked_threads=settings.threads,
         local_nodes=settings.local_nodes,
         watch=peers.links.watch,
+        latest=peers.links.latest,
         log=settings.log,
     )
     own = OwnState(settings=settings, advertisement=links.advertisement, host=host, orders=orders)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -18,13 +18,15 @@ from typing import Final
 from shardnet.cluster.peers.control_link import ControlLink, Handler
 from shardnet.cluster.peers.rtt_probe import N_PINGS, ping
 from shardnet.cluster.peers.supervision import supervised
-from shardnet.errors import LinkError, ShardnetError
+from shardnet.errors import LinkError, PeerSilentError, ShardnetError
 from shardnet.transport.link import Link
 from shardnet.types import NodeId
 from shardnet.wire.messages.membership import PeersKnown
 
 MAX_PEERS: Final = 32
 """Largest number of peers with a link to this node."""
+AGAIN_S: Final = 0.5
+"""How long a peer whose last link broke is dialled again before it counts as lost."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,7 +59,7 @@ class PeerLinks:
 
     `retire_s`: how long (s) a link that is not needed stays open at least. `ping_s`: interval (s)
     between measurements of the round trip. `on_gone` is called with a node whose last link has
-    ended.
+    ended. `dial_again` opens a link to a node and calls `up` for it.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class PeerLinks:
         ping_s: float,
         log: Callable[[str], None],
         on_gone: Callable[[NodeId], None],
+        dial_again: Callable[[NodeId], Awaitable[None]],
     ) -> None:
         self._node = node
         self._handler = handler
@@ -78,7 +81,10 @@ class PeerLinks:
         self._ping_s = ping_s
         self._log = log
         self._on_gone = on_gone
+        self._dial_again = dial_again
         self._peers: dict[NodeId, _Peer] = {}
+        self._broken: dict[NodeId, _Peer] = {}
+        """Those whose last link broke just now, and which are dialled again."""
         self._closing = False
 
     def __contains__(self, node: NodeId) -> bool:
@@ -128,6 +134,8 @@ class PeerLinks:
             raise LinkError(
                 f"{link.peer.name} ({link.peer_address}): refused, this node has {MAX_PEERS} peers"
             )
+        if peer is None and (peer := self._broken.pop(node, None)) is not None:
+            self._peers[node] = peer
         smaller = self._node < node
         peer_link = PeerLink(
             control=ControlLink(link, self._handler), by_smaller=bool(dialled_at) == smaller
@@ -146,9 +154,11 @@ class PeerLinks:
     ) -> Callable[[], None]:
         """Call `on_lost` once when the last link to the node of `control` ends, with its error.
 
-        Calls it at once if that has happened. Returns a function that ends the watch.
+        One that broke is dialled again before that. Calls it at once if that has happened. Returns
+        a function that ends the watch.
         """
-        peer = self._peers.get(NodeId(control.link.peer.node))
+        node = NodeId(control.link.peer.node)
+        peer = self._peers.get(node) or self._broken.get(node)
         if peer is None:
             on_lost(control.ended or LinkError(f"{control.peer_name}: the link has ended"))
             return lambda: None
@@ -206,8 +216,26 @@ class PeerLinks:
         if peer.links:
             return
         del self._peers[node]
+        name, link = peer_link.control.link.peer.name, peer_link.control.link
+        if peer.watchers and not (self._closing or link.was_left or _took_long(error)):
+            self._broken[node] = peer
+            self._tasks.create_task(self._try_again(node, name, peer, error))
+        else:
+            self._lose(node, name, peer, error)
+
+    async def _try_again(self, node: NodeId, name: str, peer: _Peer, error: ShardnetError) -> None:
+        """Dial a node whose last link broke, once; it is lost if no link comes up of that."""
+        with contextlib.suppress(ShardnetError, TimeoutError):
+            async with asyncio.timeout(AGAIN_S):
+                await self._dial_again(node)
+        if self._broken.get(node) is peer:
+            del self._broken[node]
+            self._lose(node, name, peer, error)
+
+    def _lose(self, node: NodeId, name: str, peer: _Peer, error: ShardnetError) -> None:
+        """Tell whoever watches that no link to a node is left."""
         if not self._closing:
-            self._log(f"node {peer_link.control.link.peer.name} is gone: {error}")
+            self._log(f"node {name} is gone: {error}")
         for on_lost in tuple(peer.watchers):
             on_lost(error)
         self._on_gone(node)
@@ -220,3 +248,8 @@ class PeerLinks:
             while True:
                 await asyncio.sleep(self._ping_s)
                 peer_link.rtts_s.append(await ping(peer_link.control))
+
+
+def _took_long(error: ShardnetError) -> bool:
+    """Whether there is no time left to dial again: nothing has come for long."""
+    return isinstance(error, PeerSilentError)

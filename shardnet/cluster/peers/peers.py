@@ -134,6 +134,7 @@ class Peers:
             ping_s=self._times.ping_s,
             log=log,
             on_gone=self._gone,
+            dial_again=self._dial_again,
         )
         """The links that are up."""
         self._node_at: dict[str, NodeId] = {}
@@ -364,6 +365,13 @@ class Peers:
             return
         with contextlib.suppress(LinkError):  # too many peers by now
             self._link_up(link, dialled_at=address)
+
+    async def _dial_again(self, node: NodeId) -> None:
+        """Open another link to a node whose last one broke. Raises as `dial`, and as `_link_up`."""
+        address = self.address_of(node)
+        if not address:
+            raise LinkError("no address of that node is known")
+        self._link_up(await self._dial(address), dialled_at=address)
 
     def _order(self, addresses: Iterable[str]) -> tuple[str, ...]:
         """Sort a node's addresses into the order in which to dial them."""

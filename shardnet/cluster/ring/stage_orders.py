@@ -44,7 +44,8 @@ Watch = Callable[[ControlLink, Callable[[ShardnetError], None]], Callable[[], No
 class StageOrders:
     """Carries orders out on `host`, with weights that `sharing` brings.
 
-    `asked_threads` 0 means a share of the machine's cores. `watch` reports that a head is lost.
+    `asked_threads` 0 means a share of the machine's cores. `watch` reports that a head is lost,
+    `latest` returns the link that has replaced one to it.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class StageOrders:
         asked_threads: int,
         local_nodes: LocalNodes,
         watch: Watch,
+        latest: Callable[[ControlLink], ControlLink],
         log: Callable[[str], None],
     ) -> None:
         self._host = host
@@ -64,6 +66,7 @@ class StageOrders:
         self._asked_threads = asked_threads
         self._local_nodes = local_nodes
         self._watch = watch
+        self._latest = latest
         self._stop_watching: Callable[[], None] = lambda: None
         self._log = log
 
@@ -127,8 +130,9 @@ class StageOrders:
                 )
 
         def broken(error: ShardnetError, silent: NodeId | None) -> None:
-            if not control.link.closed:
-                control.send(
+            head = self._latest(control)
+            if not head.link.closed:
+                head.send(
                     RingBroken(
                         ring=message.ring,
                         epoch=message.epoch,

@@ -39,11 +39,11 @@ MAX_MODELS_LISTED: Final = 64
 
 
 class StageInfo(Strict, frozen=True, kw_only=True):
-    """The stage that a node runs."""
+    """The stage that a node has loaded. `rank` is null where its ring is over."""
 
     model: PathText
     layers: Layers
-    rank: Rank
+    rank: Rank | None
 
 
 class NodeInfo(Strict, frozen=True, kw_only=True):

@@ -44,6 +44,8 @@ def test_nodes_are_lines_and_long_parts_stand_alone() -> None:
     assert "b" * 40 in shown
     assert "    NVIDIA GeForce RTX 3090" in shown
     assert f"    rank 0, layers 0-15 of {STAGE.model}" in shown
+    over = msgspec.structs.replace(NODE, stage=msgspec.structs.replace(STAGE, rank=None))
+    assert f"    in no ring, layers 0-15 of {STAGE.model}" in node_lines([over], 80)
     assert len(node_lines(nodes, None)) == 4
 
 

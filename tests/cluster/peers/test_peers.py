@@ -382,6 +382,27 @@ def test_a_lost_node_is_gone_at_once_and_whoever_watches_is_told_once() -> None:
     asyncio.run(main())
 
 
+def test_a_link_that_breaks_is_dialled_again_before_its_node_counts_as_lost() -> None:
+    """One that is closed with a goodbye is not: who leaves is lost at once."""
+
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            lost: list[ShardnetError] = []
+            control = await a.peers.link_to(b.address)
+            a.peers.links.watch(control, lost.append)
+            control.link.abort("bytes have changed on their way")
+            await a.until(lambda: a.peers.links.link_of(b.node) not in (None, control))
+            assert (lost, a.said("is gone"), a.report("b").is_linked) == ([], 0, True)
+            again = a.peers.links.latest(control)
+            assert not again.link.closed
+            n_dialled = len(a.town.dialled)
+            await b.peers.close()
+            await a.until(lambda: a.said("b is gone") == 1)
+            assert (len(lost), len(a.town.dialled)) == (1, n_dialled)
+
+    asyncio.run(main())
+
+
 def test_a_partition_heals_by_itself() -> None:
     async def main() -> None:
         async with town("a", "b", "c") as (a, b, c):

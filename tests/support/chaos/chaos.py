@@ -19,7 +19,6 @@ from support.chaos.rounds import Rounds
 from support.chaos.simulate import SIMULATIONS, run_schedules
 from support.system.warm_start import is_possible, server
 
-from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.transport.loop import run
 from shardnet_cli.commands import nodes
@@ -65,6 +64,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None, help="what draws the faults")
     parser.add_argument("--minutes", type=float, default=5.0, help="how long (default 5)")
     parser.add_argument("--rounds", type=int, default=None, help="at most so many rounds")
+    parser.add_argument("--faults", type=int, default=None, help="at most so many faults")
     parser.add_argument("--only", type=int, nargs="*", help="only the rounds of these numbers")
     parser.add_argument("--nodes", type=int, default=4, help="how many nodes (default 4)")
     parser.add_argument("--streams", type=int, default=8, help="requests at once (default 8)")
@@ -88,18 +88,12 @@ async def _run(asked: argparse.Namespace, folder: Path) -> tuple[list[Entry], li
     lab = Lab(folder, asked.nodes, random.Random(asked.seed))
     try:
         await lab.start()
-        async with connect(lab.places[0].address) as client:
-            rounds = Rounds(
-                lab,
-                client,
-                asked.seed,
-                model=asked.model,
-                n_streams=asked.streams,
-                n_tokens=asked.tokens,
-            )
+        async with Rounds(
+            lab, asked.seed, model=asked.model, n_streams=asked.streams, n_tokens=asked.tokens
+        ) as rounds:
             await rounds.record_undisturbed()
             print(f"seed {asked.seed}, undisturbed texts recorded\n{HEAD}", flush=True)
-            ends = time.monotonic() + 60 * asked.minutes
+            ends, n_faults = time.monotonic() + 60 * asked.minutes, 0
             for drawn in islice(
                 draw_rounds(asked.seed, asked.nodes, moments=moments), asked.rounds
             ):
@@ -107,8 +101,9 @@ async def _run(asked: argparse.Namespace, folder: Path) -> tuple[list[Entry], li
                     break
                 if asked.only and drawn.number not in asked.only:
                     continue
-                if time.monotonic() > ends:
+                if time.monotonic() > ends or n_faults >= (asked.faults or n_faults + 1):
                     break
+                n_faults += len(drawn.faults)
                 entry = await rounds.run(drawn)
                 entries.append(entry)
                 print(entry.row, flush=True)

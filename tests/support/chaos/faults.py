@@ -25,6 +25,8 @@ class Kind(Enum):
     FLIP = "bytes flipped"
     DISK = "disk full"
     CLOCK = "clock jumped"
+    DRAIN = "drained and started again"
+    HEAD = "head killed"
 
 
 class Moment(Enum):
@@ -50,11 +52,17 @@ SECONDS: dict[Kind, tuple[float, ...]] = {
     Kind.FLIP: (0.0,),
     Kind.DISK: (5.0,),
     Kind.CLOCK: (5.0,),
+    Kind.DRAIN: (0.0,),
+    Kind.HEAD: (0.0,),
 }
-"""How long each kind may last; 0 for what happens in a moment."""
+"""How long each kind may last, unless all texts have ended before; 0 for a moment."""
 
 CLOCK_JUMPS_S = (-86_400.0, -60.0, 60.0, 86_400.0)
-WEIGHTS: dict[Kind, int] = dict.fromkeys(Kind, 1) | {Kind.KILL: 5, Kind.FREEZE: 2}
+LONE: dict[Kind, int] = {Kind.DRAIN: 2, Kind.HEAD: 1}
+"""What happens alone only, while texts run."""
+WEIGHTS: dict[Kind, int] = {
+    kind: {Kind.KILL: 5, Kind.FREEZE: 2}.get(kind, 1) for kind in Kind if kind not in LONE
+}
 PLANS: dict[tuple[Moment, ...], int] = {
     (Moment.RUNNING,): 12,
     (Moment.LOADING,): 3,
@@ -64,7 +72,7 @@ PLANS: dict[tuple[Moment, ...], int] = {
     (Moment.DRAINING,): 2,
 }
 """How often each sequence of moments is drawn, among as many."""
-ENDING = frozenset({Kind.KILL})
+ENDING = frozenset({Kind.KILL, Kind.HEAD})
 """What ends a node: it has to be started again."""
 
 
@@ -99,6 +107,11 @@ class Round:
     faults: tuple[Fault, ...]
     after_tokens: int
 
+    @property
+    def is_headless(self) -> bool:
+        """Whether it ends the node that clients ask: then each request fails by name."""
+        return any(fault.kind is Kind.HEAD for fault in self.faults)
+
 
 def shortened(drawn: Round, longest_s: float, most_tokens: int) -> Round:
     """Make a round of one whose faults last no longer, and begin after fewer tokens."""
@@ -112,7 +125,7 @@ def shortened(drawn: Round, longest_s: float, most_tokens: int) -> Round:
 def draw_rounds(
     seed: int, n_nodes: int, *, moments: frozenset[Moment] = frozenset(Moment)
 ) -> Iterator[Round]:
-    """Draw rounds without end. Node 0 is the head, and no victim. Draws only from `moments`.
+    """Draw rounds without end. Node 0 is the head, the victim of one kind. Draws from `moments`.
 
     A round is drawn from its own number, so that one of them can be run again alone.
     """
@@ -133,7 +146,9 @@ def draw_round(
     for place, moment in enumerate(plan):
         again = moment is Moment.AGAIN
         victim = faults[0].victim if again else victims[place % len(victims)]
-        [kind] = chance.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        weights = WEIGHTS | LONE if plan == (Moment.RUNNING,) else WEIGHTS
+        [kind] = chance.choices(list(weights), list(weights.values()))
+        victim = 0 if kind is Kind.HEAD else victim
         if moment is Moment.RECOVERING or plan[place + 1 : place + 2] == (Moment.RECOVERING,):
             kind = Kind.KILL if place == 0 else kind  # so that there is a recovery
         if again or plan[place + 1 : place + 2] == (Moment.AGAIN,):

@@ -85,6 +85,7 @@ class Lab:
         targets = {place.number: (place.host, place.port) for place in self.places}
         self.switch = Switch(host, targets, chance)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lifts = asyncio.Event()
 
     @property
     def addresses(self) -> list[str]:
@@ -204,6 +205,8 @@ class Lab:
         assert victim.process is not None
         if fault.kind in ENDING:
             await self.kill(fault.victim)
+        elif fault.kind is Kind.DRAIN:
+            await self.drain(fault.victim)
         elif fault.kind is Kind.FLIP:
             for way in self.switch.ways(fault.victim, fault.other, inward=fault.inward):
                 way.to_flip = FLIPPED
@@ -215,14 +218,18 @@ class Lab:
             await begun.wait()
 
     async def until_lifted(self) -> None:
-        """Wait until no fault lasts any more."""
+        """Have no fault last any more, and wait for that."""
+        self._lifts.set()
         while self._tasks:
             await asyncio.gather(*self._tasks)
+        self._lifts.clear()
 
     async def _last(self, fault: Fault, begun: asyncio.Event) -> None:
         async with self._inflicted(fault):
             begun.set()
-            await asyncio.sleep(fault.seconds)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(fault.seconds):
+                    await self._lifts.wait()
 
     @contextlib.asynccontextmanager
     async def _inflicted(self, fault: Fault) -> AsyncIterator[None]:

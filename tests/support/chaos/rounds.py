@@ -15,11 +15,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from support.chaos.faults import Fault, Moment, Round
-from support.chaos.lab import Lab, differences
+from support.chaos.lab import Lab, Place, differences
 from support.chaos.ledger import DIFFERS, EQUAL, NAMED, SILENT, Entry
-from support.chaos.streams import Heard, listen_to_all, make_prompts
+from support.chaos.streams import Heard, listen, listen_to_all, make_prompts
 
 from shardnet.api import Client, ModelChoice
+from shardnet.api.client import connect
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.membership import StatusReply
 
@@ -27,8 +28,11 @@ SILENCE_S = 120.0
 """How long nothing at all may come, of any request, before they count as hanging."""
 WHOLE_S = 120.0
 """How long all nodes may take to be linked and to have a ring again."""
-RETURN_S = 3.0
-"""How long a node that is back may take to be used again by itself."""
+RETURN_S = 6.0
+"""How long a node that is back for the first time may take to be used again by itself; those that
+are lost again and again wait longer than anybody waits for here."""
+HEADLESS_S = 10.0
+"""How long clients of a head that has ended may wait for a named error, and its slots be taken."""
 REST_S = 30.0
 """How long what is left of a recovery may take to be gone."""
 BACK_S = 1.0
@@ -81,12 +85,16 @@ class Watch:
 
 
 class Rounds:
-    """Runs rounds over the nodes of a lab with `n_streams` requests of about `n_tokens` each."""
+    """Runs rounds over the nodes of a lab with `n_streams` requests of about `n_tokens` each.
+
+    They run within its context.
+    """
+
+    _client: Client
 
     def __init__(
         self,
         lab: Lab,
-        client: Client,
         seed: int,
         *,
         model: str,
@@ -96,12 +104,26 @@ class Rounds:
     ) -> None:
         self._return_s = return_s
         self._lab = lab
-        self._client = client
+        self._connection = contextlib.AsyncExitStack()
         self._seed = seed
         self._prompts = make_prompts(n_streams, n_tokens)
         self._choice = ModelChoice(model=model, nodes=lab.addresses, dtype="float32")
         self.undisturbed: list[Heard] = []
         self._opened: dict[tuple[int, int], dict[str, int]] = {}
+
+    async def __aenter__(self) -> Rounds:
+        await self._connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._connection.aclose()
+
+    async def _connect(self) -> None:
+        """Connect to the head, which may be another process than before."""
+        with contextlib.suppress(ShardnetError):
+            await self._connection.aclose()
+        connecting = connect(self._lab.places[0].address)
+        self._client = await self._connection.enter_async_context(connecting)
 
     async def record_undisturbed(self) -> None:
         """Have every request's text without any fault, twice, and what nodes have open then."""
@@ -140,9 +162,12 @@ class Rounds:
         if is_silent:
             outcomes = Counter({SILENT: len(heard)})
             wrong.append(f"nothing came for {SILENCE_S:g} s")
-        errors = Counter(str(one.error) for one in heard if one.error is not None)
-        wrong += [f"{n} times: {error}" for error, n in errors.items()]
         first = min(inflicted, default=0.0)
+        if drawn.is_headless and inflicted:
+            wrong += await self._headless(heard, first)
+        else:
+            errors = Counter(str(one.error) for one in heard if one.error is not None)
+            wrong += [f"{n} times: {error}" for error, n in errors.items()]
         told = [at for one in heard for at in one.recovering_at if at >= first]
         told += [one.ended_at for one in heard if one.error is not None]
         log = self._head_log[log_before:]
@@ -162,6 +187,7 @@ class Rounds:
             parts=read_parts(log),
             whole_s=whole_s,
             returned=returned,
+            is_headless=drawn.is_headless,
             wrong=tuple(wrong),
         )
 
@@ -221,6 +247,35 @@ class Rounds:
 
     # --- afterwards
 
+    async def _headless(self, heard: Sequence[Heard], ended_at: float) -> list[str]:
+        """What is wrong once the head has ended: its nodes are free, and another one leads them."""
+        wrong = []
+        waited_s = max(one.ended_at for one in heard) - ended_at
+        if waited_s > HEADLESS_S:
+            wrong.append(f"clients were told {waited_s:.1f} s after the head had ended")
+        others = self._lab.places[1:]
+        while n_taken := await self._n_sequences(others):
+            if time.monotonic() > ended_at + HEADLESS_S:
+                wrong.append(f"{n_taken} sequences of a head that has ended are still open")
+                break
+            await asyncio.sleep(0.1)
+        addresses = [one.address for one in others]
+        choice = ModelChoice(model=self._choice.model, nodes=addresses, dtype="float32")
+        async with connect(addresses[0]) as client:
+            told = await listen(client, self._prompts[0], choice)
+            difference = told.difference(self.undisturbed[0])
+            if told.error is not None or difference:
+                wrong.append(f"another head: {told.error or difference}")
+            with contextlib.suppress(ShardnetError):
+                await client.unload()
+        self._opened.pop((others[0].number, others[0].n_starts), None)  # a head has more threads
+        return wrong
+
+    async def _n_sequences(self, places: Sequence[Place]) -> int:
+        """Sequences that are open on the stages of some nodes."""
+        counts = [await self._lab.order(place.number, "count") for place in places]
+        return sum(count["sequences"] for count in counts)
+
     async def _heal(self, wrong: list[str]) -> tuple[float, str]:
         """Start what was killed; have all nodes in one ring. Returns seconds, and who saw to it."""
         began = time.monotonic()
@@ -231,7 +286,11 @@ class Rounds:
                 wrong.append(f"{place.name} ended by itself: {place.process.log[-2000:]}")
                 await self._lab.kill(place.number)
             await self._lab.start_node(place.number)
-        returned = "by itself" if await self._is_whole(self._return_s) else "by a new ring"
+        if self._lab.places[0] in ended:
+            await self._connect()
+        is_first = max(place.n_starts for place in self._lab.places) <= 2
+        patience_s = self._return_s if is_first else 0.0
+        returned = "by itself" if await self._is_whole(patience_s) else "by a new ring"
         if returned != "by itself":
             await self._make_whole()
         return time.monotonic() - began, returned
