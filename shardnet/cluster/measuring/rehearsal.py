@@ -7,12 +7,13 @@ steps compute.
 from __future__ import annotations
 
 import asyncio
-import socket
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import aclosing, closing
+from contextlib import aclosing
 
+from shardnet.errors import ShardnetError
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.requests import GenerationRequest, TokenGenerated
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
@@ -20,7 +21,9 @@ from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.worker import StageWorker
+from shardnet.transport.link import Link
 from shardnet.transport.loop import run
+from shardnet.transport.memory import memory_pair
 from shardnet.types import (
     BLOCK_POSITIONS,
     Epoch,
@@ -29,13 +32,16 @@ from shardnet.types import (
     SlotOperation,
     WireDType,
 )
-from shardnet.wire.messages.control import control_frame
+from shardnet.wire.messages.control import control_frame, read_control
 from shardnet.wire.messages.generation import TextPiece
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
 _CONTEXT = 2**16
 """More tokens than a measurement makes."""
 _TOKEN = 1
-_DRAINED_BYTES = 2**16
+_HELLO = Hello(
+    purpose=Purpose.CONTROL, role=PeerRole.NODE, node="rehearsal", name="rehearsal", version=""
+)
 
 
 def rehearse(step: Callable[[], bool], *, on_any_thread: bool, set_up: Callable[[], None]) -> float:
@@ -141,20 +147,29 @@ async def _generate(compute: _Rehearsed, set_up: Callable[[], None]) -> None:
         stops_by_text=False,
     )
     working = asyncio.create_task(worker.run())
-    here, there = socket.socketpair()
+    here, there = await memory_pair(_HELLO, _HELLO)
+    reading = asyncio.create_task(_read(there))
     try:
-        with closing(here), closing(there):
-            async with aclosing(engine.generate(request)) as events:
-                async for event in events:
-                    if compute.is_done:
-                        break
-                    if isinstance(event, TokenGenerated):
-                        here.send(bytes(control_frame(_piece(event)).meta))
-                        there.recv(_DRAINED_BYTES)
+        async with aclosing(engine.generate(request)) as events:
+            async for event in events:
+                if compute.is_done:
+                    break
+                if isinstance(event, TokenGenerated):
+                    here.send(control_frame(_piece(event)))
+                    await here.drain(shared=True)
     finally:
+        here.abort("the rehearsal is over")
         working.cancel()
-        await asyncio.wait([working])
+        await asyncio.wait([working, reading])
+        await asyncio.gather(here.close(), there.close())
         executor.join()
+
+
+async def _read(link: Link) -> None:
+    """Read as a client does, until the link ends."""
+    with contextlib.suppress(ShardnetError):
+        while True:
+            read_control(await link.receive())
 
 
 def _piece(event: TokenGenerated) -> TextPiece:
