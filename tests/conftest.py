@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from shardnet.runtime.scheduling.step_cost import StepCost
+from shardnet.transport.loop import loop_factory
 
 for _profile, _max_examples in (("shardnet", 30), ("soak", 400)):
     hypothesis.settings.register_profile(
@@ -33,6 +34,9 @@ for _profile, _max_examples in (("shardnet", 30), ("soak", 400)):
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
 hypothesis.settings.load_profile("shardnet")  # scripts/soak takes the other one
+
+if (_uvloop := loop_factory()) is not None:
+    _uvloop().close()  # its first loop opens a pipe that the process keeps
 
 # While tests are collected, nearly all that is made stays: to look for the rest takes 2 s.
 gc.disable()

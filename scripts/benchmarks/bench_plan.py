@@ -71,15 +71,15 @@ def main() -> None:
 
 def _row(case: Case, n_rounds: int) -> dict[str, object]:
     runs = [run(_one_round(case)) for _ in range(n_rounds)]
+    ranks = range(case.n_stages)
     predicted_tok_s = [told.plan.predicted_tok_s or 0.0 for told in runs]
     tok_s = [told.timing.decode_tok_s for told in runs]
     return {
         "checkpoint": case.checkpoint.name,
         "stages": case.n_stages,
-        "predicted_compute_ms": [_median(_planned(runs, rank)) for rank in range(case.n_stages)],
+        "predicted_compute_ms": [_median(_planned(runs, rank)) for rank in ranks],
         "compute_ms": [
-            _median([told.timing.per_stage[rank].compute_ms for told in runs])
-            for rank in range(case.n_stages)
+            _median([told.timing.per_stage[rank].compute_ms for told in runs]) for rank in ranks
         ],
         "predicted_hop_ms": _median([told.plan.stages[0].hop_ms or 0.0 for told in runs]),
         "hop_ms": _median([told.timing.per_stage[0].wire_ms for told in runs]),
@@ -89,6 +89,11 @@ def _row(case: Case, n_rounds: int) -> dict[str, object]:
         "predicted_to_measured": [
             round(a / b, 3) for a, b in zip(predicted_tok_s, tok_s, strict=True)
         ],
+        "compute_to_predicted": [
+            round(_compute_ms(told) / sum(_planned([told], rank)[0] for rank in ranks), 3)
+            for told in runs
+        ],
+        "measured_undisturbed": [all(each.is_steady for each in told.plan.nodes) for told in runs],
     }
 
 
@@ -106,6 +111,10 @@ async def _one_round(case: Case) -> LastRun:
 
 def _planned(runs: Sequence[LastRun], rank: int) -> list[float]:
     return [told.plan.stages[rank].compute_ms or 0.0 for told in runs]
+
+
+def _compute_ms(told: LastRun) -> float:
+    return sum(stage.compute_ms for stage in told.timing.per_stage)
 
 
 def _median(values: Sequence[float]) -> float:

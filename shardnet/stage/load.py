@@ -27,6 +27,7 @@ from shardnet.model.kernels.linear import MAX_EXACT_ROWS, KernelChoice
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes, streamed_layers
 from shardnet.stage.estimate.packed_sizes import packed_sizes
 from shardnet.stage.estimate.stored_dtype import check_streamable, stored_dtype, weight_form
+from shardnet.stage.kept_linears import KeptLinears
 from shardnet.stage.pack_cache import PackCache
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.tensor_reader import Progress
@@ -50,14 +51,16 @@ def load_stage(
     kv_dtype: KvDType = KvDType.AUTO,
     n_streamed: int = 0,
     capture: Capture | None = None,
+    kept: KeptLinears | None = None,
 ) -> StageModel:
     """Load `layers` onto `device`, with the embedding in the first stage and the head in the last.
 
     `room_blocks` is the capacity of the KV cache in blocks of 256 positions, `kv_dtype` its dtype,
     `context` the limit of positions per sequence (None: the model's, at most 8192). `packs` caches
     quantised weights, which may be written while the stage computes already. `n_streamed` layers
-    stay on disk. `capture` is that of load_family_stage. `progress` is called with (bytes done,
-    bytes in total) after every part; an exception it raises aborts the loading and releases
+    stay on disk. `capture` is that of load_family_stage. `kept` are linears of a stage of the same
+    model, loaded with the same choice: they are taken from there. `progress` is called with (bytes
+    done, bytes in total) after every part; an exception it raises aborts the loading and releases
     everything.
 
     Raises CheckpointError for tensors that do not match the config, UsageError for layers that the
@@ -77,7 +80,7 @@ def load_stage(
         capacity_error_for(too_much, remedy="give the node fewer layers"),
     ):
         tensors = stage_tensors(config, layers)
-        weights = StageWeights(checkpoint, tensors, choice, device, progress, packs, streamed)
+        weights = StageWeights(checkpoint, tensors, choice, device, progress, packs, streamed, kept)
         with weights.writer:
             family = load_family_stage(config, layers, weights, context, dtype, device, capture)
     kv = _kv_cache(config, layers, dtype, device, room_blocks, kv_dtype)
@@ -100,6 +103,7 @@ def load_stage(
         weight_bytes=stage_weight_bytes(config, layers, form, weights.stream.n_layers),
         stream=weights.stream,
         writer=weights.writer,
+        linears=weights.made,
     )
 
 

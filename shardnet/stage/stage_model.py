@@ -18,6 +18,7 @@ from shardnet.model.families.family import FamilyStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.layers.attention import ForwardStep, plan_step
+from shardnet.stage.kept_linears import KeptLinears
 from shardnet.stage.pack_writer import PackWriter
 from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.types import LayerRange, MicroBatch, RoutingShape, SlotId
@@ -47,8 +48,11 @@ class StageModel:
         weight_bytes: int,
         stream: LayerStream,
         writer: PackWriter,
+        linears: KeptLinears | None = None,
     ) -> None:
         self._family = family
+        self.linears = linears
+        """Its linears for a stage that comes after this one, None for nothing."""
         self._writer = writer
         self._stream = stream
         self._config = config

@@ -34,6 +34,7 @@ from shardnet.model.kernels.panels import Panels
 from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PanelTable, PlainTable, Table
+from shardnet.stage.kept_linears import KeptLinears, LinearKey
 from shardnet.stage.pack_cache import PackCache
 from shardnet.stage.pack_writer import PackWriter
 from shardnet.stage.packed_weights import JoinedLinear, make_panels, stream_panels
@@ -58,10 +59,12 @@ class StageWeights:
         progress: Progress,
         packs: PackCache | None = None,
         streamed: Sequence[int] = (),
+        kept: KeptLinears | None = None,
     ) -> None:
         """Check every tensor of the stage by its header, before any is read.
 
-        Linears of the `streamed` layers, absolute numbers, stay on disk: `stream` reads them.
+        Linears of the `streamed` layers, absolute numbers, stay on disk: `stream` reads them. Those
+        that are `kept` of the stage before are not made again; the others there are dropped.
         Raises CheckpointError as TensorReader does.
         """
         self._choice = choice
@@ -78,6 +81,15 @@ class StageWeights:
         self._tables: dict[str, Panels] = {}
         """Packed tables that the LM head multiplies with too."""
         self._tests = _BatchInvarianceTests(choice.exact_rows, device)
+        self._tied = tensors.embedding.keys() & self._head
+        self._kept = kept or KeptLinears(exact_rows=choice.exact_rows)
+        self._kept.drop_others(tensors.all.keys() - self._streamed.keys())
+        self._made: dict[LinearKey, Linear] = {}
+
+    @property
+    def made(self) -> KeptLinears:
+        """The linears so far that stay in memory, and are of no table."""
+        return KeptLinears(exact_rows=self._tests.exact_rows, linears=self._made)
 
     @property
     def exact_rows(self) -> int:
@@ -96,8 +108,33 @@ class StageWeights:
         `wide`: also compute in float32, whatever the compute dtype. Raises CheckpointError for a
         file that cannot be read, CapacityError if memory, or the cache of streamed layers, is full.
         """
+        key = LinearKey(names=names, transposed=transposed, precise=precise, wide=wide)
         weights = [f"{name}.weight" for name in names]
         biases = [f"{name}.bias" for name in names if self._reader.has(f"{name}.bias")]
+        is_kept = weights[0] not in self._streamed and weights[0] not in self._tied
+        if is_kept and key in self._kept.linears:
+            linear = self._kept.linears.pop(key)
+            self._tests.take_over(linear, self._kept.exact_rows)
+            self._reader.skip([*weights, *biases])
+        else:
+            linear = self._new_linear(
+                names, weights, biases, transposed=transposed, precise=precise, wide=wide
+            )
+        if is_kept:
+            self._made[key] = linear
+        self._reader.report()
+        return linear
+
+    def _new_linear(
+        self,
+        names: Sequence[str],
+        weights: Sequence[str],
+        biases: Sequence[str],
+        *,
+        transposed: bool,
+        precise: bool,
+        wide: bool,
+    ) -> Linear:
         choice, kind, layer = self._choice, None, None
         if wide:
             choice = self._wide
@@ -116,8 +153,6 @@ class StageWeights:
             linear = make_linear(choice, whole, bias, self._device)
             del whole
             self._tests.test(names[0], linear, choice)
-        del bias
-        self._reader.report()
         return linear
 
     def _stays_packed(self, weights: Sequence[str], *, precise: bool) -> bool:
@@ -347,6 +382,11 @@ class _BatchInvarianceTests:
             return False
         self._seen.add(key)
         return True
+
+    def take_over(self, linear: Linear, exact_rows: int) -> None:
+        """Count a linear that was tested before, with others: up to `exact_rows` rows are alike."""
+        self.all_native = self.all_native and linear.is_native
+        self.exact_rows = min(self.exact_rows, exact_rows)
 
     def test(self, name: str, linear: Linear, choice: KernelChoice) -> None:
         """Test a linear, unless one of its kind was tested."""

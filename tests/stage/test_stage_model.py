@@ -4,6 +4,7 @@ import gc
 import shutil
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, CheckpointError, UsageError
 from shardnet.model.families.stage_tensors import canonical_name, stage_tensors
 from shardnet.model.kernels.linear import KernelChoice
+from shardnet.stage.kept_linears import KeptLinears
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
 from shardnet.types import ANY_ROWS, BLOCK_POSITIONS, DType, LayerRange, SlotId
@@ -53,6 +55,7 @@ def load(
     room_blocks: int = 8,
     context: int | None = None,
     progress: Callable[[int, int], None] = ignore_progress,
+    kept: KeptLinears | None = None,
 ) -> StageModel:
     checkpoint = folder if isinstance(folder, Checkpoint) else Checkpoint.open(folder)
     return load_stage(
@@ -63,6 +66,7 @@ def load(
         room_blocks=room_blocks,
         progress=progress,
         context=context,
+        kept=kept,
     )
 
 
@@ -101,6 +105,36 @@ class TestLoading:
         assert seen[-1] == (total, total)
         assert {total_bytes for _, total_bytes in seen} == {total}
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+    @pytest.mark.parametrize("end", [3, 4])
+    def test_a_stage_that_grows_makes_linears_of_new_layers_only(
+        self, folder: Path, end: int
+    ) -> None:
+        """What it had it takes over, but for a head that is a table too; its bits are the same."""
+        kept = load(folder, LayerRange(1, end)).linears
+        assert kept is not None
+        kept.linears |= {
+            replace(key, names=("gone",)): linear for key, linear in [*kept.linears.items()][:1]
+        }
+        before = dict(kept.linears)
+        seen: list[tuple[int, int]] = []
+        checkpoint, again = Checkpoint.open(folder), Checkpoint.open(folder)
+        grown = LayerRange(0, end)
+        stage = load(
+            checkpoint, grown, kept=kept, progress=lambda done, total: seen.append((done, total))
+        )
+        whole = load(again, grown)
+        assert stage.linears is not None
+        after = stage.linears.linears
+        taken = [key for key in before if after.get(key) is before[key]]
+        assert len(taken) >= len(before) - 2
+        assert [key for key in taken if key.names == ("gone",)] == []
+        assert seen[-1][0] == seen[-1][1]
+        assert sum(checkpoint.bytes_read.values()) < sum(again.bytes_read.values()) / 1.5
+        assert stage.exact_rows == whole.exact_rows
+        prompt = random_prompt(12, 300)
+        wanted, got = (StageChain([each]).prefill(0, prompt) for each in (whole, stage))
+        assert torch.equal(wanted, got)
 
     def test_cancelling_leaves_nothing(self, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         made: list[weakref.ref[torch.Tensor]] = []

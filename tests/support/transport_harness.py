@@ -38,8 +38,6 @@ from shardnet.wire.messages.handshake import (
     read_error,
 )
 
-uvloop.new_event_loop().close()  # its first loop opens a pipe that the process keeps
-
 OPTIONS = LinkOptions(handshake_s=20, silence_s=60, client_silence_s=60, close_s=20)
 """Generous, so that a slow machine fails no test; tests that wait for an end shorten theirs."""
 

@@ -7,16 +7,17 @@ measure.
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from shardnet import __version__
 from shardnet.cluster.machine.profile import available_cores, machine_name
 from shardnet.cluster.measuring.figure_cache import Figure, FigureCache, FigureKey
 from shardnet.cluster.measuring.measurement import WRONG_BY
+from shardnet.cluster.measuring.rehearsal import rehearse
 from shardnet.cluster.ring.order_checks import check_threads
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.ring.stage_orders import StageOrders
@@ -24,7 +25,7 @@ from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, DiskSilentError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
-from shardnet.runtime.stage.loading import check_layers, find_folder
+from shardnet.runtime.stage.loading import check_layers, find_folder, set_compute_threads
 from shardnet.runtime.stage.measuring import (
     StageFigures,
     measure_disk,
@@ -43,12 +44,6 @@ from shardnet.wire.messages.measurements import (
 
 LOOK_S: Final = 0.05
 """How long the processors are watched before a figure of a busy machine is measured again."""
-
-TURNS_PER_TOKEN: Final = 3
-"""Turns of the loop and the compute thread that a token takes: to the thread, back, to the client.
-Assumed until a generation on this node has shown what a token takes beside computing."""
-N_TURNS: Final = 5
-TURN_PAUSE_S: Final = 0.003
 
 
 class NodeBenchmark:
@@ -98,11 +93,15 @@ class NodeBenchmark:
                     threads=key.threads,
                     memory_bytes=memory_bytes,
                     tick=tick,
+                    drive=partial(
+                        rehearse,
+                        on_any_thread=device == "cpu" and key.threads == 1,
+                        set_up=lambda: set_compute_threads(key.threads),
+                    ),
                 )
 
             stage = await self._host.measure(measure, on_progress)
-            step_s = known.stage.step_s if known is not None else await self._turns_s()
-            figure = Figure(stage=replace(stage, step_s=step_s), measured_at_s=time.time())
+            figure = Figure(stage=stage, measured_at_s=time.time())
             self._cache.put(key, figure)
         assert figure is not None
         return _answer(message, figure, key.threads, self._orders.memory_bytes(), disk)
@@ -114,16 +113,6 @@ class NodeBenchmark:
         before = ProcessorUse.now()
         await asyncio.sleep(LOOK_S)
         return before.quiet(ProcessorUse.now())
-
-    async def _turns_s(self) -> float:
-        """Measure what a token costs beside computing, as long as no generation has told."""
-        times: list[float] = []
-        for _ in range(N_TURNS):
-            await asyncio.sleep(TURN_PAUSE_S)
-            began = time.perf_counter()
-            await self._host.wait_for_compute()
-            times.append(time.perf_counter() - began)
-        return rounded(TURNS_PER_TOKEN * statistics.median(times))
 
     def observe(self, message: StageObserved, asker: str) -> None:
         """Correct the figure that a generation has shown to be wrong.

@@ -30,6 +30,7 @@ from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.joined import join
 from shardnet.runtime.stage.loading import (
+    KeptWeights,
     LoadedStage,
     StageOrder,
     load,
@@ -237,8 +238,11 @@ class StageHost:
             set_compute_threads(threads)  # of this thread, which may compute short steps itself
             reused = self._take_prepared(membership.ring, order) or await self._fits(order)
             if self.loaded is None or not reused:
+                kept = self.loaded.kept if self.loaded is not None else None
                 await self._free()
-                self.loaded = await self._load(order, memory_bytes, on_progress)
+                loading = self._load(order, memory_bytes, on_progress, kept=kept)
+                del kept  # what the next stage does not take is to be freed
+                self.loaded = await loading
             compute = self.loaded.compute
             await self._compute.run(lambda: compute.use_wire(sent, received))
             membership.is_loaded = True
@@ -276,7 +280,8 @@ class StageHost:
                     stage = await self._grown(order, memory_bytes, on_progress)
                 if stage is None:
                     held_bytes = self.loaded.weight_bytes if self.loaded is not None else 0
-                    stage = await self._load(order, memory_bytes, on_progress, held_bytes)
+                    kept = self.loaded.kept if self.loaded is not None else None
+                    stage = await self._load(order, memory_bytes, on_progress, held_bytes, kept)
             finally:
                 self._is_preparing = False
             self._prepared = _Prepared(ring=ring, stage=stage, stands_for=stands_for)
@@ -501,6 +506,7 @@ class StageHost:
         memory_bytes: int,
         on_progress: Callable[[int, int], None],
         held_bytes: int = 0,
+        kept: KeptWeights | None = None,
     ) -> LoadedStage:
         """Load on the loading thread. When cancelled, wait until the thread has stopped."""
         reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
@@ -516,6 +522,7 @@ class StageHost:
                         self._plugin,
                         self._prefixes,
                         held_bytes,
+                        kept,
                     ),
                     alive=lambda: reporter.n_reports,
                 ),

@@ -57,6 +57,7 @@ from shardnet.types import (
 
 if TYPE_CHECKING:
     from shardnet.model.sampling.sampler import Sampler
+    from shardnet.stage.kept_linears import KeptLinears
     from shardnet.stage.pack_cache import PackCache
     from shardnet.stage.prefixes.prefix_store import PrefixStore
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
@@ -136,12 +137,33 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptWeights:
+    """What is kept of a stage, of this order and stamp, for the next one."""
+
+    order: StageOrder
+    stamp: Stamp
+    linears: KeptLinears
+
+    def serves(self, order: StageOrder, stamped: Stamp) -> bool:
+        """Whether a stage of `order` holds weights of the same files in the same form."""
+        own = self.order
+        alike = replace(
+            own,
+            layers=order.layers,
+            is_tail=order.is_tail,
+            context=order.context,
+            n_streamed=order.n_streamed,
+        )
+        return alike == order and self.stamp == stamped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedStage:
     """A stage ready to compute. `stamp` is that of the checkpoint's files when it was loaded.
 
     `prefixes` are those on disk of finished prompts, None where none are kept; `arithmetic` is "".
-    `moves` takes the sequences of other stages in, None where it cannot. A stage that has grown
-    has `parts`, which were loaded one by one.
+    `moves` takes the sequences of other stages in, None where it cannot. `linears` are those that a
+    later stage may take. A stage that has grown has `parts`, which were loaded one by one.
     """
 
     order: StageOrder
@@ -155,7 +177,16 @@ class LoadedStage:
     prefixes: StagePrefixes | None = None
     arithmetic: str = ""
     moves: SlotMoves | None = None
+    linears: KeptLinears | None = None
     parts: tuple[LoadedStage, ...] = ()
+
+    @property
+    def kept(self) -> KeptWeights | None:
+        """What the next stage may take of this one, None for nothing."""
+        if self.linears is None:
+            return None
+        copy = replace(self.linears, linears={**self.linears.linears})
+        return KeptWeights(order=self.order, stamp=self.stamp, linears=copy)
 
     def fits(self, order: StageOrder) -> bool:
         """Whether loading `order` now would give the same stage."""
@@ -313,10 +344,12 @@ def load(
     plugin: ComputePlugin | None = None,
     prefixes: PrefixStore | None = None,
     held_bytes: int = 0,
+    kept: KeptWeights | None = None,
 ) -> LoadedStage:
     """Load one stage into at most `memory_bytes`, its KV cache included, with torch or a `plugin`.
 
-    Until it is in use another one holds `held_bytes`, beside which its weights must fit.
+    Until it is in use another one holds `held_bytes`, beside which its weights must fit. What is
+    `kept` of another stage of the same model, loaded in the same form, is not read again.
 
     Quantised weights are cached below the folder `packs`, finished prompts in `prefixes`.
     `progress` is called with (bytes done, total bytes) and may raise to cancel.
@@ -338,13 +371,14 @@ def load(
         progress=progress,
         held_bytes=held_bytes,
     )
-    kept, arithmetic = None, ""
+    stored, arithmetic, linears = None, "", None
     if plugin is not None:
         loaded = plugin.load(job)
     else:
-        loaded, kept, arithmetic = _load_with_torch(
-            job, _pack_cache(order, stamped, packs), prefixes
-        )
+        had = kept.linears if kept is not None and kept.serves(order, stamped) else None
+        del kept
+        cache = _pack_cache(order, stamped, packs)
+        loaded, stored, arithmetic, linears = _load_with_torch(job, cache, prefixes, had)
     return LoadedStage(
         order=order,
         stamp=stamped,
@@ -354,19 +388,25 @@ def load(
         load_s=time.perf_counter() - started,
         kernel=loaded.kernel,
         exact_rows=loaded.exact_rows,
-        prefixes=kept,
+        prefixes=stored,
         arithmetic=arithmetic,
         moves=getattr(loaded.compute, "moves", None),
+        linears=linears,
     )
 
 
 def _load_with_torch(
-    job: StageJob, packs: PackCache | None, prefixes: PrefixStore | None
-) -> tuple[PluggedStage, StagePrefixes | None, str]:
-    """Load a stage as a plug-in does; return its prefixes on disk and its arithmetic, too."""
+    job: StageJob,
+    packs: PackCache | None,
+    prefixes: PrefixStore | None,
+    had: KeptLinears | None,
+) -> tuple[PluggedStage, StagePrefixes | None, str, KeptLinears | None]:
+    """Load a stage as a plug-in does, with linears that were `had`; return its prefixes on disk,
+    its arithmetic and its linears, too.
+    """
     from shardnet.runtime.stage.torch_compute import StreamingCompute, TorchCompute
 
-    model, room_blocks = _load_model(job, packs)
+    model, room_blocks = _load_model(job, packs, had)
     release_freed_memory()  # quantising leaves some behind
     make_compute = StreamingCompute if model.streams else TorchCompute
     arithmetic, kept = _prefixes(job.order, model, prefixes)
@@ -377,7 +417,7 @@ def _load_with_torch(
         kernel=model.kernel,
         exact_rows=model.exact_rows,
     )
-    return plugged, kept, arithmetic
+    return plugged, kept, arithmetic, model.linears
 
 
 def _prefixes(
@@ -399,7 +439,9 @@ def _prefixes(
     return arithmetic, StagePrefixes(model.kv, files)
 
 
-def _load_model(job: StageJob, packs: PackCache | None) -> tuple[StageModel, int]:
+def _load_model(
+    job: StageJob, packs: PackCache | None, had: KeptLinears | None
+) -> tuple[StageModel, int]:
     """Load the layers of an order. Returns them and their KV room in blocks; raises as `load`."""
     import torch
 
@@ -431,6 +473,7 @@ def _load_model(job: StageJob, packs: PackCache | None) -> tuple[StageModel, int
         packs=packs,
         kv_dtype=order.kv_dtype,
         n_streamed=order.n_streamed,
+        kept=had,
     )
     return model, room_blocks
 

@@ -47,6 +47,17 @@ DISK_S = 0.3
 _DISK_PIECE_BYTES = 2**20
 
 
+Drive = Callable[[Callable[[], bool]], float]
+"""Runs a step until it returns False; returns the seconds that a token takes beside it."""
+
+
+def in_a_row(step: Callable[[], bool]) -> float:
+    """Run steps with nothing between them (Drive)."""
+    while step():
+        pass
+    return 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFigures:
     """Measured times of a device for one model, in seconds, to two significant digits.
@@ -106,12 +117,14 @@ def measure_stage(
     threads: int,
     memory_bytes: int,
     tick: Callable[[], None],
+    drive: Drive = in_a_row,
 ) -> StageFigures:
     """Measure a model of the shape of `config` in random weights, with `threads` threads.
 
     `dtype`, `quantization`, `kv_dtype` and `arith` are the ring's; the compute dtype is chosen as
     in loading. It takes one to three seconds for usual models and at most `memory_bytes`. `tick` is
-    called between the parts; an error that it raises ends the measurement.
+    called between the parts; an error that it raises ends the measurement. Decode steps are run by
+    `drive`, which tells what a token takes beside them.
 
     Each figure is the median of the means of time windows, which ignores single disturbances and
     includes a limited share of the processor. Where other programs took processors meanwhile, it is
@@ -144,10 +157,14 @@ def measure_stage(
             model = SyntheticModel(sample, choice, torch.device(device), tick, kv_dtype)
             model.step(1)  # the first one only warms up
             before = ProcessorUse.now()
-            single = windows(lambda: model.step(1), at_least=3, tick=tick)
+            singles = Windows(lambda: model.step(1), at_least=3, tick=tick)
+            step_s = drive(singles.step)
             chunk_s = _chunk_s(model, tick)
             is_disturbed = before.disturbed(ProcessorUse.now())
-    return _figures(config, sample, choice.name, single, chunk_s, is_disturbed=is_disturbed)
+    figures = _figures(
+        config, sample, choice.name, singles.means, chunk_s, is_disturbed=is_disturbed
+    )
+    return replace(figures, step_s=rounded(step_s))
 
 
 def _figures(
@@ -194,29 +211,45 @@ def rounded(value: float) -> float:
     return float(f"{value:.2g}")
 
 
-def windows(
-    step: Callable[[], StepTimes],
-    *,
-    at_least: int,
-    tick: Callable[[], None] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[StepTimes]:
-    """Repeat a warmed-up step; return its mean times in `at_least` or more time windows.
+class Windows:
+    """Mean times of a warmed-up step, `take`, in `at_least` or more time windows.
 
     `tick` is called before each. `clock` gives seconds.
     """
-    from shardnet.stage.synthetic_model import mean_times
 
-    means: list[StepTimes] = []
-    began = clock()
-    while len(means) < at_least or (len(means) < N_WINDOWS and clock() - began < FIGURE_S):
-        times: list[StepTimes] = []
-        window_began = clock()
-        while not times or clock() - window_began < WINDOW_S:
-            tick()
-            times.append(step())
-        means.append(mean_times(times))
-    return means
+    def __init__(
+        self,
+        take: Callable[[], StepTimes],
+        *,
+        at_least: int,
+        tick: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.means: list[StepTimes] = []
+        """The windows that are full."""
+        self._take = take
+        self._at_least = at_least
+        self._tick = tick
+        self._clock = clock
+        self._began_s: float | None = None
+        self._window_began_s = 0.0
+        self._times: list[StepTimes] = []
+
+    def step(self) -> bool:
+        """Take one step, and say whether more are needed."""
+        from shardnet.stage.synthetic_model import mean_times
+
+        self._tick()
+        if self._began_s is None:
+            self._began_s = self._window_began_s = self._clock()
+        self._times.append(self._take())
+        now_s = self._clock()
+        if now_s - self._window_began_s < WINDOW_S:
+            return True
+        self.means.append(mean_times(self._times))
+        self._times, self._window_began_s = [], now_s
+        n_more = N_WINDOWS if now_s - self._began_s < FIGURE_S else self._at_least
+        return len(self.means) < max(self._at_least, n_more)
 
 
 def _is_steady(times: Sequence[float]) -> bool:
@@ -232,8 +265,10 @@ def _chunk_s(model: SyntheticModel, tick: Callable[[], None]) -> float:
     n_rows = PREFILL_CHUNK_ROWS
     if estimate_s > CHUNK_S:
         n_rows = max(few, int(n_rows * CHUNK_S / estimate_s))
-    chunks = windows(lambda: model.step(n_rows), at_least=1, tick=tick)
-    return statistics.median(chunk.layers_s for chunk in chunks) * PREFILL_CHUNK_ROWS / n_rows
+    chunks = Windows(lambda: model.step(n_rows), at_least=1, tick=tick)
+    in_a_row(chunks.step)
+    median_s = statistics.median(chunk.layers_s for chunk in chunks.means)
+    return median_s * PREFILL_CHUNK_ROWS / n_rows
 
 
 @contextlib.contextmanager

@@ -23,11 +23,12 @@ from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.runtime.stage import measuring
 from shardnet.runtime.stage.measuring import (
+    Windows,
+    in_a_row,
     measure_disk,
     measure_stage,
     read_config,
     rounded,
-    windows,
 )
 from shardnet.runtime.stage.processor_use import ProcessorUse
 from shardnet.stage import synthetic_model
@@ -136,7 +137,9 @@ def windows_of(durations_s: Iterable[float]) -> list[float]:
         now_s += duration_s
         return StepTimes(plan_s=0.0, embed_s=0.0, layers_s=duration_s, head_s=0.0)
 
-    return [times.layers_s for times in windows(step, at_least=3, clock=lambda: now_s)]
+    taken = Windows(step, at_least=3, clock=lambda: now_s)
+    in_a_row(taken.step)
+    return [times.layers_s for times in taken.means]
 
 
 @pytest.mark.parametrize("period_s", [0.01, 0.05])
@@ -271,8 +274,13 @@ def test_the_disk_is_measured_where_there_are_tensors(tmp_path: Path) -> None:
 def test_beside_other_programs_the_best_window_counts_and_the_figures_are_not_steady(
     is_disturbed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow, fast = (StepTimes(plan_s=0, embed_s=s, layers_s=s, head_s=s) for s in (0.012, 0.01))
-    monkeypatch.setattr(measuring, "windows", lambda step, **_: [slow, slow, fast])
+    means = [StepTimes(plan_s=0, embed_s=s, layers_s=s, head_s=s) for s in (0.012, 0.012, 0.01)]
+
+    def step(taken: Windows) -> bool:
+        taken.means += means
+        return False
+
+    monkeypatch.setattr(Windows, "step", step)
     monkeypatch.setattr(ProcessorUse, "disturbed", lambda before, later: is_disturbed)
     monkeypatch.setattr(measuring, "_chunk_s", lambda model, tick: 1.0)
     figures = measure_stage(

@@ -290,14 +290,22 @@ class Machine:
         self._commands: list[Command] = []
 
     def start_nodes(
-        self, *names: str, arguments: Sequence[str] = (), cwd: Path | None = None
+        self,
+        *names: str,
+        arguments: Sequence[str] = (),
+        cwd: Path | None = None,
+        module: str = "shardnet_cli",
     ) -> list[NodeProcess]:
-        """Start nodes on free ports, one compute thread each, and wait until all are ready."""
+        """Start nodes on free ports, one compute thread each, and wait until all are ready.
+
+        Another `module` is one that becomes `shardnet_cli`.
+        """
         nodes = [
             NodeProcess(
                 self._start_node(
                     ["node", "--json", "--port", "0", "--name", name, "--threads", "1", *arguments],
                     cwd or self.folder,
+                    module,
                 )
             )
             for name in names
@@ -405,11 +413,11 @@ class Machine:
                 command.kill()
 
     def _start_node(
-        self, arguments: Sequence[str], cwd: Path
+        self, arguments: Sequence[str], cwd: Path, module: str = "shardnet_cli"
     ) -> subprocess.Popen[bytes] | WarmProcess:
         if self._copies:
-            return WarmProcess(arguments, self.environment, cwd, self._namespace)
-        return self._start(arguments, cwd=cwd)
+            return WarmProcess(arguments, self.environment, cwd, self._namespace, module)
+        return self._start(arguments, cwd=cwd, module=module)
 
     def _start(
         self,
@@ -418,9 +426,10 @@ class Machine:
         environment: Mapping[str, str] | None = None,
         stdin: str | None = None,
         cwd: Path | None = None,
+        module: str = "shardnet_cli",
     ) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [*self._prefix, sys.executable, "-m", "shardnet_cli", *arguments],
+            [*self._prefix, sys.executable, "-m", module, *arguments],
             stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,0 +1,142 @@
+"""Nodes that are left and cannot hold the model: layers from disk if allowed, else named errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cluster.small_node import small_settings
+from support.models.checkpoints import make_llama
+from support.rings.stage_chain import random_prompt
+
+from shardnet.api.client import Client, connect
+from shardnet.cluster.machine.profile import MemoryBudget
+from shardnet.cluster.measuring.measurement import Measured
+from shardnet.cluster.measuring.measurement_service import MeasurementService
+from shardnet.cluster.node.node import Node, listening
+from shardnet.cluster.recovery import node_watch, returns
+from shardnet.errors import PlanError, ShardnetError
+from shardnet.types import NodeId, SamplingParams
+from shardnet.wire.messages.plans import ModelChoice
+
+MEMORY_BYTES = 24 << 20
+"""Of each node: two hold the model, one does not."""
+SAMPLED = SamplingParams(temperature=0.8, seed=4)
+N_TOKENS = 60
+PROMPTS = [random_prompt(n, 300, seed=n) for n in (20, 40)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 29 MiB in float32."""
+    return make_llama(
+        tmp_path_factory.mktemp("wide"),
+        max_position_embeddings=512,
+        num_hidden_layers=6,
+        intermediate_size=6144,
+    )
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that come are used at once, and nothing is measured."""
+
+    async def unmeasured(*_: object, **__: object) -> Measured:
+        return Measured()
+
+    monkeypatch.setattr(MeasurementService, "measured", unmeasured)
+    monkeypatch.setattr(returns, "SETTLE_S", 0.05)
+    monkeypatch.setattr(node_watch, "LOOK_S", 0.02)
+
+
+async def started(name: str, folder: Path, lines: list[str], *peers: str) -> tuple[Node, Any]:
+    """Start a node of MEMORY_BYTES; return it, and what ends it."""
+    settings = small_settings(folder / name)
+    settings = replace(
+        settings,
+        node=NodeId(name[0] * 32),
+        name=name,
+        peers=peers,
+        budget=MemoryBudget(device=settings.budget.device, asked_bytes=MEMORY_BYTES),
+        log=lines.append,
+    )
+    stack = AsyncExitStack()
+    return await stack.enter_async_context(listening(settings, "127.0.0.1", 0)), stack
+
+
+async def said(
+    client: Client, choice: ModelChoice, at_token: Callable[[], Any] = lambda: None
+) -> list[Any]:
+    """Generate from all prompts; each gives its tokens, or its error. `at_token` is called once."""
+    made: list[list[int]] = [[] for _ in PROMPTS]
+    errors: list[ShardnetError | None] = [None] * len(PROMPTS)
+    called = False
+    events = client.generate(PROMPTS, SAMPLED, model=choice, max_tokens=N_TOKENS, ignore_eos=True)
+    async for event in events:
+        made[event.index] += event.token_ids
+        errors[event.index] = errors[event.index] or event.error
+        if min(len(tokens) for tokens in made) > 5 and not called:
+            called = True
+            at_token()
+    return [error or tokens for error, tokens in zip(errors, made, strict=True)]
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            if await holds():
+                return
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream_layers", [0, "auto"])
+def test_what_survivors_cannot_hold_is_streamed_or_fails_by_name_until_a_node_comes(
+    stream_layers: int, model: Path, tmp_path: Path
+) -> None:
+    choice = ModelChoice(model=str(model), context=256, stream_layers=stream_layers)
+
+    async def main() -> None:
+        lines: list[str] = []
+        anna, ends_anna = await started("anna", tmp_path, lines)
+        _, ends_bert = await started("bert", tmp_path, [], anna.address)
+        async with ends_anna, connect(anna.address) as client:
+
+            async def has_two() -> bool:
+                return len(await client.nodes()) == 2
+
+            async def serves_again() -> bool:
+                return any("is served again" in line for line in lines)
+
+            await until(has_two)
+            wanted = await said(client, choice)
+            leaving: list[asyncio.Task[None]] = []
+
+            def leave() -> None:
+                leaving.append(asyncio.create_task(ends_bert.aclose()))
+
+            got = await said(client, choice, leave)
+            await leaving[0]
+            if stream_layers:
+                assert got == wanted
+                assert anna.head.latest is not None
+                [stage] = anna.head.latest.plan.placement.stages
+                assert stage.n_streamed > 0
+                return
+            for error in got:
+                assert isinstance(error, PlanError)
+                assert "lacks" in str(error)
+            with pytest.raises(PlanError, match="lacks"):
+                await client.complete([5], model=choice, max_tokens=1)
+            _, ends_cleo = await started("cleo", tmp_path, [], anna.address)
+            async with ends_cleo:
+                await until(serves_again)
+                assert anna.head.latest is not None
+                assert [node.name for node in anna.head.latest.plan.nodes] == ["anna", "cleo"]
+                assert await said(client, choice) == wanted
+
+    asyncio.run(main())
