@@ -2,38 +2,53 @@
 
 Everything is measured in one run, the formats taking turns: plain streaming reads (the limit), all
 products of a step one after the other, and whole decode steps of a stage in random weights. A
-format's share of the limit is the time to read its bytes once, divided by what a step takes. "In
+format's share of the limit is the time to read its bytes once, divided by what a step takes: the
+middle of the rounds' shares, each with the best read just before and after its products. "In
 cache" is what a step would take if its weights need not come from memory: the time of a small
 product, again and again, scaled to the step's weights. Where that is longer than reading, the
 format's arithmetic is what limits so many rows.
+
+With --llama-cpp a prompt of 512 tokens is computed by turns with llama.cpp, as Q8_0 and Q4_0, whose
+products are those of int8 and int4. With --isa everything is measured anew, in a process of its
+own, with each of these instruction sets forced.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from bench_ring import random_1b, read_bandwidth
+from bench_llama_cpp import compare_prefill
+from bench_ring import READ_BYTES, random_1b, read_bandwidth
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.stage_tensors import is_quantizable, stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
-from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.library import ISA_VARIABLE, native_kernels
 from shardnet.model.kernels.linear import Kernel, KernelChoice, Linear, make_linear, probe
 from shardnet.stage.estimate.memory_estimate import WeightForm, read_bytes_per_step
 from shardnet.stage.synthetic_model import SyntheticModel, synthetic_config
 from shardnet.types import DType, LayerRange
 
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
+BARS = {"native": 0.85, "packed": 0.85, "int8": 0.85, "int4": 0.75}
+"""The share of the limit that each format should reach."""
+EIGHT_ROWS_BAR = 1.1
+"""The most that eight rows in bfloat16 should take to one row."""
+PREFILL_BARS = {"avx512": 3.0}
+"""How many times llama.cpp's prefill ours should be, by instruction set; 2 with others."""
 CPU = torch.device("cpu")
 SMALL = (768, 512)
 """Outputs and inputs of a product whose weights fit into a core's own cache in every format."""
@@ -64,40 +79,75 @@ def main() -> None:
         default=["native", "packed", "int8", "int4"],
         help="native, packed: bfloat16 by the compiled library, by oneDNN; float32; int8; int4",
     )
+    parser.add_argument(
+        "--llama-cpp", action="store_true", help="prefill beside llama.cpp (llama-cpp-python)"
+    )
+    parser.add_argument("--isa", nargs="*", default=[], help="avx512, avx2, portable, ...")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.isa:
+        _measure_each(arguments.isa)
+        return
     torch.set_num_threads(arguments.threads)
     config = Checkpoint.open(arguments.checkpoint or random_1b()).config
     report = _measure(config, arguments)
     print(json.dumps(report, indent=2) if arguments.json else _as_text(report))
 
 
+def _measure_each(isas: list[str]) -> None:
+    """Run this script once with each instruction set, in the library and in torch."""
+    began = sys.argv.index("--isa")
+    ours = [*sys.argv[:began], *sys.argv[began + 1 + len(isas) :]]
+    for isa in isas:
+        forced = {ISA_VARIABLE: isa}
+        if isa == "avx2":
+            forced |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+        subprocess.run([sys.executable, *ours], env=os.environ | forced, check=True)
+
+
 @torch.inference_mode()
 def _measure(config: ModelConfig, arguments: argparse.Namespace) -> dict[str, object]:
     choices = [_choice(name, config) for name in arguments.formats]
     formats = [_format(config, choice) for choice in choices]
-    limits = []
+    limits: dict[str, list[float]] = {}
+    memory = torch.ones(READ_BYTES // 4)
     times: dict[tuple[str, int], list[float]] = {}
     cached: dict[tuple[str, int], list[float]] = {}
     for _ in range(arguments.rounds):
-        limits.append(read_bandwidth())
         for kind in formats:
+            before = read_bandwidth(memory)
             for rows in arguments.rows:
                 seconds = _products_s(kind, rows)
                 times.setdefault((kind.name, rows), []).append(seconds)
                 cached.setdefault((kind.name, rows), []).append(_in_cache_s(kind, rows))
-    limit = max(limits)
+            limits.setdefault(kind.name, []).append(max(before, read_bandwidth(memory)))
+    limit = max(max(found) for found in limits.values())
     native = native_kernels()
+    prefills: dict[str, object] = {}
+    if arguments.llama_cpp:
+        for name in ("Q8_0", "Q4_0"):
+            prefills[name] = asdict(compare_prefill(name, arguments.threads, arguments.rounds))
     return {
+        "prefill_of_512": prefills,
         "machine": platform.processor() or platform.machine(),
         "threads": arguments.threads,
         "isa": native.isa.name.lower() if native else "torch",
         "limit_gb_s": limit / 1e9,
         "formats": {
-            kind.name: {
+            asked: {
+                "name": kind.name,
                 "read_mib": kind.read_bytes / 2**20,
-                "share_of_limit": kind.read_bytes / limit / min(times[kind.name, 1])
+                "share_of_limit": statistics.median(
+                    kind.read_bytes / read / seconds
+                    for read, seconds in zip(limits[kind.name], times[kind.name, 1], strict=True)
+                )
                 if 1 in arguments.rows
+                else None,
+                "eight_to_one": statistics.median(
+                    eight / one
+                    for eight, one in zip(times[kind.name, 8], times[kind.name, 1], strict=True)
+                )
+                if {1, 8} <= {*arguments.rows}
                 else None,
                 "ms_by_rows": {
                     rows: statistics.median(times[kind.name, rows]) * 1e3 for rows in arguments.rows
@@ -108,7 +158,7 @@ def _measure(config: ModelConfig, arguments: argparse.Namespace) -> dict[str, ob
                 },
                 "stage_layer_ms": _layer_ms(config, choice, arguments.rounds),
             }
-            for kind, choice in zip(formats, choices, strict=True)
+            for asked, kind, choice in zip(arguments.formats, formats, choices, strict=True)
         },
     }
 
@@ -190,18 +240,33 @@ def _timed(work: Callable[[], object]) -> float:
 def _as_text(report: dict) -> str:  # type: ignore[type-arg]
     lines = [f"limit {report['limit_gb_s']:.1f} GB/s, threads {report['threads']}, {report['isa']}"]
     for name, figures in report["formats"].items():
-        share = figures["share_of_limit"]
         lines.append(
-            f"{name}: {figures['read_mib']:.0f} MiB a row"
-            + (f", {share:.2f} of the limit" if share else "")
-            + f", a layer of a stage {figures['stage_layer_ms']:.2f} ms"
+            f"{name} ({figures['name']}): {figures['read_mib']:.0f} MiB a row, "
+            f"a layer of a stage {figures['stage_layer_ms']:.2f} ms"
         )
+        if (share := figures["share_of_limit"]) and name in BARS:
+            lines.append(f"  of the limit {share:.2f} ({_bar(share, BARS[name], is_least=True)})")
+        if eight := figures["eight_to_one"]:
+            bar = _bar(eight, EIGHT_ROWS_BAR, is_least=False) if name == "native" else "no bar"
+            lines.append(f"  8 rows to 1 row {eight:.2f} ({bar})")
         in_cache = figures["in_cache_ms_by_rows"]
         lines += [
             f"  {rows:4} rows {ms:9.1f} ms, in cache {in_cache[rows]:9.1f} ms"
             for rows, ms in figures["ms_by_rows"].items()
         ]
+    for kind, prefill in report["prefill_of_512"].items():
+        bar = _bar(prefill["ratio"], PREFILL_BARS.get(report["isa"], 2.0), is_least=True)
+        lines.append(
+            f"prefill of 512, {kind}: {prefill['shardnet_tok_s']:.1f} tok/s, llama.cpp "
+            f"{prefill['llama_cpp_tok_s']:.1f}, {prefill['ratio']:.2f} times ({bar})"
+        )
     return "\n".join(lines)
+
+
+def _bar(found: float, bar: float, *, is_least: bool) -> str:
+    """Say whether a figure meets its bar."""
+    met = found >= bar if is_least else found <= bar
+    return f"bar {'≥' if is_least else '≤'} {bar}: {'met' if met else 'MISSED'}"
 
 
 if __name__ == "__main__":

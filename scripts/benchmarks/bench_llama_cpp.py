@@ -150,6 +150,31 @@ def main() -> None:
         print(json.dumps([asdict(comparison) for comparison in found], indent=2))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """Prompt tokens per second of both programs; the ratio is the median of the rounds' ratios."""
+
+    shardnet_tok_s: float
+    llama_cpp_tok_s: float
+    ratio: float
+
+
+def compare_prefill(kind: str, threads: int, rounds: int) -> Prefill:
+    """Measure a prompt of N_PROMPT tokens by turns, with a file of the random checkpoint."""
+    file = _random_file(kind, threads)
+    ours, theirs = _Shardnet(file), _LlamaCpp(file, threads)
+    ours_s, theirs_s = [], []
+    for _ in range(rounds):
+        ours_s.append(_timed(ours.prefill))
+        theirs_s.append(_timed(theirs.prefill))
+    theirs.close()
+    return Prefill(
+        shardnet_tok_s=N_PROMPT / statistics.median(ours_s),
+        llama_cpp_tok_s=N_PROMPT / statistics.median(theirs_s),
+        ratio=_ratio(theirs_s, ours_s),
+    )
+
+
 def _compare(file: Path, threads: int, rounds: int, with_ring: bool) -> Comparison:
     """Measure both programs with a file.
 

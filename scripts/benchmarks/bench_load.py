@@ -4,14 +4,17 @@ For each format, in turns within each round: plain reads of the bytes (`read`), 
 that reads and packs them, without checks, progress or digests (`pack`), and `load_stage` (`load`).
 Rounded formats are loaded twice: `int8` into an empty pack cache, which it fills, `int8 again` from
 that; `kept` is when the cache has all of it, written beside the stage that is loaded already. The
-ratio is load to pack, in the middle of the rounds' ratios. The peak is the memory that loading took
-at most beside what it left behind: pages of the mapped file count.
+ratio is load to pack, in the middle of the rounds' ratios; the gain is that over the first number
+of threads, in the middle of the rounds' gains and by the least times (`best`), and `cpu` the time
+that all threads computed, the kernel for them too. The peak is the memory that loading took at most
+beside what it left behind: pages of the mapped file count.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -39,6 +42,7 @@ from shardnet.types import DType, LayerRange
 CPU = torch.device("cpu")
 FORMATS = ("bfloat16", "float32", "int8", "int4")
 READ_AT_A_TIME = 1 << 22
+TOUCHED_BYTES = 5 << 29
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +52,7 @@ class Figures:
     read_s: list[float] = field(default_factory=list)
     pack_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
+    processor_s: list[float] = field(default_factory=list)
     kept_s: list[float] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
     read_bytes: int = 0
@@ -126,31 +131,34 @@ def main() -> None:
     arguments = parser.parse_args()
     checkpoint = Checkpoint.open(arguments.checkpoint or random_1b())
     report = {}
-    for threads in arguments.threads:
-        torch.set_num_threads(threads)
-        for name in arguments.formats:
-            for title, figures in _measure(checkpoint, name, arguments).items():
-                report[f"{title}, {threads} thread{'s' * (threads > 1)}"] = _summary(figures)
+    for name in arguments.formats:
+        measured = _measure(checkpoint, name, arguments)
+        for (title, threads), figures in measured.items():
+            first = measured[title, arguments.threads[0]]
+            report[f"{title}, {threads} thread{'s' * (threads > 1)}"] = _summary(figures, first)
     print(json.dumps(report, indent=2) if arguments.json else _as_text(report))
 
 
 def _measure(
     checkpoint: Checkpoint, name: str, arguments: argparse.Namespace
-) -> dict[str, Figures]:
+) -> dict[tuple[str, int], Figures]:
+    """Measure a format with each number of threads, in turns within each round."""
     kind = Quantization.named(name) if name in ("int8", "int4") else None
     dtype: DType | Literal["auto"] = DType.FLOAT32 if name == "float32" else "auto"
     choice = probe(CPU, dtype, checkpoint.config.checkpoint_dtype, kind)
-    figures = {name: Figures()} if kind is None else {name: Figures(), f"{name} again": Figures()}
-    for _ in range(arguments.rounds):
+    titles = [name] if kind is None else [name, f"{name} again"]
+    figures = {(title, n): Figures() for title in titles for n in arguments.threads}
+    for _, threads in itertools.product(range(arguments.rounds), arguments.threads):
+        torch.set_num_threads(threads)
         with tempfile.TemporaryDirectory(dir=checkpoint.folder.parent) as packs:
-            for title, ours in figures.items():
+            for title in titles:
                 contest = Contest(
                     checkpoint=checkpoint,
                     choice=choice,
                     packs=Path(packs),
                     from_packs=title != name,
                 )
-                _round(contest, ours, is_cold=arguments.cold)
+                _round(contest, figures[title, threads], is_cold=arguments.cold)
     return figures
 
 
@@ -168,6 +176,7 @@ def _round(contest: Contest, figures: Figures, *, is_cold: bool) -> None:
     figures.read_s.append(time.perf_counter() - began)
     if is_cold:
         drop_pages(contest.files)
+    _touch_memory()
     began = time.perf_counter()
     made = contest.pack()
     figures.pack_s.append(time.perf_counter() - began)
@@ -175,10 +184,12 @@ def _round(contest: Contest, figures: Figures, *, is_cold: bool) -> None:
     if is_cold:
         drop_pages(contest.files)
     reports: list[float] = []
+    _touch_memory()
     with _peak() as peak:
-        began = time.perf_counter()
+        began, processor = time.perf_counter(), time.process_time()
         model = contest.load(lambda done, total: reports.append(time.perf_counter()))
         ended = time.perf_counter()
+        figures.processor_s.append(time.process_time() - processor)
     model.finish_packs()
     figures.load_s.append(ended - began)
     figures.kept_s.append(time.perf_counter() - began)
@@ -186,6 +197,13 @@ def _round(contest: Contest, figures: Figures, *, is_cold: bool) -> None:
     silences = (b - a for a, b in zip([began, *reports], [*reports, ended], strict=True))
     figures.longest_silence_s = max(figures.longest_silence_s, *silences)
     del model
+
+
+def _touch_memory() -> None:
+    """Use the memory that is needed next: that which a virtual machine's host has taken back is
+    given again page by page, ten times as slowly, and at times that have nothing to do with us.
+    """
+    torch.zeros(TOUCHED_BYTES, dtype=torch.uint8)
 
 
 @contextlib.contextmanager
@@ -209,8 +227,9 @@ def _read_whole(path: Path) -> torch.Tensor:
     return torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8).clone()
 
 
-def _summary(figures: Figures) -> dict[str, float | None]:
+def _summary(figures: Figures, first: Figures) -> dict[str, float | None]:
     middle = statistics.median
+    gains = [one / ours for one, ours in zip(first.load_s, figures.load_s, strict=True)]
     ratios = [load / pack for load, pack in zip(figures.load_s, figures.pack_s, strict=True)]
     return {
         "read_mib": figures.read_bytes / 2**20,
@@ -219,19 +238,23 @@ def _summary(figures: Figures) -> dict[str, float | None]:
         "load_s": middle(figures.load_s),
         "kept_s": middle(figures.kept_s),
         "ratio": middle(ratios),
+        "gain": middle(gains),
+        "best_gain": min(first.load_s) / min(figures.load_s),
+        "processor_s": middle(figures.processor_s),
         "peak_mib": max(figures.peak_bytes) / 2**20 if figures.peak_bytes else None,
         "longest_silence_s": figures.longest_silence_s,
     }
 
 
 def _as_text(report: dict[str, dict[str, float | None]]) -> str:
-    head = f"{'':24}{'MiB':>8}{'read s':>8}{'pack s':>8}{'load s':>8}{'ratio':>7}{'kept s':>8}"
-    lines = [head + f"{'peak MiB':>10}{'silent s':>10}"]
+    head = f"{'':24}{'MiB':>8}{'read s':>8}{'pack s':>8}{'load s':>8}{'cpu s':>8}{'ratio':>7}"
+    lines = [head + f"{'gain':>7}{'best':>7}{'kept s':>8}{'peak MiB':>10}{'silent s':>10}"]
     for title, row in report.items():
         peak = row["peak_mib"]
         lines.append(
             f"{title:24}{row['read_mib']:8.0f}{row['read_s']:8.2f}{row['pack_s']:8.2f}"
-            f"{row['load_s']:8.2f}{row['ratio']:7.2f}{row['kept_s']:8.2f}"
+            f"{row['load_s']:8.2f}{row['processor_s']:8.2f}{row['ratio']:7.2f}"
+            f"{row['gain']:7.2f}{row['best_gain']:7.2f}{row['kept_s']:8.2f}"
             f"{'' if peak is None else round(peak):>10}{row['longest_silence_s']:10.2f}"
         )
     return "\n".join(lines)

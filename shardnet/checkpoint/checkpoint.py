@@ -31,6 +31,7 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     ByteRange,
     FileHead,
     StoredTensor,
+    check_size,
     hash_ranges,
     prefetch_stored,
     read_stored,
@@ -233,6 +234,17 @@ class Checkpoint:
         stored = self._mapped(tensor)
         self._count(tensor)
         return stored
+
+    def sources_of(self, name: str) -> tuple[StoredTensor, ...]:
+        """Return the stored tensors of a parameter, for a caller who reads their bytes.
+
+        They count as read now. Raises CheckpointError as `read`.
+        """
+        tensor = self._tensor(name)
+        for source in tensor.sources:
+            check_size(self.folder / source.file, self._files[source.file].size_bytes)
+        self._count(tensor)
+        return tensor.sources
 
     def _tensor(self, name: str) -> ModelTensor:
         """Return a parameter, all of whose stored tensors are here."""

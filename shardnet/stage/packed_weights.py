@@ -37,10 +37,15 @@ def make_panels(reader: TensorReader, names: Sequence[str], device: torch.device
         assert weight is not None
         packed = torch.empty(weight.form.packed_shape(*shape), dtype=torch.uint8)
         order, end = None, 0
-        for name, (n_out, _) in zip(run, shapes, strict=True):
-            begin, end = end, end + -(-n_out // PANEL)
-            order = reader.pack(name, packed[begin:end])
-            reader.read_ahead()
+        if native_kernels() is not None and all(map(reader.is_read_by_rows, run)):
+            reader.pack_while_reading(
+                [(name, RowPacking.of(reader.tensor(name))) for name in run], packed
+            )
+        else:
+            for name, (n_out, _) in zip(run, shapes, strict=True):
+                begin, end = end, end + -(-n_out // PANEL)
+                order = reader.pack(name, packed[begin:end])
+                reader.read_ahead()
         panels = Panels(packed=packed, form=weight.form, shape=shape, input_order=order)
         made.append(panels.to(device))
     return made
@@ -111,7 +116,7 @@ def stream_panels(
 class RowPacking:
     """Packs stored rows of a parameter, as bytes, on the calling thread.
 
-    It implements `Packing` of streaming/layer_stream.py. A parameter whose rows have another order
+    It implements `Packing` of streaming/file_parts.py. A parameter whose rows have another order
     is packed as a whole.
     """
 

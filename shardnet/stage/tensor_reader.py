@@ -5,6 +5,7 @@ Knows the checkpoint and the tensor table. Must not know what tensors are used f
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
@@ -13,12 +14,22 @@ from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN, size_changed
 from shardnet.errors import CheckpointError
 from shardnet.model.config.panel_form import PANEL
 from shardnet.model.families.stage_tensors import Shape, StageTensors, left_over
 from shardnet.model.kernels.panels import pack_into
 from shardnet.model.kernels.stored_rows import PackedWeight
-from shardnet.stage.streaming.layer_stream import FilePart
+from shardnet.model.kernels.worker_pool import WorkerPool
+from shardnet.stage.estimate.packed_sizes import packs_by_rows
+from shardnet.stage.streaming.file_parts import (
+    FileChanged,
+    FilePart,
+    Packing,
+    Piece,
+    bring,
+    pieces_of,
+)
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total); an exception it raises aborts the loading."""
@@ -28,6 +39,8 @@ _READ_AHEAD_BYTES: Final = 1 << 26
 """Bytes that are read ahead at most while other tensors are packed."""
 _PACKED_BYTES: Final = 1 << 22
 """Stored bytes that are packed into panels at a time."""
+_PIECE_BYTES: Final = 1 << 21
+"""Stored bytes that a thread reads and packs at a time: small enough to share out evenly."""
 
 
 class TensorReader:
@@ -61,6 +74,7 @@ class TensorReader:
         self._coming = {name: False for name in self._shapes if name not in on_disk}
         """Tensors still to be read, about in this order, and whether read-ahead has begun."""
         self._done_bytes = 0
+        self._workers: WorkerPool | None = None
         self._total_bytes = sum(checkpoint.tensors[name].size_bytes for name in self._shapes)
 
     def has(self, name: str) -> bool:
@@ -106,6 +120,54 @@ class TensorReader:
                 done = [tensor.size_bytes * row // n_rows for row in (begin, end)]
                 self._came(done[1] - done[0])
         return order
+
+    def pack_while_reading(self, weights: Sequence[tuple[str, Packing]], packed: Tensor) -> None:
+        """Read tensors, packing each on the way, one behind the other into all of `packed`, uint8.
+
+        As many threads as torch has read and pack pieces of their own. Raises CheckpointError as
+        `Checkpoint.read`.
+        """
+        is_first = [self._begin(name) for name, _ in weights]
+        self.read_ahead()
+        parts = [(part, packing) for name, packing in weights for part in self._parts_read(name)]
+        pieces, done = list(pieces_of(parts, 0, _PIECE_BYTES)), deque[int]()
+        assert pieces[-1].end == packed.nbytes, "these tensors fill the panels"
+        memory = packed.view(-1)
+
+        def read(piece: Piece) -> None:
+            try:
+                bring(memory, piece)
+            except FileChanged:
+                raise size_changed(piece.part.path) from None
+            except OSError as error:
+                raise CheckpointError(
+                    f"{piece.part.path} cannot be read ({error.strerror})", remedy=AGAIN
+                ) from error
+            done.append(piece.part.size_bytes)
+
+        def report() -> None:
+            come_bytes = sum(done.popleft() for _ in range(len(done)))
+            if all(is_first):
+                self._came(come_bytes)
+
+        if self._workers is None:
+            self._workers = WorkerPool(torch.get_num_threads(), "shardnet-load")
+        self._workers.run(read, pieces, report)
+        report()
+
+    def is_read_by_rows(self, name: str) -> bool:
+        """Say whether rows of a tensor can be packed while they are read, a part of them at a time.
+
+        A tied table that was read for its other use is not read again.
+        """
+        tensor = self._checkpoint.tensors[name]
+        if name in self._kept or not tensor.size_bytes:
+            return False
+        return packs_by_rows(tensor) if tensor.packed is not None else tensor.is_stored_matrix
+
+    def _parts_read(self, name: str) -> list[FilePart]:
+        self._checkpoint.sources_of(name)
+        return self.parts(name)
 
     def _begin(self, name: str) -> bool:
         """Say that a tensor is read now; return whether its bytes count."""

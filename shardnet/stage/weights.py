@@ -18,10 +18,14 @@ from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, CheckpointError
+from shardnet.model.config.panel_form import PanelForm
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.stage_tensors import StageTensors
 from shardnet.model.kernels.codec import torch_dtype
+from shardnet.model.kernels.float_linear import PanelPacking, fills_panels
+from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import (
+    Kernel,
     KernelChoice,
     Linear,
     is_batch_invariant,
@@ -29,17 +33,20 @@ from shardnet.model.kernels.linear import (
     make_linear,
     probe,
 )
+from shardnet.model.kernels.packing import FLOAT_FORMS
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PanelTable, PlainTable, Table
+from shardnet.stage.estimate.stored_dtype import STORED_FLOATS
 from shardnet.stage.kept_linears import KeptLinears, LinearKey
 from shardnet.stage.pack_cache import PackCache
 from shardnet.stage.pack_writer import PackWriter
 from shardnet.stage.packed_weights import JoinedLinear, make_panels, stream_panels
 from shardnet.stage.streaming.buffers import find_buffers
-from shardnet.stage.streaming.layer_stream import FilePart, LayerStream
+from shardnet.stage.streaming.file_parts import FilePart
+from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.stage.streaming.streamed_linear import StoredLinear, StreamedLinear
 from shardnet.stage.tensor_reader import Progress, TensorReader
 from shardnet.types import ANY_ROWS, DType
@@ -149,11 +156,60 @@ class StageWeights:
         elif layer is not None:
             linear = self._streamed_linear(weights, bias, layer, transposed=transposed)
         else:
-            whole = self._weights(weights, transposed=transposed)
-            linear = make_linear(choice, whole, bias, self._device)
-            del whole
+            linear = self._plain_linear(choice, weights, bias, transposed=transposed)
             self._tests.test(names[0], linear, choice)
         return linear
+
+    def _plain_linear(
+        self,
+        choice: KernelChoice,
+        weights: Sequence[str],
+        biases: Sequence[Tensor],
+        *,
+        transposed: bool,
+    ) -> Linear:
+        """Make a linear of weights that stay floats, packed while they are read if possible."""
+        forms = {FLOAT_FORMS.get(self._stored_type(name)) for name in weights}
+        form = forms.pop() if len(forms) == 1 and choice.kernel is Kernel.NATIVE else None
+        packed = self._packed_while_read(weights, form, transposed=transposed)
+        if packed is None or form is None:
+            whole = self._weights(weights, transposed=transposed)
+            return make_linear(choice, whole, biases, self._device)
+        bias = join_biases(biases, self._device, torch_dtype(choice.dtype))
+        return PanelLinear([Panels(packed=packed, form=form, shape=self._shape(weights))], bias)
+
+    def _packed_while_read(
+        self, weights: Sequence[str], form: PanelForm | None, *, transposed: bool
+    ) -> Tensor | None:
+        """Read plain weights and pack or quantise them to a form; None where that takes two steps.
+
+        It does without the compiled library, and if they are not stored as rows of floats that
+        begin with a panel each.
+        """
+        native = native_kernels()
+        if form is None or native is None or transposed or any(map(self._is_packed, weights)):
+            return None
+        n_outs = [self._reader.shape(name)[0] for name in weights]
+        if not fills_panels(n_outs) or not all(map(self._reader.is_read_by_rows, weights)):
+            return None
+        shape = self._shape(weights)
+        packed = torch.empty(form.packed_shape(*shape), dtype=torch.uint8)
+        packings = [
+            PanelPacking(native=native, n_in=shape[1], dtype=self._stored_type(name), form=form)
+            for name in weights
+        ]
+        self._reader.pack_while_reading(list(zip(weights, packings, strict=True)), packed)
+        return packed
+
+    def _stored_type(self, name: str) -> torch.dtype:
+        """Return the type that a parameter is stored in; uint8 for one that has to be computed."""
+        stored = STORED_FLOATS.get(self._reader.tensor(name).dtype)
+        return torch_dtype(stored) if stored is not None else torch.uint8
+
+    def _shape(self, weights: Sequence[str]) -> tuple[int, int]:
+        """Return the shape of joined weights."""
+        shapes = [self._reader.shape(name) for name in weights]
+        return sum(shape[0] for shape in shapes), shapes[0][1]
 
     def _stays_packed(self, weights: Sequence[str], *, precise: bool) -> bool:
         """Say whether a weight of a linear is computed with as it is stored."""
@@ -180,8 +236,7 @@ class StageWeights:
             if not is_packed and layer is not None:
                 parts.append(self._streamed_linear(names, bias, layer, transposed=False))
             elif not is_packed:
-                plain = self._weights(names, transposed=False)
-                parts.append(make_linear(self._choice, plain, bias, self._device))
+                parts.append(self._plain_linear(self._choice, names, bias, transposed=False))
                 self._tests.test(names[0], parts[-1], self._choice)
             else:
                 parts.append(self._packed_linear(names, bias, layer))
@@ -309,7 +364,11 @@ class StageWeights:
             if cached is not None:
                 self._reader.skip(weights)
                 return cached
-        packed = pack_all(self._weights(weights, transposed=transposed), kind, self._reader.report)
+        packed = self._packed_while_read(weights, kind.form, transposed=transposed)
+        if packed is None:
+            whole = self._weights(weights, transposed=transposed)
+            packed = pack_all(whole, kind, self._reader.report)
+            del whole
         self.writer.put(names, kind, packed)
         if is_streamed or self._device.type != "cpu":
             self.writer.finish(self._reader.report)  # else it would stay in memory until written

@@ -163,7 +163,8 @@ def test_weights_that_are_quantised_again_count_so(tied: Path) -> None:
 
 def test_progress_ends_with_all_bytes(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panel_linear, "native_kernels", lambda: None)
-    monkeypatch.setattr("shardnet.stage.tensor_reader._PACKED_BYTES", 1 << 14)
+    for name in ("_PACKED_BYTES", "_PIECE_BYTES"):
+        monkeypatch.setattr(f"shardnet.stage.tensor_reader.{name}", 1 << 12)
     done: list[tuple[int, int]] = []
     load_stage(
         Checkpoint.open(tied),

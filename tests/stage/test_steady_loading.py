@@ -37,6 +37,7 @@ class GivenUp(Exception):
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_tensor, "READ_AT_A_TIME", PIECE)
+    monkeypatch.setattr(tensor_reader, "_PIECE_BYTES", PIECE)
     monkeypatch.setattr(pack_cache, "_PIECE_BYTES", PIECE)
     monkeypatch.setattr(quantized_linear, "_NATIVE_CHUNK_WEIGHTS", PIECE)
     monkeypatch.setattr(quantized_linear, "_TORCH_CHUNK_WEIGHTS", PIECE)
@@ -83,7 +84,9 @@ def test_progress_moves_within_a_tensor(kind: str, tmp_path: Path) -> None:
         make_llama(tmp_path, tie_word_embeddings=kind == "llama, tied")
     checkpoint, packs = Checkpoint.open(tmp_path), tmp_path / "packs"
     largest = max(tensor.size_bytes for tensor in checkpoint.tensors.values())
+    panel_bytes = 16 * 4 * max(checkpoint.config.hidden_size, checkpoint.config.intermediate_size)
     assert largest > 20 * PIECE
+    assert largest > 3 * panel_bytes
     for rounded in (None, Quantization.INT8, Quantization.INT8):
         seen: list[int] = []
         totals: set[int] = set()
@@ -98,7 +101,8 @@ def test_progress_moves_within_a_tensor(kind: str, tmp_path: Path) -> None:
         load(checkpoint, report, rounded, cache)
         assert seen == sorted(seen)
         assert {seen[-1]} == totals
-        assert largest_step(seen) <= 5 * PIECE  # a packed byte stands for four stored ones
+        # A packed byte stands for four stored ones; what is packed while read comes by panels.
+        assert largest_step(seen) <= max(5 * PIECE, torch.get_num_threads() * panel_bytes)
 
 
 def test_loading_ends_at_any_report_that_says_so(tmp_path: Path) -> None:
@@ -123,7 +127,7 @@ def test_loading_ends_at_any_report_that_says_so(tmp_path: Path) -> None:
     n_first, n_again = load_anew("one"), load_anew("one")
     packed_bytes = sum(path.stat().st_size for path in folder.rglob("*.packed"))
     assert n_again > packed_bytes // PIECE
-    assert n_first > stored_bytes // PIECE + stored_bytes // 4 // PIECE
+    assert n_first > stored_bytes // (16 * 4 * checkpoint.config.intermediate_size)
     for name, n_in_all in (("", n_first), ("one", n_again)):
         for last in (1, n_in_all // 4, n_in_all // 2, n_in_all - 1):
             with pytest.raises(GivenUp):
@@ -137,7 +141,7 @@ def test_the_disk_is_asked_ahead_for_what_is_read_and_for_nothing_else(
 ) -> None:
     checkpoint = Checkpoint.open(make_llama(tmp_path / "m"))
     events: list[tuple[str, str]] = []
-    read, prefetch = Checkpoint.read, Checkpoint.prefetch
+    read, prefetch, sources_of = Checkpoint.read, Checkpoint.prefetch, Checkpoint.sources_of
 
     def watch_read(checkpoint: Checkpoint, name: str, *rest: Any) -> torch.Tensor:
         events.append(("read", name))
@@ -147,7 +151,12 @@ def test_the_disk_is_asked_ahead_for_what_is_read_and_for_nothing_else(
         events.append(("asked", name))
         prefetch(checkpoint, name, n_bytes)
 
+    def watch_sources(checkpoint: Checkpoint, name: str) -> object:
+        events.append(("read", name))
+        return sources_of(checkpoint, name)
+
     monkeypatch.setattr(Checkpoint, "read", watch_read)
+    monkeypatch.setattr(Checkpoint, "sources_of", watch_sources)
     monkeypatch.setattr(Checkpoint, "prefetch", watch_prefetch)
     monkeypatch.setattr(tensor_reader, "_READ_AHEAD_BYTES", 40_000)  # about a layer
     load_range(checkpoint, LayerRange(1, 3))

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from shardnet.checkpoint.tensors.checkpoint_files import open_file
+from shardnet.checkpoint.tensors.checkpoint_files import find_file, open_file
 from shardnet.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -165,9 +165,7 @@ def read_stored(
     try:
         with open_file(path) as file:
             if file.seek(0, 2) != file_bytes:
-                raise CheckpointError(
-                    f"{path}: its size has changed since it was opened", remedy=AGAIN
-                )
+                raise size_changed(path)
             begin = tensor.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             inside = tensor.offset - begin
             # A private mapping, since torch warns of buffers that cannot be written.
@@ -191,6 +189,23 @@ def read_stored(
     if tensor.strides is not None:
         return elements.as_strided(tensor.shape, tensor.strides)
     return elements.view(tensor.shape)
+
+
+def check_size(path: Path, file_bytes: int) -> None:
+    """Raise CheckpointError unless a file is there with the size that it was opened with."""
+    try:
+        found = find_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})", remedy=AGAIN) from error
+    if found is None:
+        raise CheckpointError(f"{path} cannot be read (it is missing)", remedy=AGAIN)
+    if found.st_size != file_bytes:
+        raise size_changed(path)
+
+
+def size_changed(path: Path) -> CheckpointError:
+    """Return the error for a file that was truncated or replaced while it is in use."""
+    return CheckpointError(f"{path}: its size has changed since it was opened", remedy=AGAIN)
 
 
 def prefetch_stored(folder: Path, tensor: StoredTensor, n_bytes: int) -> None:

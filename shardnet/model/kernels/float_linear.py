@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardnet.model.config.panel_form import PANEL
+from shardnet.model.config.panel_form import PANEL, PanelForm
 from shardnet.model.kernels.library import NativeKernels
 from shardnet.model.kernels.packing import FLOAT_FORMS, pack_natively
 from shardnet.model.kernels.panel_linear import PanelLinear
@@ -30,14 +30,16 @@ def float_linear(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanelPacking:
-    """Packs rows of `n_in` floats, as bytes, on the calling thread.
+    """Packs rows of `n_in` floats, as bytes, to a form, on the calling thread.
 
-    It implements `Packing` of streaming/layer_stream.py.
+    It implements `Packing` of streaming/file_parts.py.
     """
 
     native: NativeKernels
     n_in: int
     dtype: torch.dtype
+    form: PanelForm
+    """That of FLOAT_FORMS for the dtype, or one that rows are quantised to."""
 
     @property
     def unit_bytes(self) -> int:
@@ -46,12 +48,12 @@ class PanelPacking:
 
     def packed_bytes(self, size_bytes: int) -> int:
         """Return the packed size of `size_bytes` of rows."""
-        return FLOAT_FORMS[self.dtype].packed_bytes(size_bytes // self._row_bytes, self.n_in)
+        return self.form.packed_bytes(size_bytes // self._row_bytes, self.n_in)
 
     def __call__(self, stored: Tensor, packed: Tensor) -> None:
         """Pack the rows in `stored`, uint8, into `packed`, uint8."""
         rows = stored.view(self.dtype).view(-1, self.n_in)
-        pack_natively(self.native, rows, packed, FLOAT_FORMS[self.dtype], n_threads=1)
+        pack_natively(self.native, rows, packed, self.form, n_threads=1)
 
     @property
     def _row_bytes(self) -> int:

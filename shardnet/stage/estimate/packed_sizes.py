@@ -76,7 +76,7 @@ def packed_sizes(checkpoint: Checkpoint) -> PackedSizes | None:
         embedding=_count(_linears(checkpoint, embedding)),
         head=_count(_linears(checkpoint, head)),
         is_tied=bool(embedding.keys() & head.keys()),
-        can_stream=all(_can_stream(tensor) for tensors in linears for tensor in tensors),
+        can_stream=all(packs_by_rows(tensor) for tensors in linears for tensor in tensors),
         is_all=all(tensor.packed is not None for tensors in linears for tensor in tensors),
     )
 
@@ -96,7 +96,7 @@ def _count(tensors: Iterable[ModelTensor]) -> PackedCount:
     return PackedCount(n_weights=n_weights, n_bytes=n_bytes)
 
 
-def _can_stream(tensor: ModelTensor) -> bool:
+def packs_by_rows(tensor: ModelTensor) -> bool:
     """Say whether rows of blocks can be packed while they are read, one stored tensor at a time."""
     packed, sources = tensor.packed, tensor.sources
     if packed is None:

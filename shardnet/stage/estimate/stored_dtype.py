@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardnet.checkpoint.checkpoint import Checkpoint
     from shardnet.model.kernels.linear import KernelChoice
 
-_DTYPES: Final[Mapping[str | None, DType]] = MappingProxyType(
+STORED_FLOATS: Final[Mapping[str | None, DType]] = MappingProxyType(
     {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 )
 
@@ -104,4 +104,4 @@ def _tensor_dtype(checkpoint: Checkpoint, name: str) -> DType | None:
     tensor = checkpoint.tensors.get(name)
     if tensor is None or not tensor.is_stored_matrix:
         return None
-    return _DTYPES.get(tensor.dtype)
+    return STORED_FLOATS.get(tensor.dtype)

@@ -13,26 +13,30 @@ as memory is free.
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from io import RawIOBase
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final
 
 from torch import Tensor
 
-from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.errors import CheckpointError
-from shardnet.model.kernels.library import SCRATCH
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.worker_pool import WorkerPool
 from shardnet.stage.estimate.memory_estimate import N_BUFFERS
 from shardnet.stage.streaming.buffers import Buffers, HostBuffers
+from shardnet.stage.streaming.file_parts import (
+    FileChanged,
+    FilePart,
+    Packing,
+    Piece,
+    bring,
+    pieces_of,
+)
 from shardnet.threads import DaemonThreads
 
 ALIGNMENT: Final = 64
@@ -41,74 +45,22 @@ _READERS: Final = 2
 """Threads that read: one alone copies from the page cache slower than a core multiplies."""
 _SHARED_BYTES: Final = 1 << 23
 """Bytes of a piece: small enough to share, large enough to read sequentially."""
-_PACKED_AT_A_TIME: Final = 1 << 20
-"""Bytes that are read before they are packed: they are still in the CPU's caches."""
 _SILENCE_S: Final = 30.0
 """How long the disk may bring no piece: sleeping disks take 10 s to spin up."""
 
 
-class Packing(Protocol):
-    """Packs bytes of a file on their way into a buffer, in independent units."""
-
-    @property
-    def unit_bytes(self) -> int:
-        """Stored bytes of a unit; the last unit may have fewer."""
-
-    def packed_bytes(self, size_bytes: int) -> int:
-        """Return the packed size of `size_bytes` stored bytes."""
-
-    def __call__(self, stored: Tensor, packed: Tensor) -> None:
-        """Pack whole units, or the last ones, uint8. Must be thread-safe."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilePart:
-    """Bytes of a file that must stay as it is. `stamp` is its size, time of change and number."""
-
-    path: Path
-    offset: int
-    size_bytes: int
-    stamp: tuple[int, int, int]
-
-    @classmethod
-    def of(cls, path: Path, offset: int, size_bytes: int) -> FilePart:
-        """Name bytes of a file as it is now. Raises CheckpointError if it cannot be accessed."""
-        return cls(path=path, offset=offset, size_bytes=size_bytes, stamp=_stamp(path))
-
-    def cut(self, at_a_time: int) -> Iterator[FilePart]:
-        """Split into parts of `at_a_time` bytes; the last may be shorter."""
-        for begin in range(0, self.size_bytes, at_a_time):
-            n_bytes = min(at_a_time, self.size_bytes - begin)
-            yield replace(self, offset=self.offset + begin, size_bytes=n_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """A unit of work for one reading thread, and the bytes of the buffer it goes to."""
-
-    part: FilePart
-    begin: int
-    end: int
-    packing: Packing | None
-
-
 @dataclass(slots=True, kw_only=True)
 class _StreamedLayer:
-    pieces: list[_Piece] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     size_bytes: int = 0
 
     def add(self, part: FilePart, begin: int, packing: Packing | None) -> int:
         """Place a part at offset `begin` of the buffer; return its end."""
-        at_a_time = _SHARED_BYTES
-        if packing is not None:
-            at_a_time = _units(at_a_time, packing)
-        for some in part.cut(at_a_time):
-            n_bytes = some.size_bytes if packing is None else packing.packed_bytes(some.size_bytes)
-            piece = _Piece(part=some, begin=begin, end=begin + n_bytes, packing=packing)
-            self.pieces.append(piece)
-            begin = piece.end
-        self.size_bytes = max(self.size_bytes, begin)
-        return begin
+        pieces = list(pieces_of([(part, packing)], begin, _SHARED_BYTES))
+        self.pieces += pieces
+        end = pieces[-1].end if pieces else begin
+        self.size_bytes = max(self.size_bytes, end)
+        return end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,11 +213,6 @@ class LayerStream:
         self._fetches.append(_Fetch(layer=layer, buffer=buffer, done=done))
 
 
-def _units(n_bytes: int, packing: Packing) -> int:
-    """Round `n_bytes` down to whole units, at least one."""
-    return max(1, n_bytes // packing.unit_bytes) * packing.unit_bytes
-
-
 def _read_layer(
     workers: WorkerPool, layer: _StreamedLayer, brought: list[None], buffer: Tensor
 ) -> None:
@@ -274,50 +221,16 @@ def _read_layer(
     Raises CheckpointError, which names the file.
     """
 
-    def bring(piece: _Piece) -> None:
-        _bring(buffer, piece)
+    def read(piece: Piece) -> None:
+        try:
+            bring(buffer, piece)
+        except FileChanged:
+            raise _changed(piece.part) from None
+        except OSError as error:
+            raise _unreadable(piece.part.path, error) from error
         brought.append(None)
 
-    workers.run(bring, layer.pieces)
-
-
-def _bring(buffer: Tensor, piece: _Piece) -> None:
-    """Read a piece, and pack it if necessary."""
-    target, part, packing = buffer[piece.begin : piece.end], piece.part, piece.packing
-    if _stamp(part.path) != part.stamp:
-        raise _changed(part)
-    try:
-        with open_file(part.path) as file:
-            file.seek(part.offset)
-            if packing is None:
-                _read(file, part, target)
-                return
-            end = 0
-            for some in part.cut(_units(_PACKED_AT_A_TIME, packing)):
-                stored = SCRATCH.at_least(some.size_bytes)[: some.size_bytes]
-                _read(file, some, stored)
-                begin, end = end, end + packing.packed_bytes(some.size_bytes)
-                packing(stored, target[begin:end])
-    except OSError as error:
-        raise _unreadable(part.path, error) from error
-
-
-def _read(file: RawIOBase, part: FilePart, target: Tensor) -> None:
-    array: Any = target.numpy()  # numpy's arrays are buffers, which its types do not say
-    view = memoryview(array)
-    while view:
-        n_bytes = file.readinto(view)
-        if not n_bytes:
-            raise _changed(part)
-        view = view[n_bytes:]
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    workers.run(read, layer.pieces)
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:

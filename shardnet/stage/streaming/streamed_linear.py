@@ -68,7 +68,9 @@ class StoredLinear:
         native = native_kernels() if choice.kernel is Kernel.NATIVE else None
         n_in, packing = shapes[0][1], None
         if native is not None and not transposed and fills_panels([shape[0] for shape in shapes]):
-            packing = PanelPacking(native=native, n_in=n_in, dtype=torch_dtype(choice.stored_dtype))
+            dtype = torch_dtype(choice.stored_dtype)
+            form = FLOAT_FORMS[dtype]
+            packing = PanelPacking(native=native, n_in=n_in, dtype=dtype, form=form)
         own = [bias.clone() for bias in biases]
         return cls(
             choice=choice,
@@ -107,7 +109,7 @@ class StoredLinear:
     def make(self, read: Tensor) -> Linear:
         """Make the linear from the bytes in a buffer, uint8 [read_bytes]."""
         if self.native is not None and self.packing is not None:
-            panels = Panels(packed=read, form=FLOAT_FORMS[self.packing.dtype], shape=self.stored)
+            panels = Panels(packed=read, form=self.packing.form, shape=self.stored)
             return PanelLinear([panels], self.bias, self.native)
         weight = read.view(torch_dtype(self.choice.stored_dtype)).view(self.stored)
         if self._is_plain:

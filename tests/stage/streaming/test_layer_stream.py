@@ -34,8 +34,9 @@ from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_byt
 from shardnet.stage.load import load_stage
 from shardnet.stage.pack_cache import PackCache, packed_models, remove
 from shardnet.stage.stage_model import Run, StageModel
-from shardnet.stage.streaming import layer_stream
-from shardnet.stage.streaming.layer_stream import FilePart, LayerStream
+from shardnet.stage.streaming import file_parts, layer_stream
+from shardnet.stage.streaming.file_parts import FilePart
+from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.types import (
     DType,
     LayerRange,
@@ -297,10 +298,10 @@ def test_what_is_packed_on_its_way_is_what_is_packed_at_once(
 ) -> None:
     """Piece by piece, by two threads, and a last panel that is not full."""
     monkeypatch.setattr(layer_stream, "_SHARED_BYTES", shared_bytes)
-    monkeypatch.setattr(layer_stream, "_PACKED_AT_A_TIME", shared_bytes // 2)
+    monkeypatch.setattr(file_parts, "_PACKED_AT_A_TIME", shared_bytes // 2)
     native = native_kernels()
     assert native is not None
-    packing = PanelPacking(native=native, n_in=n_in, dtype=torch.bfloat16)
+    packing = PanelPacking(native=native, n_in=n_in, dtype=torch.bfloat16, form=BFLOAT16)
     weights = [torch.randn(n_out, n_in).bfloat16() for n_out in n_outs]
     file, parts, whole = tmp_path / "file", list[tuple[int, int]](), b"..."
     for weight in weights:
@@ -402,13 +403,13 @@ def test_a_disk_that_does_not_answer_fails_what_waits_for_it(
     answers = threading.Event()
     path = tmp_path / "layer"
     path.write_bytes(b"weights!")
-    usual: Any = layer_stream._bring
+    usual: Any = layer_stream.bring
 
     def bring(*piece: Any) -> None:
         assert answers.wait(60)
         usual(*piece)
 
-    monkeypatch.setattr(layer_stream, "_bring", bring)
+    monkeypatch.setattr(layer_stream, "bring", bring)
     stream = LayerStream(silence_s=0.05)
     for layer in range(3):
         stream.reserve(layer, [FilePart.of(path, 0, 8)])
