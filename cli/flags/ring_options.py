@@ -201,8 +201,8 @@ class RingOptions:
             "--standby",
             autocompletion=one_of("off", "auto"),
             metavar="off|auto",
-            help="Let nodes with memory to spare hold a neighbour's layers and follow its KV cache, "
-            "to go on in its place when it is lost.",
+            help="Nodes with memory to spare hold a neighbour's layers and follow its KV cache, to "
+            "go on in its place when it is lost.",
             envvar="SHARDNET_STANDBY",
         ),
     ] = "off"

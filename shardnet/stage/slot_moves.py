@@ -238,7 +238,7 @@ class SlotMoves:
         arriving.ends[here] = end
 
     def is_whole(self, sequence_id: SequenceId, n_positions: int) -> bool:
-        """Say whether every layer of the first `n_positions` has come, of some layers maybe more."""
+        """Say whether every layer of the first `n_positions` has come, and maybe more of some."""
         arriving = self._arriving.get(sequence_id)
         return arriving is not None and all(
             self._has_come(arriving, index, n_positions) for index in range(len(arriving.ends))

@@ -22,7 +22,7 @@ from shardnet.cluster.placement.standbys import Standby
 from shardnet.cluster.ring.ring import Ring
 from shardnet.cluster.ring.ring_moves import RingMoves
 from shardnet.cluster.ring.stage_port import StagePort
-from shardnet.errors import PeerSilentError, ShardnetError
+from shardnet.errors import PeerSilentError, ShardnetError, UsageError
 from shardnet.runtime.scheduling.sequences import ComputedSequence
 from shardnet.types import NodeId, SequenceId
 
@@ -44,7 +44,8 @@ TAKE_OVER_S: Final = 5.0
 class Ready:
     """A node that stands by in `former`, and the ring that goes on with it, not built yet.
 
-    `rank` is that of the node there. It has brought `followed` positions of each sequence.
+    `rank` is that of the node there. It has brought `followed` positions of each sequence, and was
+    `refused` one that had so many: it tries again when those are twice as many.
     """
 
     standby: Standby
@@ -58,20 +59,31 @@ class Ready:
     is_loaded: bool = False
     not_before_s: float = 0.0
     followed: dict[SequenceId, int] = field(default_factory=dict)
+    refused: dict[SequenceId, int] = field(default_factory=dict)
 
     async def follow(self, computed: Sequence[ComputedSequence]) -> None:
         """Have the node bring what has been computed since the last time. Raises ShardnetError."""
-        for sequence_id in self.followed.keys() - {one.sequence_id for one in computed}:
-            del self.followed[sequence_id]
-            await self.moves.forget(self.rank, sequence_id)
+        here = {one.sequence_id for one in computed}
+        for sequence_id in [*(self.followed.keys() | self.refused.keys()) - here]:
+            await self._forget(sequence_id)
         for one in computed:
             known, n_positions = self.followed.get(one.sequence_id, 0), len(one.token_ids)
             if n_positions < known:  # it was paused, and begins again
-                del self.followed[one.sequence_id]
-                await self.moves.forget(self.rank, one.sequence_id)
-            if n_positions != known:
+                await self._forget(one.sequence_id)
+            if n_positions == known or n_positions < 2 * self.refused.get(one.sequence_id, 0):
+                continue
+            try:
                 await self.moves.follow(self.rank, self.standby.rank, one)
+            except UsageError:  # it has ended just now, or its rows are others here
+                await self._forget(one.sequence_id)
+                self.refused[one.sequence_id] = n_positions
+            else:
                 self.followed[one.sequence_id] = n_positions
+
+    async def _forget(self, sequence_id: SequenceId) -> None:
+        self.followed.pop(sequence_id, None)
+        self.refused.pop(sequence_id, None)
+        await self.moves.forget(self.rank, sequence_id)
 
     def brought(self, computed: Sequence[ComputedSequence]) -> list[ComputedSequence]:
         """Return what can go on, as far as the node has brought it."""
@@ -174,6 +186,7 @@ class Standbys:
         except ShardnetError as error:
             ready.is_loaded = False
             ready.followed.clear()
+            ready.refused.clear()
             ready.not_before_s = time.monotonic() + AGAIN_S
             if ready.former.broken is None:
                 name = ready.ring.ports[ready.rank].node_name

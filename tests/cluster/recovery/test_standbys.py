@@ -67,7 +67,9 @@ def test_the_ring_that_goes_on_has_all_layers(
     rank: int, node: NodeId, layers: list[tuple[NodeId, int, int]]
 ) -> None:
     placement = Placement(stages=tuple(STAGES), left_out=(), predicted_tok_s=1.0, why="")
-    standby = replace(choose_standbys(STAGES, {D: 999, SPARE: 999, C: 999})[0], rank=rank, node=node)
+    standby = replace(
+        choose_standbys(STAGES, {D: 999, SPARE: 999, C: 999})[0], rank=rank, node=node
+    )
     then = without_stage(placement, standby)
     assert [(s.node, s.layers.start, s.layers.end) for s in then.stages] == layers
     assert [(out.node, out.why) for out in then.left_out] == [(STAGES[rank].node, "it was lost")]
@@ -88,13 +90,18 @@ def test_a_standby_goes_on_with_what_it_has_followed(
 
     async def main() -> None:
         lines: list[str] = []
+        recovered = asyncio.Event()
+
+        def log(line: str) -> None:
+            lines.append(line)
+            if line.startswith("recovered"):
+                recovered.set()
+
         async with AsyncExitStack() as stack:
             nodes: list[tuple[Node, AsyncExitStack]] = []
             for name in ("anna", "bert", "carl"):
                 settings = small_settings(tmp_path / name)
-                settings = replace(
-                    settings, node=NodeId(name[0] * 32), name=name, log=lines.append
-                )
+                settings = replace(settings, node=NodeId(name[0] * 32), name=name, log=lines.append)
                 own = await stack.enter_async_context(AsyncExitStack())
                 node = await own.enter_async_context(listening(settings, "127.0.0.1", 0))
                 nodes.append((node, own))
@@ -109,10 +116,9 @@ def test_a_standby_goes_on_with_what_it_has_followed(
             for _, ending in nodes[1:]:
                 anna.standbys.is_ready.clear()
                 await anna.standbys.is_ready.wait()
-                n_over = sum(record.is_over for record in anna.recovery.records)
+                recovered.clear()
                 await ending.aclose()
-                while sum(record.is_over for record in anna.recovery.records) == n_over:
-                    await asyncio.sleep(0.01)
+                await recovered.wait()
             lost.set()
             made = await saying
             undisturbed = asyncio.Event()
