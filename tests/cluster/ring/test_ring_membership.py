@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
-from shardnet.cluster.ring.ring_membership import SETTLE_S, DialData, RingMembership
+from shardnet.cluster.ring import ring_membership
+from shardnet.cluster.ring.ring_membership import KEEP_S, SETTLE_S, DialData, RingMembership
 from shardnet.errors import LinkClosedError, PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.compute import Activations, Samples
@@ -35,6 +37,9 @@ class Panic(BaseException):
 class BrokenCompute:
     """A compute with a bug."""
 
+    def __init__(self) -> None:
+        self.was_reset = threading.Event()
+
     def use_wire(self, sent: WireDType, received: WireDType) -> None:
         """Nothing."""
 
@@ -42,7 +47,8 @@ class BrokenCompute:
         """Nothing."""
 
     def reset(self) -> None:
-        """Nothing."""
+        """Note it."""
+        self.was_reset.set()
 
     def compute(self, batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
         raise Panic("a bug of ours")
@@ -83,8 +89,16 @@ def idle_pipeline() -> Pipeline:
     )
 
 
-def test_a_bug_in_the_compute_breaks_the_ring_by_name(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("keep_s", [KEEP_S, 0.0])
+def test_a_bug_in_the_compute_breaks_the_ring_by_name(
+    keep_s: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What sequences hold is kept for the next ring, until this one is left or its time is over."""
+
+    monkeypatch.setattr(ring_membership, "KEEP_S", keep_s)
+
     async def main() -> None:
+        compute = BrokenCompute()
         broken: list[ShardnetError] = []
         ended = asyncio.Event()
 
@@ -95,7 +109,7 @@ def test_a_bug_in_the_compute_breaks_the_ring_by_name(caplog: pytest.LogCaptureF
         executor = Executor("test")
         pipeline = idle_pipeline()
         one = membership(note)
-        await one.join(BrokenCompute(), executor, pipeline)
+        await one.join(compute, executor, pipeline)
         group = RowGroup(
             sequence_id=SequenceId(1), slot=SlotId(0), position=0, n_rows=1, n_sampled=1
         )
@@ -105,6 +119,10 @@ def test_a_bug_in_the_compute_breaks_the_ring_by_name(caplog: pytest.LogCaptureF
             "internal error in rank 0: RuntimeError('Panic: a bug of ours'), a bug of shardnet; "
             "report it, with what that node wrote"
         ]
+        if keep_s:
+            assert not compute.was_reset.is_set()
+            await one.leave()
+        assert await asyncio.to_thread(compute.was_reset.wait, 30)
         await one.leave()
         executor.join()
 
