@@ -101,7 +101,7 @@ def test_a_standby_goes_on_with_what_it_has_followed(
             nodes: list[tuple[Node, AsyncExitStack]] = []
             for name in ("anna", "bert", "carl"):
                 settings = small_settings(tmp_path / name)
-                settings = replace(settings, node=NodeId(name[0] * 32), name=name, log=lines.append)
+                settings = replace(settings, node=NodeId(name[0] * 32), name=name, log=log)
                 own = await stack.enter_async_context(AsyncExitStack())
                 node = await own.enter_async_context(listening(settings, "127.0.0.1", 0))
                 nodes.append((node, own))
