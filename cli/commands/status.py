@@ -99,6 +99,7 @@ def _stage_as_json(info: NodeInfo, report: NodeReport, stage: StageState) -> dic
         "kv_used_positions": stage.used_blocks * BLOCK_POSITIONS,
         "sequences": stage.n_open,
         "prefixes": None if stage.prefixes is None else msgspec.structs.asdict(stage.prefixes),
+        "standby": None if stage.standby is None else msgspec.structs.asdict(stage.standby),
     }
 
 
@@ -135,6 +136,7 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
         f"KV room  {stage.used_blocks * BLOCK_POSITIONS} of "
         f"{stage.room_blocks * BLOCK_POSITIONS} positions used",
         *_prefix_lines(stage),
+        *_standby_lines(stage),
         f"running  {_running(report, stage)}",
     ]
 
@@ -150,6 +152,17 @@ def _prefix_lines(stage: StageState) -> list[str]:
         f"prompts  {size(kept.used_bytes)} of {size(kept.limit_bytes)} on disk, "
         f"{kept.saved_positions} positions saved, {kept.restored_positions} restored"
     ]
+
+
+def _standby_lines(stage: StageState) -> list[str]:
+    """Say for whom the node stands by: nothing where it does not."""
+    from shardnet.cluster.placement.words import size
+
+    standby = stage.standby
+    if standby is None:
+        return []
+    layers = LayerRange(*standby.layers).words
+    return [f"standby  {layers} ({size(standby.weight_bytes)}), if {standby.node} is lost"]
 
 
 def _running(report: NodeReport, stage: StageState) -> str:

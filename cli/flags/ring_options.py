@@ -195,6 +195,17 @@ class RingOptions:
             show_default=False,
         ),
     ] = ""
+    standby: Annotated[
+        str,
+        typer.Option(
+            "--standby",
+            autocompletion=one_of("off", "auto"),
+            metavar="off|auto",
+            help="Nodes with memory to spare hold a neighbour's layers and follow its KV cache, to "
+            "go on in its place when it is lost.",
+            envvar="SHARDNET_STANDBY",
+        ),
+    ] = "off"
 
     def wanted(self, access: Access) -> Wanted:
         """Make the request to open a ring. Raises typer.BadParameter for a wrong value."""
@@ -216,6 +227,7 @@ class RingOptions:
         check_choice("--arith", self.arith, ("auto", "portable", "fast"))
         check_choice("--quant", self.quant, ("none", "int8", "int4"))
         check_choice("--kv-dtype", self.kv_dtype, ("auto", "int8"))
+        check_choice("--standby", self.standby, ("off", "auto"))
         return ModelChoice(
             model=check_model(self.model, "--model"),
             nodes=split_nodes(self.nodes),
@@ -230,6 +242,7 @@ class RingOptions:
             stream_layers=_n_streamed(self.stream_layers),
             ignore_unknown_config=self.ignore_unknown_config,
             arith=self.arith,  # type: ignore[arg-type]  # checked above
+            standby="auto" if self.standby == "auto" else "",
         )
 
 

@@ -14,7 +14,7 @@ from shardnet.cluster.machine import kernels
 from shardnet.types import LayerRange
 from shardnet.wire.messages.generation import LastRun, MeanStageTime
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
-from shardnet.wire.messages.plans import MIXED_WIRES, PlannedStage, PlanReply
+from shardnet.wire.messages.plans import MIXED_WIRES, PlannedStage, PlannedStandby, PlanReply
 
 from .exit_codes import one_line
 from .narrow_wire import narrow_wire_json, narrow_wire_words, short_number
@@ -62,6 +62,17 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
             }
             for stage in plan.stages
         ],
+        "standbys": [
+            {
+                "node": standby.node,
+                "name": standby.name,
+                "rank": standby.rank,
+                "layers": list(standby.layers),
+                "weight_bytes": standby.weight_bytes,
+                "kv_bytes": standby.kv_bytes,
+            }
+            for standby in plan.standbys
+        ],
         "left_out": [{"node": out.node, "name": out.name, "why": out.why} for out in plan.left_out],
         "predicted_tok_s": plan.predicted_tok_s,
         "why": plan.why,
@@ -96,6 +107,7 @@ def plan_text(plan: PlanReply) -> str:
     if plan.exact is not None:
         lines.append(f"  same bits ({plan.arith} arithmetic): {plan.exact.why}")
     lines += [_stage_line(plan, stage) for stage in plan.stages]
+    lines += [_standby_line(plan, standby) for standby in plan.standbys]
     lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
     if plan.wire is not None:
         lines.append(f"  {narrow_wire_words(plan, plan.wire)}")
@@ -105,6 +117,14 @@ def plan_text(plan: PlanReply) -> str:
         names = {node.node: node.name for node in plan.nodes}
         lines += [f"  {_link_line(link, names)}" for link in plan.links]
     return "\n".join(map(one_line, lines))
+
+
+def _standby_line(plan: PlanReply, standby: PlannedStandby) -> str:
+    size = f"{standby.weight_bytes / 2**20:.1f} MiB, KV up to {standby.kv_bytes / 2**20:.1f} MiB"
+    return (
+        f"  {standby.name} stands by for {plan.stages[standby.rank].name}: "
+        f"{LayerRange(*standby.layers).words} ({size})"
+    )
 
 
 def _without_kernels(plan: PlanReply) -> list[str]:

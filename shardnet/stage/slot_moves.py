@@ -238,9 +238,20 @@ class SlotMoves:
         arriving.ends[here] = end
 
     def is_whole(self, sequence_id: SequenceId, n_positions: int) -> bool:
-        """Say whether every layer of the first `n_positions` has come."""
+        """Say whether every layer of the first `n_positions` has come, and maybe more of some."""
         arriving = self._arriving.get(sequence_id)
-        return arriving is not None and all(end == n_positions for end in arriving.ends)
+        return arriving is not None and all(
+            self._has_come(arriving, index, n_positions) for index in range(len(arriving.ends))
+        )
+
+    def _has_come(self, arriving: _Arriving, index: int, n_positions: int) -> bool:
+        """Say whether the next row can attend to what has come of a layer."""
+        end, first = arriving.ends[index], arriving.contents.firsts[index]
+        if index in arriving.contents.states:
+            return end == n_positions
+        window = self._kv.windows[index]
+        is_seen = not first or (window is not None and first <= n_positions - window + 1)
+        return end >= n_positions and is_seen
 
     def has(self, sequence_id: SequenceId) -> bool:
         """Say whether something has come for a sequence."""

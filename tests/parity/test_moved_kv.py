@@ -13,6 +13,8 @@ from support.rings.torch_rings import TorchStages
 from support.soak import cases
 
 from shardnet.errors import UsageError
+from shardnet.runtime.stage.joined import JoinedCompute
+from shardnet.stage.joined_moves import JoinedMoves
 from shardnet.stage.slot_moves import SlotMoves
 from shardnet.types import (
     KvDType,
@@ -21,6 +23,7 @@ from shardnet.types import (
     SamplingParams,
     SequenceId,
     SlotId,
+    WireDType,
     block_spans,
 )
 
@@ -34,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     },
     "deepseek_v2": {"num_hidden_layers": 3},
+    "qwen2_moe": {"num_hidden_layers": 3},
     "qwen3_next": {
         "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -110,3 +114,54 @@ def test_a_sequence_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> N
     whole.step(600, prompt[600:], 1)
     for position in range(700, 708):
         assert new.step(position, [position % 300], 1) == whole.step(position, [position % 300], 1)
+
+
+@pytest.mark.parametrize("family", cases(["gemma3_text", "qwen2_moe"], ["llama", "deepseek_v2"]))
+def test_a_standby_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> None:
+    """The middle stage is lost; what it had has followed to the first one, up to some position.
+
+    Both others have gone on since, and the layers that follow each other in one node now were
+    loaded one by one. One row is rewound too far for a window.
+    """
+    folder = make_decoder(tmp_path, family, max_position_embeddings=CONTEXT, **CASES[family])
+    kv_dtype = KvDType.INT8 if family == "gemma3_text" else KvDType.AUTO
+    old, spare = (
+        TorchStages(folder, even_split(3, 3), context=CONTEXT, kv_dtype=kv_dtype) for _ in range(2)
+    )
+    prompt = random_prompt(620, 300, seed=1)
+    old.open(PENALISED, n_prompt=600)
+    first, middle, last = old.computes
+    standby = JoinedCompute([first, spare.computes[1]], WireDType.FLOAT32)
+    standby.use_wire(WireDType.FLOAT32, WireDType.FLOAT32)
+    moves = JoinedMoves([first.moves, spare.computes[1].moves])
+    assert moves.form == last.moves.form
+    for begin, end in [(0, 256), (256, 512), (512, 600), (600, 620)]:
+        old.step(begin, prompt[begin:end], 1)
+        if end in (512, 600):
+            moves.begin(OLD, prompt[:end])
+            pull(middle.moves, moves, LayerRange(1, 2), end)
+    for each in (moves, last.moves):
+        each.begin(OLD, prompt[:590])
+        assert not each.is_whole(OLD, 590)
+    if family == "gemma3_text":
+        with pytest.raises(UsageError, match="was to go on from 100 with a window of 6"):
+            moves.take_own(OLD, moves, SlotId(0), 0, 100)
+    moves.take_own(OLD, moves, SlotId(0), 0, 590)
+    last.moves.take_own(OLD, last.moves, SlotId(0), 2, 590)
+    assert moves.is_whole(OLD, 590)
+    assert not moves.is_whole(OLD, 601)
+    for compute in (first, last):
+        compute.reset()
+    old.computes = [standby, last]  # type: ignore[list-item]
+    old.open(PENALISED, n_prompt=600, n_kept=590, is_restored=True)
+    assert not moves.has(OLD)
+    whole = TorchStages(folder, even_split(3, 1), context=CONTEXT, kv_dtype=kv_dtype)
+    whole.open(PENALISED, n_prompt=600)
+    for begin, end in [(0, 256), (256, 512), (512, 600)]:
+        whole.step(begin, prompt[begin:end], 1)
+    old.step(590, prompt[590:600], 1)
+    for position in range(600, 608):
+        ids = [prompt[position]]
+        assert old.step(position, ids, 1) == whole.step(position, ids, 1)
+    standby.reset()
+    assert standby.used_blocks == spare.computes[1].used_blocks == 0

@@ -10,7 +10,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from shardnet.api.dashboard.state import NodeState, ShownLink, ShownNode
+from shardnet.api.dashboard.state import NodeState, ShownLink, ShownNode, ShownStandby
 from shardnet.types import BLOCK_POSITIONS
 from shardnet.wire.messages.diagnostics import NodeReport, PeerView
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
@@ -151,6 +151,7 @@ def _shown(info: NodeInfo, report: NodeReport, address: str, *, is_asked: bool) 
     )
     if stage is None:
         return node
+    standby = stage.standby
     return replace(
         node,
         model=stage.model,
@@ -162,4 +163,8 @@ def _shown(info: NodeInfo, report: NodeReport, address: str, *, is_asked: bool) 
         kernel=stage.kernel,
         dtype=stage.dtype,
         n_sequences=stage.n_open,
+        standby=standby
+        and ShownStandby(
+            name=standby.node, layers=standby.layers, weight_bytes=standby.weight_bytes
+        ),
     )

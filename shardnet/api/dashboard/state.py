@@ -32,6 +32,14 @@ class ShownLink(msgspec.Struct, kw_only=True):
     rtt_ms: float | None
 
 
+class ShownStandby(msgspec.Struct, kw_only=True):
+    """The layers that a node holds beside its own, to go on in place of the node named `name`."""
+
+    name: str
+    layers: tuple[int, int]
+    weight_bytes: int
+
+
 class ShownNode(msgspec.Struct, kw_only=True):
     """A node; of one that is lost or silent what it said last."""
 
@@ -61,6 +69,7 @@ class ShownNode(msgspec.Struct, kw_only=True):
     kernel: str | None = None
     dtype: str | None = None
     n_sequences: int | None = None
+    standby: ShownStandby | None = None
     links: list[ShownLink] = []
 
 

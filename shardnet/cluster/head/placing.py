@@ -122,7 +122,7 @@ def make_plan(
     by_node = {node.node: node for node in nodes}
     ring = tuple(by_node[stage.node] for stage in placement.stages)
     on_ring = settle_wires(choice.wire_dtype, dtype, ring, measured.links)
-    return Plan(
+    plan = Plan(
         choice=choice,
         facts=facts,
         dtype=dtype,
@@ -140,6 +140,9 @@ def make_plan(
         silent=tuple(silent),
         holders=tuple(source.node for source in _holders(facts, holdings)),
     )
+    if not choice.standby:
+        return plan
+    return plan.with_standbys([node for node in nodes if node not in ring])
 
 
 def plan_again(

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from msgspec import structs
+
 from shardnet.cluster.head.ring_dtypes import NodeForm, exactness, unused_links, wire_name
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, WRONG_BY, Measured, StageRun
 from shardnet.cluster.placement.figures import (
@@ -16,6 +18,7 @@ from shardnet.cluster.placement.figures import (
     Objective,
     Placement,
 )
+from shardnet.cluster.placement.standbys import Standby, choose_standbys, without_stage
 from shardnet.cluster.placement.words import LISTED
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.stage.loading import ModelFacts
@@ -28,7 +31,14 @@ from shardnet.types import (
 from shardnet.wire.messages.generation import Timing
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import NodeInfo
-from shardnet.wire.messages.plans import LeftOut, ModelChoice, NarrowWire, PlannedStage, PlanReply
+from shardnet.wire.messages.plans import (
+    LeftOut,
+    ModelChoice,
+    NarrowWire,
+    PlannedStage,
+    PlannedStandby,
+    PlanReply,
+)
 from shardnet.wire.messages.sequences import RecommendedSampling
 
 INT4_COSTS: Final = (
@@ -51,6 +61,7 @@ class Plan:
     not measured. `chunk_s`: predicted seconds of a whole prompt chunk in all stages together,
     without the links; None where a stage was not measured. `silent` nodes did not report their
     state in time. `holders` are the nodes that have the model, among the candidates.
+    `spares` are nodes beside the ring that may stand by, and `standbys` say who does.
     """
 
     choice: ModelChoice
@@ -69,6 +80,37 @@ class Plan:
     chunk_s: float | None = None
     silent: tuple[LeftOut, ...] = ()
     holders: tuple[NodeId, ...] = ()
+    standbys: tuple[Standby, ...] = ()
+    spares: tuple[NodeInfo, ...] = ()
+
+    def with_standbys(self, spares: Sequence[NodeInfo] = ()) -> Plan:
+        """Return this plan with who stands by for whom, of its nodes and those beside it."""
+        memory = {NodeId(node.node): node.memory_bytes for node in (*self.nodes, *spares)}
+        return replace(
+            self,
+            choice=structs.replace(self.choice, standby="auto"),
+            standbys=choose_standbys(self.placement.stages, memory),
+            spares=tuple(spares),
+        )
+
+    def without_stage(self, standby: Standby) -> Plan:
+        """Return the plan of the ring that goes on when the stage of `standby` is lost."""
+        nodes, forms, wires = [*self.nodes], [*self.forms], [*self.wires]
+        spare = next((node for node in self.spares if node.node == standby.node), None)
+        if spare is not None:
+            nodes[standby.rank] = spare
+        else:
+            ranks = [rank for rank, node in enumerate(nodes) if node.node == standby.node]
+            del wires[min(standby.rank, *ranks)]
+            del nodes[standby.rank], forms[standby.rank]
+        plan = replace(
+            self,
+            nodes=tuple(nodes),
+            forms=tuple(forms),
+            wires=tuple(wires),
+            placement=without_stage(self.placement, standby),
+        )
+        return plan.with_standbys([node for node in self.spares if node is not spare])
 
     def instead_of(self, opened: Plan, former: Plan, without: Mapping[NodeId, str]) -> Plan:
         """Return this plan for a ring that replaces that of `former`, for what `opened` was for.
@@ -205,6 +247,18 @@ class Plan:
             recommended=RecommendedSampling(**recommended) if recommended else None,
             arith=self.arith.value,
             exact=exactness(self.nodes, self.forms, self.dtype, self.wires),
+            standbys=[self._planned(standby) for standby in self.standbys],
+        )
+
+    def _planned(self, standby: Standby) -> PlannedStandby:
+        layers = self.placement.stages[standby.rank].layers
+        return PlannedStandby(
+            rank=standby.rank,
+            node=standby.node,
+            name=self.left_out_names.get(standby.node, standby.node),
+            layers=(layers.start, layers.end),
+            weight_bytes=standby.weight_bytes,
+            kv_bytes=standby.kv_bytes,
         )
 
 

@@ -51,6 +51,10 @@ class Node:
         """How this node is emptied before it ends."""
         self.planned = self._services.planned
         """How a ring that this node leads is replaced while it works."""
+        self.standbys = self._services.standbys
+        """How nodes stand by for others in a ring that this node leads."""
+        self.recovery = self._services.recovery
+        """How a ring that this node leads is replaced when it is lost."""
         events.connect(self)
 
     def addresses_changed(self) -> None:
@@ -141,6 +145,12 @@ class Node:
             self._services.nodes.run, "watching for nodes that come", self._settings.log
         )
 
+    async def keep_standbys(self) -> None:
+        """Keep nodes ready to go on in the place of others in the ring that this node leads."""
+        await kept_running(
+            self._services.standbys.run, "keeping nodes that stand by", self._settings.log
+        )
+
     async def watch_addresses(self) -> None:
         """Notice changes of this machine's addresses, as DHCP makes them, until cancelled."""
 
@@ -191,7 +201,7 @@ async def running(settings: NodeSettings) -> AsyncIterator[Node]:
         node = Node(settings, tasks)
         keeping = [
             tasks.create_task(keep())
-            for keep in (node.keep_peers, node.free_unused, node.use_nodes)
+            for keep in (node.keep_peers, node.free_unused, node.use_nodes, node.keep_standbys)
         ]
         try:
             yield node

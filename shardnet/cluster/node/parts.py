@@ -40,6 +40,7 @@ from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
 from shardnet.cluster.recovery.node_watch import NodeWatch
 from shardnet.cluster.recovery.planned import PlannedChanges
 from shardnet.cluster.recovery.recovery import Recovery
+from shardnet.cluster.recovery.standbys import Standbys
 from shardnet.cluster.ring.dialer import Dialer
 from shardnet.cluster.ring.kv_orders import HostedKv, KvOrders
 from shardnet.cluster.ring.prefix_orders import PrefixOrders
@@ -104,6 +105,7 @@ class ServiceParts:
 
     head: Head
     recovery: Recovery
+    standbys: Standbys
     planned: PlannedChanges
     drain: NodeDrain
     nodes: NodeWatch
@@ -244,7 +246,10 @@ def build_services(
         on_broken=events.lead_broken,
         log=settings.log,
     )
-    recovery = Recovery(head=head, planner=planner, tasks=tasks, log=settings.log)
+    standbys = Standbys(head=head, log=settings.log)
+    recovery = Recovery(
+        head=head, planner=planner, standbys=standbys, tasks=tasks, log=settings.log
+    )
     planned = PlannedChanges(head=head, planner=planner, log=settings.log)
     link_of = links.peers.links.link_of
     drain = NodeDrain(head=head, host=stage.host, link_of=link_of, log=settings.log)
@@ -320,6 +325,7 @@ def build_services(
     return ServiceParts(
         head=head,
         recovery=recovery,
+        standbys=standbys,
         planned=planned,
         drain=drain,
         nodes=NodeWatch(

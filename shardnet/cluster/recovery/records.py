@@ -30,6 +30,8 @@ class RecoveryRecord:
     load_s: float = 0.0
     replay_s: float = 0.0
     n_attempts: int = 0
+    n_moved: int = 0
+    """Requests that a standby went on with, of which next to nothing was computed again."""
     lost: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     error: str = ""
@@ -58,8 +60,9 @@ class RecoveryRecord:
         if self.error:
             return f"gave up the ring after {self.pause_s:.2f} s ({parts}{attempts}): {self.error}"
         requests = f"{self.n_requests} request" + "s" * (self.n_requests != 1)
+        moved = f", {self.n_moved} of them with their KV cache" if self.n_moved else ""
         without = f" without {', '.join(self.lost)}" if self.lost else ""
         return (
             f"recovered in {self.pause_s:.2f} s ({parts}{attempts}): {requests} went on over "
-            f"{', '.join(self.nodes)}{without}"
+            f"{', '.join(self.nodes)}{without}{moved}"
         )

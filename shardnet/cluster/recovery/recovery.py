@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,12 @@ from shardnet.cluster.head.head import Head, Lead
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.peers.supervision import supervised
-from shardnet.cluster.recovery.policy import Attempt, Blame, Decision, RecoveryPolicy
+from shardnet.cluster.recovery.policy import Attempt, Blame, Decision, GiveUp, RecoveryPolicy
 from shardnet.cluster.recovery.records import MAX_RECORDS, RecoveryRecord
+from shardnet.cluster.recovery.standbys import Standbys
 from shardnet.cluster.ring.ring import Ring
 from shardnet.errors import PeerFailedError, ShardnetError, SupersededError, internal_error
+from shardnet.runtime.scheduling.sequences import ComputedSequence
 from shardnet.types import NodeId
 
 EXPECTED_S = 1.0
@@ -35,9 +37,11 @@ class Recovery:
         *,
         head: Head,
         planner: Planner,
+        standbys: Standbys,
         tasks: asyncio.TaskGroup,
         log: Callable[[str], None],
     ) -> None:
+        self._standbys = standbys
         self._head = head
         self._planner = planner
         self._tasks = tasks
@@ -61,9 +65,10 @@ class Recovery:
         if self._is_closing or not ring.is_in_use or ring.broken is None:
             return False
         error = ring.broken
+        computed = ring.engine.computed()
         record = self._hold(lead, error.message)
         decision = self._policy_of(lead).broke(time.monotonic(), error, _blames(ring))
-        self._run(partial(self._recover, lead, record, decision), "a recovery")
+        self._run(partial(self._go_on, lead, record, decision, computed), "a recovery")
         return True
 
     async def replace(self, lead: Lead, plan: Plan, reason: str) -> None:
@@ -112,6 +117,41 @@ class Recovery:
         task = self._tasks.create_task(supervised(work, what, self._log), name=what)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+
+    async def _go_on(
+        self,
+        lead: Lead,
+        record: RecoveryRecord,
+        decision: Decision,
+        computed: Sequence[ComputedSequence],
+    ) -> None:
+        """Have a standby go on, else another ring. `computed` is what the lost one had."""
+        if isinstance(decision, GiveUp) or not await self._stood_in(lead, record, computed):
+            await self._recover(lead, record, decision)
+
+    async def _stood_in(
+        self, lead: Lead, record: RecoveryRecord, computed: Sequence[ComputedSequence]
+    ) -> bool:
+        """Have the standby of the node that was lost go on; return whether it does."""
+        former, began_s = lead.ring, time.monotonic()
+        ready = await self._standbys.ready_for(former)
+        record.plan_s += time.monotonic() - began_s
+        if ready is None:
+            return False
+        began_s = time.monotonic()
+        record.n_attempts += 1
+        record.lost, record.nodes = (ready.name,), tuple(n.name for n in ready.plan.nodes)
+        ready.ring.on_replayed = partial(self._replayed, lead, record)
+        try:
+            async with self._head.changing(lead):
+                record.n_moved = len(await self._standbys.take_over(lead, ready, computed))
+        except ShardnetError as failure:
+            self._log(f"the standby of {ready.name} cannot go on: {failure}")
+            return False
+        finally:
+            record.load_s += time.monotonic() - began_s
+        self._resumed(lead, record, former, ready.plan)
+        return True
 
     async def _recover(
         self, lead: Lead, record: RecoveryRecord, decision: Decision, plan: Plan | None = None
@@ -183,6 +223,10 @@ class Recovery:
             await self._head.build_instead(lead, plan, begin)
         finally:
             record.load_s += time.monotonic() - planned_s
+        self._resumed(lead, record, former, plan)
+
+    def _resumed(self, lead: Lead, record: RecoveryRecord, former: Ring, plan: Plan) -> None:
+        """Note that requests go on over the ring of `plan`; free what is left of the lost one."""
         lead.is_recovering = False
         record.resumed_at_s = time.monotonic()
         self._finish(lead, record)

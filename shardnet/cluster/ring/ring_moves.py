@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from msgspec.structs import replace
 
 from shardnet.cluster.ring.ring import Ring
 from shardnet.cluster.ring.stage_port import ask_all
-from shardnet.errors import ShardnetError
+from shardnet.errors import ShardnetError, UsageError
 from shardnet.runtime.scheduling.sequences import ComputedSequence
-from shardnet.types import BLOCK_POSITIONS, MAX_STORED_BLOCKS, SequenceId
+from shardnet.types import BLOCK_POSITIONS, MAX_STORED_BLOCKS, SequenceId, SlotId
 from shardnet.wire.messages.stages import KvSource, MoveKv, StageReady
 
 MOST_POSITIONS: Final = BLOCK_POSITIONS * MAX_STORED_BLOCKS
@@ -25,11 +25,15 @@ MOST_POSITIONS: Final = BLOCK_POSITIONS * MAX_STORED_BLOCKS
 
 
 class RingMoves:
-    """Moves what `former` holds to the nodes of `ring`, which is not built yet."""
+    """Moves what `former` holds to the nodes of `ring`, which is not built yet.
 
-    def __init__(self, former: Ring, ring: Ring) -> None:
+    Nothing is brought from the nodes at addresses in `lost`: what they had has followed before.
+    """
+
+    def __init__(self, former: Ring, ring: Ring, lost: Collection[str] = ()) -> None:
         self._former = former
         self._ring = ring
+        self._lost = lost
         self._sources = [
             KvSource(layers=(layers.start, layers.end), address=address)
             for layers, address in zip(former.spec.layers, former.spec.addresses, strict=True)
@@ -64,6 +68,21 @@ class RingMoves:
             if is_whole
         }
 
+    async def follow(self, rank: int, source: int, one: ComputedSequence) -> None:
+        """Have the node `rank` bring what the node `source` of the former ring has of a sequence.
+
+        Both go on meanwhile. Raises as `KvOrders.move`, and UsageError for too long a sequence.
+        """
+        if len(one.token_ids) > MOST_POSITIONS:
+            raise UsageError(f"{len(one.token_ids)} positions do not fit one message")
+        message = self._message(one, [self._sources[source]], is_last=False)
+        self.n_bytes += (await self._ring.ports[rank].move_kv(message)).n_bytes
+
+    async def forget(self, rank: int, sequence_id: SequenceId) -> None:
+        """Have the node `rank` drop what it has brought of a sequence."""
+        ended = ComputedSequence(sequence_id=sequence_id, slot=SlotId(0), token_ids=())
+        await self._ring.ports[rank].move_kv(self._message(ended, [], is_last=False))
+
     async def drop(self) -> None:
         """Free what was loaded and brought."""
         await self._ring.release()
@@ -71,7 +90,19 @@ class RingMoves:
     async def _bring(self, one: ComputedSequence, is_last: bool) -> bool:
         if len(one.token_ids) > MOST_POSITIONS:
             return False
-        message = MoveKv(
+        sources = [source for source in self._sources if source.address not in self._lost]
+        message = self._message(one, sources, is_last=is_last)
+        try:
+            answers = await ask_all([port.move_kv(message) for port in self._ring.ports])
+        except ShardnetError:
+            return False
+        self.n_bytes += sum(answer.n_bytes for answer in answers)
+        return all(answer.is_whole for answer in answers)
+
+    def _message(
+        self, one: ComputedSequence, sources: Sequence[KvSource], *, is_last: bool
+    ) -> MoveKv:
+        return MoveKv(
             request=0,
             ring=self._former.name,
             epoch=self._former.epoch,
@@ -79,12 +110,6 @@ class RingMoves:
             sequence_id=one.sequence_id,
             slot=one.slot,
             token_ids=struct.pack(f"<{len(one.token_ids)}I", *one.token_ids),
-            sources=self._sources,
+            sources=[*sources],
             is_last=is_last,
         )
-        try:
-            answers = await ask_all([port.move_kv(message) for port in self._ring.ports])
-        except ShardnetError:
-            return False
-        self.n_bytes += sum(answer.n_bytes for answer in answers)
-        return all(answer.is_whole for answer in answers)

@@ -68,6 +68,7 @@ class StageOrders:
         self._watch = watch
         self._latest = latest
         self._stop_watching: Callable[[], None] = lambda: None
+        self._stop_standing_by: Callable[[], None] = lambda: None
         self._log = log
 
     def register(self, handlers: MessageHandlers) -> None:
@@ -147,6 +148,10 @@ class StageOrders:
             self._stop_watching = self._watch(control, lambda _: self._host.head_lost(message.ring))
 
         owner = control.link.peer.node
+        if message.stands_for:
+            self._stop_standing_by()
+            drop = self._host.drop_prepared
+            self._stop_standing_by = self._watch(control, lambda _: drop(message.ring))
         ready = await self.load(
             message,
             owner=owner,

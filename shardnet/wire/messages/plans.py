@@ -50,7 +50,8 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
 
     Every stage streams `stream_layers` of its layers from disk, with auto as few as it must.
     `wire_dtype` may name links, as `0-1=int8` or `slow=int8` do.
-    Unknown keys of the model's config end the plan unless `ignore_unknown_config`.
+    Unknown keys of the model's config end the plan unless `ignore_unknown_config`. With `standby`
+    nodes with memory to spare hold other nodes' layers, to go on in their place.
     """
 
     model: PathText
@@ -68,6 +69,7 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     stream_layers: StreamLayers = 0
     ignore_unknown_config: bool = False
     arith: Literal["auto", "portable", "fast"] = "auto"
+    standby: Literal["", "auto"] = ""
 
 
 class PlanRequest(Tagged, frozen=True, kw_only=True):
@@ -112,6 +114,20 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     weight_dtype: Name = ""
     wire_dtype: Name = ""
     arithmetic: Name = ""
+
+
+class PlannedStandby(Strict, frozen=True, kw_only=True):
+    """A node that holds the `layers` of the stage `rank` too, in case that its node is lost.
+
+    That takes `weight_bytes`, and for keys and values at most `kv_bytes`.
+    """
+
+    rank: Rank
+    node: Name
+    name: Name
+    layers: Layers
+    weight_bytes: Count
+    kv_bytes: Count
 
 
 class LeftOut(Strict, frozen=True, kw_only=True):
@@ -199,6 +215,9 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     recommended: RecommendedSampling | None = None
     arith: ArithName = "fast"
     exact: RingExactness | None = None
+    standbys: Annotated[list[PlannedStandby], Meta(max_length=MAX_STAGES)] = msgspec.field(
+        default_factory=list
+    )
 
 
 class NodeProgress(Tagged, frozen=True, kw_only=True):

@@ -20,9 +20,10 @@ from shardnet.api.dashboard.ring_book import (
     request_id,
     shown_step,
 )
+from shardnet.api.dashboard.state import ShownStandby
 from shardnet.types import LiveState
 from shardnet.wire.messages.activity import RingActivity, RingOpening, StageProgress
-from shardnet.wire.messages.diagnostics import AddressView
+from shardnet.wire.messages.diagnostics import AddressView, StandbyState
 from shardnet.wire.messages.membership import ReportReply
 
 
@@ -32,7 +33,8 @@ def states(book: NodeBook, now_s: float = 0.0) -> dict[str, str]:
 
 def test_a_node_that_dies_is_lost_with_what_it_had_and_forgotten_later() -> None:
     book = NodeBook()
-    loaded = reply("bert", view("anna"), stage=stage_state(), temperature_c=61.0)
+    standby = StandbyState(node="carl", layers=(2, 4), weight_bytes=7)
+    loaded = reply("bert", view("anna"), stage=stage_state(standby=standby), temperature_c=61.0)
     book.take([reply("anna", view("bert")), loaded], 100.0)
     anna, bert = book.nodes(102.5)
     assert (anna.name, anna.is_asked, bert.is_asked) == ("anna", True, False)
@@ -43,7 +45,8 @@ def test_a_node_that_dies_is_lost_with_what_it_had_and_forgotten_later() -> None
         1024,
         256,
     )
-    assert anna.model is None
+    assert bert.standby == ShownStandby(name="carl", layers=(2, 4), weight_bytes=7)
+    assert (anna.model, anna.standby) == (None, None)
     assert [(link.node, link.rtt_ms) for link in anna.links] == [("bert-id", 0.4)]
 
     for peers in ([], [unlinked("bert", told_by=[])]):

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from shardnet.stage.prefixes.prefix_store import PrefixStore
-from shardnet.wire.messages.diagnostics import PrefixState, StageState
-from shardnet_cli.commands.status import _prefix_lines
+from shardnet.wire.messages.diagnostics import PrefixState, StageState, StandbyState
+from shardnet_cli.commands.status import _prefix_lines, _standby_lines
 from shardnet_cli.main import app
 
 KEY = bytes(16)
@@ -38,7 +38,7 @@ def test_prompts_are_listed_and_deleted(tmp_path: Path, monkeypatch: pytest.Monk
     assert json.loads(cli.invoke(app, ["cache", "ls", "--json"]).stdout) == []
 
 
-def test_status_tells_of_prompts_where_any_are_kept() -> None:
+def test_status_tells_of_prompts_where_any_are_kept_and_for_whom_it_stands_by() -> None:
     stage = StageState(
         model="/m",
         layers=(0, 4),
@@ -55,4 +55,9 @@ def test_status_tells_of_prompts_where_any_are_kept() -> None:
     stage = replace(stage, prefixes=kept)
     assert _prefix_lines(stage) == [
         "prompts  3.00 GiB of 20.00 GiB on disk, 1024 positions saved, 512 restored"
+    ]
+    assert _standby_lines(stage) == []
+    standby = StandbyState(node="bert", layers=(4, 8), weight_bytes=3 << 30)
+    assert _standby_lines(replace(stage, standby=standby)) == [
+        "standby  layers 4-7 (3.00 GiB), if bert is lost"
     ]

@@ -9,7 +9,7 @@ from shardnet.errors import UsageError
 from shardnet.types import parse_layers
 from shardnet.wire.messages.generation import LastRun, MeanStageTime, Timing
 from shardnet.wire.messages.measurements import NodeMeasured, StageSeconds, WayMeasured
-from shardnet.wire.messages.plans import LeftOut, PlannedStage, PlanReply
+from shardnet.wire.messages.plans import LeftOut, PlannedStage, PlannedStandby, PlanReply
 from shardnet_cli.output.plan_text import (
     HOPS_NOTE,
     dtype_words,
@@ -110,6 +110,17 @@ def test_nodes_without_compiled_kernels_are_named_in_one_line() -> None:
         "none",
         "avx2",
     ]
+
+
+def test_who_stands_by_for_whom_is_said() -> None:
+    standby = PlannedStandby(
+        rank=1, node="a" * 32, name="anna", layers=(4, 8), weight_bytes=3 << 20, kv_bytes=1 << 20
+    )
+    plan = msgspec.structs.replace(PLAN, standbys=[standby])
+    line = "  anna stands by for bert: layers 4-7 (3.0 MiB, KV up to 1.0 MiB)"
+    assert line in plan_text(plan).splitlines()
+    [told] = plan_json(plan)["standbys"]
+    assert (told["name"], told["rank"], told["layers"]) == ("anna", 1, [4, 8])
 
 
 def test_what_many_sequences_make_is_called_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,7 +12,14 @@ from typing import Any, cast
 
 import pytest
 
-from shardnet.cluster.ring.ring_membership import SETTLE_S, DialData, OnBroken, RingMembership
+from shardnet.cluster.ring import ring_membership
+from shardnet.cluster.ring.ring_membership import (
+    KEEP_S,
+    SETTLE_S,
+    DialData,
+    OnBroken,
+    RingMembership,
+)
 from shardnet.errors import (
     LinkClosedError,
     PeerFailedError,
@@ -46,6 +54,9 @@ class Panic(BaseException):
 class BrokenCompute:
     """A compute with a bug."""
 
+    def __init__(self) -> None:
+        self.was_reset = threading.Event()
+
     def use_wire(self, sent: WireDType, received: WireDType) -> None:
         """Nothing."""
 
@@ -53,7 +64,8 @@ class BrokenCompute:
         """Nothing."""
 
     def reset(self) -> None:
-        """Nothing."""
+        """Note it."""
+        self.was_reset.set()
 
     def compute(self, batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
         raise Panic("a bug of ours")
@@ -94,8 +106,15 @@ def idle_pipeline() -> Pipeline:
     )
 
 
-def test_a_bug_in_the_compute_breaks_the_ring_by_name(logged: io.StringIO) -> None:
+@pytest.mark.parametrize("keep_s", [KEEP_S, 0.0])
+def test_a_bug_in_the_compute_breaks_the_ring_by_name(
+    keep_s: float, logged: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What sequences hold is kept for the next ring, until this one is left or its time is over."""
+    monkeypatch.setattr(ring_membership, "KEEP_S", keep_s)
+
     async def main() -> None:
+        compute = BrokenCompute()
         broken: list[ShardnetError] = []
         ended = asyncio.Event()
 
@@ -106,7 +125,7 @@ def test_a_bug_in_the_compute_breaks_the_ring_by_name(logged: io.StringIO) -> No
         executor = Executor("test")
         pipeline = idle_pipeline()
         one = membership(note)
-        await one.join(BrokenCompute(), executor, pipeline)
+        await one.join(compute, executor, pipeline)
         group = RowGroup(
             sequence_id=SequenceId(1), slot=SlotId(0), position=0, n_rows=1, n_sampled=1
         )
@@ -116,6 +135,10 @@ def test_a_bug_in_the_compute_breaks_the_ring_by_name(logged: io.StringIO) -> No
             "internal error in rank 0: RuntimeError('Panic: a bug of ours'), a bug of shardnet; "
             "report it, with what that node wrote"
         ]
+        if keep_s:
+            assert not compute.was_reset.is_set()
+            await one.leave()
+        assert await asyncio.to_thread(compute.was_reset.wait, 30)
         await one.leave()
         executor.join()
 

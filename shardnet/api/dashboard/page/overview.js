@@ -153,6 +153,10 @@ function Node({ one }) {
       html`<p>
         ${layers(one.layers)} of ${one.model}, ${bytes(one.weight_bytes)}${one.dtype && ` in ${one.dtype}`}
       </p>`}
+      ${one.standby &&
+      html`<p class="figures">
+        Stands by for ${one.standby.name} with ${layers(one.standby.layers)}, ${bytes(one.standby.weight_bytes)}
+      </p>`}
       ${one.kv_positions > 0 &&
       html`
         <p class="figures">${one.kv_used_positions ?? 0} of ${one.kv_positions} positions of KV cache</p>

@@ -1,0 +1,243 @@
+"""Keep nodes ready to go on in the place of others, and have them do so when one is lost.
+
+Knows the order: load a neighbour's layers beside, let keys and values follow while the ring goes
+on, and at a loss go on from there. Who stands by for whom is in the plan. Must not know how rows
+travel, nor what to do when no standby can help (recovery.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec.structs import replace
+
+from shardnet.cluster.head.head import Head, Lead
+from shardnet.cluster.head.plan import Plan
+from shardnet.cluster.placement.standbys import Standby
+from shardnet.cluster.ring.ring import Ring
+from shardnet.cluster.ring.ring_moves import RingMoves
+from shardnet.cluster.ring.stage_port import StagePort
+from shardnet.errors import PeerSilentError, ShardnetError, UsageError
+from shardnet.runtime.scheduling.sequences import ComputedSequence
+from shardnet.types import NodeId, SequenceId
+
+LOOK_S: Final = 0.5
+"""Interval of the looks at the ring while nothing runs on it."""
+FOLLOW_S: Final = 0.02
+"""How long after a round of bringing what was computed meanwhile the next one begins, at least."""
+FOLLOW_SHARE: Final = 4
+"""And it takes so many times as long as the round took: following leaves room for requests."""
+AGAIN_S: Final = 10.0
+"""When a node that could not stand by is asked again."""
+ANSWER_S: Final = 0.3
+"""How long nodes may take to say that they are there, once a ring is lost."""
+TAKE_OVER_S: Final = 5.0
+"""How long a standby may take to go on, before another ring is planned instead."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Ready:
+    """A node that stands by in `former`, and the ring that goes on with it, not built yet.
+
+    `rank` is that of the node there. It has brought `followed` positions of each sequence, and was
+    `refused` one that had so many: it tries again when those are twice as many.
+    """
+
+    standby: Standby
+    lost: NodeId
+    name: str
+    former: Ring
+    plan: Plan
+    ring: Ring
+    rank: int
+    moves: RingMoves
+    is_loaded: bool = False
+    not_before_s: float = 0.0
+    followed: dict[SequenceId, int] = field(default_factory=dict)
+    refused: dict[SequenceId, int] = field(default_factory=dict)
+
+    async def follow(self, computed: Sequence[ComputedSequence]) -> None:
+        """Have the node bring what has been computed since the last time. Raises ShardnetError."""
+        here = {one.sequence_id for one in computed}
+        for sequence_id in [*(self.followed.keys() | self.refused.keys()) - here]:
+            await self._forget(sequence_id)
+        for one in computed:
+            known, n_positions = self.followed.get(one.sequence_id, 0), len(one.token_ids)
+            if n_positions < known:  # it was paused, and begins again
+                await self._forget(one.sequence_id)
+            if n_positions == known or n_positions < 2 * self.refused.get(one.sequence_id, 0):
+                continue
+            try:
+                await self.moves.follow(self.rank, self.standby.rank, one)
+            except UsageError:  # it has ended just now, or its rows are others here
+                await self._forget(one.sequence_id)
+                self.refused[one.sequence_id] = n_positions
+            else:
+                self.followed[one.sequence_id] = n_positions
+
+    async def _forget(self, sequence_id: SequenceId) -> None:
+        self.followed.pop(sequence_id, None)
+        self.refused.pop(sequence_id, None)
+        await self.moves.forget(self.rank, sequence_id)
+
+    def brought(self, computed: Sequence[ComputedSequence]) -> list[ComputedSequence]:
+        """Return what can go on, as far as the node has brought it."""
+        return [
+            ComputedSequence(
+                sequence_id=one.sequence_id, slot=one.slot, token_ids=one.token_ids[:n_positions]
+            )
+            for one in computed
+            if 0 < (n_positions := self.followed.get(one.sequence_id, 0)) <= len(one.token_ids)
+        ]
+
+
+class Standbys:
+    """The nodes that stand by in the ring that `head` leads."""
+
+    def __init__(self, *, head: Head, log: Callable[[str], None]) -> None:
+        self._head = head
+        self._log = log
+        self._ring: Ring | None = None
+        self._ready: list[Ready] = []
+        self._took_s = 0.0
+        self.is_ready = asyncio.Event()
+        """Set while every node that should stand by does, and has followed what runs."""
+
+    async def run(self) -> None:
+        """Keep them ready, until cancelled."""
+        while True:
+            is_used = bool(self._ready) and self._ring is not None and self._ring.is_busy
+            pause_s = max(FOLLOW_S, FOLLOW_SHARE * self._took_s) if is_used else LOOK_S
+            await asyncio.sleep(pause_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Have nodes stand by where they do not yet, and bring what was computed meanwhile."""
+        lead = self._head.latest
+        if lead is None:
+            await self._put([], None)
+        if lead is None or lead.is_recovering or lead.ring.broken is not None:
+            self.is_ready.clear()
+            return
+        if lead.ring is not self._ring or len(self._ready) != len(lead.plan.standbys):
+            await self._choose(lead)
+        began_s = time.monotonic()
+        computed = lead.ring.engine.computed()
+        await asyncio.gather(*(self._keep(ready, computed) for ready in self._ready))
+        self._took_s = time.monotonic() - began_s
+        if self._ready and all(ready.is_loaded for ready in self._ready):
+            self.is_ready.set()
+
+    async def _choose(self, lead: Lead) -> None:
+        """Make the rings that would go on in the place of a lead's present one."""
+        ring, plan, found = lead.ring, lead.plan, []
+        try:
+            async with self._head.changing(lead):
+                for standby in plan.standbys:
+                    found.append(await self._made(lead, plan, standby))
+        except ShardnetError as error:
+            self._log(f"no node stands by yet: {error}")
+            return
+        if lead.ring is ring:
+            await self._put(found, ring)
+
+    async def _put(self, ready: list[Ready], ring: Ring | None) -> None:
+        """Keep these ready, and let nodes that are not among them free what they had loaded."""
+        self.is_ready.clear()
+        before, self._ready, self._ring = self._ready, ready, ring
+        kept = {one.standby.node for one in ready}
+        for one in before:
+            if one.standby.node not in kept and one.ring is not ring:
+                with contextlib.suppress(ShardnetError):  # it is gone, or in another ring
+                    await one.ring.ports[one.rank].unload(one.ring.name)
+
+    async def _made(self, lead: Lead, plan: Plan, standby: Standby) -> Ready:
+        instead = plan.without_stage(standby)
+        lost, former = plan.nodes[standby.rank], lead.ring
+        ring = await self._head.ring_instead(lead, instead)
+        return Ready(
+            standby=standby,
+            lost=NodeId(lost.node),
+            name=lost.name,
+            former=former,
+            plan=instead,
+            ring=ring,
+            rank=[node.node for node in instead.nodes].index(standby.node),
+            moves=RingMoves(former, ring, {former.spec.addresses[standby.rank]}),
+        )
+
+    async def _keep(self, ready: Ready, computed: Sequence[ComputedSequence]) -> None:
+        """Have one node loaded and up to date; when it cannot, ask it again later."""
+        if time.monotonic() < ready.not_before_s:
+            return
+        try:
+            if not ready.is_loaded:
+                order = ready.ring.order(ready.rank)
+                order = replace(order, beside=True, stands_for=ready.name)
+                await ready.ring.ports[ready.rank].load(order, lambda *_: None)
+                ready.is_loaded = True
+            if not ready.former.spec.has_state:  # a state is that after the last position alone
+                await ready.follow(computed)
+        except ShardnetError as error:
+            ready.is_loaded = False
+            ready.followed.clear()
+            ready.refused.clear()
+            ready.not_before_s = time.monotonic() + AGAIN_S
+            if ready.former.broken is None:
+                name = ready.ring.ports[ready.rank].node_name
+                self._log(f"{name} does not stand by for {ready.name} now: {error}")
+
+    async def ready_for(self, ring: Ring) -> Ready | None:
+        """Return who goes on in the place of the one node that was lost with `ring`, None if none.
+
+        Takes at most ANSWER_S: who does not say that it is there is lost.
+        """
+        waiting = [ready for ready in self._ready if ready.former is ring and ready.is_loaded]
+        if not waiting:
+            return None
+        ports = [*ring.ports, *(ready.ring.ports[ready.rank] for ready in waiting)]
+        answers = await asyncio.gather(*(_is_there(port) for port in ports))
+        lost = {port.node for port, is_there in zip(ports, answers, strict=True) if not is_there}
+        lost |= ring.blamed.keys()
+        found = [ready for ready in waiting if {ready.lost} == lost]
+        return found[0] if found else None
+
+    async def take_over(
+        self, lead: Lead, ready: Ready, computed: Sequence[ComputedSequence]
+    ) -> dict[SequenceId, int]:
+        """Have the requests of a lead go on, from what was computed of them; `ready` is built.
+
+        Must be called within `Head.changing`. Returns how many positions of each need not be
+        computed again. Raises what loading and building raises, PeerSilentError after TAKE_OVER_S.
+        """
+        engine, moved = lead.ring.engine, {}
+        try:
+            async with asyncio.timeout(TAKE_OVER_S):
+                await ready.moves.prepare()
+                moved = await ready.moves.bring(ready.brought(computed), is_last=True)
+                engine.moved(moved)
+                await self._head.put_instead(lead, ready.plan, ready.ring)
+        except TimeoutError:
+            engine.moved({})
+            raise PeerSilentError(
+                f"the standby of {ready.name} did not go on within {TAKE_OVER_S:g} s"
+            ) from None
+        except ShardnetError:
+            engine.moved({})
+            raise
+        return moved
+
+
+async def _is_there(port: StagePort) -> bool:
+    """Say whether a node answers in time."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            await port.compare_clock()
+    except (ShardnetError, TimeoutError):
+        return False
+    return True

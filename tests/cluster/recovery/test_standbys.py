@@ -1,0 +1,133 @@
+"""Nodes that stand by for others: chosen by memory, kept up to date, used at a loss."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cluster.recovery.test_drain import said
+from support.cluster.small_node import small_settings
+from support.models.checkpoints import make_llama
+from support.rings.stage_chain import random_prompt
+
+from shardnet.api.client import connect
+from shardnet.cluster.measuring.measurement import Measured
+from shardnet.cluster.measuring.measurement_service import MeasurementService
+from shardnet.cluster.node.node import Node, listening
+from shardnet.cluster.placement.figures import Placement, StagePlan
+from shardnet.cluster.placement.standbys import choose_standbys, without_stage
+from shardnet.types import LayerRange, NodeId
+from shardnet.wire.messages.plans import ModelChoice
+
+A, B, C, D, SPARE = (NodeId(letter * 32) for letter in "abcds")
+
+
+def stage(node: NodeId, start: int, end: int) -> StagePlan:
+    return StagePlan(
+        node=node,
+        layers=LayerRange(start, end),
+        weight_bytes=100 * (end - start),
+        kv_bytes=10 * (end - start),
+    )
+
+
+STAGES = [stage(A, 0, 2), stage(B, 2, 4), stage(C, 4, 6), stage(D, 6, 8)]
+
+
+def test_each_node_stands_by_for_the_next_where_memory_is_plenty() -> None:
+    chosen = choose_standbys(STAGES, dict.fromkeys((A, B, C, D, SPARE), 1000))
+    assert [(standby.rank, standby.node) for standby in chosen] == [(1, A), (2, B), (3, C)]
+    assert (chosen[0].weight_bytes, chosen[0].kv_bytes) == (200, 20)
+
+
+def test_who_lacks_memory_stands_by_for_nobody() -> None:
+    """A node beside the ring needs room for one stage, one in it for two; each for one at most."""
+    memory = {A: 300, B: 300, C: 300, D: 300, SPARE: 220}
+    assert [(one.rank, one.node) for one in choose_standbys(STAGES, memory)] == [(3, SPARE)]
+    assert choose_standbys(STAGES, dict.fromkeys((A, B, C, D), 439)) == ()
+    memory = {A: 300, B: 440, C: 300, D: 300}
+    assert [(one.rank, one.node) for one in choose_standbys(STAGES, memory)] == [(2, B)]
+    streamed = [replace(stage, n_streamed=1) for stage in STAGES]
+    assert choose_standbys(streamed, dict.fromkeys((A, B, C, D), 1000)) == ()
+
+
+@pytest.mark.parametrize(
+    ("rank", "node", "layers"),
+    [
+        (1, A, [(A, 0, 4), (C, 4, 6), (D, 6, 8)]),
+        (1, C, [(A, 0, 2), (C, 2, 6), (D, 6, 8)]),
+        (3, C, [(A, 0, 2), (B, 2, 4), (C, 4, 8)]),
+        (2, SPARE, [(A, 0, 2), (B, 2, 4), (SPARE, 4, 6), (D, 6, 8)]),
+    ],
+)
+def test_the_ring_that_goes_on_has_all_layers(
+    rank: int, node: NodeId, layers: list[tuple[NodeId, int, int]]
+) -> None:
+    placement = Placement(stages=tuple(STAGES), left_out=(), predicted_tok_s=1.0, why="")
+    standby = replace(
+        choose_standbys(STAGES, {D: 999, SPARE: 999, C: 999})[0], rank=rank, node=node
+    )
+    then = without_stage(placement, standby)
+    assert [(s.node, s.layers.start, s.layers.end) for s in then.stages] == layers
+    assert [(out.node, out.why) for out in then.left_out] == [(STAGES[rank].node, "it was lost")]
+    assert sum(s.weight_bytes for s in then.stages) == sum(s.weight_bytes for s in STAGES)
+
+
+def test_a_standby_goes_on_with_what_it_has_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is loaded or computed again: a middle node goes, then the tail, of one run."""
+
+    async def unmeasured(*_: object, **__: object) -> Measured:
+        return Measured()
+
+    monkeypatch.setattr(MeasurementService, "measured", unmeasured)
+    model = make_llama(tmp_path / "model", max_position_embeddings=4096, num_hidden_layers=6)
+    prompts = [random_prompt(n, 300, seed=n) for n in (20, 300)]
+
+    async def main() -> None:
+        lines: list[str] = []
+        recovered = asyncio.Event()
+
+        def log(line: str) -> None:
+            lines.append(line)
+            if line.startswith("recovered"):
+                recovered.set()
+
+        async with AsyncExitStack() as stack:
+            nodes: list[tuple[Node, AsyncExitStack]] = []
+            for name in ("anna", "bert", "carl"):
+                settings = small_settings(tmp_path / name)
+                settings = replace(settings, node=NodeId(name[0] * 32), name=name, log=log)
+                own = await stack.enter_async_context(AsyncExitStack())
+                node = await own.enter_async_context(listening(settings, "127.0.0.1", 0))
+                nodes.append((node, own))
+            anna = nodes[0][0]
+            client = await stack.enter_async_context(connect(anna.address))
+            choice = ModelChoice(
+                model=str(model), nodes=[node.address for node, _ in nodes], standby="auto"
+            )
+            began, lost = asyncio.Event(), asyncio.Event()
+            saying = asyncio.create_task(said(client, choice, prompts, began, lost))
+            await began.wait()
+            for _, ending in nodes[1:]:
+                anna.standbys.is_ready.clear()
+                await anna.standbys.is_ready.wait()
+                recovered.clear()
+                await ending.aclose()
+                await recovered.wait()
+            lost.set()
+            made = await saying
+            undisturbed = asyncio.Event()
+            undisturbed.set()
+            began.clear()
+            least = max(map(len, made))
+            whole = await said(client, choice, prompts, began, undisturbed, least)
+            for one, all_ in zip(made, whole, strict=True):
+                assert one == all_[: len(one)]
+            assert [record.n_moved for record in anna.recovery.records] == [2, 2], lines
+
+    asyncio.run(main())
