@@ -300,7 +300,9 @@ class Scheduler:
             return False
         decode = self._decode_rows(-(-n_decoding // self.n_stages))
         is_exact = any(rows.sequence.request.deterministic for rows in decode)
-        prompts = [] if is_exact or all_decode else self._prompt_rows(self.mixed_rows, beside=decode)
+        prompts = (
+            [] if is_exact or all_decode else self._prompt_rows(self.mixed_rows, beside=decode)
+        )
         return self._send([*decode, *prompts], is_decode=bool(decode))
 
     def _decode_rows(self, share: int) -> list[_Rows]:
