@@ -63,6 +63,7 @@ SOURCES = (
     "pack",
     "panels",
     "recurrence",
+    "wait",
 )
 
 flags = ["-O3", "-g0", "-std=c11", "-ffp-contract=off", "-fno-tree-reassoc", "-Wno-psabi"]

@@ -19,6 +19,9 @@ from typing import Any, Final, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+BeforeSleep = Callable[[Callable[[], bool]], None]
+"""Called with what says whether there is no job."""
+
 EXIT_S: Final = 1.0
 """The longest that the end of the process waits for running jobs."""
 
@@ -26,13 +29,20 @@ EXIT_S: Final = 1.0
 class DaemonThreads:
     """At most `n_threads` daemon threads that take jobs in order; they end with this object.
 
-    `initializer` runs first on each thread; a thread works also where that fails.
+    `initializer` runs first on each thread; a thread works also where that fails. `before_sleep` is
+    called before a thread waits for a job, with what says whether there is none; it must not know
+    this object.
     """
 
     def __init__(
-        self, n_threads: int, name: str, initializer: Callable[[], None] = lambda: None
+        self,
+        n_threads: int,
+        name: str,
+        initializer: Callable[[], None] = lambda: None,
+        before_sleep: BeforeSleep | None = None,
     ) -> None:
         self._n_threads = n_threads
+        self._before_sleep = before_sleep
         self._name = name
         self._initializer = initializer
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -71,7 +81,7 @@ class DaemonThreads:
             if len(self._threads) < self._n_threads:
                 thread = threading.Thread(
                     target=_work,
-                    args=(self._jobs, self._initializer),
+                    args=(self._jobs, self._initializer, self._before_sleep),
                     name=f"{self._name}_{len(self._threads)}",
                     daemon=True,
                 )
@@ -146,11 +156,17 @@ def contained(error: BaseException) -> Exception:
     return named
 
 
-def _work(jobs: SimpleQueue[Callable[[], None] | None], initializer: Callable[[], None]) -> None:
+def _work(
+    jobs: SimpleQueue[Callable[[], None] | None],
+    initializer: Callable[[], None],
+    before_sleep: BeforeSleep | None,
+) -> None:
     """Take jobs until there is a None, which is left for the next thread."""
     with contextlib.suppress(Exception):
         initializer()
     while (job := jobs.get()) is not None:
         job()
         del job  # what it holds is not needed until the next one comes
+        if before_sleep is not None:
+            before_sleep(jobs.empty)
     jobs.put(None)

@@ -84,6 +84,7 @@ class _Flags:
     prefix_cache_bytes: int
     peers: tuple[str, ...]
     no_mdns: bool
+    spins: bool
     access: Access
     http: Listening | None
     idle_unload_s: float | None = None
@@ -185,6 +186,14 @@ def node(
     prefix_cache: PrefixCache = "",
     peer: Peer = None,
     no_mdns: NoMdns = False,
+    no_spin: Annotated[
+        bool,
+        typer.Option(
+            "--no-spin",
+            help="Let processors sleep while the next step is awaited, as on battery.",
+            envvar="SHARDNET_NO_SPIN",
+        ),
+    ] = False,
     offline: Offline = False,
     model_folder: ModelFolder = None,
     access: Access,
@@ -225,6 +234,7 @@ def node(
         prefix_cache_bytes=parse_prefix_cache(prefix_cache),
         peers=tuple(check_addresses(peer)),
         no_mdns=no_mdns,
+        spins=not no_spin,
         access=access,
         http=http_options.listening(*split_http(http), access) if http else None,
         # Where programs say how long models stay, the HTTP server counts.
@@ -288,6 +298,7 @@ async def _run(flags: _Flags) -> None:
         models=ModelCache(cache_dir(os.environ), flags.cache_limit_bytes),
         share_rate=flags.share_rate,
         prefix_cache_bytes=flags.prefix_cache_bytes,
+        spins=flags.spins,
         log=say,
         identity=identity,
         idle_unload_s=flags.idle_unload_s,

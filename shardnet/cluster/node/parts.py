@@ -18,6 +18,7 @@ from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER
+from shardnet.cluster.machine.power import runs_on_battery
 from shardnet.cluster.machine.temperature import Thermometer
 from shardnet.cluster.measuring.figure_cache import FigureCache
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
@@ -164,6 +165,7 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
         packs=settings.cache / PACKS_FOLDER,
         prefixes=prefixes,
         plugin=settings.budget.device.plugin,
+        may_spin=lambda: settings.spins and not runs_on_battery(),
     )
     sharing = Sharing(
         node=settings.node,

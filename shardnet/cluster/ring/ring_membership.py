@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from shardnet.errors import (
     LinkError,
@@ -23,6 +24,7 @@ from shardnet.errors import (
 )
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
+from shardnet.runtime.stage.alertness import SPIN_NS, Alertness
 from shardnet.runtime.stage.compute import StageCompute
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.worker import StageSink, StageSource, StageWorker
@@ -50,7 +52,8 @@ class RingMembership:
     """This node's membership of one ring in one epoch.
 
     `addresses` are the ring's nodes in order. `on_broken` is called once, with the cause, when the
-    ring breaks here before `leave`. `owner` is the head's node id, `owner_name` its display name.
+    ring breaks here before `leave`. While steps are awaited it spins if `may_spin`. `owner` is the
+    head's node id, `owner_name` its display name.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class RingMembership:
         owner_name: str,
         dial: DialData,
         on_broken: OnBroken,
+        may_spin: Callable[[], bool] = lambda: False,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.owner = owner
@@ -80,6 +84,8 @@ class RingMembership:
         self.last_step = StepId(0)
         self._dial = dial
         self._on_broken = on_broken
+        self._may_spin = may_spin
+        self._alertness: Alertness | None = None
         self._now_s = now_s
         self._joined_at_s = 0.0
         self._lost_owner = False
@@ -155,7 +161,7 @@ class RingMembership:
         if self._is_joining:
             raise UsageError(f"ring {self.ring} was asked to connect twice")
         self._is_joining = True
-        source, sink, tail = await self._connect(pipeline)
+        source, sink, tail = await self._connect(pipeline, executor)
         self._check_not_left()
         self._joined_at_s = self._now_s()
         self._slots = (compute, executor)
@@ -166,6 +172,7 @@ class RingMembership:
             source=source,
             sink=sink,
             on_step_done=self._step_done,
+            alertness=self._alertness,
         )
         self._task = asyncio.create_task(
             self._run(self._worker, tail, pipeline), name=f"rank {self.rank} of ring {self.ring}"
@@ -204,7 +211,7 @@ class RingMembership:
         self._upstream.cancel()
 
     async def _connect(
-        self, pipeline: Pipeline | None
+        self, pipeline: Pipeline | None, executor: Executor
     ) -> tuple[StageSource, StageSink, TailLink | None]:
         n_stages = len(self.addresses)
         if pipeline is not None and n_stages == 1:
@@ -215,11 +222,16 @@ class RingMembership:
         self._check_not_left()
         self._links.append(downstream)
         upstream = await self._wait_for_upstream()
+        arrived: Callable[[], None] = _do_nothing
+        if self._may_spin():
+            self._alertness = Alertness(stir=partial(executor.stir, SPIN_NS))
+            arrived = self._alertness.arrived
         if pipeline is not None:
-            return pipeline, LinkSink(downstream, self.epoch), TailLink(upstream, self.epoch)
+            tail = TailLink(upstream, self.epoch, arrived)
+            return pipeline, LinkSink(downstream, self.epoch), tail
         is_tail = self.rank == n_stages - 1
         sink = (TailSink if is_tail else LinkSink)(downstream, self.epoch)
-        return LinkSource(upstream, self.epoch), sink, None
+        return LinkSource(upstream, self.epoch, arrived), sink, None
 
     def _check_not_left(self) -> None:
         if self._left:
@@ -256,6 +268,9 @@ class RingMembership:
             )
             log.debug("in full:", exc_info=cause)
             self._break(internal_error(f"rank {self.rank}", cause))
+        finally:
+            if self._alertness is not None:
+                self._alertness.close()
 
     def _break(self, error: ShardnetError) -> None:
         """Report to both neighbours and through `on_broken` why this stage stops.
@@ -281,6 +296,10 @@ class RingMembership:
 
     def _step_done(self, step: StepId) -> None:
         self.last_step = step
+
+
+def _do_nothing() -> None:
+    """Take no notice of a step."""
 
 
 async def _read_answers(tail: TailLink, pipeline: Pipeline) -> None:

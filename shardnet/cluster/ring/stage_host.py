@@ -81,7 +81,8 @@ class StageHost:
     While that ring goes on, a second stage may be made ready for the ring that replaces it.
 
     Quantised weights are kept below the folder `packs`, finished prompts in `prefixes`. A `plugin`
-    computes in place of torch.
+    computes in place of torch. `may_spin` is asked for each ring, whether to spin while steps are
+    awaited.
     """
 
     def __init__(
@@ -91,8 +92,10 @@ class StageHost:
         packs: Path | None = None,
         prefixes: PrefixStore | None = None,
         plugin: ComputePlugin | None = None,
+        may_spin: Callable[[], bool] = lambda: False,
     ) -> None:
         self._dial = dial
+        self._may_spin = may_spin
         self._packs = packs
         self._plugin = plugin
         self._prefixes = prefixes
@@ -196,6 +199,7 @@ class StageHost:
                 owner_name=owner_name,
                 dial=self._dial,
                 on_broken=on_broken,
+                may_spin=self._may_spin,
             )
             return self.membership
 

@@ -62,12 +62,20 @@ MAX_STEP_ROWS_BYTES = 1 << 29
 """Logits and hidden states of one step that the head takes: 256 rows of half a million columns."""
 
 
+def _do_nothing() -> None:
+    """Take no notice."""
+
+
 class LinkSource:
     """What the previous stage sends, as a stage takes it in."""
 
-    def __init__(self, link: Link, epoch: Epoch) -> None:
+    def __init__(
+        self, link: Link, epoch: Epoch, on_arrival: Callable[[], None] = _do_nothing
+    ) -> None:
+        """`on_arrival` is called when a step has come, before it is read."""
         self._link = link
         self._epoch = epoch
+        self._on_arrival = on_arrival
         self._extras = _PendingExtras(link)
         self._last_step = 0
 
@@ -104,6 +112,7 @@ class LinkSource:
             self._last_step = frame.step
         match frame.kind:
             case FrameKind.DATA:
+                self._on_arrival()
                 return self._step(read_data(frame), extras)
             case FrameKind.SEQUENCE:
                 return read_sequence(frame)
@@ -131,9 +140,13 @@ class LinkSource:
 class TailLink:
     """What the tail sends to the head."""
 
-    def __init__(self, link: Link, epoch: Epoch) -> None:
+    def __init__(
+        self, link: Link, epoch: Epoch, on_arrival: Callable[[], None] = _do_nothing
+    ) -> None:
+        """`on_arrival` is called when an answer has come, before it is read."""
         self._link = link
         self._epoch = epoch
+        self._on_arrival = on_arrival
         self._extras = _PendingExtras(link)
         self._rows = _PendingRows(link)
 
@@ -160,6 +173,7 @@ class TailLink:
         extras = self._extras.before(frame)
         match frame.kind:
             case FrameKind.TOKENS:
+                self._on_arrival()
                 blocks = self._rows.before(frame) if self._rows.blocks else []
                 return _answer(frame, extras, blocks)
             case FrameKind.ERROR:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from shardnet.threads import DaemonThreads, contained
 
 T = TypeVar("T")
+
+_HAND_OVER_NS: Final = 100_000
+"""The longest that a thread which hands over a job waits for it to begin."""
 
 
 class JobThread(Protocol):
@@ -45,7 +49,8 @@ class Executor:
             if set_up is not None:
                 set_up()
 
-        self._thread = DaemonThreads(1, name, start)
+        self._pause = _Pause()
+        self._thread = DaemonThreads(1, name, start, self._pause)
         self._n_queued = self._n_ended = 0  # the loop's count, and the thread's
 
     def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
@@ -54,7 +59,9 @@ class Executor:
         Cancelling the future does not stop a job that has begun.
         """
         self._n_queued += 1
-        return asyncio.wrap_future(self._thread.submit(self._counted, job))
+        submitted = self._thread.submit(self._counted, job)
+        self._pause.queued()
+        return asyncio.wrap_future(submitted)
 
     @property
     def is_idle(self) -> bool:
@@ -73,7 +80,25 @@ class Executor:
         when the loop has closed meanwhile.
         """
         self._n_queued += 1
+        self._pause.queues()
         self._thread.post(partial(self._finish, job, done, failed, asyncio.get_running_loop()))
+        self._pause.queued()
+
+    def stir(self, spin_ns: int) -> None:
+        """Wake the thread if it sleeps, and have it spin for at most so long until a job comes.
+
+        Does nothing where the compiled library is missing.
+        """
+        if self.is_idle and self._pause.can_spin:
+            self._thread.post(partial(self._pause.spin_once, spin_ns))
+
+    def let_begin(self) -> None:
+        """Wait a moment for the job that was just posted to an idle thread to begin.
+
+        That thread needs the interpreter, which the calling one would else keep for as long as it
+        has something to do. Does nothing where the compiled library is missing.
+        """
+        self._pause.wait_begun()
 
     async def run(self, job: Callable[[], T]) -> T:
         """Run `job` on the thread and return its result, or raise what it raised."""
@@ -96,6 +121,7 @@ class Executor:
 
         Where the loop has closed meanwhile nobody is told.
         """
+        self._pause.begins()
         try:
             result = job()
         except BaseException as error:  # as in a future: whoever waits for the result gets it
@@ -117,6 +143,69 @@ class Executor:
         """Close, and wait for the thread to end. For the end of the process, off the loop."""
         self._thread.close()
         self._thread.join()
+
+
+class _Pause:
+    """How a thread waits for its next job: asleep, or once in a while spinning without the GIL.
+
+    Two words in memory say that a job was queued, and that one has begun.
+    """
+
+    def __init__(self) -> None:
+        self._n_queued, self._n_begun = ctypes.c_int64(0), ctypes.c_int64(0)
+        self._seen_begun = 0
+        self._spin_ns = 0
+        self._wait: Callable[[int, int, int], object] | None = None
+        self._has_looked = False
+
+    @property
+    def can_spin(self) -> bool:
+        """Whether the compiled library is there."""
+        if not self._has_looked:
+            self._has_looked = True
+            self._wait = _library_wait()
+        return self._wait is not None
+
+    def spin_once(self, spin_ns: int) -> None:
+        """Spin when there is no job now. On the thread."""
+        self._spin_ns = spin_ns
+
+    def __call__(self, has_none: Callable[[], bool]) -> None:
+        """Spin, if that was asked for, until a job is queued or the time is over."""
+        spin_ns, self._spin_ns = self._spin_ns, 0
+        seen = self._n_queued.value
+        if spin_ns and self._wait is not None and has_none():
+            self._wait(ctypes.addressof(self._n_queued), seen, spin_ns)
+
+    def queues(self) -> None:
+        """Note that a job is about to be queued."""
+        self._seen_begun = self._n_begun.value
+
+    def queued(self) -> None:
+        """Note that a job was queued."""
+        self._n_queued.value += 1
+
+    def begins(self) -> None:
+        """Note that a job begins. On the thread."""
+        self._n_begun.value += 1
+
+    def wait_begun(self) -> None:
+        """Wait until the job that was queued last has begun, _HAND_OVER_NS at most."""
+        if self.can_spin and self._wait is not None:
+            self._wait(ctypes.addressof(self._n_begun), self._seen_begun, _HAND_OVER_NS)
+
+
+def _library_wait() -> Callable[[int, int, int], object] | None:
+    """Return shardnet_wait of the compiled library, which lets go of the interpreter."""
+    from shardnet.model.kernels.library import native_kernels  # it imports torch
+
+    kernels = native_kernels()
+    if kernels is None:
+        return None
+    try:
+        return kernels.function("shardnet_wait", ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    except AttributeError:  # a library of before
+        return None
 
 
 def _lower_priority(niceness: int) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shardnet.errors import CapacityError, ShardnetError, internal_error, where, without_frames
+from shardnet.runtime.stage.alertness import Alertness
 from shardnet.runtime.stage.compute import (
     AnyThreadCompute,
     PassCompute,
@@ -104,6 +105,7 @@ class StageWorker:
         source: StageSource,
         sink: StageSink,
         on_step_done: Callable[[StepId], None],
+        alertness: Alertness | None = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self._rank = rank
@@ -112,6 +114,7 @@ class StageWorker:
         self._source = source
         self._sink = sink
         self._on_step_done = on_step_done
+        self._alertness = alertness
         self._clock_ns = clock_ns
         self.open_sequences: set[SequenceId] = set()
         """Sequences that own a slot on this stage, as far as its inputs have arrived."""
@@ -174,7 +177,10 @@ class StageWorker:
         self._n_taken += 1
         self._waiting.append(arrived)
         if not is_for_here:
+            is_first = self._executor.is_idle
             self._executor.post(self._process, self._pass_on, self._fail)
+            if is_first and self._alertness is not None:
+                self._executor.let_begin()
             return
         try:
             outputs = self._process()
@@ -206,14 +212,19 @@ class StageWorker:
         try:
             for output in outputs:
                 self._sink.send(output)
-                if isinstance(output, StepComputed):
-                    self._on_step_done(output.batch.step)
+                self._note_sent(output)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # no task awaits this: any error must end the worker
             self._fail(contained(error))
         self._n_passed_on += len(outputs)
         self._room.set()
+
+    def _note_sent(self, output: StageOutput) -> None:
+        if isinstance(output, StepComputed):
+            self._on_step_done(output.batch.step)
+            if self._alertness is not None:
+                self._alertness.sent(hands_over=not self._n_short_rows)
 
     def _fail(self, error: Exception) -> None:
         if not self._failure.done():
@@ -254,8 +265,7 @@ class StageWorker:
                     return outputs[place:]
             except ShardnetError:  # the loop meets it too, and ends the worker
                 return outputs[place:]
-            if isinstance(output, StepComputed):
-                self._on_step_done(output.batch.step)
+            self._note_sent(output)
             self._n_sent_now += 1
             if self._waits_for_room:
                 with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile
