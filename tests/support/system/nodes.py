@@ -283,6 +283,7 @@ class Machine:
             "XDG_CONFIG_HOME": str(folder / "config"),
             "SHARDNET_CACHE_DIR": str(folder / "cache"),
             RUNTIME_DIR_VARIABLE: str(self.runtime_dir),
+            "SHARDNET_NO_SPIN": "1",  # other tests have a use for the cores
             **environment,
             "PYTHONWARNINGS": "error::ResourceWarning",
             "COLUMNS": "200",
