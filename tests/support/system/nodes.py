@@ -46,7 +46,10 @@ STOP_S = 60.0
 FIGURES_VARIABLE = "SHARDNET_TESTS_FIGURES"
 """Names the folder of what machines measure; their processes do not see it."""
 COPIED = frozenset(
-    {"cache", "doctor", "generate", "key", "nodes", "plan", "pull", "status", "unload"}
+    {
+        *("bench", "cache", "doctor", "generate", "key", "node", "nodes"),
+        *("plan", "pull", "status", "unload"),
+    }
 )
 """Commands that tests run again and again. Each is also started as a user starts it: by `begin`, on
 a machine without copies, or with --local."""
