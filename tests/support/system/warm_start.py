@@ -74,8 +74,8 @@ def server() -> Iterator[None]:
 class WarmProcess:
     """`python -m shardnet_cli` as a copy; has what tests use of subprocess.Popen.
 
-    It has the network of this process, or that of the `namespace` of this name. Another `module`
-    than `shardnet_cli` is one that becomes it.
+    It has the network of this process, or that of the `namespace` of this name, and reads what is
+    `typed`. Another `module` than `shardnet_cli` is one that becomes it.
     """
 
     stdin = None
@@ -87,6 +87,7 @@ class WarmProcess:
         cwd: Path,
         namespace: str = "",
         module: str = "shardnet_cli",
+        typed: str = "",
     ) -> None:
         self.args = [module, *arguments]
         context = multiprocessing.get_context("forkserver")
@@ -95,7 +96,7 @@ class WarmProcess:
         with stdout, stderr, its_stdout, its_stderr:
             self._process = context.Process(
                 target=_run,
-                args=(self.args, environment, cwd, namespace, its_stdout, its_stderr),
+                args=(self.args, environment, cwd, namespace, typed, its_stdout, its_stderr),
                 daemon=True,
             )
             self._process.start()
@@ -135,6 +136,7 @@ def _run(
     environment: Mapping[str, str],
     cwd: Path,
     namespace: str,
+    typed: str,
     stdout: Connection,
     stderr: Connection,
 ) -> None:
@@ -148,6 +150,8 @@ def _run(
     for pipe, descriptor in ((stdout, 1), (stderr, 2)):
         os.dup2(pipe.fileno(), descriptor)
         pipe.close()
+    if typed:
+        _type(typed)
     warnings.simplefilter("error", ResourceWarning)
     sys.argv = [*command]
     try:
@@ -155,6 +159,16 @@ def _run(
     finally:
         gc.collect()  # what is dropped while it still has something to say would say so now
         atexit._run_exitfuncs()
+
+
+def _type(text: str) -> None:
+    """Have this on standard input, whole and at its end."""
+    file = os.memfd_create("typed")
+    os.write(file, text.encode())
+    os.lseek(file, 0, os.SEEK_SET)
+    os.dup2(file, 0)
+    os.close(file)
+    sys.stdin = os.fdopen(0, closefd=False)
 
 
 def _enter(namespace: str) -> None:
