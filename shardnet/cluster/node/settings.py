@@ -24,7 +24,8 @@ class NodeSettings:
     nodes and advertises this one; without it only `peers` and their peers are known. `cache` is
     the folder for figures, the last run and other things that can be made again; finished prompts
     take at most `prefix_cache_bytes` of it, 0 for none. A model that no request has used for
-    `idle_unload_s` seconds is freed, never for None.
+    `idle_unload_s` seconds is freed, never for None. A node that `yields` gives its layers to
+    others while its machine's owner uses it.
     """
 
     node: NodeId
@@ -41,6 +42,7 @@ class NodeSettings:
     discovery: Discovery | None = None
     idle_unload_s: float | None = None
     prefix_cache_bytes: int = 0
+    yields: bool = False
 
     @property
     def cluster(self) -> str | None:

@@ -50,6 +50,7 @@ from shardnet.wire.messages.plans import PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
     Drain,
+    DropWarm,
     FindPrefix,
     LeaveRing,
     LoadProgress,
@@ -87,6 +88,7 @@ ControlRequest = (
     | ConnectRing
     | UnloadStage
     | Drain
+    | DropWarm
     | LeaveRing
     | FindPrefix
     | RestorePrefix

@@ -60,6 +60,7 @@ from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
     Drain,
+    DropWarm,
     FindPrefix,
     KvMoved,
     LeaveRing,
@@ -129,6 +130,7 @@ ControlMessage = (
     | RingBroken
     | UnloadStage
     | Drain
+    | DropWarm
     | LeaveRing
     | FindPrefix
     | PrefixFound
