@@ -60,6 +60,7 @@ ROOMS: dict[str, list[str]] = {
     "stage": ["estimate", "streaming", "prefixes", ""],
     "runtime": ["scheduling", "stage", "ring", "engine"],
     "cluster": [
+        "pressure",
         "machine",
         "discovery",
         "peers",
@@ -99,6 +100,7 @@ def is_pure(path: str) -> bool:
             "shardnet/runtime/scheduling/",
             "shardnet/model/config/",
             "shardnet/cluster/placement/",
+            "shardnet/cluster/pressure/",
             "shardnet/cluster/diagnosis/",
             "shardnet/cluster/recovery/policy.py",
             "shardnet/cluster/recovery/returns.py",

@@ -88,6 +88,7 @@ class _Flags:
     access: Access
     http: Listening | None
     idle_unload_s: float | None = None
+    yields: bool = False
     as_json: bool
     until_stdin_closes: bool
 
@@ -184,6 +185,14 @@ def node(
         ),
     ] = "",
     prefix_cache: PrefixCache = "",
+    yields: Annotated[
+        bool,
+        typer.Option(
+            "--yield",
+            help="Give the layers to other nodes while the owner of this machine uses it.",
+            envvar="SHARDNET_YIELD",
+        ),
+    ] = False,
     peer: Peer = None,
     no_mdns: NoMdns = False,
     no_spin: Annotated[
@@ -239,6 +248,7 @@ def node(
         http=http_options.listening(*split_http(http), access) if http else None,
         # Where programs say how long models stay, the HTTP server counts.
         idle_unload_s=None if http else http_options.idle_unload_s(),
+        yields=yields,
         as_json=as_json,
         until_stdin_closes=until_stdin_closes,
     )
@@ -302,6 +312,7 @@ async def _run(flags: _Flags) -> None:
         log=say,
         identity=identity,
         idle_unload_s=flags.idle_unload_s,
+        yields=flags.yields,
         discovery=None
         if flags.no_mdns
         else Discovery(

@@ -121,6 +121,7 @@ def _as_json(info: NodeInfo) -> dict[str, Any]:
         "memory_free_bytes": info.memory_free_bytes,
         "threads": info.threads,
         "draining": info.is_draining,
+        "rests": info.rests or None,
         "stage": None
         if info.stage is None
         else {
@@ -141,6 +142,8 @@ def node_lines(infos: Sequence[NodeInfo], width: int | None) -> list[str]:
         loaded = [board.strip("()")] if board else []
         if info.is_draining:
             loaded.append("draining")
+        if info.rests:
+            loaded.append("resting")
         if info.stage is not None:
             layers = LayerRange(*info.stage.layers).words
             where = "in no ring" if info.stage.rank is None else f"rank {info.stage.rank}"

@@ -77,6 +77,8 @@ def _as_json(info: NodeInfo, report: NodeReport) -> dict[str, Any]:
         "memory_free_bytes": info.memory_free_bytes,
         "threads": info.threads,
         "draining": info.is_draining,
+        "rests": info.rests or None,
+        "pressure": None if report.pressure is None else msgspec.structs.asdict(report.pressure),
         "requests": report.n_requests,
         "peers": [_peer_name(report, view.node) for view in report.peers if view.is_linked],
         "stage": None if stage is None else _stage_as_json(info, report, stage),
@@ -119,6 +121,9 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
     ]
     if info.is_draining:
         lines.append("state    draining: it gives its layers to other nodes, and ends")
+    if info.rests:
+        lines.append(f"state    resting: it takes no layers now, since {info.rests}")
+    lines += _pressure_lines(report)
     stage = report.stage
     if stage is None:
         return [*lines, "stage    none: nothing is loaded"]
@@ -138,6 +143,18 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
         *_prefix_lines(stage),
         *_standby_lines(stage),
         f"running  {_running(report, stage)}",
+    ]
+
+
+def _pressure_lines(report: NodeReport) -> list[str]:
+    """Say that memory is short on the machine, or was: nothing where it never was."""
+    pressure = report.pressure
+    if pressure is None or not (pressure.stalled or pressure.n_drops or pressure.n_rests):
+        return []
+    return [
+        f"pressure programs waited for memory in {(pressure.stalled or 0.0):.0%} of the last 10 s; "
+        f"caches dropped {counted(pressure.n_drops, 'time')}, "
+        f"rested {counted(pressure.n_rests, 'time')}"
     ]
 
 

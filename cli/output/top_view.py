@@ -26,7 +26,14 @@ from .exit_codes import one_line
 Line = tuple[str, str]
 """A style of rich, "" for none, and a text."""
 
-_STYLES = {"up": "", "draining": "cyan", "silent": "yellow", "lost": "bold red", "refused": "red"}
+_STYLES = {
+    "up": "",
+    "draining": "cyan",
+    "resting": "cyan",
+    "silent": "yellow",
+    "lost": "bold red",
+    "refused": "red",
+}
 _GIB = 2**30
 MOST_REQUESTS = 20
 

@@ -199,6 +199,15 @@ def remove(model: PackedModel) -> bool:
     return not model.folder.exists()
 
 
+def drop_pages(folder: Path) -> None:
+    """Have the system forget the content of packed weights that it keeps in memory (Linux)."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in folder.glob("*/*.packed"):
+        with contextlib.suppress(OSError), os.fdopen(open_own(path), "rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def make_room(folder: Path, n_bytes: int, keep: Path) -> int:
     """Delete least recently used models, except `keep`, until `n_bytes` may be added.
 

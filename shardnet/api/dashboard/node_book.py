@@ -18,6 +18,8 @@ from shardnet.wire.messages.membership import NodeInfo, ReportReply
 FORGET_S: Final = 600.0
 """A lost node is shown for so long."""
 MAX_NODES: Final = 1024
+HERE: Final[tuple[NodeState, ...]] = ("up", "draining", "resting")
+"""States of a node that answers."""
 
 
 class NodeBook:
@@ -67,7 +69,7 @@ class NodeBook:
 
     def asked_is_gone(self, now_s: float) -> None:
         """Note that the asked node does not answer: nothing is known of the others."""
-        silent: dict[NodeState, NodeState] = {"up": "silent", "draining": "silent"}
+        silent: dict[NodeState, NodeState] = dict.fromkeys(HERE, "silent")
         nodes = self._shown.values()
         self._keep([replace(one, state=silent.get(one.state, one.state)) for one in nodes], now_s)
 
@@ -106,7 +108,7 @@ class NodeBook:
     def _keep(self, nodes: Iterable[ShownNode], now_s: float) -> None:
         """Keep what is shown; forget who is lost for long, or came back under another id."""
         nodes = list(nodes)[:MAX_NODES]
-        names = {node.name for node in nodes if node.state in ("up", "draining")}
+        names = {node.name for node in nodes if node.state in HERE}
         before, since = self._shown, self._since_s
         self._shown, self._since_s = {}, {}
         for node in nodes:
@@ -130,7 +132,8 @@ def _shown(info: NodeInfo, report: NodeReport, address: str, *, is_asked: bool) 
         node=info.node,
         name=info.name,
         address=address or None,
-        state="draining" if info.is_draining else "up",
+        state="draining" if info.is_draining else "resting" if info.rests else "up",
+        why=info.rests or None,
         since_s=0,
         version=info.version,
         uptime_s=report.uptime_s,

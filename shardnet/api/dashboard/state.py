@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-NodeState = Literal["up", "draining", "silent", "lost", "refused"]
+NodeState = Literal["up", "draining", "resting", "silent", "lost", "refused"]
 JobKind = Literal["load", "unload", "pull"]
 JobState = Literal["running", "done", "failed", "cancelled"]
 

@@ -106,6 +106,32 @@ class RingMetrics(Collector):
             for node in self._nodes:
                 gauge.add_metric([node.label], getattr(node.info, field))
             yield gauge
+        yield from self._of_pressure()
+
+    def _of_pressure(self) -> Iterator[Metric]:
+        resting = GaugeMetricFamily(
+            "shardnet_node_resting", "1 for a node that takes no layers now", labels=["node"]
+        )
+        stalled = GaugeMetricFamily(
+            "shardnet_node_memory_stalled_ratio",
+            "Share of the last 10 s in which programs of a node's machine waited for memory",
+            labels=["node"],
+        )
+        drops = CounterMetricFamily(
+            "shardnet_node_cache_drops", "Caches freed since memory was short", labels=["node"]
+        )
+        rests = CounterMetricFamily(
+            "shardnet_node_rests", "Times that a node gave its layers away", labels=["node"]
+        )
+        for node in self._nodes:
+            resting.add_metric([node.label], 1 if node.info.rests else 0)
+            pressure = node.report.pressure
+            if pressure is not None:
+                drops.add_metric([node.label], pressure.n_drops)
+                rests.add_metric([node.label], pressure.n_rests)
+                if pressure.stalled is not None:
+                    stalled.add_metric([node.label], pressure.stalled)
+        yield from (resting, stalled, drops, rests)
 
     def _of_ring(self) -> Iterator[Metric]:
         work = self._work

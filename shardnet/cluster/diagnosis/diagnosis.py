@@ -14,6 +14,7 @@ from shardnet.cluster.diagnosis.key_findings import key_findings
 from shardnet.cluster.diagnosis.model_findings import model_findings
 from shardnet.cluster.diagnosis.multicast_findings import multicast_findings
 from shardnet.cluster.diagnosis.peer_findings import pair_findings, seconds_apart
+from shardnet.cluster.diagnosis.pressure_findings import pressure_findings
 from shardnet.cluster.diagnosis.remedies import TOPICS, remedy_for
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.addresses import Verdict, is_loopback
@@ -104,6 +105,7 @@ def _node(facts: Facts, reply: ReportReply) -> Iterator[Finding]:
         return
     yield Finding(topic="node", where=where, what=_self_words(reply.info, report))
     yield _addresses(where, reply.info, report)
+    yield from pressure_findings(where, reply.info, report)
     told = {address for view in report.peers if not view.is_linked for address in _told(view)}
     for view in report.unreached:
         if view.address not in told:

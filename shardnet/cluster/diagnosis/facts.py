@@ -30,6 +30,7 @@ Topic = Literal[
     "clock",
     "model",
     "kernels",
+    "memory",
 ]
 
 HERE = "this machine"

@@ -20,7 +20,7 @@ from shardnet.cluster.head.ring_dtypes import settle_wires
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.ring.ring import OnStageProgress, Ring, give_up
-from shardnet.cluster.ring.stage_host import StageHost, draining, generating_with
+from shardnet.cluster.ring.stage_host import StageHost, draining, generating_with, resting
 from shardnet.errors import (
     BusyError,
     LinkError,
@@ -34,9 +34,10 @@ from shardnet.tokenizers.tokenizer import Tokenizer, no_tokenizer
 from shardnet.transport.loop import finish
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.framing.schema import Phase
+from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import RingLoad, RingWork
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet.wire.messages.stages import RingBroken
+from shardnet.wire.messages.stages import DropWarm, RingBroken
 
 CLOSE_S = 3.0
 """How long a head that shuts down waits for its stages to be freed."""
@@ -124,17 +125,30 @@ class Head:
         """The ring that is being built."""
         self.is_draining = False
         """Whether no more requests are taken."""
+        self.rests = ""
+        """Why no more requests are taken for the ring that stands, "" while they are."""
         self.opening: Opening | None = None
         """What is done now to have a ring for a request."""
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the messages that stages send to their head."""
         handlers.register(RingBroken, self._stage_reports_broken)
+        handlers.register(DropWarm, self._drop_warm_for)
 
     async def _stage_reports_broken(self, control: ControlLink, message: RingBroken) -> None:
         cause = error_for_code(message.code, f"{control.peer_name}: {message.message}")
         silent, reporter = NodeId(message.silent), NodeId(control.link.peer.node)
         self.ring_broken(message.ring, cause, silent or None, reporter)
+
+    async def _drop_warm_for(self, control: ControlLink, message: DropWarm) -> None:
+        if self._lead is not None and self._lead.ring.name == message.ring:
+            self.drop_warm()
+        control.send(Done(request=message.request))
+
+    def drop_warm(self) -> None:
+        """Free what the ring keeps in KV caches for requests to come."""
+        if self._lead is not None and self._lead.stands:
+            self._lead.ring.engine.drop_warm()
 
     @property
     def model(self) -> str | None:
@@ -215,6 +229,8 @@ class Head:
         """
         if self.is_draining and self._other_head() is None:
             raise draining()
+        if self.rests and self.model is not None:
+            raise resting(self.rests)
         with contextlib.ExitStack() as stack:
             lead: Lead | Elsewhere | None = await self._standing(choice)
             if isinstance(lead, Lead):

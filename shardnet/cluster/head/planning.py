@@ -45,6 +45,10 @@ CHECK_S = 0.5
 """How long a ring that stands waits to learn that its checkpoint has not changed."""
 
 
+MOST_NAMED = 8
+"""Nodes that an error names."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elsewhere:
     """Another node is or would be the head of a ring with `model`: the client should ask there."""
@@ -196,7 +200,8 @@ class Planner:
         found = await self._directory.candidates(choice.nodes)
         nodes = tuple(info for info in found.nodes if info.node not in without)
         if not nodes:
-            raise PlanError("no node is left to plan for: all of them are to be left out")
+            why = ", ".join(f"{one.name} ({one.why})" for one in found.silent[:MOST_NAMED])
+            raise PlanError(f"no node is left to plan for: {why or 'all are to be left out'}")
         return PlanCandidates(choice=choice, nodes=nodes, silent=found.silent)
 
     async def identify(self, candidates: PlanCandidates) -> IdentifiedModel:

@@ -43,6 +43,11 @@ def container_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float |
     return min((n_cores for n_cores in cores if n_cores is not None), default=None)
 
 
+def group_folders(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator[Path]:
+    """List the folders of this process's group of version 2, and of those above it."""
+    return _folders(root, membership, "")
+
+
 def _folders(mounted: Path, membership: Path, controller: str) -> Iterator[Path]:
     """List the folders of this process's group and those above it, of one controller.
 

@@ -30,13 +30,15 @@ STALE_S: Final = 600.0
 """An entry of another place that is older belongs to no node that runs."""
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_START_FIELD: Final = 19
+"""Of what /proc/PID/stat says behind the name of a process: its start, in ticks of the system."""
 _PROCESSES: Final = "/proc/self/ns/pid"
 _NETWORK: Final = "/proc/self/ns/net"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalNode:
-    """A node process on this machine. `started` is its process's start time, seconds since 1970.
+    """A node process on this machine. `started` is when its process began; see `_started`.
 
     `place` is where `pid` and a loopback `address` mean this process; see `this_place`.
     """
@@ -85,7 +87,7 @@ class LocalNodes:
         The folder is created for its owner alone (mode 700). Raises OSError if it cannot be
         written, and psutil.NoSuchProcess if there is no such process; then nothing is left there.
         """
-        started = psutil.Process(pid).create_time()
+        started = _started(pid)
         entry = LocalNode(
             node=node, name=name, address=address, pid=pid, started=started, place=this_place()
         )
@@ -181,8 +183,21 @@ def _is_kept(path: Path) -> bool:
         return True
 
 
+def _started(pid: int) -> float:
+    """Return when a process began, in seconds: since the system did on Linux, else since 1970.
+
+    Where it can be had it is a time that does not change when the clock is set. Raises
+    psutil.NoSuchProcess.
+    """
+    process = psutil.Process(pid)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        words = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        return int(words[_START_FIELD]) / os.sysconf("SC_CLK_TCK")
+    return process.create_time()
+
+
 def _lives(entry: LocalNode) -> bool:
     try:
-        return abs(psutil.Process(entry.pid).create_time() - entry.started) < 1.0
+        return abs(_started(entry.pid) - entry.started) < 1.0
     except psutil.Error:
         return False

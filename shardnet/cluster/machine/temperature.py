@@ -1,4 +1,4 @@
-"""Reads how warm the device is: a GPU by NVIDIA's library, a CPU by the sensors of the system.
+"""Reads how warm the device is, and a GPU's use: by NVIDIA's library or the system's sensors.
 
 Knows which sensor is which device's. Must not wait: sensors may take a second to answer.
 """
@@ -79,21 +79,41 @@ def warmest(sensors: Mapping[str, Sequence[_Reading]]) -> float | None:
 
 
 def gpu_temperature() -> float | None:
-    """Read the temperature of torch's first CUDA device, None where NVIDIA's library is not there.
+    """Read the temperature of torch's first CUDA device, None without NVIDIA's library."""
+    with contextlib.suppress(OSError, AttributeError, RuntimeError):
+        nvml, device = _first_gpu()
+        degrees = ctypes.c_uint()
+        if nvml.nvmlDeviceGetTemperature(device, _NVML_GPU, ctypes.byref(degrees)) == 0:
+            return float(degrees.value)
+    return None
+
+
+def gpu_use() -> float | None:
+    """Read the share of the last moments in which torch's first CUDA device computed, 0 to 1.
+
+    Whoever it was that used it. None as `gpu_temperature`.
+    """
+    with contextlib.suppress(OSError, AttributeError, RuntimeError):
+        nvml, device = _first_gpu()
+        percent = (ctypes.c_uint * 2)()  # of the processors, and of the memory
+        if nvml.nvmlDeviceGetUtilizationRates(device, ctypes.byref(percent)) == 0:
+            return min(1.0, percent[0] / 100)
+    return None
+
+
+def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
+    """Return NVIDIA's library and its handle of torch's first CUDA device, or raise RuntimeError.
 
     torch and that library may number devices differently: they are matched by their UUID.
     """
-    with contextlib.suppress(OSError, AttributeError, RuntimeError):
-        import torch
+    import torch
 
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        if nvml.nvmlInit_v2() != 0:
-            return None
-        uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-        device, degrees = ctypes.c_void_p(), ctypes.c_uint()
-        if (
-            nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)) == 0
-            and nvml.nvmlDeviceGetTemperature(device, _NVML_GPU, ctypes.byref(degrees)) == 0
-        ):
-            return float(degrees.value)
-    return None
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    device = ctypes.c_void_p()
+    if (
+        nvml.nvmlInit_v2() != 0
+        or nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)) != 0
+    ):
+        raise RuntimeError("the library knows no such device")
+    return nvml, device

@@ -80,7 +80,7 @@ class NodeDrain:
         try:
             async with asyncio.timeout(deadline_s):
                 while True:
-                    await self._leave_ring()
+                    await self.leave()
                     if not self.is_needed:
                         break
                     await asyncio.sleep(LOOK_S)
@@ -90,10 +90,11 @@ class NodeDrain:
         finally:
             self._done.set()
 
-    async def _leave_ring(self) -> None:
+    async def leave(self, why: str = "") -> None:
         """Ask the head of the ring that this node is in, if it is another one, to do without it.
 
-        Once for each ring. Where it cannot, its requests are waited for.
+        Once for each ring. Where it cannot, its requests are waited for. `why` is why the node
+        rests, "" if it drains.
         """
         membership = self._host.membership
         if membership is None or membership.is_over or membership.owner == self._head.node:
@@ -104,7 +105,7 @@ class NodeDrain:
         control = self._link_of(NodeId(membership.owner))
         if control is None:
             return
-        message = LeaveRing(request=control.next_request(), ring=membership.ring)
+        message = LeaveRing(request=control.next_request(), ring=membership.ring, why=why)
         try:
             await control.ask(message, Done, on_progress=lambda report: None)
         except ShardnetError as error:

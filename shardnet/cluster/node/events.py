@@ -22,6 +22,9 @@ class NodeListener(Protocol):
     def heartbeat_progress(self) -> tuple[int, int]:
         """Return (epoch, last completed step) for a heartbeat."""
 
+    def rests(self) -> str:
+        """Return why this node takes no layers now, "" while it does."""
+
     async def message_received(self, control: ControlLink, message: Incoming) -> None:
         """Handle one control message."""
 
@@ -58,6 +61,10 @@ class NodeEvents:
     def heartbeat_progress(self) -> tuple[int, int]:
         """Report that a heartbeat is due. Returns (epoch, last completed step)."""
         return self.listener.heartbeat_progress()
+
+    def rests(self) -> str:
+        """Ask why this node takes no layers now. Returns "" while it does."""
+        return self.listener.rests()
 
     async def message_received(self, control: ControlLink, message: Incoming) -> None:
         """Report a control message. Raises what its handler raises."""

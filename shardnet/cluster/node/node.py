@@ -49,6 +49,8 @@ class Node:
         """What handles each control message."""
         self.drain = self._services.drain
         """How this node is emptied before it ends."""
+        self.pressure = self._services.pressure
+        """How this node gives memory and processors back."""
         self.planned = self._services.planned
         """How a ring that this node leads is replaced while it works."""
         self.standbys = self._services.standbys
@@ -67,6 +69,10 @@ class Node:
         """Return (epoch, last completed step) for heartbeats."""
         return self._stage.host.progress
 
+    def rests(self) -> str:
+        """Return why this node takes no layers now, "" while it does."""
+        return self._stage.host.rests
+
     async def message_received(self, control: ControlLink, message: Incoming) -> None:
         """Handle a message of a peer. Raises ShardnetError: the request fails with it."""
         await self.handlers.handle(control, message)
@@ -78,6 +84,10 @@ class Node:
     def lead_broken(self, lead: Lead) -> bool:
         """Replace a ring that this node leads, since it broke; return whether that will be done."""
         return self._services.recovery.begin(lead)
+
+    def ready_peers(self) -> list[NodeId]:
+        """Return the linked nodes that may take layers now."""
+        return self._links.peers.ready()
 
     def info(self) -> NodeInfo:
         """Describe this node."""
@@ -134,9 +144,15 @@ class Node:
         )
 
     async def free_unused(self) -> None:
-        """Free a model that nobody uses when memory is short or its time is over."""
+        """Free a model that nobody uses when its time is over."""
         await kept_running(
             self._services.unused.run, "watching for unused models", self._settings.log
+        )
+
+    async def relieve_machine(self) -> None:
+        """Give memory and processors back where this machine needs them."""
+        await kept_running(
+            self._services.pressure.run, "watching this machine's memory", self._settings.log
         )
 
     async def use_nodes(self) -> None:
@@ -201,7 +217,13 @@ async def running(settings: NodeSettings) -> AsyncIterator[Node]:
         node = Node(settings, tasks)
         keeping = [
             tasks.create_task(keep())
-            for keep in (node.keep_peers, node.free_unused, node.use_nodes, node.keep_standbys)
+            for keep in (
+                node.keep_peers,
+                node.free_unused,
+                node.relieve_machine,
+                node.use_nodes,
+                node.keep_standbys,
+            )
         ]
         try:
             yield node

@@ -58,6 +58,7 @@ class OwnState:
             arithmetic=device.arithmetic,
             uptime_s=time.monotonic() - self.started_s,
             is_draining=self.host.is_draining,
+            rests=self.host.rests,
         )
 
     def memory_free_bytes(self) -> int:

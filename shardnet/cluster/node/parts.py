@@ -7,6 +7,9 @@ reports to one that is built later goes through NodeEvents.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardnet.cluster.head.clients import Clients
@@ -18,8 +21,10 @@ from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER
+from shardnet.cluster.machine.owner_use import OwnerUse
 from shardnet.cluster.machine.power import runs_on_battery
-from shardnet.cluster.machine.temperature import Thermometer
+from shardnet.cluster.machine.stalls import memory_stalled
+from shardnet.cluster.machine.temperature import Thermometer, gpu_use
 from shardnet.cluster.measuring.figure_cache import FigureCache
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement_service import MeasurementService
@@ -29,6 +34,7 @@ from shardnet.cluster.node.drain import NodeDrain
 from shardnet.cluster.node.events import NodeEvents
 from shardnet.cluster.node.messages import NodeMessages
 from shardnet.cluster.node.own_state import OwnState
+from shardnet.cluster.node.pressure import NodePressure
 from shardnet.cluster.node.reporter import NodeReporter
 from shardnet.cluster.node.ring_activity import RingWatch
 from shardnet.cluster.node.settings import NodeSettings
@@ -38,6 +44,8 @@ from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
+from shardnet.cluster.pressure.memory_strain import MemoryLook
+from shardnet.cluster.pressure.owner_watch import OwnerLook
 from shardnet.cluster.recovery.node_watch import NodeWatch
 from shardnet.cluster.recovery.planned import PlannedChanges
 from shardnet.cluster.recovery.recovery import Recovery
@@ -51,11 +59,11 @@ from shardnet.cluster.ring.stage_orders import StageOrders
 from shardnet.cluster.sharing.send_rate import SendRate
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
+from shardnet.errors import ConfigurationError
 from shardnet.runtime.stage.executor import Executor
 from shardnet.stage.prefixes.prefix_store import PrefixStore
 from shardnet.transport.link import Link
 from shardnet.transport.traffic import Traffic
-from shardnet.types import NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +124,7 @@ class ServiceParts:
     handlers: MessageHandlers
     dispatcher: Dispatcher
     unused: UnusedModels
+    pressure: NodePressure
 
 
 def build_links(settings: NodeSettings, events: NodeEvents, tasks: asyncio.TaskGroup) -> LinkParts:
@@ -143,6 +152,7 @@ def build_links(settings: NodeSettings, events: NodeEvents, tasks: asyncio.TaskG
         own_addresses=lambda: advertisement.addresses,
         log=settings.log,
         on_member=refusals.forget,
+        rests=events.rests,
     )
     return LinkParts(
         dialer=dialer,
@@ -300,6 +310,22 @@ def build_services(
         bandwidth=stage.links.quick_rate,
         resolve=lists.resolve,
         temperature=Thermometer(settings.budget.device.kind).read,
+        pressure=lambda: pressure.state(),
+    )
+    unused = UnusedModels(
+        head=head, host=stage.host, link_of=link_of, idle_s=settings.idle_unload_s, log=settings.log
+    )
+    pressure = NodePressure(
+        head=head,
+        host=stage.host,
+        drain=drain,
+        unused=unused,
+        drafts=drafts,
+        link_of=link_of,
+        memory=_memory_look(settings) if settings.budget.device.kind == "cpu" else None,
+        owner=_owner_look(settings, head, stage.host) if settings.yields else None,
+        on_changed=links.peers.rest_changed,
+        log=settings.log,
     )
     messages = NodeMessages(
         own=stage.own,
@@ -335,7 +361,7 @@ def build_services(
             recovery=recovery,
             replace=planned.put,
             planner=planner,
-            linked=lambda: [NodeId(one.link.peer.node) for one in links.peers.links.linked()],
+            linked=links.peers.ready,
             log=settings.log,
         ),
         drafts=drafts,
@@ -343,12 +369,30 @@ def build_services(
         wire_loss=wire_loss,
         handlers=handlers,
         dispatcher=dispatcher,
-        unused=UnusedModels(
-            head=head,
-            host=stage.host,
-            link_of=link_of,
-            memory=settings.budget.system_bytes if settings.budget.device.kind == "cpu" else None,
-            idle_s=settings.idle_unload_s,
-            log=settings.log,
-        ),
+        unused=unused,
+        pressure=pressure,
     )
+
+
+def _memory_look(settings: NodeSettings) -> Callable[[], MemoryLook]:
+    def look() -> MemoryLook:
+        available_bytes, total_bytes = settings.budget.system_bytes()
+        return MemoryLook(
+            available_bytes=available_bytes, total_bytes=total_bytes, stalled=memory_stalled()
+        )
+
+    return look
+
+
+def _owner_look(settings: NodeSettings, head: Head, host: StageHost) -> Callable[[], OwnerLook]:
+    def own_processes() -> list[int]:
+        with contextlib.suppress(ConfigurationError, OSError):  # the register cannot be read
+            return list({os.getpid(), *(node.pid for node in settings.local_nodes.list())})
+        return [os.getpid()]
+
+    def gpu() -> float | None:
+        """Return its use by others: that of all while nothing is computed here."""
+        return None if head.is_in_use or host.is_busy else gpu_use()
+
+    has_gpu = settings.budget.device.kind == "cuda"
+    return OwnerUse(own_processes, gpu if has_gpu else lambda: None).look

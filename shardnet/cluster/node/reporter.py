@@ -49,6 +49,7 @@ from shardnet.wire.messages.diagnostics import (
     MulticastState,
     NodeReport,
     PeerView,
+    PressureState,
     RecordSeen,
     RingWork,
     StageState,
@@ -81,7 +82,7 @@ class NodeReporter:
     `disk` a folder on the disk where weights are kept. `bandwidth` gives the bytes per second to a
     linked node, None where they are not known. `resolve` finds the name that a part of one means,
     `temperature` returns the device's in degrees Celsius without waiting, None if unknown.
-    `ring_work` gives what the ring has done that this node leads.
+    `ring_work` gives what the ring has done that this node leads, `pressure` how short memory is.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class NodeReporter:
         bandwidth: Callable[[NodeId], Awaitable[float | None]],
         resolve: Callable[[str], Awaitable[str]],
         temperature: Callable[[], float | None],
+        pressure: Callable[[], PressureState | None],
     ) -> None:
         self._own_info = own_info
         self._stage_state = stage_state
@@ -120,6 +122,7 @@ class NodeReporter:
         self._bandwidth = bandwidth
         self._resolve = resolve
         self._temperature = temperature
+        self._pressure = pressure
         self._probe_slots = asyncio.Semaphore(PROBES_AT_ONCE)
 
     def register(self, handlers: MessageHandlers) -> None:
@@ -222,6 +225,7 @@ class NodeReporter:
             model_config=model.config,
             temperature_c=self._temperature(),
             ring=self._ring_work(),
+            pressure=self._pressure(),
             links=[_traffic(counts) for counts in self._traffic.counts()],
             sent_at=time.time(),
         )

@@ -25,7 +25,8 @@ class NodeSettings:
     the folder for figures, the last run and other things that can be made again; finished prompts
     take at most `prefix_cache_bytes` of it, 0 for none. A model that no request has used for
     `idle_unload_s` seconds is freed, never for None. While it awaits steps it `spins` for moments,
-    but not on battery.
+    but not on battery. A node that `yields` gives its layers to others while its machine's owner
+    uses it.
     """
 
     node: NodeId
@@ -43,6 +44,7 @@ class NodeSettings:
     idle_unload_s: float | None = None
     prefix_cache_bytes: int = 0
     spins: bool = True
+    yields: bool = False
 
     @property
     def cluster(self) -> str | None:

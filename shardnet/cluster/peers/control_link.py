@@ -59,6 +59,7 @@ from shardnet.wire.messages.plans import PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
     Drain,
+    DropWarm,
     FindPrefix,
     LeaveRing,
     LoadProgress,
@@ -96,6 +97,7 @@ ControlRequest = (
     | ConnectRing
     | UnloadStage
     | Drain
+    | DropWarm
     | LeaveRing
     | FindPrefix
     | RestorePrefix

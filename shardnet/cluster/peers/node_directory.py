@@ -59,7 +59,8 @@ class NodeDirectory:
     async def candidates(
         self, addresses: Sequence[str], status_s: float | None = None
     ) -> NodeCandidates:
-        """Return the nodes at `addresses`; without any, this node and its peers that do not drain.
+        """Return the nodes at `addresses`; without any, this node and its peers, without those that
+        drain or rest.
 
         Waits for a peer while its link lives, at most `status_s` if given. Raises LinkError if
         there is no node at an address, UsageError if one is named twice.
@@ -67,9 +68,9 @@ class NodeDirectory:
         if not addresses:
             infos, silent = await self._ask_all(self._status_s if status_s is None else status_s)
             nodes = (self._own_info(), *infos)
-            draining = tuple(_draining(info) for info in nodes if info.is_draining)
-            stay = tuple(info for info in nodes if not info.is_draining)
-            return NodeCandidates(nodes=stay, silent=(*silent, *draining))
+            away = tuple(_away(info) for info in nodes if info.is_draining or info.rests)
+            stay = tuple(info for info in nodes if not (info.is_draining or info.rests))
+            return NodeCandidates(nodes=stay, silent=(*silent, *away))
         try:
             async with asyncio.TaskGroup() as tasks:
                 asks = [tasks.create_task(self._at(address)) for address in addresses]
@@ -119,8 +120,9 @@ class NodeDirectory:
         return replace(own, address=self._advertisement.seen_as(address))
 
 
-def _draining(info: NodeInfo) -> LeftOut:
-    return LeftOut(node=info.node, name=info.name, why="it is draining")
+def _away(info: NodeInfo) -> LeftOut:
+    why = "it is draining" if info.is_draining else info.rests
+    return LeftOut(node=info.node, name=info.name, why=why)
 
 
 def _silent(control: ControlLink, why: str) -> LeftOut:

@@ -25,6 +25,7 @@ from shardnet.transport.address import host_of
 from shardnet.transport.link import Link
 from shardnet.types import NodeId
 from shardnet.wire.framing.schema import MAX_PEER_ADDRESSES
+from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import PeersKnown
 
 MAX_VISITS: Final = 8
@@ -97,7 +98,8 @@ class Peers:
     `dial` opens a control link as a node, `dial_as_client` one as a client, for probes. `handler`
     handles the messages of all links. `own_hosts` returns this machine's addresses now,
     `own_addresses` those to advertise. `log` takes lines for people, `on_member` the hosts of nodes
-    that are linked or report themselves.
+    that are linked or report themselves. `rests` returns why this node takes no layers now, ""
+    while it does.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Peers:
         own_addresses: Callable[[], Sequence[str]],
         log: Callable[[str], None],
         on_member: Callable[[str], None] = lambda host: None,
+        rests: Callable[[], str] = lambda: "",
         times: PeerTimes | None = None,
     ) -> None:
         self._node = node
@@ -124,6 +127,9 @@ class Peers:
         self._own_addresses = own_addresses
         self._log = log
         self._on_member = on_member
+        self._rests = rests
+        self._resting: set[NodeId] = set()
+        """Nodes that take no layers now."""
         self._times = times or PeerTimes()
         self._table = PeerTable(node)
         self.links = PeerLinks(
@@ -282,10 +288,23 @@ class Peers:
                 peer, sender=control.peer_name, sender_at=control.link.peer_address
             )
             self._table.add_report(NodeId(peer.node), peer.name, addresses, source=sender, now=now)
+        if message.rests:
+            self._resting.add(sender)
+        else:
+            self._resting.discard(sender)
         reported = [NodeId(peer.node) for peer in message.peers]
         self._table.retract_others(reported, source=sender, now=now)
         self._is_member(control.link)
         self._changed.set()
+        self._news.set()
+
+    def ready(self) -> list[NodeId]:
+        """Return the linked nodes that may take layers now."""
+        linked = (NodeId(control.link.peer.node) for control in self.links.linked())
+        return [node for node in linked if node not in self._resting]
+
+    def rest_changed(self) -> None:
+        """Tell the peers that this node rests, or does not any more."""
         self._news.set()
 
     def addresses_changed(self) -> None:
@@ -406,6 +425,7 @@ class Peers:
 
     def _gone(self, node: NodeId) -> None:
         """Record that no link to a node is left."""
+        self._resting.discard(node)
         self._table.lost(node, time.monotonic())
         self._news.set()
         self._changed.set()
@@ -428,7 +448,7 @@ class Peers:
             known = self._table.get(node)
             if known is not None and node != peer_link.control.link.peer.node:
                 entries.append(entry_for(node, known.name, known.announced, reader_at=reader_at))
-        message = PeersKnown(peers=entries)
+        message = PeersKnown(peers=entries, rests=explanation(self._rests()))
         if message != peer_link.last_sent and not peer_link.control.link.closed:
             peer_link.last_sent = message
             peer_link.control.send(message)

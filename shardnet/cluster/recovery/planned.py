@@ -84,7 +84,7 @@ class PlannedChanges:
         lead, peer = self._head.latest, control.link.peer
         if lead is not None and lead.ring.name == message.ring and lead.ring.is_in_use:
             why = f"node {peer.name} leaves"
-            work = self.replace(lead, {NodeId(peer.node): "it is draining"}, why)
+            work = self.replace(lead, {NodeId(peer.node): message.why or "it is draining"}, why)
             replacing = asyncio.ensure_future(work)
             try:
                 await control.report_until(message.request, replacing)

@@ -39,6 +39,7 @@ from shardnet.runtime.stage.loading import (
 )
 from shardnet.runtime.stage.plugin import ComputePlugin
 from shardnet.runtime.stage.progress import ProgressReporter
+from shardnet.stage.pack_cache import drop_pages
 from shardnet.transport.link import Link
 from shardnet.transport.loop import finish
 from shardnet.types import Epoch, LayerRange, WireDType
@@ -108,6 +109,8 @@ class StageHost:
         self._is_closing = False
         self.is_draining = False
         """Whether this node takes no more stages."""
+        self.rests = ""
+        """Why this node takes no stages now, "" while it does."""
         self.loaded: LoadedStage | None = None
         self.membership: RingMembership | None = None
         self._prepared: _Prepared | None = None
@@ -427,6 +430,23 @@ class StageHost:
             finally:
                 await self._release_freed_memory()
 
+    async def drop_caches(self) -> None:
+        """Give back memory that holds only what can be made or read again.
+
+        What sequences have is none of that, nor what the head keeps for those to come.
+        """
+        loaded, packs = self.loaded, self._packs
+        if loaded is not None and loaded.prefixes is not None:
+            loaded.prefixes.stop_writing()
+
+        def drop() -> None:
+            if packs is not None and (loaded is None or not loaded.order.n_streamed):
+                drop_pages(packs)
+            release_freed_memory()
+
+        with contextlib.suppress(ShardnetError):  # the disk hangs, or this node leaves
+            await self._loader.run("dropped caches", drop)
+
     async def wait_for_compute(self) -> None:
         """Wait until the compute thread is free, as each step does.
 
@@ -565,6 +585,8 @@ class StageHost:
     def _check_not_draining(self) -> None:
         if self.is_draining:
             raise draining()
+        if self.rests:
+            raise resting(self.rests)
 
     def _check_not_closing(self) -> None:
         if self._is_closing:
@@ -674,6 +696,11 @@ def generating_with(model: str) -> BusyError:
 def draining() -> PeerFailedError:
     """Make the error of a node that takes nothing more."""
     return PeerFailedError("this node is draining, and ends soon", remedy="ask another node")
+
+
+def resting(why: str) -> PeerFailedError:
+    """Make the error of a node that takes nothing now."""
+    return PeerFailedError(f"this node takes part in no ring now: {why}", remedy="ask another node")
 
 
 def _leaving() -> PeerFailedError:

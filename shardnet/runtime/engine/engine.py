@@ -214,6 +214,12 @@ class Engine:
                 self._pump()
                 self._report_queue_positions()
 
+    def drop_warm(self) -> None:
+        """Free what is kept in KV caches for requests to come."""
+        if self._broken is None and not self._is_suspended:
+            self._scheduler.drop_warm()
+            self._pump()
+
     async def hold(self) -> None:
         """Send nothing more, and wait until all that was sent is answered.
 

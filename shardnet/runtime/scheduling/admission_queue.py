@@ -295,6 +295,12 @@ class AdmissionQueue:
         sequence.n_sent = 0
         self._wait(sequence)
 
+    def drop_warm(self) -> None:
+        """Free all warm slots, and their memory on every stage."""
+        for slot in self.book.warm():
+            self.book.drop(slot)
+            self._free([slot])
+
     def start_anew(self, sequence: LiveSequence) -> None:
         """Pause a sequence, and let what is in flight of it count for nothing."""
         if sequence.slot is not None:

@@ -217,6 +217,10 @@ class Scheduler:
         self.mixed_rows = min(self.mixed_rows, self.limits.mixed_rows)
         return self._queue.move(ring.room_blocks, ring.prefix_seed)
 
+    def drop_warm(self) -> None:
+        """Free what is kept for requests to come; see AdmissionQueue.drop_warm."""
+        self._queue.drop_warm()
+
     def batch_exactly(self, sequence_id: SequenceId, deterministic: bool) -> None:
         """Change how the rows of a sequence that waits are batched from now on."""
         for sequence in self._queue.waiting:

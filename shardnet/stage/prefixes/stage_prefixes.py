@@ -232,6 +232,11 @@ class StagePrefixes:
         self._files.touch([path for _, path in sorted(paths)])
         return contents
 
+    def stop_writing(self) -> None:
+        """Write no more of the slots that wait to be written: their memory is wanted."""
+        for saving in [*self._saving]:
+            saving.end = 0
+
     def settle(self, timeout_s: float) -> None:
         """Wait until everything is written, at most `timeout_s`."""
         wait_for([*self._writing], timeout_s)

@@ -71,6 +71,7 @@ from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import (
     ConnectRing,
     Drain,
+    DropWarm,
     FindPrefix,
     KvMoved,
     LeaveRing,
@@ -140,6 +141,7 @@ ControlMessage = (
     | RingBroken
     | UnloadStage
     | Drain
+    | DropWarm
     | LeaveRing
     | FindPrefix
     | PrefixFound

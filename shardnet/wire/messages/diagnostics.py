@@ -266,6 +266,22 @@ class LinkTraffic(Strict, frozen=True, kw_only=True):
     n_resent: Count | None = None
 
 
+class PressureState(Strict, frozen=True, kw_only=True):
+    """How short memory is on a node's machine, and what the node has given back since its start.
+
+    `stalled` is the share of the last 10 s in which some program waited for memory, null where the
+    system does not say. It has dropped caches `n_drops` times, and rested `n_rests` times. With
+    `yields` it does so too while its owner uses the machine.
+    """
+
+    available_bytes: Count
+    total_bytes: Count
+    stalled: Annotated[float, Meta(ge=0, le=1)] | None = None
+    n_drops: Count = 0
+    n_rests: Count = 0
+    yields: bool = False
+
+
 class NodeReport(Strict, frozen=True, kw_only=True):
     """What a node knows. `cluster` is the fingerprint of its key, "" without one; never the key.
 
@@ -274,7 +290,8 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     `model_id`, `model_config` (its config.json) and `model_failure` answer for the model that was
     asked about. `disk_free_bytes` is that of the disk where weights are kept. `temperature_c` is
     the GPU's, else the CPU's, in degrees Celsius. `ring` is what the ring has done that the node
-    leads, `links` what went over its links to other nodes.
+    leads, `links` what went over its links to other nodes. `pressure` is null where it does not
+    look at the memory of its machine.
     """
 
     cluster: Name
@@ -295,6 +312,7 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     model_config: Text = ""
     temperature_c: Annotated[float, Meta(ge=-100, le=1000)] | None = None
     ring: RingWork | None = None
+    pressure: PressureState | None = None
     links: Annotated[list[LinkTraffic], Meta(max_length=MAX_TRAFFIC)] = msgspec.field(
         default_factory=list
     )

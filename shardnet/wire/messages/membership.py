@@ -52,7 +52,8 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     `isa` is the instruction set of the compiled kernels on its CPU, `none` where they were not
     built, `off` where they are switched off, "" where it has no use for them. `arithmetic` stands
     for how it computes: nodes of equal ones give equal bits. It has run for `uptime_s`. A node that
-    `is_draining` takes no more stages, and ends when it is empty.
+    `is_draining` takes no more stages, and ends when it is empty; one that `rests` takes none for
+    the reason given, until it does not any more.
     """
 
     node: Name
@@ -71,6 +72,7 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     arithmetic: Name = ""
     uptime_s: Seconds = 0.0
     is_draining: bool = False
+    rests: Explanation = ""
 
 
 class Status(Tagged, frozen=True, kw_only=True):
@@ -113,9 +115,11 @@ class PeersKnown(Tagged, frozen=True, kw_only=True):
     """Tell a peer, unasked, of the sender itself and of every node it has a control link to.
 
     Sent when a link is up, and again when it has changed: each takes the place of the one before.
+    The sender takes no layers now if it `rests`, for the reason given.
     """
 
     peers: Annotated[list[KnownPeer], Meta(max_length=1024)]
+    rests: Explanation = ""
 
 
 class ReportRequest(Tagged, frozen=True, kw_only=True):

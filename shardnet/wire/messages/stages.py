@@ -149,7 +149,15 @@ class Drain(Tagged, frozen=True, kw_only=True):
 
 
 class LeaveRing(Tagged, frozen=True, kw_only=True):
-    """Ask the head of a ring to do without the sender, which is draining."""
+    """Ask the head of a ring to do without the sender: it is draining, or `why` it rests."""
+
+    request: RequestId
+    ring: Name
+    why: Explanation = ""
+
+
+class DropWarm(Tagged, frozen=True, kw_only=True):
+    """Ask the head of a ring to free what it keeps in KV caches for requests to come."""
 
     request: RequestId
     ring: Name

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from support.full_disk import full_disk
 
@@ -27,6 +29,22 @@ def test_a_living_process_is_listed_until_it_is_removed(tmp_path: Path) -> None:
     nodes.remove(entry)
     nodes.remove(entry)
     assert nodes.list() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the clock counts")
+def test_a_node_is_found_after_the_clock_was_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = LocalNodes(tmp_path)
+    entry = nodes.add(node="a", name="A", address="127.0.0.1:1", pid=os.getpid())
+    before_s = psutil.Process().create_time()
+    linux: Any = psutil._psplatform
+    booted_s = linux.boot_time()
+    for jump_s in (5.0, -86400.0, 86400.0):
+        monkeypatch.setattr(linux, "boot_time", lambda to_s=booted_s + jump_s: to_s)
+        assert psutil.Process().create_time() == before_s + jump_s
+        assert nodes.list() == [entry]
+        assert nodes.keep(entry, entry.address) == entry
 
 
 def test_an_entry_follows_the_address_and_comes_back_when_it_was_deleted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A model that nobody uses is freed when its time is over, or when memory is short."""
+"""A model that nobody uses is freed when its time is over, or when its memory is wanted."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from shardnet.cluster.node.unused_models import N_SHORT, SHORT_IDLE_S, ShortMemory, UnusedModels
+from shardnet.cluster.node.unused_models import UnusedModels
 from shardnet.errors import BusyError
 from shardnet.wire.messages.generation import Unload
-
-GIB = 1 << 30
 
 
 class Around:
@@ -28,7 +26,6 @@ class Around:
         self.unloaded: list[float] = []
         self.asked: list[Unload] = []
         self.is_busy = False
-        self.memory = (10 * GIB, 16 * GIB)
         self.log: list[str] = []
 
     async def unload(self, *, idle_s: float) -> None:
@@ -51,7 +48,6 @@ class Around:
             head=cast(Any, self),
             host=cast(Any, self),
             link_of=lambda node: cast(Any, self if node == "b" else None),
-            memory=lambda: self.memory,
             idle_s=idle_s,
             log=self.log.append,
         )
@@ -78,34 +74,20 @@ def test_its_time_is_over() -> None:
     assert around.unloaded == [60.0]
 
 
-@pytest.mark.parametrize("unused_s", [SHORT_IDLE_S, None])
-def test_memory_is_short(unused_s: float | None) -> None:
-    """For a while: the ring is freed by its head, whichever node runs short."""
+@pytest.mark.parametrize("unused_s", [30.0, None])
+def test_it_is_freed_for_others_by_its_head_unless_it_is_used(unused_s: float | None) -> None:
+    """The ring is freed by its head, whichever node runs short."""
     around = Around(unused_s)
     models = around.models()
-    look(models, 5)
-    around.memory = (GIB // 8, 16 * GIB)
-    look(models, N_SHORT - 1)
-    assert (around.unloaded, around.asked) == ([], [])
     around.is_busy = True
-    look(models, 1)
-    around.is_busy = False
     if unused_s is None:
-        assert around.log == []
-        look(models, 1)
-        assert [one.idle_s for one in around.asked] == [SHORT_IDLE_S] * 2
+        assert not asyncio.run(models.free(30.0, "memory is short"))
+        assert (len(around.asked), around.log) == (1, [])
     else:
-        assert around.unloaded == [SHORT_IDLE_S]
+        assert not asyncio.run(models.free(30.1, "memory is short"))
+        assert around.unloaded == []
+    around.is_busy = False
+    assert asyncio.run(models.free(30.0, "memory is short"))
+    assert around.unloaded == ([] if unused_s is None else [30.0])
+    assert all(one.idle_s == 30.0 for one in around.asked)
     assert around.log == ["m was freed: memory is short"]
-
-
-def test_a_model_that_was_just_used_or_fills_the_machine_on_purpose_stays() -> None:
-    around = Around(unused_s=SHORT_IDLE_S - 1)
-    models = around.models()
-    look(models, 1)
-    around.memory = (0, 16 * GIB)
-    look(models, 2 * N_SHORT)
-    assert around.unloaded == []
-    filled = ShortMemory()
-    assert not any(filled.is_short(GIB // 8, 16 * GIB) for _ in range(10))
-    assert [filled.is_short(GIB // 32, 16 * GIB) for _ in range(N_SHORT)][-1]

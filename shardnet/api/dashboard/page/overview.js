@@ -11,6 +11,7 @@ import { Strip } from "./strip.js";
 const STATES = {
   up: ["up", "good"],
   draining: ["draining", "warn"],
+  resting: ["resting", "warn"],
   silent: ["silent", "warn"],
   lost: ["lost", "bad"],
   refused: ["refused", "warn"],

@@ -1,0 +1,166 @@
+"""Gives memory and processors back where this machine needs them, and takes part again later.
+
+Knows in which order: what can be made again first, then an idle model, then all layers, as a drain
+gives them away. Must not judge when (cluster/pressure/).
+
+A node that rests takes no new layers. It leaves the rings of other heads; of a ring that it leads
+it takes no new requests, and frees it with the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+from shardnet.cluster.head.drafts import Drafts
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.node.drain import NodeDrain
+from shardnet.cluster.node.unused_models import UnusedModels
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.pressure.memory_strain import MemoryLook
+from shardnet.cluster.pressure.owner_watch import OwnerLook, OwnerWatch
+from shardnet.cluster.pressure.policy import SHORT_OF_MEMORY, Action, PressurePolicy
+from shardnet.cluster.ring.stage_host import StageHost
+from shardnet.errors import ShardnetError
+from shardnet.types import NodeId
+from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.diagnostics import PressureState
+from shardnet.wire.messages.stages import DropWarm
+
+LOOK_S: Final = 2.0
+"""Interval of the looks."""
+IDLE_S: Final = 30.0
+"""A model that a request has used less than so long ago is not freed for others' sake."""
+ASK_S: Final = 5.0
+"""How long the head of a ring may take to free what it keeps."""
+
+
+class NodePressure:
+    """Looks after the machine of one node.
+
+    `memory` returns what is available there, None does not look; `owner` returns what others do
+    there, and may take some milliseconds; without it the node does not yield to them. `link_of`
+    gives the link to a head, `on_changed` is called when the node begins or ends to rest.
+    """
+
+    def __init__(
+        self,
+        *,
+        head: Head,
+        host: StageHost,
+        drain: NodeDrain,
+        unused: UnusedModels,
+        drafts: Drafts,
+        link_of: Callable[[NodeId], ControlLink | None],
+        memory: Callable[[], MemoryLook] | None,
+        owner: Callable[[], OwnerLook] | None,
+        on_changed: Callable[[], None],
+        log: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._head = head
+        self._host = host
+        self._drain = drain
+        self._unused = unused
+        self._drafts = drafts
+        self._link_of = link_of
+        self._memory = memory
+        self._owner = owner
+        self._on_changed = on_changed
+        self._log = log
+        self._clock = clock
+        self._watch = OwnerWatch()
+        self._policy = PressurePolicy()
+        self._n_drops = self._n_rests = 0
+
+    def state(self) -> PressureState | None:
+        """Describe it for people; None where the memory is not looked at."""
+        if self._memory is None:
+            return None
+        look = self._memory()
+        return PressureState(
+            available_bytes=max(0, look.available_bytes),
+            total_bytes=look.total_bytes,
+            stalled=look.stalled,
+            n_drops=self._n_drops,
+            n_rests=self._n_rests,
+            yields=self._owner is not None,
+        )
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Give back what it is time to."""
+        loaded = self._host.loaded
+        if self._host.is_draining or (loaded is None and self._owner is None and not self.rests):
+            return
+        why, memory = "", None
+        if self._owner is not None:
+            why = self._watch.look(self._clock(), await asyncio.to_thread(self._owner))
+        if self._memory is not None:
+            memory = self._memory()
+        held_bytes = 0 if loaded is None else loaded.weight_bytes
+        match self._policy.look(self._clock(), memory, why, held_bytes):
+            case Action.DROP:
+                await self._drop_caches()
+            case Action.REST:
+                await self._begin_to_rest()
+            case Action.BACK:
+                self._take_part()
+            case Action.NOTHING:
+                pass
+        if self.rests:
+            await self._give_away()
+
+    @property
+    def rests(self) -> str:
+        """Why this node rests, "" while it does not."""
+        return self._policy.why
+
+    async def _drop_caches(self) -> None:
+        self._n_drops += 1
+        self._log("memory is short: what is kept for requests to come is freed")
+        membership = self._host.membership
+        if membership is None or membership.is_over or membership.owner == self._head.node:
+            self._head.drop_warm()
+        elif (control := self._link_of(NodeId(membership.owner))) is not None:
+            message = DropWarm(request=control.next_request(), ring=membership.ring)
+            try:
+                async with asyncio.timeout(ASK_S):
+                    await control.ask(message, Done)
+            except (ShardnetError, TimeoutError) as error:
+                self._log(f"warning: the head keeps what it has for requests to come: {error}")
+        if not self._head.n_requests:
+            self._drafts.close()
+        await self._host.drop_caches()
+
+    async def _begin_to_rest(self) -> None:
+        is_for_memory = self.rests == SHORT_OF_MEMORY
+        if is_for_memory and await self._unused.free(IDLE_S, "memory is short"):
+            self._policy.relieved()
+            return
+        self._n_rests += 1
+        self._log(f"resting: this node gives its layers away and takes none ({self.rests})")
+
+    async def _give_away(self) -> None:
+        """Give away what can be now."""
+        self._head.rests = self.rests
+        if self._head.is_in_use:  # its ring may need this node yet, should it lose another one
+            return
+        if self._host.rests != self.rests:
+            self._host.rests = self.rests
+            self._on_changed()
+        await self._drain.leave(self.rests)
+        if not self._drain.is_needed and self._host.loaded is not None:
+            await self._unused.free(0.0, self.rests)
+
+    def _take_part(self) -> None:
+        self._log("this node takes part again")
+        self._host.rests = self._head.rests = ""
+        self._on_changed()

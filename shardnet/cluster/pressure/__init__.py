@@ -1,0 +1,1 @@
+"""When a node gives memory and processors back to its machine. Pure."""
