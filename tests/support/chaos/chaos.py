@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,12 +19,15 @@ from support.chaos.lab import Lab
 from support.chaos.ledger import HEAD, Entry, summary
 from support.chaos.rounds import Rounds
 from support.chaos.simulate import SIMULATIONS, run_schedules
+from support.system.netns import Network, NotPermittedError, open_network
 from support.system.warm_start import is_possible, server
 
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.transport.loop import run
 from shardnet_cli.commands import nodes
 
+NETWORK = "CHAOS_NETWORK"
+"""Names the network whose last host this process is."""
 MOST_TOLD = 20
 """Failed schedules that are named."""
 
@@ -32,6 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     asked = _parse(arguments)
     if asked.simulate:
         return _simulate(asked)
+    if asked.namespaces and NETWORK not in os.environ:
+        return _in_namespaces(asked.nodes, arguments)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     if is_possible():
         with server():
@@ -43,6 +50,18 @@ def main(arguments: Sequence[str]) -> int:
         print(line)
     print(f"logs: {folder}")
     return 1 if wrong or not all(entry.is_good for entry in entries) else 0
+
+
+def _in_namespaces(n_nodes: int, arguments: Sequence[str]) -> int:
+    """Run the same in a network in which each node is a host, and this process another one."""
+    try:
+        with open_network(n_nodes + 1) as network:
+            command = [*network.hosts[-1].prefix, sys.executable, "-m", "support.chaos.chaos"]
+            environment = {**os.environ, NETWORK: network.name}
+            return subprocess.run([*command, *arguments], env=environment, check=False).returncode
+    except NotPermittedError as error:
+        print(f"--namespaces: {error}", file=sys.stderr)
+        return 1
 
 
 def _simulate(asked: argparse.Namespace) -> int:
@@ -69,6 +88,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=4, help="how many nodes (default 4)")
     parser.add_argument("--streams", type=int, default=8, help="requests at once (default 8)")
     parser.add_argument("--tokens", type=int, default=200, help="longest request (default 200)")
+    parser.add_argument("--namespaces", action="store_true", help="give each node its network")
     parser.add_argument("--model", default=DEFAULT_MODEL_NAME, help="default: the bundled model")
     parser.add_argument("--ledger", type=Path, help="append a JSON object for each round here")
     parser.add_argument(
@@ -85,7 +105,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 async def _run(asked: argparse.Namespace, folder: Path) -> tuple[list[Entry], list[str]]:
     moments = frozenset(Moment[name.upper()] for name in asked.moments)
     entries: list[Entry] = []
-    lab = Lab(folder, asked.nodes, random.Random(asked.seed))
+    name = os.environ.get(NETWORK)
+    network = Network(asked.nodes + 1, name) if name else None
+    lab = Lab(folder, asked.nodes, random.Random(asked.seed), network)
     try:
         await lab.start()
         async with Rounds(

@@ -22,6 +22,7 @@ from typing import Any
 
 from support.chaos.faults import ENDING, Fault, Kind
 from support.chaos.switch import VARIABLE, Switch, Way, changed
+from support.system.netns import Host, Network, NotPermittedError
 from support.system.nodes import FIGURES_VARIABLE, Command, Machine, NodeProcess
 from support.system.warm_start import WarmProcess, is_possible
 
@@ -29,6 +30,14 @@ from shardnet.cluster.measuring.figure_cache import FOLDER
 
 MODULE = "support.chaos.troubled_node"
 TESTS = Path(__file__).parents[2]
+FIRST_PORT = 7433
+"""That of the first node, where each has a network of its own."""
+SHAPES = {
+    Kind.DELAY: "netem delay 200ms",
+    Kind.LOSS: "netem loss 1%",
+    Kind.SLOW: "tbf rate 1mbit burst 16kb latency 400ms",
+}
+"""What the system does to a cable; a kernel may lack it."""
 DELAY_S = 0.2
 LOSS = 0.01
 BYTES_PER_S = 1e6 / 8
@@ -67,14 +76,28 @@ class Place:
 
 
 class Lab:
-    """Some nodes with a switch between. Node 0 is the one that clients ask."""
+    """Some nodes with a switch between. Node 0 is the one that clients ask.
 
-    def __init__(self, folder: Path, n_nodes: int, chance: random.Random, host: str = "127.0.0.1"):
+    In a `network` each is a host of its own, and this process, with the switch, is the last one:
+    there cables of whole nodes are pulled, slowed and made lossy by the system.
+    """
+
+    def __init__(
+        self, folder: Path, n_nodes: int, chance: random.Random, network: Network | None = None
+    ):
         self.machine = Machine(folder / "machine")
         self._folder = folder
-        self._host = host
+        self._network = network
+        self._host = "127.0.0.1" if network is None else network.hosts[-1].address
+        hosts = [self._host] * n_nodes if network is None else [h.address for h in network.hosts]
         self.places = [
-            Place(number=n, name=NAMES[n], host=host, port=free_port(host), folder=folder / str(n))
+            Place(
+                number=n,
+                name=NAMES[n],
+                host=hosts[n],
+                port=free_port(hosts[n]) if network is None else FIRST_PORT + n,
+                folder=folder / str(n),
+            )
             for n in range(n_nodes)
         ]
         figures = os.environ.get(FIGURES_VARIABLE)
@@ -83,7 +106,7 @@ class Lab:
             if figures:  # all nodes are this machine, which was measured before
                 (place.folder / "cache" / FOLDER).symlink_to(figures)
         targets = {place.number: (place.host, place.port) for place in self.places}
-        self.switch = Switch(host, targets, chance)
+        self.switch = Switch(self._host, targets, chance)
         self._tasks: set[asyncio.Task[None]] = set()
         self._lifts = asyncio.Event()
 
@@ -123,10 +146,14 @@ class Lab:
             "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
             "SHARDNET_CACHE_DIR": str(place.folder / "cache"),
         }
+        host = None if self._network is None else self._network.hosts[place.number]
+        if host is not None:
+            arguments.append("--insecure")
         if is_possible():
-            return WarmProcess(arguments, environment, place.folder, module=MODULE)
+            namespace = "" if host is None else host.namespace
+            return WarmProcess(arguments, environment, place.folder, namespace, module=MODULE)
         return subprocess.Popen(
-            [sys.executable, "-m", MODULE, *arguments],
+            [*(() if host is None else host.prefix), sys.executable, "-m", MODULE, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment,
@@ -235,6 +262,21 @@ class Lab:
     async def _inflicted(self, fault: Fault) -> AsyncIterator[None]:
         process, switch = self.places[fault.victim].process, self.switch
         assert process is not None
+        if self._network is not None and fault.other is None:
+            host = self._network.hosts[fault.victim]
+            if fault.kind is Kind.CABLE:
+                host.unplug()
+                try:
+                    yield
+                finally:
+                    host.plug_in()
+                return
+            if fault.kind in SHAPES and _can_shape(host, SHAPES[fault.kind]):
+                try:
+                    yield
+                finally:
+                    host.unshape()
+                return
         both = [*switch.ways(fault.victim, fault.other)]
         both += switch.ways(fault.victim, fault.other, inward=False)
         match fault.kind:
@@ -273,6 +315,15 @@ class Lab:
                 yield
             case _:
                 raise AssertionError(fault.kind)
+
+
+def _can_shape(host: Host, discipline: str) -> bool:
+    """Shape the cable of a host, unless this kernel cannot: then the switch does it."""
+    try:
+        host.shape(*discipline.split())
+    except NotPermittedError:
+        return False
+    return True
 
 
 def free_port(host: str) -> int:

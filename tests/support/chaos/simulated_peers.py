@@ -23,6 +23,8 @@ from shardnet.cluster.peers.peers import PeerTimes
 NAMES = ("anna", "bert", "cleo", "dora", "emil")
 WELL_S = 30.0
 """How long a town that is well may take to be linked; far more than the longest delay."""
+DIAL_S = (0.0, 0.05, 2.0)
+"""How long dialling a node takes; so long that two may dial each other at the same time."""
 assert 4 * RETRY_S[-1] < WELL_S
 
 
@@ -65,6 +67,7 @@ class TroubledTown:
         member = Member(self._town, name, self._tasks, node=node, times=PeerTimes())
         if name in self.members:
             member.take(self.members[name].addresses)
+        self._town.slow_s[member.address] = self._chance.choice(DIAL_S)
         self.members[name] = member
         first = next(iter(self.members.values()))
         member.run(*([first.address] if first is not member else []))

@@ -57,6 +57,18 @@ class Host:
         """Put the cable back."""
         self.network.switch_port(self.number, "up")
 
+    def shape(self, *discipline: str) -> None:
+        """Have a queueing discipline, as `tc qdisc` takes it, at both ends of the cable."""
+        for there in (self.namespace, f"{self.network.name}-sw"):
+            interface = "eth0" if there == self.namespace else f"p{self.number}"
+            _run("tc", "-n", there, "qdisc", "replace", "dev", interface, "root", *discipline)
+
+    def unshape(self) -> None:
+        """Have none any more."""
+        for there in (self.namespace, f"{self.network.name}-sw"):
+            interface = "eth0" if there == self.namespace else f"p{self.number}"
+            _run("tc", "-n", there, "qdisc", "del", "dev", interface, "root")
+
     def drop_tcp(self, port: int) -> None:
         """Let what comes to a port vanish, as firewalls do. Links from here to others still work.
 
@@ -89,8 +101,8 @@ class Host:
 class Network:
     """A switch and hosts. Names carry the process id, so that test runs do not meet."""
 
-    def __init__(self, n_hosts: int) -> None:
-        self.name = f"shardnet-{os.getpid()}"
+    def __init__(self, n_hosts: int, name: str = "") -> None:
+        self.name = name or f"shardnet-{os.getpid()}"
         self.hosts = [Host(network=self, number=number) for number in range(1, n_hosts + 1)]
 
     @property
@@ -150,6 +162,10 @@ def open_network(n_hosts: int) -> Iterator[Network]:
 
 
 def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NotPermittedError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")
+        raise NotPermittedError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
