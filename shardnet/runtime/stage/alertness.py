@@ -120,6 +120,8 @@ class Alertness:
         self._is_awaited = False
         self._alarm.close()
         self._latency.close()
+        # What knows this object is let go of: nothing waits for the collector.
+        self._alarm, self._stir = _NoAlarm(), lambda: None
 
     def _wake(self) -> None:
         now = self._clock_ns()

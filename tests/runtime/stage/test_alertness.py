@@ -13,7 +13,6 @@ from shardnet.runtime.stage import alertness, cpu_latency
 from shardnet.runtime.stage.alertness import LEAD_NS, REST_FACTOR, SPIN_NS, Alertness, Waits
 from shardnet.runtime.stage.cpu_latency import CpuLatency
 from shardnet.runtime.stage.executor import Executor
-from shardnet.transport.loop import run
 
 
 class Alarm:
@@ -35,18 +34,27 @@ class Alarm:
         self.is_closed = True
 
 
+class Clock:
+    """A clock that is set by hand."""
+
+    now_ns = 1
+
+    def read(self) -> int:
+        return self.now_ns
+
+
 class Ring:
     """What an alertness sees of a ring whose steps come at times of our own."""
 
     def __init__(self, folder: Path) -> None:
-        self.now_ns = 1
+        self.clock = Clock()
         self.alarm = Alarm()
         self.n_stirred = 0
         self.alert = Alertness(
             stir=self._stir,
             make_alarm=self.alarm,
             latency=CpuLatency(folder / "missing"),
-            clock_ns=lambda: self.now_ns,
+            clock_ns=self.clock.read,
         )
 
     def _stir(self) -> None:
@@ -54,7 +62,7 @@ class Ring:
 
     def step(self, took_ns: int, *, hands_over: bool = False) -> None:
         self.alert.sent(hands_over=hands_over)
-        self.now_ns += took_ns
+        self.clock.now_ns += took_ns
         self.alert.arrived()
 
 
@@ -71,7 +79,7 @@ async def n_turns_of_spinning(ring: Ring, turn_ns: int) -> int:
     """Let the loop go round while it spins; each turn takes so long. Returns how many it was."""
     turns = 0
     while ring.alert.is_spinning:
-        ring.now_ns += turn_ns
+        ring.clock.now_ns += turn_ns
         turns += 1
         assert turns < 1000
         await asyncio.sleep(0)
@@ -104,13 +112,13 @@ def test_it_wakes_up_shortly_before_a_step_and_spins_no_longer_than_it_may(tmp_p
         assert (ring.alert.n_spins, ring.alert.n_met) == (1, 0)
         ring.alarm.ring()
         assert not ring.alert.is_spinning  # it rests
-        ring.now_ns += REST_FACTOR * SPIN_NS
+        ring.clock.now_ns += REST_FACTOR * SPIN_NS
         ring.alarm.ring()
         ring.alert.arrived()
         assert await n_turns_of_spinning(ring, 1000) == 1  # the step came
         assert (ring.alert.n_spins, ring.alert.n_met) == (2, 1)
 
-        ring.now_ns += 10**9
+        ring.clock.now_ns += 10**9
         ring.alarm.ring()
         assert not ring.alert.is_spinning  # nothing is awaited
         assert ring.n_stirred == 0
@@ -121,7 +129,7 @@ def test_it_wakes_up_shortly_before_a_step_and_spins_no_longer_than_it_may(tmp_p
         assert await n_turns_of_spinning(ring, 1000) == 1
         assert ring.alarm.is_closed
 
-    run(main())
+    asyncio.run(main())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="its alarm is Linux's")
@@ -141,7 +149,7 @@ def test_the_kernels_alarm_rings_once_and_never_after_its_end() -> None:
         await asyncio.sleep(0)
         assert not rung.is_set()
 
-    run(main())
+    asyncio.run(main())
 
 
 def test_the_processors_latency_is_held_while_steps_come(
@@ -165,7 +173,7 @@ def test_the_processors_latency_is_held_while_steps_come(
         refused.hold()
         assert not refused.is_held
 
-    run(main())
+    asyncio.run(main())
 
 
 @pytest.mark.skipif(native_kernels() is None, reason="without the compiled library it sleeps")
@@ -188,4 +196,4 @@ def test_a_thread_that_was_stirred_spins_until_a_job_comes_or_its_time_is_over()
         finally:
             thread.join()
 
-    run(main())
+    asyncio.run(main())
