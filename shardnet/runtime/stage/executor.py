@@ -160,8 +160,8 @@ class _Pause:
 
     @property
     def can_spin(self) -> bool:
-        """Whether the compiled library is there."""
-        if not self._has_looked:
+        """Whether the compiled library is there, in a process that computes."""
+        if not self._has_looked and "torch" in sys.modules:
             self._has_looked = True
             self._wait = _library_wait()
         return self._wait is not None
