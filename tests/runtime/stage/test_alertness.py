@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardnet.model.kernels.library import native_kernels
-from shardnet.runtime.stage import alertness, cpu_latency
+from shardnet.runtime.stage import alertness, cpu_latency, executor
 from shardnet.runtime.stage.alertness import LEAD_NS, REST_FACTOR, SPIN_NS, Alertness, Waits
 from shardnet.runtime.stage.cpu_latency import CpuLatency
 from shardnet.runtime.stage.executor import Executor
@@ -177,16 +177,21 @@ def test_the_processors_latency_is_held_while_steps_come(
 
 
 @pytest.mark.skipif(native_kernels() is None, reason="without the compiled library it sleeps")
-def test_a_thread_that_was_stirred_spins_until_a_job_comes_or_its_time_is_over() -> None:
+def test_a_thread_that_was_stirred_spins_until_a_job_comes_or_its_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(executor, "_HAND_OVER_NS", 10**11)
+
     async def main() -> None:
         thread = Executor("stirred")
         ended = asyncio.Event()
         try:
             await thread.run(threading.get_ident)
-            for _ in range(3):  # a job ends its spinning, which would last far longer
+            for n_begun in range(1, 4):  # a job ends its spinning, which would last far longer
                 thread.stir(10**12)
                 thread.post(lambda: 1, lambda _: ended.set(), lambda error: None)
                 thread.let_begin()
+                assert thread.n_begun == n_begun
                 async with asyncio.timeout(10):
                     await ended.wait()
                 ended.clear()
