@@ -86,7 +86,8 @@ class Alertness:
         self._waits = Waits()
         self._sent_ns = 0
         self._is_awaited = False
-        self._is_spinning = False
+        self.is_spinning = False
+        """Whether the loop is being kept awake now."""
         self._hands_over = False
         self._spun_ns = self._rest_until_ns = 0
         self.n_spins = self.n_met = 0
@@ -111,7 +112,7 @@ class Alertness:
             return
         self._is_awaited = False
         self._waits.add(self._clock_ns() - self._sent_ns)
-        if self._is_spinning:
+        if self.is_spinning:
             self.n_met += 1
 
     def close(self) -> None:
@@ -119,13 +120,15 @@ class Alertness:
         self._is_awaited = False
         self._alarm.close()
         self._latency.close()
+        # What knows this object is let go of: nothing waits for the collector.
+        self._alarm, self._stir = _NoAlarm(), lambda: None
 
     def _wake(self) -> None:
         now = self._clock_ns()
-        if not self._is_awaited or self._is_spinning or now < self._rest_until_ns:
+        if not self._is_awaited or self.is_spinning or now < self._rest_until_ns:
             return
         self.n_spins += 1
-        self._is_spinning = True
+        self.is_spinning = True
         self._spun_ns = now
         if self._hands_over:
             self._stir()
@@ -137,7 +140,7 @@ class Alertness:
         if self._is_awaited and took_ns < SPIN_NS:
             self._loop.call_soon(self._spin)
             return
-        self._is_spinning = False
+        self.is_spinning = False
         self._rest_until_ns = self._spun_ns + (1 + REST_FACTOR) * min(took_ns, SPIN_NS)
 
 

@@ -84,6 +84,11 @@ class Executor:
         self._thread.post(partial(self._finish, job, done, failed, asyncio.get_running_loop()))
         self._pause.queued()
 
+    @property
+    def n_begun(self) -> int:
+        """How many posted jobs have begun."""
+        return self._pause.n_begun.value
+
     def stir(self, spin_ns: int) -> None:
         """Wake the thread if it sleeps, and have it spin for at most so long until a job comes.
 
@@ -152,7 +157,7 @@ class _Pause:
     """
 
     def __init__(self) -> None:
-        self._n_queued, self._n_begun = ctypes.c_int64(0), ctypes.c_int64(0)
+        self._n_queued, self.n_begun = ctypes.c_int64(0), ctypes.c_int64(0)
         self._seen_begun = 0
         self._spin_ns = 0
         self._wait: Callable[[int, int, int], object] | None = None
@@ -160,8 +165,8 @@ class _Pause:
 
     @property
     def can_spin(self) -> bool:
-        """Whether the compiled library is there."""
-        if not self._has_looked:
+        """Whether the compiled library is there, in a process that computes."""
+        if not self._has_looked and "torch" in sys.modules:
             self._has_looked = True
             self._wait = _library_wait()
         return self._wait is not None
@@ -179,7 +184,7 @@ class _Pause:
 
     def queues(self) -> None:
         """Note that a job is about to be queued."""
-        self._seen_begun = self._n_begun.value
+        self._seen_begun = self.n_begun.value
 
     def queued(self) -> None:
         """Note that a job was queued."""
@@ -187,12 +192,12 @@ class _Pause:
 
     def begins(self) -> None:
         """Note that a job begins. On the thread."""
-        self._n_begun.value += 1
+        self.n_begun.value += 1
 
     def wait_begun(self) -> None:
         """Wait until the job that was queued last has begun, _HAND_OVER_NS at most."""
         if self.can_spin and self._wait is not None:
-            self._wait(ctypes.addressof(self._n_begun), self._seen_begun, _HAND_OVER_NS)
+            self._wait(ctypes.addressof(self.n_begun), self._seen_begun, _HAND_OVER_NS)
 
 
 def _library_wait() -> Callable[[int, int, int], object] | None:

@@ -179,7 +179,7 @@ class StageWorker:
         if not is_for_here:
             is_first = self._executor.is_idle
             self._executor.post(self._process, self._pass_on, self._fail)
-            if is_first and self._alertness is not None:
+            if is_first:
                 self._executor.let_begin()
             return
         try:
