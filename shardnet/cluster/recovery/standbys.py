@@ -112,14 +112,15 @@ class Standbys:
     async def run(self) -> None:
         """Keep them ready, until cancelled."""
         while True:
-            if self._ring is None or not self._ready:
+            ring = self._ring if self._ready else None
+            if ring is None or (ring.is_in_use and not ring.is_busy):
                 await asyncio.sleep(LOOK_S)
-            elif self._ring.is_busy:
+            elif ring.is_busy:
                 await asyncio.sleep(max(FOLLOW_S, FOLLOW_SHARE * self._took_s))
             else:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
-                        await self._ring.wait_until_used()
+                        await ring.wait_until_used()
             await self.look()
 
     async def look(self) -> None:
