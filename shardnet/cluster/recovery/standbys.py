@@ -34,8 +34,9 @@ FOLLOW_SHARE: Final = 4
 """And it takes so many times as long as the round took: following leaves room for requests."""
 AGAIN_S: Final = 10.0
 """When a node that could not stand by is asked again."""
-ANSWER_S: Final = 0.3
-"""How long nodes may take to say that they are there, once a ring is lost."""
+ANSWER_S: Final = 1.0
+"""How long nodes may take to say that they are there, once a ring is lost: one whose process has
+ended is known to be gone at once."""
 TAKE_OVER_S: Final = 5.0
 """How long a standby may take to go on, before another ring is planned instead."""
 
@@ -111,9 +112,15 @@ class Standbys:
     async def run(self) -> None:
         """Keep them ready, until cancelled."""
         while True:
-            is_used = bool(self._ready) and self._ring is not None and self._ring.is_busy
-            pause_s = max(FOLLOW_S, FOLLOW_SHARE * self._took_s) if is_used else LOOK_S
-            await asyncio.sleep(pause_s)
+            ring = self._ring if self._ready else None
+            if ring is None or (ring.is_in_use and not ring.is_busy):
+                await asyncio.sleep(LOOK_S)
+            elif ring.is_busy:
+                await asyncio.sleep(max(FOLLOW_S, FOLLOW_SHARE * self._took_s))
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await ring.wait_until_used()
             await self.look()
 
     async def look(self) -> None:
@@ -200,11 +207,13 @@ class Standbys:
         waiting = [ready for ready in self._ready if ready.former is ring and ready.is_loaded]
         if not waiting:
             return None
-        ports = [*ring.ports, *(ready.ring.ports[ready.rank] for ready in waiting)]
-        answers = await asyncio.gather(*(_is_there(port) for port in ports))
-        lost = {port.node for port, is_there in zip(ports, answers, strict=True) if not is_there}
-        lost |= ring.blamed.keys()
-        found = [ready for ready in waiting if {ready.lost} == lost]
+        ports = {port.node: port for ready in waiting for port in (*ring.ports, *ready.ring.ports)}
+        asked = [port for node, port in ports.items() if node not in ring.blamed]
+        answers = await asyncio.gather(*(_is_there(port) for port in asked))
+        gone = {port.node for port, is_there in zip(asked, answers, strict=True) if not is_there}
+        gone |= ring.blamed.keys()
+        lost = gone & {port.node for port in ring.ports}
+        found = [one for one in waiting if {one.lost} == lost and one.standby.node not in gone]
         return found[0] if found else None
 
     async def take_over(

@@ -98,6 +98,8 @@ class RingUse:
 
     def __init__(self) -> None:
         self.n_users = 0
+        self.is_used = asyncio.Event()
+        """Set while there is a user."""
         self._used_at_s = time.monotonic()
 
     @property
@@ -109,10 +111,13 @@ class RingUse:
     def in_use(self) -> Iterator[None]:
         """Count a user within the context."""
         self.n_users += 1
+        self.is_used.set()
         try:
             yield
         finally:
             self.n_users -= 1
+            if not self.n_users:
+                self.is_used.clear()
             self._used_at_s = time.monotonic()
 
 
@@ -179,6 +184,10 @@ class Ring:
     def is_in_use(self) -> bool:
         """Whether requests use it, broken or not."""
         return self._use.n_users > 0
+
+    async def wait_until_used(self) -> None:
+        """Wait until a request uses it."""
+        await self._use.is_used.wait()
 
     @property
     def idle_s(self) -> float:

@@ -39,8 +39,9 @@ NEIGHBOUR_S = 10.0
 SETTLE_S = 5.0
 """How long a built ring may take to its first step before another head may use its nodes."""
 
-KEEP_S = 10.0
-"""How long a stage whose ring broke keeps what sequences hold, for the ring that comes next."""
+KEEP_S = 5.0
+"""How long a stage whose ring broke keeps what sequences hold, for the ring that comes next: with
+the time to notice a silent head, its slots are free within 10 s."""
 
 DialData = Callable[[str, "RingMembership"], Awaitable[Link]]
 """Opens a data link to an address, for a ring membership."""
