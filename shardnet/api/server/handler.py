@@ -25,6 +25,7 @@ from shardnet.api.server.bodies import Disconnected, decode_body, read_body
 from shardnet.api.server.endpoint import Endpoint, Json, Reply, Stream, Text
 from shardnet.api.server.errors import RETRY_S, Fault, HttpError, fault_of, too_many
 from shardnet.api.server.keys import ApiKey
+from shardnet.api.server.resuming import Rest, n_received
 from shardnet.api.server.service import Exchange, Service
 from shardnet.api.server.settings import LogLine
 from shardnet.api.server.web_pages import check_web_page
@@ -39,6 +40,9 @@ CLIENT_LEFT: Final = 499
 
 TRACE_HEADER: Final = b"x-shardnet-trace"
 """With it a request is traced; `GET /traces/REQUEST-ID` gives the trace."""
+
+RESUME_HEADER: Final = b"x-shardnet-resume"
+"""With it the answer to an earlier request of the same id is sent again, without so many events."""
 
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -58,6 +62,7 @@ class Handler:
             request_id=_request_id(headers),
             path_parameters=scope.get("path_params", {}),
             is_traced=headers.get(TRACE_HEADER, b"") not in (b"", b"0", b"off"),
+            resumes=RESUME_HEADER in headers,
         )
         names = self._endpoint.dialect.id_headers
         writer = AnswerWriter(send, [(name, exchange.request_id) for name in names])
@@ -116,6 +121,8 @@ class Handler:
                     f"this server works on {settings.most_requests} requests already",
                     self._retry_s(),
                 )
+            if exchange.resumes:
+                exchange.n_received = n_received(headers[RESUME_HEADER])
             raw = await read_body(receive, headers, settings.most_body_bytes)
             body = None if endpoint.body is None else decode_body(raw, endpoint.body)
             await self._unless_left(receive, self._answer(exchange, body, writer))
@@ -137,9 +144,11 @@ class Handler:
         exchange.hears = stream.heartbeat is not None
         writer.begin(stream.media_type)
         keeping = writer.keep_alive(stream.heartbeat, settings.headers_s, settings.heartbeat_s)
+        rest = Rest(exchange.n_received, stream.media_type)
         async with _beside(keeping), aclosing(stream.chunks) as chunks:
             async for chunk in chunks:
-                await writer.piece(chunk)
+                if left := rest.of(chunk):
+                    await writer.piece(left)
         await writer.end()
 
     async def _unless_left(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:

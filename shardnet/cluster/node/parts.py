@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from shardnet.cluster.deputy.copying import Copying
 from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.constraints import Constraints
 from shardnet.cluster.head.drafts import Drafts
@@ -40,6 +41,7 @@ from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
 from shardnet.cluster.recovery.node_watch import NodeWatch
 from shardnet.cluster.recovery.planned import PlannedChanges
 from shardnet.cluster.recovery.recovery import Recovery
+from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.cluster.ring.dialer import Dialer
 from shardnet.cluster.ring.kv_orders import HostedKv, KvOrders
 from shardnet.cluster.ring.prefix_orders import PrefixOrders
@@ -105,6 +107,7 @@ class ServiceParts:
     head: Head
     recovery: Recovery
     planned: PlannedChanges
+    stand_in: StandIn
     drain: NodeDrain
     nodes: NodeWatch
     drafts: Drafts
@@ -242,10 +245,10 @@ def build_services(
         builder=builder,
         on_broken=events.lead_broken,
     )
+    copying = Copying(link_of=links.peers.links.link_of, log=settings.log)
     recovery = Recovery(head=head, planner=planner, tasks=tasks, log=settings.log)
     planned = PlannedChanges(head=head, planner=planner, log=settings.log)
     link_of = links.peers.links.link_of
-    drain = NodeDrain(head=head, host=stage.host, link_of=link_of, log=settings.log)
     drafts = Drafts(
         disk=stage.disk,
         device=settings.budget.device.for_torch,
@@ -271,8 +274,27 @@ def build_services(
         constraints,
         wire_loss,
         lists,
+        copying,
         settings.cache,
         settings.log,
+    )
+    stand_in = StandIn(
+        node=settings.node,
+        head=head,
+        planner=planner,
+        clients=clients,
+        copying=copying,
+        links=links.peers.links,
+        address_of=links.peers.address_of,
+        tasks=tasks,
+        log=settings.log,
+    )
+    drain = NodeDrain(
+        head=head,
+        host=stage.host,
+        link_of=link_of,
+        hand_over=stand_in.hand_over,
+        log=settings.log,
     )
     reporter = NodeReporter(
         own_info=stage.own.info,
@@ -304,7 +326,7 @@ def build_services(
     handlers = MessageHandlers()
     rooms = (messages, stage.orders, PrefixOrders(stage.host), stage.kv, stage.measuring)
     watch = RingWatch(head, recovery.records)
-    for room in (*rooms, head, planned, drain, clients, lists, reporter, watch):
+    for room in (*rooms, head, planned, drain, stand_in, clients, lists, reporter, watch):
         room.register(handlers)
     dispatcher = Dispatcher(
         own_hello=links.dialer.hello,
@@ -319,6 +341,7 @@ def build_services(
         head=head,
         recovery=recovery,
         planned=planned,
+        stand_in=stand_in,
         drain=drain,
         nodes=NodeWatch(
             head=head,
