@@ -115,8 +115,8 @@ class Copying:
             return None
         told, deputy = self._describe(), self.deputy
         if deputy is not None and deputy.told == told:
-            control = deputy.control
-            if self._link_of(deputy.node) is control and not control.link.closed:
+            is_same = self._link_of(deputy.node) is deputy.control
+            if is_same and not deputy.control.link.closed:
                 return deputy
         for place in told.nodes[1:]:
             control = self._link_of(NodeId(place.node))

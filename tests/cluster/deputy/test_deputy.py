@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,9 +78,15 @@ async def machines(folder: Path, *names: str) -> AsyncIterator[list[Machine]]:
             stack.push_async_callback(listener.close)
             found.append(Machine(node=node, listener=listener, lines=lines))
         for one in found:
-            while len(one.node._links.peers.links.linked()) < len(found) - 1:
-                await asyncio.sleep(0.01)
+            links = one.node._links.peers.links
+            await until(lambda links=links: len(links.linked()) == len(found) - 1)
         yield found
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait for what has no event."""
+    while not is_so():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
 
 
 @dataclass
@@ -176,10 +182,8 @@ def test_a_deputy_goes_on_and_the_former_head_gives_way(
                     old, owner=anna.node.node, owner_name="anna", on_broken=lambda error: None
                 )
             await anna.plug_in()
-            while "bert leads in place of this node" not in anna.lines:
-                await asyncio.sleep(0.01)
-            while anna.node.head.latest is not None:
-                await asyncio.sleep(0.01)
+            await until(lambda: "bert leads in place of this node" in anna.lines)
+            await until(lambda: anna.node.head.latest is None)
             assert anna.node.head._epoch >= lead.ring.epoch
 
             # And the new one leaves politely.
