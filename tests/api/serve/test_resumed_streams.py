@@ -1,4 +1,4 @@
-"""A client that comes back with its request's id, to another server, gets the rest of its stream."""
+"""A client that comes back with its request's id, to another server, gets the rest of it."""
 
 from __future__ import annotations
 
