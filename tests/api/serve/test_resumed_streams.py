@@ -33,7 +33,7 @@ STREAMS: dict[str, dict[str, Any]] = {
 }
 HAS = 3
 """Events that the client has when it comes back."""
-CHANGES = re.compile(r"\d+(?:[.:T-]\d+)*Z?|[0-9a-f]{8,}")
+CHANGES = re.compile(r"(?<=[_-])[0-9a-zA-Z]{8,}|\d+(?:[.:T-]\d+)*Z?")
 """Times, durations and ids: another server counts and names them anew."""
 
 
@@ -46,7 +46,8 @@ async def server(node: Node, stack: AsyncExitStack) -> ASGIApp:
     """Another server of the same cluster."""
     client = await stack.enter_async_context(open_client(await node.client()))
     models = ModelNames(client, may_switch=True)
-    service = Service(client=client, settings=Settings(has_deputy=True), models=models)
+    settings = Settings(has_deputy=True, headers_s=60.0, heartbeat_s=60.0)
+    service = Service(client=client, settings=settings, models=models)
     stack.push_async_callback(service.close)
     return application(service)
 
