@@ -52,7 +52,7 @@ SECTIONS: Final = MappingProxyType(
         "HTTP": (
             *("--http", "--api-key", "--api-key-file", "--cors-origin", "--allowed-host"),
             *("--root-path", "--tls", "--tls-cert", "--tls-key"),
-            *("--switch", "--idle-unload"),
+            *("--switch", "--idle-unload", "--deputy"),
         ),
     }
 )

@@ -117,6 +117,17 @@ class HttpOptions:
             show_default=False,
         ),
     ] = ""
+    deputy: Annotated[
+        str,
+        typer.Option(
+            "--deputy",
+            autocompletion=one_of("off", "auto"),
+            metavar="off|auto",
+            help="auto copies requests and their tokens to a second node, which goes on if the "
+            "first one of the ring is lost.",
+            envvar="SHARDNET_DEPUTY",
+        ),
+    ] = "off"
     tls: Annotated[
         bool,
         typer.Option(
@@ -159,6 +170,7 @@ class HttpOptions:
 
     def _settings(self) -> Settings:
         check_choice("--switch", self.switch, ("idle", "never"))
+        check_choice("--deputy", self.deputy, ("off", "auto"))
         if bool(self.tls_cert) != bool(self.tls_key):
             raise typer.BadParameter("give both or neither", param_hint="--tls-cert, --tls-key")
         if self.tls and self.tls_cert:
@@ -176,6 +188,7 @@ class HttpOptions:
             log=say,
             may_switch=self.switch == "idle",
             idle_unload_s=self.idle_unload_s(),
+            has_deputy=self.deputy == "auto",
         )
 
     def _file_lines(self) -> list[str]:

@@ -128,6 +128,8 @@ class Client:
         self._links = links
         self._elsewhere: dict[str, ControlLink] = {}
         self._dialling = asyncio.Lock()
+        self._deputy = ""
+        """The node that goes on if ours is lost, as far as is known."""
         self._is_over = False
         self._ids = count(1)
 
@@ -288,7 +290,7 @@ class Client:
         """
         requests = make_requests(prompts, sampling, self._chosen(model), n=n, **options)
         hooks = Hooks(should_stop=should_stop, on_plan=on_plan, on_loading=on_loading)
-        generations = Generations(requests, self._ids, self._reach, hooks)
+        generations = Generations(requests, self._ids, self._reach, hooks, self._note_deputy)
         events = generations.events()
         return _raising(events) if is_single(prompts) and n == 1 else events
 
@@ -406,16 +408,24 @@ class Client:
 
     async def _reach(self, address: str = "") -> ControlLink:
         """Return the link to the node, or to another one at `address`, opened again if it has
-        ended. Raises LinkError.
+        ended. Where the node is not there any more its deputy is asked. Raises LinkError.
         """
         if address:
             return await self._link_to(address)
         if self._redial is None or not _has_ended(self._control):
             return self._control
-        async with self._dialling:
-            if _has_ended(self._control):
-                self._control = await self._adopt(await self._redial())
-            return self._control
+        try:
+            async with self._dialling:
+                if _has_ended(self._control):
+                    self._control = await self._adopt(await self._redial())
+                return self._control
+        except LinkError:
+            if not self._deputy:
+                raise
+        return await self._link_to(self._deputy)
+
+    def _note_deputy(self, address: str) -> None:
+        self._deputy = address
 
     async def _link_to(self, address: str) -> ControlLink:
         """Return the link to another node; it stays open as long as the client."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from shardnet.api.requests import GenerationOptions, Prompts, Request
 from shardnet.api.traces import RequestTrace
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.errors import (
+    BusyError,
     CapacityError,
     DeadlineError,
     LinkError,
@@ -46,10 +48,15 @@ from shardnet.errors import (
 from shardnet.types import SamplingParams
 from shardnet.wire.messages import generation as wire
 from shardnet.wire.messages.control import ControlMessage, Failed, Redirect, reported_error
+from shardnet.wire.messages.deputies import CopiedTo, Resume
+from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply
 from shardnet.wire.messages.traces import TracePiece
 
 MAX_REDIRECTS = 3
+RESUME_S = 10.0
+"""How long a request waits for another node to go on with it."""
+AGAIN_S = 0.2
 
 WINDOW = 128
 """Most requests of one call that a node holds at a time: more than run at once."""
@@ -62,7 +69,13 @@ ShouldStop = Callable[[Sequence[ActiveRequest]], Iterable[int]]
 
 OnPlan = Callable[[PlanReply], None]
 OnLoading = Callable[[NodeProgress], None]
-_Answer = ControlMessage | ShardnetError
+
+
+class _Again:
+    """Comes when a request is to be sent again."""
+
+
+_Answer = ControlMessage | ShardnetError | _Again
 
 
 class Generator(Protocol):
@@ -100,6 +113,12 @@ class _Running:
     control: ControlLink | None = None
     number: int = 0
     is_answered: bool = False
+    resumes: bool = False
+    """Whether it is sent as Resume: another node may have made the first part of its answer."""
+    copied_to: str = ""
+    """The node that goes on if its link ends, "" for none."""
+    until_s: float | None = None
+    """When to stop asking that node, None while nothing is wrong."""
     is_repeated: bool = False
     """Whether it was sent twice, since the first link ended before any answer."""
     n_redirects: int = 0
@@ -114,11 +133,15 @@ class _Running:
 
     def __post_init__(self) -> None:
         self.view.token_ids = self.token_ids
+        self.resumes = self.request.resumes
 
     def send(self, control: ControlLink, on_answer: Callable[[_Answer], None]) -> None:
         """Send the request on this link. Raises LinkError when that has ended."""
-        number = control.next_request()
-        control.begin(replace(self.request.message, request=number), on_answer)
+        number, message = control.next_request(), self.request.message
+        asked: Generate | Resume = replace(message, request=number)
+        if self.resumes:
+            asked = Resume(request=number, key=message.key, n_tokens=len(self.token_ids))
+        control.begin(asked, on_answer)
         self.control, self.number = control, number
 
     def detach(self, *, give_up: bool) -> None:
@@ -145,7 +168,11 @@ class _Running:
                     expected_s=answer.expected_s,
                 )
             case wire.TextPiece():
+                self.until_s = None
                 return self._take_text(answer)
+            case CopiedTo(address=address):
+                self.copied_to = address
+                return None
             case wire.RowsPiece():
                 return self._take_rows(answer)
             case TracePiece():
@@ -166,6 +193,20 @@ class _Running:
         """Make the event of a request that failed."""
         self.view.state = RequestState.FAILED
         return changed(self._event(), error=error)
+
+    def recovering(self, error: ShardnetError) -> GenerationEvent:
+        """Make the event of a request that goes on elsewhere."""
+        self.view.state = RequestState.RECOVERING
+        return changed(self._event(), why=str(error))
+
+    def lost(self, answer: _Answer, peer: str) -> ShardnetError | None:
+        """Return why nothing more comes from where it was sent, None unless others may go on."""
+        if not (self.copied_to or self.resumes):
+            return None
+        error = reported_error(answer, peer) if isinstance(answer, Failed) else answer
+        if isinstance(error, LinkError | PeerFailedError | BusyError):
+            return error
+        return error if isinstance(error, UsageError) and self.resumes else None
 
     def cancelled(self) -> GenerationEvent:
         """Make the event of a request that the hook cancelled."""
@@ -282,7 +323,8 @@ class Generations:
     The first request is sent alone until a ring has accepted it. If no ring can be opened, the
     others fail with the same error, without planning and loading again for each. A request whose
     link ends before any answer is sent once more: the link may have been cut long before, while the
-    event loop stood still.
+    event loop stood still. One that is copied to another node is resumed there when its link ends,
+    or its head gives up; `on_copied` takes that node's address.
     """
 
     def __init__(
@@ -291,7 +333,9 @@ class Generations:
         ids: Iterator[int],
         reach: Callable[[str], Awaitable[ControlLink]],
         hooks: Hooks,
+        on_copied: Callable[[str], None] = lambda address: None,
     ) -> None:
+        self._on_copied = on_copied
         self._waiting = deque(requests)
         self._ids = ids
         self._reach = reach
@@ -356,9 +400,16 @@ class Generations:
         if isinstance(answer, LinkError) and not (running.is_answered or running.is_repeated):
             running.is_repeated = True
             event = await self._send_to(running, running.address)
-            if event is not None:
+            if event is not None and event.state.is_end:
                 self._end(running, give_up=False)
             return event
+        if isinstance(answer, _Again):
+            return await self._ask_again(running)
+        error = running.lost(answer, (running.control or self._first).peer_name)
+        if error is not None:
+            return self._resume(running, error)
+        if isinstance(answer, CopiedTo):
+            self._on_copied(answer.address)
         running.is_answered = True
         match answer:
             case PlanReply():
@@ -376,12 +427,42 @@ class Generations:
             self._end(running, give_up=False)
         return event
 
+    def _resume(self, running: _Running, error: ShardnetError) -> GenerationEvent | None:
+        """Have the rest of an answer asked for, soon; return an event that says so.
+
+        If that was in vain for RESUME_S, the request fails with `error`.
+        """
+        now_s, wait_s = time.monotonic(), 0.0
+        if running.until_s is not None:
+            wait_s = AGAIN_S
+        if now_s > (running.until_s or now_s + 1):
+            self._end(running, give_up=False)
+            return running.failed(error)
+        running.until_s = running.until_s or now_s + RESUME_S
+        running.detach(give_up=False)
+        running.resumes, running.n_redirects = True, 0
+        again = (running.view.request_id, _Again())
+        asyncio.get_running_loop().call_later(wait_s, self._answers.put_nowait, again)
+        # The first event of a request has the end of its prompt, which this one cannot know.
+        return running.recovering(error) if running.token_ids else None
+
+    async def _ask_again(self, running: _Running) -> GenerationEvent | None:
+        """Ask for the rest of an answer, where it is copied."""
+        running.address = running.copied_to
+        try:
+            control = await self._reach(running.address)
+        except ShardnetError as error:
+            return self._resume(running, error)
+        self._send(running, control)
+        return None
+
     async def _follow(self, running: _Running, address: str) -> GenerationEvent | None:
         """Send the request to the node at `address`; return an event if that fails."""
         running.n_redirects += 1
         if running.n_redirects > MAX_REDIRECTS:
             return running.failed(too_many_redirects(address))
         running.is_answered = running.is_repeated = False
+        running.resumes |= bool(running.copied_to)
         return await self._send_to(running, address)
 
     async def _send_to(self, running: _Running, address: str) -> GenerationEvent | None:
@@ -393,7 +474,7 @@ class Generations:
         try:
             control = await self._reach(address)
         except ShardnetError as error:
-            return running.failed(error)
+            return self._resume(running, error) if running.resumes else running.failed(error)
         if not address:
             self._first = control
         self._send(running, control)
@@ -425,7 +506,7 @@ class Generations:
 
     def _end(self, running: _Running, *, give_up: bool) -> None:
         running.detach(give_up=give_up)
-        del self._running[running.view.request_id]
+        self._running.pop(running.view.request_id, None)
 
 
 def _logprob(detail: wire.TokenDetail) -> TokenLogprob:

@@ -54,6 +54,9 @@ class GenerationOptions(TypedDict, total=False):
     JSON schemas as in OpenAI's API, and `template_options` (none), values that the chat template
     knows, such as `enable_thinking` or `reasoning_effort`. `constraint` (None): what the output
     must match, such as a JSON schema. `trace` (False): the result has every step of the request.
+    `key` (""): a name by which the requests of the call are found again, known to nobody else: they
+    are copied to a deputy of the head, which goes on if the head is lost. With `resume` (False) the
+    answers to a call with the same `key` are gone on with, from their beginning.
     """
 
     max_tokens: int
@@ -73,6 +76,8 @@ class GenerationOptions(TypedDict, total=False):
     template_options: Mapping[str, bool | int | float | str | None]
     constraint: Constraint | None
     trace: bool
+    key: str
+    resume: bool
 
 
 class MessageToolCall(TypedDict):
@@ -118,11 +123,15 @@ Prompts: TypeAlias = OnePrompt | Sequence[OnePrompt]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The message for one sample of one prompt: number `sample` of prompt number `index`."""
+    """The message for one sample of one prompt: number `sample` of prompt number `index`.
+
+    With `resumes` that was sent before, and the answer is wanted again.
+    """
 
     index: int
     sample: int
     message: Generate
+    resumes: bool = False
 
 
 def is_single(prompts: Prompts) -> bool:
@@ -151,13 +160,17 @@ def make_requests(
     for index, prompt in enumerate(listed):
         for sample in range(n):
             params = _params(prompt, sampling, index * n + sample, sample)
+            given: GenerationOptions = {**options, **prompt.options}
+            resumes = given.pop("resume", False)
+            if given.get("key"):
+                given["key"] = f"{given['key']}/{index}.{sample}"
             try:
-                message = _message(prompt, params, choice, {**options, **prompt.options})
+                message = _message(prompt, params, choice, given)
             except (SamplingError, UsageError) as error:
                 if len(listed) == 1:
                     raise
                 raise error.at(f"prompt {index + 1} of {len(listed)}") from error
-            requests.append(Request(index=index, sample=sample, message=message))
+            requests.append(Request(index=index, sample=sample, message=message, resumes=resumes))
     return requests
 
 

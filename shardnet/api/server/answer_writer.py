@@ -13,6 +13,21 @@ from starlette.types import Send
 Headers = Sequence[tuple[str, str]]
 
 
+class Rest:
+    """Leaves out the first `n` events of a stream."""
+
+    def __init__(self, n: int, media_type: str) -> None:
+        self._n_left = n
+        self._end = b"\n\n" if media_type.startswith("text/event-stream") else b"\n"
+
+    def of(self, chunk: bytes) -> bytes:
+        """Return what is left of the next chunk, which holds whole events."""
+        while self._n_left and chunk:
+            _, _, chunk = chunk.partition(self._end)
+            self._n_left -= 1
+        return chunk
+
+
 class AnswerWriter:
     """Sends an answer with ASGI's `send`; `headers` go with every one."""
 

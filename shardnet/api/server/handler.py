@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from shardnet.api.server.answer_writer import AnswerWriter
+from shardnet.api.server.answer_writer import AnswerWriter, Rest
 from shardnet.api.server.bodies import Disconnected, decode_body, read_body
 from shardnet.api.server.endpoint import Endpoint, Json, Reply, Stream, Text
 from shardnet.api.server.errors import RETRY_S, Fault, HttpError, fault_of, too_many
@@ -40,6 +40,11 @@ CLIENT_LEFT: Final = 499
 TRACE_HEADER: Final = b"x-shardnet-trace"
 """With it a request is traced; `GET /traces/REQUEST-ID` gives the trace."""
 
+RESUME_HEADER: Final = b"x-shardnet-resume"
+"""With it the answer to an earlier request of the same id is sent again, without so many events."""
+
+MOST_RECEIVED: Final = 1 << 32
+
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -58,6 +63,7 @@ class Handler:
             request_id=_request_id(headers),
             path_parameters=scope.get("path_params", {}),
             is_traced=headers.get(TRACE_HEADER, b"") not in (b"", b"0", b"off"),
+            resumes=RESUME_HEADER in headers,
         )
         names = self._endpoint.dialect.id_headers
         writer = AnswerWriter(send, [(name, exchange.request_id) for name in names])
@@ -116,6 +122,8 @@ class Handler:
                     f"this server works on {settings.most_requests} requests already",
                     self._retry_s(),
                 )
+            if exchange.resumes:
+                exchange.n_received = _n_received(headers[RESUME_HEADER])
             raw = await read_body(receive, headers, settings.most_body_bytes)
             body = None if endpoint.body is None else decode_body(raw, endpoint.body)
             await self._unless_left(receive, self._answer(exchange, body, writer))
@@ -137,9 +145,11 @@ class Handler:
         exchange.hears = stream.heartbeat is not None
         writer.begin(stream.media_type)
         keeping = writer.keep_alive(stream.heartbeat, settings.headers_s, settings.heartbeat_s)
+        rest = Rest(exchange.n_received, stream.media_type)
         async with _beside(keeping), aclosing(stream.chunks) as chunks:
             async for chunk in chunks:
-                await writer.piece(chunk)
+                if left := rest.of(chunk):
+                    await writer.piece(left)
         await writer.end()
 
     async def _unless_left(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -218,6 +228,23 @@ def _request_id(headers: dict[bytes, bytes]) -> str:
     """Return the id that the client gave, if it is a sound one, or make one."""
     given = headers.get(b"x-request-id", b"").decode("latin-1")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _n_received(value: bytes) -> int:
+    """Read how many events a client has. Raises HttpError 400 for what is no number."""
+    text = value.decode("latin-1").strip()
+    if not (text.isascii() and text.isdigit()) or int(text[:12]) > MOST_RECEIVED:
+        raise HttpError(
+            Fault(
+                status=400,
+                kind="invalid_request_error",
+                message=(
+                    "x-shardnet-resume says how many events of the stream were received, 0 for "
+                    f"none: expected a number, got {text[:40]!r}"
+                ),
+            )
+        )
+    return int(text)
 
 
 def _key_of(headers: dict[bytes, bytes], service: Service) -> ApiKey:

@@ -6,6 +6,7 @@ Knows how generated tokens are counted. Must not know HTTP, nor any dialect.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import time
 from collections import defaultdict
@@ -149,6 +150,11 @@ class Exchange:
     n_generated: int = 0
     is_traced: bool = False
     traces: dict[str, RequestTrace] = field(default_factory=dict)
+    resumes: bool = False
+    """Whether the answer to an earlier request of this id is wanted again."""
+    n_received: int = 0
+    """Events of its stream that the client has."""
+    n_calls: int = 0
     _place: Ticket | None = None
 
     async def use(self, model: str | ModelChoice | None = None) -> ModelChoice:
@@ -157,6 +163,8 @@ class Exchange:
         Raises what ModelSwitch.admit raises: BusyError where the client would hear nothing.
         """
         choice = self._chosen(model)
+        if self.resumes:  # the ring has the model, or gets it from whoever takes it over
+            return choice
         if self._place is None or self._place.model != choice.model:
             self.leave()
             self._place = await self.service.switch.admit(
@@ -189,6 +197,8 @@ class Exchange:
             has_begun = False
             if self.is_traced and len(self.traces) < MAX_TRACED_AT_ONCE:
                 options["trace"] = True
+            if self.service.settings.has_deputy or self.resumes:
+                options["key"], options["resume"] = self._next_key(), self.resumes
             events = self.service.client.generate(
                 prompts, sampling, n=n, model=choice, on_loading=self.loading, **options
             )
@@ -261,6 +271,13 @@ class Exchange:
         if len(known) > MAX_TOKENIZERS:
             del known[next(iter(known))]
         return described
+
+    def _next_key(self) -> str:
+        """Name a call so that the same one of an equal request finds it, and no other key's can."""
+        self.n_calls += 1
+        key = self.key.name if self.key is not None else ""
+        told = f"{key}\0{self.request_id}\0{self.n_calls}"
+        return hashlib.sha256(told.encode()).hexdigest()[:48]
 
     def loading(self, progress: NodeProgress) -> None:
         """Note what a node does before the request can run."""

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from shardnet.cluster.deputy.copying import Copy, Copying
+from shardnet.cluster.deputy.request_book import CopiedRequest
 from shardnet.cluster.head.constraints import Constraints
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.head import Head, Lead
@@ -37,23 +39,26 @@ from shardnet.cluster.head.requests import (
     reserved_bytes,
     sampling_params,
     text_stream,
+    with_ids,
 )
 from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.ring.tracing import trace_pieces
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import CheckpointError, ShardnetError, UsageError
+from shardnet.errors import CheckpointError, ShardnetError, SupersededError, UsageError
 from shardnet.runtime.engine.outputs import OutputBudget, PromptLogprobsReady, RowsReady
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
     GenerationRequest,
+    MadeToken,
     RequestMoved,
     TokenGenerated,
 )
 from shardnet.runtime.stage.executor import Executor
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import Done, Redirect
+from shardnet.wire.messages.deputies import CopiedTo
 from shardnet.wire.messages.generation import (
     Generate,
     LastRun,
@@ -79,6 +84,7 @@ class Clients:
         constraints: Constraints,
         wire_loss: WireLoss,
         lists: ModelLists,
+        copying: Copying,
         cache: Path,
         log: Callable[[str], None],
     ) -> None:
@@ -86,8 +92,8 @@ class Clients:
 
         `reader` is the thread that tokenises prompts, `drafts` gives draft models,
         `constraints` what outputs must match, `wire_loss`
-        measures what a narrower wire costs, `lists` finds models by parts of their names. The last
-        run is kept in the folder `cache` too, which
+        measures what a narrower wire costs, `lists` finds models by parts of their names, `copying`
+        keeps requests that have a key. The last run is kept in the folder `cache` too, which
         `disk` writes; it also reads chat templates.
         """
         self._head = head
@@ -99,6 +105,7 @@ class Clients:
         self._constraints = constraints
         self._wire_loss = wire_loss
         self._lists = lists
+        self._copying = copying
         self._cache = cache
         self._log = log
         self._has_logged = False
@@ -184,6 +191,19 @@ class Clients:
 
     async def generate(self, control: ControlLink, message: Generate) -> None:
         """Run one request and stream its tokens and rows, or reply Redirect."""
+        await self._generate(control, message, (), 0)
+
+    async def resume(
+        self, control: ControlLink, request: int, copied: CopiedRequest, n_tokens: int
+    ) -> None:
+        """Go on with an answer, from its token number `n_tokens` on, or reply Redirect."""
+        message = replace(copied.generate, request=request)
+        await self._generate(control, message, tuple(copied.tokens), n_tokens)
+
+    async def _generate(
+        self, control: ControlLink, message: Generate, made: Sequence[MadeToken], n_told: int
+    ) -> None:
+        """Run a request whose answer begins with `made`; the client has `n_told` tokens of it."""
         message.sampling.params().check()
 
         def on_plan(plan: Plan) -> None:
@@ -199,7 +219,12 @@ class Clients:
             control, message.request, message.choice, needed, on_plan, on_loaded
         ) as lead:
             if lead is not None:
-                await self._stream(control, message, lead, load_s)
+                try:
+                    await self._stream(control, message, lead, load_s, made, n_told)
+                except SupersededError as error:
+                    if not message.key or not error.address or control.link.closed:
+                        raise
+                    control.send(Redirect(request=message.request, address=error.address))
 
     async def tokenize(self, control: ControlLink, message: Tokenize) -> None:
         """Reply with the token ids of a prompt, or Redirect."""
@@ -269,7 +294,13 @@ class Clients:
         return await chats.run(job, alive=time.monotonic)
 
     async def _stream(
-        self, control: ControlLink, message: Generate, lead: Lead, load_s: float
+        self,
+        control: ControlLink,
+        message: Generate,
+        lead: Lead,
+        load_s: float,
+        made: Sequence[MadeToken],
+        n_told: int,
     ) -> None:
         prompt = await self._prompt(message, lead)
         spec = lead.ring.spec
@@ -298,9 +329,36 @@ class Clients:
             constrained=constrained,
             is_traced=message.trace,
             stops_by_text=bool(message.stop),
+            made=tuple(made),
         )
-        with self._outputs.room_for(reserved_bytes(request, lead)):
-            await self._answer(control, message, request, lead, load_s)
+        with (
+            self._outputs.room_for(reserved_bytes(request, lead)),
+            self._copied(control, message, request, lead) as copy,
+        ):
+            await self._answer(control, message, request, lead, load_s, copy, n_told)
+
+    @contextlib.contextmanager
+    def _copied(
+        self, control: ControlLink, message: Generate, request: GenerationRequest, lead: Lead
+    ) -> Iterator[Copy | None]:
+        """Have a request copied within the context, None if it is not."""
+        copy = None
+        if message.key:
+            whole = with_ids(message, request.prompt)
+            copy = self._copying.begin(
+                whole, request.made, lambda: lead.plan.stand_by(lead.ring.epoch)
+            )
+        try:
+            yield copy
+        except SupersededError:
+            raise  # whoever leads now has it
+        except BaseException as error:
+            if copy is not None:
+                is_over = isinstance(error, ShardnetError) and not control.link.closed
+                copy.end("failed" if is_over else "left")
+            raise
+        if copy is not None:
+            copy.end("complete")
 
     async def _answer(
         self,
@@ -309,17 +367,26 @@ class Clients:
         request: GenerationRequest,
         lead: Lead,
         load_s: float,
+        copy: Copy | None,
+        n_told: int,
     ) -> None:
-        n_tokens, told = 0, lead.plan
+        n_tokens, told, copied_to = 0, lead.plan, ""
         tail = await self._reader.run(lambda: prompt_tail(request.prompt, lead))
         clocks = await lead.ring.clocks() if request.is_traced else []
         async with aclosing(lead.ring.engine.generate(request)) as events:
             async for event in events:
+                if copy is not None and copy.address != copied_to:
+                    copied_to = copy.address
+                    control.send(CopiedTo(request=message.request, address=copied_to))
                 match event:
                     case TokenGenerated():
                         n_tokens += 1
-                        control.send(token_piece(message, event, lead.tokenizer))
-                        await control.link.drain(shared=True)
+                        if copy is not None and n_tokens > len(request.made):
+                            made = MadeToken(token_id=event.token_id, logprobs=event.logprobs)
+                            copy.add(made)
+                        if n_tokens > n_told:
+                            control.send(token_piece(message, event, lead.tokenizer))
+                            await control.link.drain(shared=True)
                     case PromptLogprobsReady() | RowsReady():
                         for piece in output_pieces(message, event, lead):
                             control.send(piece)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
 from shardnet.cluster.head.busy_backoff import BusyBackoff
@@ -27,6 +27,7 @@ from shardnet.errors import (
     PeerFailedError,
     PlanError,
     ShardnetError,
+    SupersededError,
     error_for_code,
 )
 from shardnet.tokenizers.grammar.grammars import Grammars
@@ -129,6 +130,8 @@ class Head:
         """Why no more requests are taken for the ring that stands, "" while they are."""
         self.opening: Opening | None = None
         """What is done now to have a ring for a request."""
+        self.until_settled: Callable[[], Awaitable[None]] = _nothing
+        """Waits while this node may be about to lead in the place of another."""
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the messages that stages send to their head."""
@@ -241,6 +244,7 @@ class Head:
                     )
                 on_plan(lead.plan)
             else:
+                await self.until_settled()
                 async with self._changing:
                     with self._opened(choice.model, on_progress) as told:
                         lead = await self._find_or_build(
@@ -263,6 +267,39 @@ class Head:
             yield take
         finally:
             self.opening = None
+
+    async def lead_instead(
+        self, make_plan: Callable[[], Awaitable[Plan]], former: NodeId, epoch: Epoch
+    ) -> Lead:
+        """Build a ring in the place of that of another head, which is lost.
+
+        Its epoch is `epoch` or later. Raises what planning and building raise.
+        """
+        async with self._changing:
+            self.check_idle()
+            self._epoch = max(self._epoch, epoch - 1)
+            plan = await make_plan()
+            with self._opened(plan.choice.model, lambda *_: None) as told:
+                return await self._build(
+                    plan, "", told, lambda load_s: None, lambda ring: None, instead_of=former
+                )
+
+    async def give_way(self, address: str, epoch: int) -> None:
+        """Let the node at `address` lead, whose ring has `epoch`: requests are sent there.
+
+        Rings that this node leads after that have later epochs.
+        """
+        self._epoch, lead = max(self._epoch, epoch), self._lead
+        if lead is None:
+            return
+        error = SupersededError(f"the node at {address} leads in place of this one")
+        error.address = address
+        lead.ring.on_broken = lambda ring: False
+        lead.ring.give_up(error)
+        async with self._changing:
+            if self._lead is lead:
+                await lead.ring.unload(keep={node.address for node in lead.plan.nodes[1:]})
+                await self._forget()
 
     def elsewhere(self) -> Elsewhere | None:
         """Return the head of the ring that this node is in, None if that is itself or no ring."""
@@ -457,8 +494,11 @@ class Head:
         on_progress: OnStageProgress,
         on_loaded: Callable[[float], None],
         on_ring: Callable[[Ring], None],
+        instead_of: str = "",
     ) -> Lead:
         """Prepare the new ring, free the old one, and build the new one.
+
+        It comes `instead_of` that of another head, "" for none.
 
         Nodes with which another head builds a ring are waited for, unless that ring would do.
         `on_ring` takes the ring before it is built.
@@ -474,6 +514,7 @@ class Head:
             self._epoch += 1
             backoff = BusyBackoff(lambda: self._ring_elsewhere(plan.choice) is not None)
             ring = self._building = prepared.ring(Epoch(self._epoch), backoff.wait)
+            ring.instead_of = instead_of
             on_ring(ring)
             on_loaded(await ring.build(on_progress))
         except BaseException:
@@ -548,6 +589,10 @@ class Head:
     def _watch(self, lead: Lead) -> None:
         """Have `on_broken` called when the ring of a lead breaks."""
         lead.ring.on_broken = lambda ring: lead.ring is ring and self._on_broken(lead)
+
+
+async def _nothing() -> None:
+    """Wait for nothing."""
 
 
 def _check_unused(ring: Ring, idle_s: float) -> None:

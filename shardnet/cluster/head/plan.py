@@ -25,9 +25,11 @@ from shardnet.runtime.stage.loading import ModelFacts
 from shardnet.types import (
     Arith,
     DType,
+    Epoch,
     NodeId,
     WireDType,
 )
+from shardnet.wire.messages.deputies import RingNode, StandBy
 from shardnet.wire.messages.generation import Timing
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import NodeInfo
@@ -130,6 +132,17 @@ class Plan:
             choice=opened.choice,
             placement=replace(self.placement, left_out=(*self.placement.left_out, *out)),
             left_out_names=self.left_out_names | names,
+        )
+
+    def stand_by(self, epoch: Epoch) -> StandBy:
+        """Say what the deputy of a ring with this plan needs to know."""
+        return StandBy(
+            epoch=epoch,
+            choice=self.choice,
+            dtype=self.dtype.value,
+            arith=self.arith.value,
+            context=self.context,
+            nodes=[RingNode(node=node.node, address=node.address) for node in self.nodes],
         )
 
     @property

@@ -22,7 +22,12 @@ from shardnet.cluster.download.pulling import pull_beside
 from shardnet.cluster.head.placing import Holdings, make_plan, plan_again
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.ring_dtypes import node_ariths, settle_arith, settle_dtype
-from shardnet.cluster.measuring.measurement import Measured, OnMeasured, StageRun
+from shardnet.cluster.measuring.measurement import (
+    NOTHING_MEASURED,
+    Measured,
+    OnMeasured,
+    StageRun,
+)
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.sharing.sharing import Sharing
@@ -36,11 +41,14 @@ from shardnet.errors import (
 )
 from shardnet.runtime.stage.loading import ModelFacts
 from shardnet.types import Arith, DType, NodeId
+from shardnet.wire.messages.deputies import StandBy
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice
 
 REPLAN_STATUS_S = 2.0
 """How long a node may take to tell its state while requests wait for another ring."""
+KNOWN_S = 1.0
+"""How long a deputy waits for figures of nodes, which have most of them from the plan before."""
 CHECK_S = 0.5
 """How long a ring that stands waits to learn that its checkpoint has not changed."""
 
@@ -175,6 +183,45 @@ class Planner:
 
         plan = await self._threads.run(f"planning {choice.model}", planned)
         return plan.instead_of(opened, now, without)
+
+    async def plan_instead(self, told: StandBy, without: Mapping[NodeId, str]) -> Plan:
+        """Plan what a head that is lost has led, for a ring that this node leads.
+
+        `told` is what the head said of its plan. Nodes in `without` are left out. Raises PlanError
+        if the nodes that are there cannot do it.
+        """
+        choice = told.choice
+        facts = await self.look_up(choice.model)
+        found = await self._directory.candidates((), REPLAN_STATUS_S)
+        nodes = tuple(info for info in found.nodes if info.node not in without)
+        if choice.nodes:
+            places = {place.node: place.address for place in told.nodes}
+            nodes = tuple(
+                structs.replace(info, address=places[info.node])
+                for info in nodes
+                if info.node in places
+            )
+        asked = structs.replace(choice, dtype=told.dtype, context=told.context)
+        dtype, arith = DType.named(told.dtype), Arith(told.arith)
+        measured = NOTHING_MEASURED
+        with contextlib.suppress(ShardnetError, TimeoutError):
+            async with asyncio.timeout(KNOWN_S):
+                measured = await self._measuring.measured(
+                    nodes,
+                    choice,
+                    facts,
+                    dtype,
+                    node_ariths(choice.arith, arith, nodes),
+                    on_measured=lambda done, total: None,
+                )
+        holdings = await self._sharing.holdings(facts, choice.model, nodes)
+
+        def planned() -> Plan:
+            return plan_again(asked, facts, nodes, measured, found.silent, holdings, arith)
+
+        plan = await self._threads.run(f"planning {choice.model}", planned)
+        ring = [node.address for node in plan.nodes] if choice.nodes else []
+        return replace(plan, choice=structs.replace(choice, nodes=ring))
 
     async def _called_at(
         self, addresses: Sequence[str], without: Collection[str]

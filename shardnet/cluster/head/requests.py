@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from shardnet.cluster.head.head import Lead
 from shardnet.errors import ContextExceededError, UsageError
@@ -87,6 +88,19 @@ def prompt_ids(message: Generate, lead: Lead) -> list[int]:
             room_positions=lead.ring.engine.counters.room_blocks * BLOCK_POSITIONS,
         )
     return token_ids
+
+
+def with_ids(message: Generate, prompt: Sequence[int]) -> Generate:
+    """Return the request with its prompt as token ids, which mean the same on every node."""
+    return structs.replace(
+        message,
+        request=0,
+        prompt="",
+        messages=None,
+        tools="",
+        template_options=[],
+        token_ids=list(prompt),
+    )
 
 
 def too_long(

@@ -3,15 +3,15 @@
 Knows what is left to do before a node can end without anybody missing it. Must not know how a ring
 is replaced.
 
-A node in another head's ring asks that head to do without it. A node that is a head itself cannot
-give its requests away, since their texts are made there: it takes no new ones, and ends with the
-last.
+A node in another head's ring asks that head to do without it. A node that is a head itself has its
+deputy go on, if all its requests are copied there. Without one it cannot give them away, since
+their texts are made there: it takes no new ones, and ends with the last.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from shardnet.cluster.head.head import Head
@@ -28,7 +28,10 @@ LOOK_S: Final = 0.05
 
 
 class NodeDrain:
-    """Drains one node, once. `link_of` gives the control link to a head."""
+    """Drains one node, once. `link_of` gives the control link to a head.
+
+    `hand_over` has the deputy of this head go on; it returns whether that does.
+    """
 
     def __init__(
         self,
@@ -36,11 +39,13 @@ class NodeDrain:
         head: Head,
         host: StageHost,
         link_of: Callable[[NodeId], ControlLink | None],
+        hand_over: Callable[[], Awaitable[bool]],
         log: Callable[[str], None],
     ) -> None:
         self._head = head
         self._host = host
         self._link_of = link_of
+        self._hand_over = hand_over
         self._log = log
         self._asked = ""
         self._done = asyncio.Event()
@@ -81,6 +86,8 @@ class NodeDrain:
             async with asyncio.timeout(deadline_s):
                 while True:
                     await self.leave()
+                    if self._head.is_in_use and await self._hand_over():
+                        self._log("the deputy goes on with the requests of this node")
                     if not self.is_needed:
                         break
                     await asyncio.sleep(LOOK_S)

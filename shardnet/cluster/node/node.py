@@ -196,6 +196,7 @@ class Node:
         self._services.dispatcher.tell_clients(
             PeerFailedError("the node is leaving", remedy="start it again or ask another one")
         )
+        await self._services.stand_in.close()
         await self._services.recovery.close()
         await self.head.close()
         self._services.drafts.close()

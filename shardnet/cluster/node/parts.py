@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardnet.cluster.deputy.copying import Copying
 from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.constraints import Constraints
 from shardnet.cluster.head.drafts import Drafts
@@ -49,6 +50,7 @@ from shardnet.cluster.pressure.owner_watch import OwnerLook
 from shardnet.cluster.recovery.node_watch import NodeWatch
 from shardnet.cluster.recovery.planned import PlannedChanges
 from shardnet.cluster.recovery.recovery import Recovery
+from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.cluster.recovery.standbys import Standbys
 from shardnet.cluster.ring.dialer import Dialer
 from shardnet.cluster.ring.kv_orders import HostedKv, KvOrders
@@ -116,6 +118,7 @@ class ServiceParts:
     recovery: Recovery
     standbys: Standbys
     planned: PlannedChanges
+    stand_in: StandIn
     drain: NodeDrain
     nodes: NodeWatch
     drafts: Drafts
@@ -262,9 +265,9 @@ def build_services(
     recovery = Recovery(
         head=head, planner=planner, standbys=standbys, tasks=tasks, log=settings.log
     )
+    copying = Copying(link_of=links.peers.links.link_of, log=settings.log)
     planned = PlannedChanges(head=head, planner=planner, log=settings.log)
     link_of = links.peers.links.link_of
-    drain = NodeDrain(head=head, host=stage.host, link_of=link_of, log=settings.log)
     drafts = Drafts(
         disk=stage.disk,
         device=settings.budget.device.for_torch,
@@ -290,8 +293,27 @@ def build_services(
         constraints,
         wire_loss,
         lists,
+        copying,
         settings.cache,
         settings.log,
+    )
+    stand_in = StandIn(
+        node=settings.node,
+        head=head,
+        planner=planner,
+        clients=clients,
+        copying=copying,
+        links=links.peers.links,
+        address_of=links.peers.address_of,
+        tasks=tasks,
+        log=settings.log,
+    )
+    drain = NodeDrain(
+        head=head,
+        host=stage.host,
+        link_of=link_of,
+        hand_over=stand_in.hand_over,
+        log=settings.log,
     )
     reporter = NodeReporter(
         own_info=stage.own.info,
@@ -339,7 +361,7 @@ def build_services(
     handlers = MessageHandlers()
     rooms = (messages, stage.orders, PrefixOrders(stage.host), stage.kv, stage.measuring)
     watch = RingWatch(head, recovery.records)
-    for room in (*rooms, head, planned, drain, clients, lists, reporter, watch):
+    for room in (*rooms, head, planned, drain, stand_in, clients, lists, reporter, watch):
         room.register(handlers)
     dispatcher = Dispatcher(
         own_hello=links.dialer.hello,
@@ -355,6 +377,7 @@ def build_services(
         recovery=recovery,
         standbys=standbys,
         planned=planned,
+        stand_in=stand_in,
         drain=drain,
         nodes=NodeWatch(
             head=head,

@@ -1,0 +1,180 @@
+"""Copies what requests with a key make to the deputy of this head, as it is made.
+
+Knows which node that is, and that a new one is told everything. Must not know what a deputy does,
+nor how requests run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shardnet.cluster.deputy.request_book import CopiedRequest, End, RequestBook, written
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.errors import LinkError
+from shardnet.runtime.engine.requests import MadeToken
+from shardnet.types import NodeId
+from shardnet.wire.messages.deputies import (
+    MAX_COPIED_ROWS,
+    MAX_COPIED_TOKENS,
+    CopiedTokens,
+    RequestCopied,
+    StandBy,
+    TokensCopied,
+)
+from shardnet.wire.messages.generation import Generate
+
+Describe = Callable[[], StandBy]
+"""Says what the ring is by now, in the words that its deputy is told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deputy:
+    """The node that stands by, over this link, and what it was told last."""
+
+    node: NodeId
+    address: str
+    control: ControlLink
+    told: StandBy
+
+
+class Copying:
+    """What one head keeps of its requests, and sends to its deputy. `link_of` gives its links."""
+
+    def __init__(
+        self,
+        *,
+        link_of: Callable[[NodeId], ControlLink | None],
+        log: Callable[[str], None],
+    ) -> None:
+        self._link_of = link_of
+        self._log = log
+        self.book = RequestBook()
+        """The requests that this node leads, or has taken over."""
+        self.deputy: Deputy | None = None
+        self.appointed: NodeId | None = None
+        """The last one, lost or not: it may have taken over."""
+        self._describe: Describe | None = None
+        self._rows: list[CopiedTokens] = []
+        self._is_posted = False
+
+    @property
+    def address(self) -> str:
+        """Where the deputy is, "" without one."""
+        return self.deputy.address if self.deputy is not None else ""
+
+    def begin(
+        self, generate: Generate, made: Sequence[MadeToken], describe: Describe
+    ) -> Copy | None:
+        """Begin to copy a request that has its prompt as ids, and `made` so far.
+
+        None if it has no key, or cannot be copied: another one with its key runs, there is no room,
+        or rows of the model were asked for.
+        """
+        outputs, now_s = generate.outputs.params(), time.monotonic()
+        known = self.book.find(generate.key, now_s)
+        if not generate.key or outputs.asks or (known is not None and not known.end):
+            return None
+        request = self.book.open(generate, now_s)
+        if request is None or not self.book.add(generate.key, 0, made, "", now_s):
+            return None
+        self._describe = describe
+        if (deputy := self._standing_by()) is not None and deputy is self.deputy:
+            self._tell_request(deputy.control, request)
+        self.deputy = deputy
+        return Copy(self, generate.key, len(made))
+
+    def add(self, row: CopiedTokens, made: Sequence[MadeToken]) -> None:
+        """Keep tokens, and send them with all others of this turn of the event loop."""
+        is_kept = self.book.add(row.key, row.first, made, row.end, time.monotonic())
+        if not is_kept:
+            row = CopiedTokens(row.key, 0, [], "failed")
+        self._rows.append(row)
+        if not self._is_posted:
+            self._is_posted = True
+            asyncio.get_running_loop().call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Send what was kept since the last time."""
+        self._is_posted = False
+        rows, self._rows = self._rows, []
+        deputy = self._standing_by()
+        if deputy is not None and deputy is self.deputy:
+            self._send(deputy.control, rows)
+        self.deputy = deputy
+
+    def let_go(self) -> None:
+        """Forget everything: another node leads."""
+        self.book, self.deputy, self._describe = RequestBook(), None, None
+
+    def _standing_by(self) -> Deputy | None:
+        """Return the deputy; one that is new is told everything. It is not noted yet."""
+        if self._describe is None:
+            return None
+        told, deputy = self._describe(), self.deputy
+        if deputy is not None and deputy.told == told:
+            is_same = self._link_of(deputy.node) is deputy.control
+            if is_same and not deputy.control.link.closed:
+                return deputy
+        for place in told.nodes[1:]:
+            control = self._link_of(NodeId(place.node))
+            if control is None or control.link.closed:
+                continue
+            new = Deputy(node=NodeId(place.node), address=place.address, control=control, told=told)
+            try:
+                self._appoint(new)
+            except LinkError:
+                continue
+            return new
+        if deputy is not None:
+            self._log("no node of the ring can stand by as deputy")
+        return None
+
+    def _appoint(self, deputy: Deputy) -> None:
+        """Tell a deputy everything. Raises LinkError."""
+        if self.deputy is None or self.deputy.node != deputy.node:
+            self._log(f"{deputy.control.link.peer.name} stands by as deputy")
+        self.appointed = deputy.node
+        deputy.control.send(deputy.told)
+        for request in self.book.running:
+            self._tell_request(deputy.control, request)
+
+    def _tell_request(self, control: ControlLink, request: CopiedRequest) -> None:
+        control.send(RequestCopied(generate=request.generate))
+        for first in range(0, len(request.tokens), MAX_COPIED_TOKENS):
+            part = request.tokens[first : first + MAX_COPIED_TOKENS]
+            row = CopiedTokens(request.generate.key, first, written(part), request.end)
+            control.send(TokensCopied(rows=[row]))
+
+    def _send(self, control: ControlLink, rows: Sequence[CopiedTokens]) -> None:
+        for first in range(0, len(rows), MAX_COPIED_ROWS):
+            try:
+                control.send(TokensCopied(rows=list(rows[first : first + MAX_COPIED_ROWS])))
+            except LinkError:  # the next one is told everything
+                return
+
+
+class Copy:
+    """The copy of one request."""
+
+    def __init__(self, copying: Copying, key: str, n_tokens: int) -> None:
+        self._copying = copying
+        self._key = key
+        self._n_tokens = n_tokens
+
+    @property
+    def address(self) -> str:
+        """Where it is, "" for nowhere but here."""
+        return self._copying.address
+
+    def add(self, token: MadeToken) -> None:
+        """Add the next token."""
+        row = CopiedTokens(self._key, self._n_tokens, written([token]), "")
+        self._n_tokens += 1
+        self._copying.add(row, [token])
+
+    def end(self, end: End) -> None:
+        """Note how the request has ended."""
+        self._copying.add(CopiedTokens(self._key, self._n_tokens, [], end), [])

@@ -1,0 +1,159 @@
+"""Requests that have a key, with what was made of their answers. Pure.
+
+Kept by their head, so that a client that comes back finds the answer, and by the head's deputy.
+Must not know links, rings or how a request runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from msgspec.structs import replace
+
+from shardnet.runtime.engine.requests import MadeToken
+from shardnet.types import TokenLogprobs
+from shardnet.wire.messages.deputies import CopiedLogprob, CopiedToken
+from shardnet.wire.messages.generation import Generate
+from shardnet.wire.messages.plans import ModelChoice
+
+KEEP_S: Final = 60.0
+"""How long an answer is kept after its client has it, or has left."""
+MAX_REQUESTS: Final = 2048
+MAX_NUMBERS: Final = 1 << 23
+"""Most token ids and logprobs in one book."""
+
+End = Literal["", "complete", "left", "failed"]
+
+
+@dataclass(slots=True, kw_only=True)
+class CopiedRequest:
+    """A request whose prompt is `generate.token_ids`, and the tokens of its answer so far.
+
+    `end` is "" while it runs.
+    """
+
+    generate: Generate
+    tokens: list[MadeToken] = field(default_factory=list)
+    end: End = ""
+    ended_at_s: float = 0.0
+    n_numbers: int = 0
+
+
+class RequestBook:
+    """The requests of one head. Moments are of one clock, in seconds."""
+
+    def __init__(
+        self, *, most_requests: int = MAX_REQUESTS, most_numbers: int = MAX_NUMBERS
+    ) -> None:
+        self._most_requests = most_requests
+        self._most_numbers = most_numbers
+        self._requests: dict[str, CopiedRequest] = {}
+        self._n_numbers = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def running(self) -> list[CopiedRequest]:
+        """Those that have not ended."""
+        return [request for request in self._requests.values() if not request.end]
+
+    def find(self, key: str, now_s: float) -> CopiedRequest | None:
+        """Return the request with this key, None where none is kept."""
+        self._forget_old(now_s)
+        return self._requests.get(key)
+
+    def open(self, generate: Generate, now_s: float) -> CopiedRequest | None:
+        """Begin to keep a request, in the place of one with its key; None if there is no room."""
+        self._forget_old(now_s)
+        self.forget(generate.key)
+        if len(self._requests) >= self._most_requests:
+            return None
+        request = self._requests[generate.key] = CopiedRequest(generate=generate)
+        return request if self._count(request, len(generate.token_ids or ())) else None
+
+    def add(
+        self, key: str, first: int, tokens: Sequence[MadeToken], end: End, now_s: float
+    ) -> bool:
+        """Add tokens to an answer, from number `first` on; return whether it is still kept.
+
+        One that they do not follow is forgotten, and so is one that has failed.
+        """
+        request = self._requests.get(key)
+        if request is None:
+            return False
+        if first > len(request.tokens) or end == "failed":
+            self.forget(key)
+            return False
+        new = tokens[len(request.tokens) - first :]
+        request.tokens += new
+        request.end, request.ended_at_s = end, now_s
+        return self._count(request, sum(_numbers(token) for token in new))
+
+    def forget(self, key: str) -> None:
+        """Forget a request, if it is kept."""
+        request = self._requests.pop(key, None)
+        if request is not None:
+            self._n_numbers -= request.n_numbers
+
+    def take_over(self, other: RequestBook, choice: ModelChoice, now_s: float) -> None:
+        """Take all requests of another book, which ask for what `choice` says by now.
+
+        Those that ran wait for their clients to come back.
+        """
+        for request in [*other._requests.values()]:
+            generate = replace(request.generate, choice=choice)
+            if self.open(generate, now_s) is not None:
+                self.add(generate.key, 0, request.tokens, request.end or "left", now_s)
+            other.forget(generate.key)
+
+    def _count(self, request: CopiedRequest, n_numbers: int) -> bool:
+        """Count what a request holds; forget it if there is no room. Return whether it is kept."""
+        request.n_numbers += n_numbers
+        self._n_numbers += n_numbers
+        if self._n_numbers > self._most_numbers:
+            self.forget(request.generate.key)
+            return False
+        return True
+
+    def _forget_old(self, now_s: float) -> None:
+        old = [
+            key
+            for key, request in self._requests.items()
+            if request.end and now_s - request.ended_at_s > KEEP_S
+        ]
+        for key in old:
+            self.forget(key)
+
+
+def _numbers(token: MadeToken) -> int:
+    return 1 + (1 + 2 * len(token.logprobs.top) if token.logprobs else 0)
+
+
+def written(tokens: Sequence[MadeToken]) -> list[CopiedToken]:
+    """Write tokens as they travel."""
+    return [
+        CopiedToken(token.token_id, None, [])
+        if token.logprobs is None
+        else CopiedToken(
+            token.token_id,
+            token.logprobs.logprob,
+            [CopiedLogprob(*top) for top in token.logprobs.top],
+        )
+        for token in tokens
+    ]
+
+
+def read(tokens: Sequence[CopiedToken]) -> Iterator[MadeToken]:
+    """Read tokens as they travelled."""
+    for token in tokens:
+        logprobs = None
+        if token.logprob is not None:
+            logprobs = TokenLogprobs(
+                token_id=token.token_id,
+                logprob=token.logprob,
+                top=tuple((top.token_id, top.logprob) for top in token.top),
+            )
+        yield MadeToken(token_id=token.token_id, logprobs=logprobs)

@@ -1,0 +1,340 @@
+"""Go on in the place of a head that is lost or leaves, with what it has copied here.
+
+Knows when a deputy takes over, and when a former head gives way. Must not know how plans are made,
+rings built or requests run.
+
+A deputy takes over when its link to the head has ended and no node of the ring has one any more.
+Its ring has a larger epoch than any that the former head can build: nodes refuse that one's orders
+from then on, and it gives way as soon as it hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from msgspec import structs
+
+from shardnet.cluster.deputy.copying import Copying
+from shardnet.cluster.deputy.request_book import RequestBook, read
+from shardnet.cluster.head.clients import Clients
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.plan import Plan
+from shardnet.cluster.head.planning import Planner
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.peer_links import PeerLinks
+from shardnet.cluster.peers.supervision import supervised
+from shardnet.errors import PeerFailedError, ShardnetError, UsageError
+from shardnet.types import Epoch, LiveState, NodeId
+from shardnet.wire.framing.schema import U32_MAX
+from shardnet.wire.messages.control import Done, Redirect
+from shardnet.wire.messages.deputies import (
+    FindNode,
+    NodeFound,
+    RequestCopied,
+    Resume,
+    StandBy,
+    TakenOver,
+    TakeOver,
+    TokensCopied,
+)
+from shardnet.wire.messages.generation import StateChanged
+
+EPOCHS: Final = 1 << 16
+"""A deputy's epochs begin so many later: a head builds fewer rings than that."""
+STAND_IN_S: Final = 20.0
+"""How long a deputy tries to take over."""
+SEEN_S: Final = 6.0
+"""How long other nodes may still see a head that is lost: longer than any silence."""
+ASK_S: Final = 1.0
+AGAIN_S: Final = 0.1
+HOLD_S: Final = 2.0
+"""How long a head that leaves waits for its steps."""
+EXPECTED_S: Final = 2.0
+"""How long taking over is expected to take."""
+MAX_DUTIES: Final = 8
+"""Heads that one node stands by for."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Duty:
+    """A head that this node stands by for, and what it has copied here."""
+
+    head: NodeId
+    name: str
+    told: StandBy
+    control: ControlLink
+    book: RequestBook = field(default_factory=RequestBook)
+    stop_watching: Callable[[], None] = lambda: None
+    standing_in: asyncio.Task[bool] | None = None
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when this node begins to stand in."""
+
+
+class StandIn:
+    """Stands by for heads, takes over from them, and gives way. `node` is this node.
+
+    `address_of` gives the address of a node. Its work runs in `tasks`, a group that outlives it.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: NodeId,
+        head: Head,
+        planner: Planner,
+        clients: Clients,
+        copying: Copying,
+        links: PeerLinks,
+        address_of: Callable[[NodeId], str],
+        tasks: asyncio.TaskGroup,
+        log: Callable[[str], None],
+    ) -> None:
+        self._node = node
+        self._head = head
+        self._planner = planner
+        self._clients = clients
+        self._copying = copying
+        self._links = links
+        self._address_of = address_of
+        self._tasks = tasks
+        self._log = log
+        self._duties: dict[NodeId, Duty] = {}
+        self._running: set[asyncio.Task[bool]] = set()
+        self._is_closing = False
+        head.until_settled = self._settled
+
+    def register(self, handlers: MessageHandlers) -> None:
+        """Register what heads tell their deputies, and what is asked of either."""
+        handlers.register(StandBy, self._stand_by)
+        handlers.register(RequestCopied, self._request_copied)
+        handlers.register(TokensCopied, self._tokens_copied)
+        handlers.register(TakeOver, self._take_over_for)
+        handlers.register(TakenOver, self._taken_over)
+        handlers.register(FindNode, self._find_node)
+        handlers.register(Resume, self._resume)
+
+    async def close(self) -> None:
+        """End what runs."""
+        self._is_closing = True
+        for duty in self._duties.values():
+            duty.stop_watching()
+        running = [*self._running]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+
+    async def _settled(self) -> None:
+        """Wait while it is not clear whether this node takes over a ring."""
+        standing_in = [one.standing_in for one in self._duties.values() if one.standing_in]
+        if standing_in:
+            await asyncio.wait(standing_in)
+
+    # --- as a deputy
+
+    async def _stand_by(self, control: ControlLink, message: StandBy) -> None:
+        head = NodeId(control.link.peer.node)
+        duty = self._duties.get(head)
+        if duty is None and len(self._duties) >= MAX_DUTIES:
+            return
+        if duty is None or duty.control is not control:  # over a new link all is copied again
+            if duty is not None:
+                duty.stop_watching()
+            name = control.link.peer.name
+            duty = Duty(head=head, name=name, told=message, control=control)
+            self._duties[head] = duty
+            duty.stop_watching = self._links.watch(control, partial(self._head_lost, duty))
+        duty.told = message
+
+    async def _request_copied(self, control: ControlLink, message: RequestCopied) -> None:
+        duty = self._duties.get(NodeId(control.link.peer.node))
+        if duty is not None and message.generate.key:
+            duty.book.open(message.generate, time.monotonic())
+
+    async def _tokens_copied(self, control: ControlLink, message: TokensCopied) -> None:
+        duty = self._duties.get(NodeId(control.link.peer.node))
+        if duty is not None:
+            now_s = time.monotonic()
+            for row in message.rows:
+                duty.book.add(row.key, row.first, [*read(row.tokens)], row.end, now_s)
+
+    async def _take_over_for(self, control: ControlLink, message: TakeOver) -> None:
+        """Take over from a head that leaves. Raises UsageError unless this is its deputy."""
+        duty = self._duties.get(NodeId(control.link.peer.node))
+        if duty is None:
+            raise UsageError("this node does not stand by for the one that asks")
+        duty.stop_watching()
+        self._begin(duty, f"{duty.name} leaves", is_sure=True)
+        control.send(Done(request=message.request))
+
+    def _head_lost(self, duty: Duty, error: ShardnetError) -> None:
+        if self._duties.get(duty.head) is duty and duty.standing_in is None:
+            self._begin(duty, f"{duty.name} was lost: {error}", is_sure=False)
+
+    def _begin(self, duty: Duty, why: str, *, is_sure: bool) -> None:
+        if not self._is_closing:
+            duty.standing_in = self._run(partial(self._stand_in, duty, why, is_sure), "a deputy")
+            duty.begun.set()
+
+    def _run(self, work: Callable[[], Coroutine[Any, Any, None]], what: str) -> asyncio.Task[bool]:
+        task = self._tasks.create_task(supervised(work, what, self._log), name=what)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def _stand_in(self, duty: Duty, why: str, is_sure: bool) -> None:
+        """Take over from a head, unless it lives. Requests that nobody resumes end here."""
+        try:
+            if not duty.book.running or not (is_sure or await self._is_lost(duty)):
+                return
+            self._log(f"{why}; this node takes over {len(duty.book.running)} requests")
+            until_s = time.monotonic() + STAND_IN_S
+            while True:
+                try:
+                    await self._take_over(duty)
+                    return
+                except ShardnetError as error:
+                    if time.monotonic() > until_s or not _may_change(error):
+                        self._log(f"this node cannot take over: {error}")
+                        return
+                await asyncio.sleep(AGAIN_S)
+        finally:
+            choice = structs.replace(duty.told.choice, nodes=[], layers=[])
+            self._copying.book.take_over(duty.book, choice, time.monotonic())
+            if self._duties.get(duty.head) is duty:
+                del self._duties[duty.head]
+
+    async def _is_lost(self, duty: Duty) -> bool:
+        """Say whether a head is lost to all nodes of its ring, not to this one alone."""
+        until_s = time.monotonic() + SEEN_S
+        while self._links.link_of(duty.head) is None:
+            others = [place.node for place in duty.told.nodes[1:] if place.node != self._node]
+            if not any(await asyncio.gather(*(self._sees(node, duty.head) for node in others))):
+                return True
+            if time.monotonic() > until_s:
+                return False
+            await asyncio.sleep(AGAIN_S)
+        return False
+
+    async def _sees(self, node: str, head: str) -> bool:
+        """Ask a node whether it has a link to the head; one that does not answer has none."""
+        control = self._links.link_of(NodeId(node))
+        if control is None:
+            return False
+        try:
+            async with asyncio.timeout(ASK_S):
+                asked = FindNode(request=control.next_request(), node=head)
+                return (await control.ask(asked, NodeFound)).is_linked
+        except (ShardnetError, TimeoutError):
+            return False
+
+    async def _take_over(self, duty: Duty) -> None:
+        """Build a ring without the former head. Raises what planning and building raise."""
+        told, epoch = duty.told, min(duty.told.epoch + EPOCHS, U32_MAX)
+
+        async def plan() -> Plan:
+            return await self._planner.plan_instead(told, {duty.head: "it was lost"})
+
+        lead = await self._head.lead_instead(plan, duty.head, Epoch(epoch))
+        self._copying.book.take_over(duty.book, lead.plan.choice, time.monotonic())
+        self._run(partial(self._tell_former, duty.head, lead.ring.epoch), "telling a former head")
+
+    async def _tell_former(self, former: NodeId, epoch: int) -> None:
+        """Tell a former head that it is one no more, as soon as it is here."""
+        while True:
+            control = self._links.link_of(former)
+            if control is not None and not control.link.closed:
+                control.send(TakenOver(epoch=epoch))
+                return
+            await asyncio.sleep(AGAIN_S)
+
+    async def _find_node(self, control: ControlLink, message: FindNode) -> None:
+        is_linked = self._links.link_of(NodeId(message.node)) is not None
+        control.send(NodeFound(request=message.request, is_linked=is_linked))
+
+    # --- for clients
+
+    async def _resume(self, control: ControlLink, message: Resume) -> None:
+        """Go on with an answer, or say where. Raises UsageError if nobody here knows of it."""
+        duty = self._duty_with(message.key)
+        if duty is not None:
+            if duty.standing_in is None:  # its end is noticed here as it was by its client
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(ASK_S):
+                        await duty.begun.wait()
+            if duty.standing_in is not None and message.n_tokens:
+                state = StateChanged(
+                    request=message.request,
+                    state=LiveState.RECOVERING,
+                    why=f"{duty.name} is gone, and another node goes on",
+                    expected_s=EXPECTED_S,
+                )
+                control.send(state)
+            if duty.standing_in is not None:
+                await asyncio.wait([duty.standing_in])
+        copied = self._copying.book.find(message.key, time.monotonic())
+        if copied is not None:
+            await self._clients.resume(control, message.request, copied, message.n_tokens)
+        elif duty is not None and duty.told.nodes:
+            address = duty.told.nodes[0].address
+            control.send(Redirect(request=message.request, address=address))
+        elif (elsewhere := self._head.elsewhere()) is not None:
+            control.send(Redirect(request=message.request, address=elsewhere.address))
+        else:
+            raise UsageError(
+                "no answer is kept here for a request of that id",
+                remedy="ask within a minute, with the id that the request had, or ask anew",
+            )
+
+    def _duty_with(self, key: str) -> Duty | None:
+        now_s = time.monotonic()
+        holding = (one for one in self._duties.values() if one.book.find(key, now_s) is not None)
+        return next(holding, None)
+
+    # --- as a head
+
+    async def hand_over(self) -> bool:
+        """Have the deputy go on with all that this node leads; return whether it does."""
+        lead, deputy = self._head.latest, self._copying.deputy
+        if lead is None or deputy is None or lead.is_recovering or lead.ring.broken is not None:
+            return False
+        engine, n_copied = lead.ring.engine, len(self._copying.book.running)
+        if not n_copied or engine.n_active > n_copied:
+            return False
+        try:
+            async with asyncio.timeout(HOLD_S):
+                await engine.hold()
+                self._copying.flush()
+                if self._copying.deputy is not deputy:
+                    raise PeerFailedError("the deputy was lost")
+                order = TakeOver(request=deputy.control.next_request())
+                await deputy.control.ask(order, Done)
+        except (ShardnetError, TimeoutError) as error:
+            self._log(f"the deputy does not take over: {error}")
+            engine.release()
+            return False
+        await self._give_way(deputy.address, deputy.told.epoch + EPOCHS)
+        return True
+
+    async def _taken_over(self, control: ControlLink, message: TakenOver) -> None:
+        """Give way to the deputy, which leads by now. Others cannot say so."""
+        deputy = NodeId(control.link.peer.node)
+        if self._copying.appointed == deputy:
+            self._log(f"{control.link.peer.name} leads in place of this node")
+            await self._give_way(self._address_of(deputy), message.epoch)
+
+    async def _give_way(self, address: str, epoch: int) -> None:
+        self._copying.let_go()
+        await self._head.give_way(address, epoch)
+
+
+def _may_change(error: ShardnetError) -> bool:
+    """Say whether to try again: nodes are busy with a ring that ends, or were lost just now."""
+    return not isinstance(error, UsageError)

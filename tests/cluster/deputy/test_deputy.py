@@ -1,0 +1,206 @@
+"""Heads that are lost or leave while a deputy has copies: the words go on, and one node leads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from support.cluster.small_node import small_settings
+from support.models.checkpoints import make_llama
+from support.rings.stage_chain import random_prompt
+
+from shardnet.api.client import Client, connect
+from shardnet.api.events import RequestState
+from shardnet.cluster.measuring.measurement import Measured
+from shardnet.cluster.measuring.measurement_service import MeasurementService
+from shardnet.cluster.node.node import Node, running
+from shardnet.errors import LinkError, PeerFailedError, SupersededError
+from shardnet.transport.link import Link
+from shardnet.transport.listener import Listener
+from shardnet.types import NodeId, SamplingParams
+from shardnet.wire.messages.plans import ModelChoice
+
+SAMPLED = SamplingParams(temperature=0.8, seed=7, repetition_penalty=1.2, n_logprobs=2)
+N_TOKENS = 120
+SOME = 8
+DEADLINE_S = 90.0
+
+
+@dataclass
+class Machine:
+    """A node that can lose all its links, and be out of reach."""
+
+    node: Node
+    listener: Listener
+    lines: list[str] = field(default_factory=list)
+
+    async def unplug(self) -> None:
+        """End its links, as when its process is killed; it cannot be reached any more."""
+
+        async def refuse(*_: object) -> Link:
+            raise LinkError("it is unplugged")
+
+        node, links = self.node, self.node._links.peers.links
+        self._dial, node._links.peers._dial = node._links.peers._dial, refuse
+        await self.listener.close()
+        clients = [*node._services.dispatcher._client_links]
+        controls = [one.control.link for peer in links._peers.values() for one in peer.links]
+        membership = node._stage.host.membership
+        data = [] if membership is None else [*membership._links]
+        for link in (*clients, *controls, *data):
+            link.abort("unplugged")
+
+    async def plug_in(self) -> None:
+        """Let it reach others again."""
+        self.node._links.peers._dial = self._dial
+
+
+@asynccontextmanager
+async def machines(folder: Path, *names: str) -> AsyncIterator[list[Machine]]:
+    """Nodes that know each other."""
+    async with AsyncExitStack() as stack:
+        found: list[Machine] = []
+        for name in names:
+            lines: list[str] = []
+            settings = replace(
+                small_settings(folder / name),
+                node=NodeId(name[0] * 32),
+                name=name,
+                log=lines.append,
+                peers=tuple(one.node.address for one in found),
+            )
+            node = await stack.enter_async_context(running(settings))
+            listener = await node.listen("127.0.0.1", 0)
+            stack.push_async_callback(listener.close)
+            found.append(Machine(node=node, listener=listener, lines=lines))
+        for one in found:
+            links = one.node._links.peers.links
+            await until(lambda links=links: len(links.linked()) == len(found) - 1)
+        yield found
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait for what has no event."""
+    while not is_so():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+@dataclass
+class Said:
+    """What a client has got of its requests."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    states: list[RequestState] = field(default_factory=list)
+    some: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+async def say(
+    client: Client,
+    prompts: list[list[int]],
+    choice: ModelChoice,
+    key: str = "",
+    *,
+    resume: bool = False,
+    said: Said | None = None,
+) -> Said:
+    """Generate from all prompts at once."""
+    said = said or Said([[] for _ in prompts], [[] for _ in prompts])
+    events = client.generate(
+        prompts,
+        SAMPLED,
+        model=choice,
+        max_tokens=N_TOKENS,
+        ignore_eos=True,
+        key=key,
+        resume=resume,
+    )
+    async with aclosing(events):
+        async for event in events:
+            if event.error is not None:
+                raise event.error
+            said.tokens[event.index] += event.token_ids
+            said.logprobs[event.index] += [one.logprob for one in event.logprobs or ()]
+            said.states.append(event.state)
+            if min(len(tokens) for tokens in said.tokens) >= SOME:
+                said.some.set()
+    return said
+
+
+def test_a_deputy_goes_on_and_the_former_head_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts go on with their words; who comes back gets them whole; one that leaves hands over."""
+
+    async def unmeasured(*_: object, **__: object) -> Measured:
+        return Measured()
+
+    monkeypatch.setattr(MeasurementService, "measured", unmeasured)
+    model = make_llama(tmp_path / "model", max_position_embeddings=1024, num_hidden_layers=6)
+    prompts = [random_prompt(n, 300, seed=n) for n in (20, 70)]
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            machines(tmp_path, "anna", "bert", "cleo") as (anna, bert, cleo),
+            AsyncExitStack() as stack,
+        ):
+            client = await stack.enter_async_context(connect(anna.node.address))
+            addresses = [one.node.address for one in (anna, bert, cleo)]
+            choice = ModelChoice(model=str(model), nodes=addresses)
+            whole = await say(client, prompts, choice)
+
+            said = Said([[], []], [[], []])
+            saying = asyncio.create_task(say(client, prompts, choice, "k1", said=said))
+            await said.some.wait()
+            assert "bert stands by as deputy" in anna.lines
+            former = anna.node.head.latest
+            assert former is not None
+            old = former.ring.order(1)
+            await anna.unplug()
+            await saying
+            assert (said.tokens, said.logprobs) == (whole.tokens, whole.logprobs)
+            assert RequestState.RECOVERING in said.states
+            lead = bert.node.head.latest
+            assert lead is not None
+            assert [node.name for node in lead.plan.nodes] == ["bert", "cleo"]
+            assert lead.ring.epoch > old.epoch
+
+            for one in (bert, cleo):  # also by a node that leads nothing
+                other = await stack.enter_async_context(connect(one.node.address))
+                again = await say(other, prompts, choice, "k1", resume=True)
+                assert again.tokens == whole.tokens
+                assert again.logprobs == whole.logprobs
+
+            # The former head is refused, and gives way once it hears of it.
+            with pytest.raises(SupersededError, match="another node leads this ring"):
+                await cleo.node._stage.host.enter_ring(
+                    old, owner=anna.node.node, owner_name="anna", on_broken=lambda error: None
+                )
+            await anna.plug_in()
+            await until(lambda: "bert leads in place of this node" in anna.lines)
+            await until(lambda: anna.node.head.latest is None)
+            assert anna.node.head._epoch >= lead.ring.epoch
+
+            # And the new one leaves politely.
+            client = await stack.enter_async_context(connect(bert.node.address))
+            choice = replace_nodes(choice, [bert, cleo])
+            said = Said([[], []], [[], []])
+            saying = asyncio.create_task(say(client, prompts, choice, "k2", said=said))
+            await said.some.wait()
+            await client.drain(30.0)
+            assert "the deputy goes on with the requests of this node" in bert.lines
+            await saying
+            assert (said.tokens, said.logprobs) == (whole.tokens, whole.logprobs)
+            with pytest.raises(PeerFailedError, match="draining"):
+                await client.complete([5], model=choice, max_tokens=1)
+
+    asyncio.run(main())
+
+
+def replace_nodes(choice: ModelChoice, machines: list[Machine]) -> ModelChoice:
+    return ModelChoice(model=choice.model, nodes=[one.node.address for one in machines])
