@@ -58,7 +58,7 @@ ROOMS: dict[str, list[str]] = {
     "checkpoint": ["tensors", "quantization", "formats", ""],
     "tokenizers": ["chat", "backends", "formats", "", "grammar"],
     "stage": ["estimate", "streaming", "prefixes", ""],
-    "runtime": ["scheduling", "stage", "ring", "engine"],
+    "runtime": ["scheduling", "processors", "stage", "ring", "engine"],
     "cluster": [
         "pressure",
         "machine",

@@ -25,6 +25,7 @@ from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, DiskSilentError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
+from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.runtime.stage.loading import check_layers, find_folder, set_compute_threads
 from shardnet.runtime.stage.measuring import (
     StageFigures,
@@ -33,7 +34,6 @@ from shardnet.runtime.stage.measuring import (
     read_config,
     rounded,
 )
-from shardnet.runtime.stage.processor_use import ProcessorUse
 from shardnet.types import Arith, DType, KvDType, LayerRange
 from shardnet.wire.messages.measurements import (
     MeasureStage,

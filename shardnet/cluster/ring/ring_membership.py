@@ -22,9 +22,9 @@ from shardnet.errors import (
     internal_error,
     where,
 )
+from shardnet.runtime.processors.alertness import SPIN_NS, Alertness
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
-from shardnet.runtime.stage.alertness import SPIN_NS, Alertness
 from shardnet.runtime.stage.compute import StageCompute
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.worker import StageSink, StageSource, StageWorker

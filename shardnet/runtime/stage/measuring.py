@@ -23,7 +23,7 @@ from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import parse_config
-from shardnet.runtime.stage.processor_use import ProcessorUse
+from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.types import PREFILL_CHUNK_ROWS, Arith, DType, KvDType, LayerRange
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shardnet.errors import CapacityError, ShardnetError, internal_error, where, without_frames
-from shardnet.runtime.stage.alertness import Alertness
+from shardnet.runtime.processors.alertness import Alertness
 from shardnet.runtime.stage.compute import (
     AnyThreadCompute,
     PassCompute,

@@ -29,8 +29,8 @@ from shardnet.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.runtime.stage import measuring as measuring_stages
-from shardnet.runtime.stage.processor_use import ProcessorUse
 from shardnet.transport.link import Link
 from shardnet.types import DType
 from shardnet.wire.messages.measurements import MeasureStage, StageMeasured, StageObserved

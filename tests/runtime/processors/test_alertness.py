@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from shardnet.model.kernels.library import native_kernels
-from shardnet.runtime.stage import alertness, cpu_latency, executor
-from shardnet.runtime.stage.alertness import LEAD_NS, REST_FACTOR, SPIN_NS, Alertness, Waits
-from shardnet.runtime.stage.cpu_latency import CpuLatency
+from shardnet.runtime.processors import alertness, cpu_latency
+from shardnet.runtime.processors.alertness import LEAD_NS, REST_FACTOR, SPIN_NS, Alertness, Waits
+from shardnet.runtime.processors.cpu_latency import CpuLatency
+from shardnet.runtime.stage import executor
 from shardnet.runtime.stage.executor import Executor
 
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from shardnet.runtime.stage.cpu_latency import CpuLatency
+from shardnet.runtime.processors.cpu_latency import CpuLatency
 
 SPIN_NS: Final = 200_000
 """The longest that anything spins at a time."""

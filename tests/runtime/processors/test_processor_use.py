@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardnet.runtime.stage.processor_use import ProcessorUse
+from shardnet.runtime.processors.processor_use import ProcessorUse
 
 BEFORE = ProcessorUse.now()
 

@@ -1,0 +1,1 @@
+"""How busy processors are, and what keeps them awake while steps come."""
