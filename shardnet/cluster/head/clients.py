@@ -18,8 +18,9 @@ from shardnet.cluster.deputy.copying import Copy, Copying
 from shardnet.cluster.deputy.request_book import CopiedRequest
 from shardnet.cluster.head.constraints import Constraints
 from shardnet.cluster.head.drafts import Drafts
-from shardnet.cluster.head.head import Head, Lead
+from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.last_run import write_last_run
+from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.planning import Elsewhere, Planner

@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 from shardnet.cluster.head.busy_backoff import BusyBackoff
+from shardnet.cluster.head.lead import Lead, Opening
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.planning import Elsewhere, Planner
 from shardnet.cluster.head.ring_builder import RingBuilder
-from shardnet.cluster.head.ring_dtypes import settle_wires
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.ring.ring import OnStageProgress, Ring, give_up
@@ -44,55 +44,6 @@ CLOSE_S = 3.0
 """How long a head that shuts down waits for its stages to be freed."""
 MOST_TRIES = 4
 """How often a ring is built for a request while nodes or links of it are lost."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Lead:
-    """A ring that this node leads, its plan, and the tokenizer if the checkpoint has one, with
-    what constrains its output.
-
-    Plan and ring change when another ring replaces this one; `opened` is the plan of the first.
-    """
-
-    plan: Plan
-    ring: Ring
-    tokenizer: Tokenizer | None
-    eos_ids: tuple[int, ...]
-    grammars: Grammars | None = None
-    is_recovering: bool = False
-    """Whether the ring is broken, or given up, for another one that is being built."""
-    is_given_up: bool = False
-    """Whether the ring is broken and no other could be built: the nodes there cannot do it."""
-    avoided: dict[NodeId, ShardnetError] = field(default_factory=dict)
-    """Nodes that are there, and to which another node could open no link; with what came of it."""
-    opened: Plan = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.opened = self.plan
-
-    @property
-    def stands(self) -> bool:
-        """Whether requests can be given to its engine: they run, or wait for the next ring."""
-        return self.is_recovering or self.ring.broken is None
-
-
-@dataclass(slots=True, kw_only=True)
-class Opening:
-    """A ring that is looked for or built for a request, and how far each rank is with that.
-
-    `progress` has phase, bytes done and bytes in all; with the phase `measuring` counts of nodes
-    and links. `began_s` is monotonic.
-    """
-
-    model: str
-    began_s: float
-    progress: dict[int, tuple[Phase, int, int]] = field(default_factory=dict)
-
-    def take(self, rank: int, phase: Phase, done: int, total: int) -> None:
-        """Take progress. What was measured is over when something else begins."""
-        if "measuring" in (phase, *(known for known, _, _ in self.progress.values())):
-            self.progress.clear()
-        self.progress[rank] = (phase, done, total)
 
 
 class Head:
@@ -445,36 +396,9 @@ class Head:
         return elsewhere if is_same and not choice.nodes else None
 
     async def _standing(self, choice: ModelChoice) -> Lead | None:
-        """Return the ring if it is what `choice` asks for and its checkpoint is unchanged.
-
-        A client that names no nodes takes any ring with its model. Settings that it leaves open
-        match, but for wire dtype, quantisation and KV dtype: their absence means lossless.
-        """
+        """Return the ring if it is what `choice` asks for and its checkpoint is unchanged."""
         lead = self._lead
-        if lead is None or not lead.stands or lead.plan.choice.model != choice.model:
-            return None
-        had, spec = lead.plan.choice, lead.ring.spec
-        matches = (
-            (not choice.nodes or choice.nodes == had.nodes)
-            and (not choice.layers or choice.layers == had.layers)
-            and (not choice.context or choice.context == spec.context)
-            and (choice.dtype == "auto" or choice.dtype == spec.dtype.value)
-            and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)
-            and choice.stream_layers in (0, "auto", had.stream_layers)
-            and choice.arith in ("auto", lead.plan.arith.value)
-            and settle_wires(
-                choice.wire_dtype, spec.dtype, lead.plan.nodes, lead.plan.measured.links
-            )
-            == spec.wires
-            and (not choice.threads or choice.threads == spec.threads)
-            and (not choice.optimise or choice.optimise == lead.plan.objective.value)
-            and (
-                choice.ignore_unknown_config
-                or not had.ignore_unknown_config
-                or not lead.plan.facts.unknown_keys
-            )
-        )
-        if not matches:
+        if lead is None or not lead.stands or not lead.suits(choice):
             return None
         if await self._planner.has_changed(lead.plan.facts, choice.model):
             return None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from shardnet.cluster.head.head import Lead
+from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.runtime.engine.outputs import PromptLogprobsReady, RowsReady
 from shardnet.runtime.engine.requests import (

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from shardnet.cluster.head.head import Lead
+from shardnet.cluster.head.lead import Lead
 from shardnet.errors import ContextExceededError, UsageError
 from shardnet.runtime.engine.outputs import output_bytes
 from shardnet.runtime.engine.requests import (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from shardnet.cluster.head.head import Lead
+from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import ShardnetError
 from shardnet.types import NodeId

@@ -15,7 +15,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from shardnet.cluster.head.head import Lead
+from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.node.events import NodeEvents
 from shardnet.cluster.node.parts import build_links, build_services, build_stage
 from shardnet.cluster.node.settings import NodeSettings

@@ -11,7 +11,8 @@ from dataclasses import asdict
 
 from msgspec.structs import replace
 
-from shardnet.cluster.head.head import Head, Lead, Opening
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.lead import Lead, Opening
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.recovery.records import RecoveryRecord

@@ -10,7 +10,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from shardnet.cluster.head.head import Head, Lead
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.recovery.recovery import Recovery

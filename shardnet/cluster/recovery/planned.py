@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from shardnet.cluster.head.head import Head, Lead
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.peers.control_link import ControlLink

@@ -13,7 +13,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from shardnet.cluster.head.head import Head, Lead
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.peers.supervision import supervised

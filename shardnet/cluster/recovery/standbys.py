@@ -16,7 +16,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from shardnet.cluster.head.head import Head, Lead
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.placement.standbys import Standby
 from shardnet.cluster.ring.ring import Ring

@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from shardnet.cluster.head import planning
-from shardnet.cluster.head.head import Head, Lead
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED
 from shardnet.errors import BusyError, CheckpointError, DiskSilentError

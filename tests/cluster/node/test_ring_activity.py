@@ -14,7 +14,7 @@ from support.rings import fake_ring as rings
 from support.rings.fake_ring import FakeRing, fake_ring, request_of
 
 from shardnet.api.client import Client
-from shardnet.cluster.head.head import Opening
+from shardnet.cluster.head.lead import Opening
 from shardnet.cluster.node.ring_activity import RingWatch
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.recovery.records import RecoveryRecord
