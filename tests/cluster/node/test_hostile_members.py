@@ -24,6 +24,7 @@ from shardnet.transport.memory import memory_pair
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.activity import RingActivity
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect, read_control
+from shardnet.wire.messages.deputies import NodeFound
 from shardnet.wire.messages.generation import Finished, LastRun, TextPiece
 from shardnet.wire.messages.measurements import LinksMeasured, StageMeasured
 from shardnet.wire.messages.membership import ModelIdentity, Ping, StatusReply
@@ -36,6 +37,7 @@ ANSWER_S = 30.0
 LAST = (
     *(ClockRead, Done, Redirect, Finished, LastRun, RingActivity, LinksMeasured, StageMeasured),
     ModelIdentity,
+    NodeFound,
     StatusReply,
 )
 SLOW = {
