@@ -144,10 +144,8 @@ INLINE WITH_AVX2 void avx2_quantized_of(const int n_rows, const int n_halves, in
         UNROLLED for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][begin + r] + 8 * (half + h), total[h][r]);
 }
 
-/* The same where scales have two levels: a group's sums are multiplied by its scale where pairs of 16 bits are added,
- * and rounded to floats only once in a token group. With `apart` a group is 16 inputs, else 32. Two panels take turns
- * stretch by stretch: while one's scales are read, the other's sums are added. */
-INLINE WITH_AVX2 void avx2_levels_of(const int n_panels, const int n_rows, const int n_halves, int half, int begin, int64_t n_tile,
+/* The same where scales have two levels: a group's sums are multiplied by its scale where pairs of 16 bits are added, and rounded to floats only once in a token group. With `apart` a group is 16 inputs, else 32. */
+INLINE WITH_AVX2 void avx2_levels_of(const int n_rows, const int n_halves, int half, int begin, int64_t n_tile,
                                      const int bits, const int kind,
                                      const int apart, const struct linear *p, const uint8_t *w, int64_t row,
                                      float sums[2][MAX_TILE][PANEL]) {
@@ -155,7 +153,7 @@ INLINE WITH_AVX2 void avx2_levels_of(const int n_panels, const int n_rows, const
     const int is_signed = kind == AVX2_SIGNED_BOOK, is_book = kind == AVX2_BOOK || is_signed;
     const int depth = is_signed ? 1 : avx2_depth(bits, kind), group_units = f->token_group / UNIT;
     const int32_t bias = code_bias(p);
-    const int64_t unit_bytes = f->bits * QUAD_BYTES, panel_bytes = bytes_of_panel(p), n_sums = padded_inputs(p) / f->group;
+    const int64_t unit_bytes = f->bits * QUAD_BYTES, n_sums = padded_inputs(p) / f->group;
     const int prefetches = !row && !begin && !half;
     const int8_t *x = quads_of(p, row) + 4 * begin;
     const int16_t *group_sums = group_sums_of(p, row + begin);
@@ -163,7 +161,7 @@ INLINE WITH_AVX2 void avx2_levels_of(const int n_panels, const int n_rows, const
     uint8_t numbers[32];
     fill_book(f, is_book ? bias : 0, numbers, 32);
     const __m256i book = _mm256_loadu_si256((const __m256i *)numbers), biases = _mm256_set1_epi32(bias);
-    __m256 totals[2][2][MAX_TILE];
+    __m256 total[2][MAX_TILE];
     __m256i sum[2][MAX_TILE], others[2][MAX_TILE];
     struct levels levels;
     int16_t pairs_of_scales[STRETCH / 16][2][16]; /* each twice */
@@ -171,92 +169,82 @@ INLINE WITH_AVX2 void avx2_levels_of(const int n_panels, const int n_rows, const
     struct stretch s = before_panel(p, w);
     UNROLLED for (int h = 0; h < n_halves; h++)
         UNROLLED for (int r = 0; r < n_rows; r++) {
-            totals[0][h][r] = totals[1][h][r] = _mm256_setzero_ps();
+            total[h][r] = _mm256_setzero_ps();
             sum[h][r] = others[h][r] = _mm256_setzero_si256();
         }
     while (next_stretch(f, &s)) {
-        const int8_t *first_x = x;
-        const int16_t *first_sums = group_sums;
-        const float *first_scales = x_scales;
-        UNROLLED for (int panel = 0; panel < n_panels; panel++) {
-            struct stretch own = s;
-            own.blocks += panel * panel_bytes;
-            x = first_x, group_sums = first_sums, x_scales = first_scales;
-            avx2_read_levels(f, &own, &levels);
-            const int n = (int)(s.n_inputs / f->group);
-            UNROLLED for (int h = 0; h < n_halves; h++) {
-                const int first = 8 * (half + h);
-                for (int g = 0; g < n; g++)
-                    avx2_interleave(levels.scale[g] + first, levels.scale[g] + first, pairs_of_scales[g][h]);
-                for (int g = 0; g < n; g += 2)
-                    avx2_interleave(levels.other[g] + first, levels.other[g + 1] + first, pairs_of_others[g / 2][h]);
-            }
-            const uint8_t *unit = own.blocks + f->header_bytes + s.from / UNIT * unit_bytes;
-            for (int u = 0; u < (int)(s.n_inputs / UNIT); u++, unit += unit_bytes, x += UNIT * n_tile) {
-                __m256i pairs[2][MAX_TILE];
-                if (prefetches)
-                    UNROLLED for (int line = 0; line < bits; line++)
-                        avx2_prefetch(unit + line * QUAD_BYTES, AHEAD);
-                UNROLLED for (int q = 0; q < UNIT / 4; q++) {
-                    const int place = apart ? q % 4 : q, last = apart ? 3 : 7; /* in the group */
-                    const int group = apart ? 2 * u + q / 4 : u;
-                    __m256i codes[2];
-                    UNROLLED for (int h = 0; h < n_halves; h++) {
-                        codes[h] = avx2_codes(bits, unit, q, half + h);
-                        if (is_book) codes[h] = _mm256_shuffle_epi8(book, codes[h]);
-                    }
-                    UNROLLED for (int r = 0; r < n_rows; r++) {
-                        const __m256i quad = _mm256_set1_epi32(quad_at(x + 4 * (q * n_tile + r)));
-                        UNROLLED for (int h = 0; h < n_halves; h++) {
-                            const __m256i some =
-                                is_signed
-                                    ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes[h]), _mm256_sign_epi8(quad, codes[h]))
-                                    : _mm256_maddubs_epi16(codes[h], quad);
-                            pairs[h][r] = place % depth == 0 ? some : _mm256_add_epi16(pairs[h][r], some);
-                            IN_ORDER(pairs[h][r]);
-                            if (place % depth == depth - 1 || place == last) {
-                                const __m256i scale = _mm256_loadu_si256((const __m256i *)pairs_of_scales[group][h]);
-                                sum[h][r] = _mm256_add_epi32(sum[h][r], _mm256_madd_epi16(pairs[h][r], scale));
-                            }
-                        }
-                    }
+        avx2_read_levels(f, &s, &levels);
+        const int n = (int)(s.n_inputs / f->group);
+        UNROLLED for (int h = 0; h < n_halves; h++) {
+            const int first = 8 * (half + h);
+            for (int g = 0; g < n; g++)
+                avx2_interleave(levels.scale[g] + first, levels.scale[g] + first, pairs_of_scales[g][h]);
+            for (int g = 0; g < n; g += 2)
+                avx2_interleave(levels.other[g] + first, levels.other[g + 1] + first, pairs_of_others[g / 2][h]);
+        }
+        const uint8_t *unit = s.blocks + f->header_bytes + s.from / UNIT * unit_bytes;
+        for (int u = 0; u < (int)(s.n_inputs / UNIT); u++, unit += unit_bytes, x += UNIT * n_tile) {
+            __m256i pairs[2][MAX_TILE];
+            if (prefetches)
+                UNROLLED for (int line = 0; line < bits; line++)
+                    avx2_prefetch(unit + line * QUAD_BYTES, AHEAD);
+            UNROLLED for (int q = 0; q < UNIT / 4; q++) {
+                const int place = apart ? q % 4 : q, last = apart ? 3 : 7; /* in the group */
+                const int group = apart ? 2 * u + q / 4 : u;
+                __m256i codes[2];
+                UNROLLED for (int h = 0; h < n_halves; h++) {
+                    codes[h] = avx2_codes(bits, unit, q, half + h);
+                    if (is_book) codes[h] = _mm256_shuffle_epi8(book, codes[h]);
                 }
-                if (apart || u % 2) {
-                    const int pair = apart ? u : u / 2;
-                    UNROLLED for (int r = 0; r < n_rows; r++) {
-                        int32_t two;
-                        memcpy(&two, group_sums + r * n_sums, 4);
-                        UNROLLED for (int h = 0; h < n_halves; h++) {
-                            const __m256i other = _mm256_loadu_si256((const __m256i *)pairs_of_others[pair][h]);
-                            others[h][r] = _mm256_add_epi32(others[h][r], _mm256_madd_epi16(other, _mm256_set1_epi32(two)));
-                        }
-                    }
-                    group_sums += 2;
-                }
-                if ((u + 1) % group_units) continue;
                 UNROLLED for (int r = 0; r < n_rows; r++) {
-                    const __m256 x_scale = _mm256_set1_ps(x_scales[r * p->n_groups]);
+                    const __m256i quad = _mm256_set1_epi32(quad_at(x + 4 * (q * n_tile + r)));
                     UNROLLED for (int h = 0; h < n_halves; h++) {
-                        const __m256 outer = _mm256_loadu_ps(levels.outer + 8 * (half + h));
-                        const __m256 below = _mm256_loadu_ps(levels.below + 8 * (half + h));
-                        __m256i whole = sum[h][r];
-                        if (bias) whole = _mm256_sub_epi32(whole, _mm256_mullo_epi32(others[h][r], biases));
-                        totals[panel][h][r] =
-                            _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), _mm256_mul_ps(outer, x_scale), totals[panel][h][r]);
-                        if (has_minimum(f))
-                            totals[panel][h][r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(others[h][r]), _mm256_mul_ps(below, x_scale),
-                                                          totals[panel][h][r]);
-                        sum[h][r] = others[h][r] = _mm256_setzero_si256();
+                        const __m256i some =
+                            is_signed
+                                ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes[h]), _mm256_sign_epi8(quad, codes[h]))
+                                : _mm256_maddubs_epi16(codes[h], quad);
+                        pairs[h][r] = place % depth == 0 ? some : _mm256_add_epi16(pairs[h][r], some);
+                        IN_ORDER(pairs[h][r]);
+                        if (place % depth == depth - 1 || place == last) {
+                            const __m256i scale = _mm256_loadu_si256((const __m256i *)pairs_of_scales[group][h]);
+                            sum[h][r] = _mm256_add_epi32(sum[h][r], _mm256_madd_epi16(pairs[h][r], scale));
+                        }
                     }
                 }
-                x_scales++;
             }
+            if (apart || u % 2) {
+                const int pair = apart ? u : u / 2;
+                UNROLLED for (int r = 0; r < n_rows; r++) {
+                    int32_t two;
+                    memcpy(&two, group_sums + r * n_sums, 4);
+                    UNROLLED for (int h = 0; h < n_halves; h++) {
+                        const __m256i own = _mm256_loadu_si256((const __m256i *)pairs_of_others[pair][h]);
+                        others[h][r] = _mm256_add_epi32(others[h][r], _mm256_madd_epi16(own, _mm256_set1_epi32(two)));
+                    }
+                }
+                group_sums += 2;
+            }
+            if ((u + 1) % group_units) continue;
+            UNROLLED for (int r = 0; r < n_rows; r++) {
+                const __m256 x_scale = _mm256_set1_ps(x_scales[r * p->n_groups]);
+                UNROLLED for (int h = 0; h < n_halves; h++) {
+                    const __m256 outer = _mm256_loadu_ps(levels.outer + 8 * (half + h));
+                    const __m256 below = _mm256_loadu_ps(levels.below + 8 * (half + h));
+                    __m256i whole = sum[h][r];
+                    if (bias) whole = _mm256_sub_epi32(whole, _mm256_mullo_epi32(others[h][r], biases));
+                    total[h][r] =
+                        _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), _mm256_mul_ps(outer, x_scale), total[h][r]);
+                    if (has_minimum(f))
+                        total[h][r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(others[h][r]), _mm256_mul_ps(below, x_scale),
+                                                      total[h][r]);
+                    sum[h][r] = others[h][r] = _mm256_setzero_si256();
+                }
+            }
+            x_scales++;
         }
     }
-    UNROLLED for (int panel = 0; panel < n_panels; panel++)
-        UNROLLED for (int h = 0; h < n_halves; h++)
-            UNROLLED for (int r = 0; r < n_rows; r++)
-                _mm256_storeu_ps(sums[panel][begin + r] + 8 * (half + h), totals[panel][h][r]);
+    UNROLLED for (int h = 0; h < n_halves; h++)
+        UNROLLED for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[0][begin + r] + 8 * (half + h), total[h][r]);
 }
 
 /* Eight weights of one input as float32, from codes that are floats. */
@@ -314,7 +302,7 @@ INLINE WITH_AVX2 void avx2_floats_of(const int n_rows, int half, const int code,
 #define AVX2_HALVES(n_rows, n_halves, half, ...) \
     avx2_quantized_of(n_rows, n_halves, half, begin, n_tile, __VA_ARGS__, p, w, row, sums)
 #define AVX2_LEVELS(n_rows, n_halves, half, ...) \
-    avx2_levels_of(1, n_rows, n_halves, half, begin, n_tile, __VA_ARGS__, p, w, row, sums)
+    avx2_levels_of(n_rows, n_halves, half, begin, n_tile, __VA_ARGS__, p, w, row, sums)
 /* Whole tiles half by half, and parts of others: a function for each number of rows would take long to compile. */
 #define AVX2_QUANTIZED(NAME, ...)                                                                       \
     static WITH_AVX2 void NAME(const struct linear *p, const uint8_t *w, int64_t row, const int n_tile, \
@@ -392,13 +380,6 @@ AVX2_QUANTIZED(avx2_levels_narrow_apart, 4, AVX2_BOOK, 1)
 AVX2_QUANTIZED(avx2_levels_wide_book, 4, AVX2_SIGNED_BOOK, 0)
 AVX2_QUANTIZED(avx2_levels_wide_book_apart, 4, AVX2_SIGNED_BOOK, 1)
 
-/* One row and two panels of the commonest K-quants: two streams from memory. Others compute for as long as they read, and
- * gain nothing from it. */
-static WITH_AVX2 void avx2_two_levels_4(const struct linear *p, const uint8_t *w, int64_t row, const int n_rows,
-                                        float sums[2][MAX_TILE][PANEL]) {
-    avx2_levels_of(2, 1, 2, 0, 0, n_rows, 4, AVX2_UNSIGNED, 0, p, w, row, sums);
-}
-
 /* By bits, then books of a narrow and of a wide range; by whether a group is 32 inputs or 16. */
 static tile_function avx2_level_tiles[][2] = {
     {avx2_levels_2, avx2_levels_2_apart},
@@ -416,8 +397,7 @@ struct tiles shardnet_avx2_tiles(const struct linear *p) {
     if (is_plain(f)) return shardnet_avx2_plain_tiles(p);
     if (has_levels(f)) {
         const int kind = f->code == BOOK ? book_bias(f) == 128 ? 6 : 5 : f->bits - 2;
-        const int has_two = p->n_rows == 1 && kind == 2 && !apart;
-        return (struct tiles){avx2_level_tiles[kind][apart], has_two ? avx2_two_levels_4 : NULL};
+        return (struct tiles){avx2_level_tiles[kind][apart], NULL};
     }
     switch (f->code) {
         case BF16:
