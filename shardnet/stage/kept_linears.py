@@ -21,7 +21,7 @@ class LinearKey:
     wide: bool
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class KeptLinears:
     """Linears by what they were asked for, and the rows up to which they are batch-invariant."""
 

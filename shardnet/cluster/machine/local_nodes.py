@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import stat
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -190,9 +191,10 @@ def _started(pid: int) -> float:
     psutil.NoSuchProcess.
     """
     process = psutil.Process(pid)
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        words = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-        return int(words[_START_FIELD]) / os.sysconf("SC_CLK_TCK")
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            line = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+            return int(line.rpartition(")")[2].split()[_START_FIELD]) / os.sysconf("SC_CLK_TCK")
     return process.create_time()
 
 

@@ -102,6 +102,7 @@ def run_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             prefix_cache_bytes=0,
             peers=(),
             no_mdns=True,
+            spins=False,
             access=Access(insecure=True),
             http=None,
             as_json=False,

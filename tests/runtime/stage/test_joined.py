@@ -49,6 +49,7 @@ def test_what_a_stage_lacks_is_loaded_beside_it_and_joined(tmp_path: Path) -> No
     assert [part.order.layers.start for part in stage.parts] == [0, 1, 2]
     assert stage.weight_bytes == sum(part.weight_bytes for part in stage.parts)
     assert stage.room_blocks == min(part.room_blocks for part in stage.parts) // 3
+    assert len({stage, own, own}) == 2
     assert stage.part(whole) is stage
     assert stage.part(middle) is own
     assert stage.part(replace(middle, context=256)) is None
