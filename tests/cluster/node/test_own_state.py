@@ -27,10 +27,11 @@ def test_a_stage_whose_ring_is_over_has_no_rank_in_it(is_over: bool, rank: int |
                 loaded=SimpleNamespace(order=order, weight_bytes=1),
                 membership=SimpleNamespace(is_over=is_over, rank=2),
                 is_draining=False,
+                rests="its owner types",
             ),
         ),
         orders=cast(Any, SimpleNamespace(memory_bytes=lambda: 2, threads=1)),
     )
-    stage = own.info().stage
-    assert stage is not None
-    assert stage.rank == rank
+    info = own.info()
+    assert info.stage is not None
+    assert (info.stage.rank, info.rests) == (rank, "its owner types")
