@@ -151,9 +151,11 @@ def _pressure_lines(report: NodeReport) -> list[str]:
     pressure = report.pressure
     if pressure is None or not (pressure.stalled or pressure.n_drops or pressure.n_rests):
         return []
+    waited = ""
+    if pressure.stalled is not None:
+        waited = f"programs waited for memory in {pressure.stalled:.0%} of the last 10 s; "
     return [
-        f"pressure programs waited for memory in {(pressure.stalled or 0.0):.0%} of the last 10 s; "
-        f"caches dropped {counted(pressure.n_drops, 'time')}, "
+        f"pressure {waited}caches dropped {counted(pressure.n_drops, 'time')}, "
         f"rested {counted(pressure.n_rests, 'time')}"
     ]
 

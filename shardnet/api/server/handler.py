@@ -44,6 +44,7 @@ RESUME_HEADER: Final = b"x-shardnet-resume"
 """With it the answer to an earlier request of the same id is sent again, without so many events."""
 
 MOST_RECEIVED: Final = 1 << 32
+MOST_DIGITS: Final = 12
 
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -233,7 +234,8 @@ def _request_id(headers: dict[bytes, bytes]) -> str:
 def _n_received(value: bytes) -> int:
     """Read how many events a client has. Raises HttpError 400 for what is no number."""
     text = value.decode("latin-1").strip()
-    if not (text.isascii() and text.isdigit()) or int(text[:12]) > MOST_RECEIVED:
+    is_number = text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS
+    if not is_number or int(text) > MOST_RECEIVED:
         raise HttpError(
             Fault(
                 status=400,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from shardnet.cluster.diagnosis.facts import Finding, Severity, problem
 from shardnet.cluster.placement.words import size
-from shardnet.cluster.pressure.memory_strain import STALLED, MemoryLook
+from shardnet.cluster.pressure.memory_strain import MemoryLook
 from shardnet.wire.messages.diagnostics import NodeReport
 from shardnet.wire.messages.membership import NodeInfo
 
@@ -27,13 +27,14 @@ def pressure_findings(where: str, info: NodeInfo, report: NodeReport) -> Iterato
     pressure = report.pressure
     if pressure is None:
         return
-    look = MemoryLook(available_bytes=pressure.available_bytes, total_bytes=pressure.total_bytes)
-    stalled = pressure.stalled or 0.0
-    if stalled >= STALLED or look.available_bytes < look.short_bytes:
-        yield problem(
-            "memory",
-            where,
-            f"{size(look.available_bytes)} of {size(look.total_bytes)} of memory are available, "
-            f"and programs waited for memory in {stalled:.0%} of the last 10 s",
-            "end other programs there, or start the node with less --memory",
-        )
+    look = MemoryLook(
+        available_bytes=pressure.available_bytes,
+        total_bytes=pressure.total_bytes,
+        stalled=pressure.stalled,
+    )
+    if look.is_short:
+        what = f"{size(look.available_bytes)} of {size(look.total_bytes)} of memory are available"
+        if look.stalled is not None:
+            what += f", and programs waited for memory in {look.stalled:.0%} of the last 10 s"
+        remedy = "end other programs there, or start the node with less --memory"
+        yield problem("memory", where, what, remedy)

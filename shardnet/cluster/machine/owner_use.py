@@ -66,9 +66,15 @@ class OwnerUse:
 
 
 def _took_s(pid: int) -> float:
-    """Return the processor time of a process in seconds, negative if there is none."""
+    """Return the processor time of a process in seconds, negative if it is not to be counted.
+
+    That is where it has ended, or runs at low priority: then the system's busy time lacks it too.
+    """
     try:
-        times = psutil.Process(pid).cpu_times()
+        process = psutil.Process(pid)
+        if os.name == "posix" and process.nice() > 0:
+            return -1.0
+        times = process.cpu_times()
     except psutil.Error:
         return -1.0
     return float(times.user + times.system)

@@ -14,15 +14,14 @@ POWER_SUPPLIES: Final = Path("/sys/class/power_supply")
 def runs_on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
     """Return whether a battery of the machine discharges and nothing else gives power."""
     try:
-        found = sorted(supplies.iterdir())
+        # Those of a mouse or a headset, which are online as well, say nothing of the machine.
+        found = [each for each in supplies.iterdir() if _read(each / "scope") != "Device"]
     except OSError:
         return False
     if any(_read(each / "online") == "1" for each in found):
         return False
     return any(
-        _read(each / "type") == "Battery"
-        and _read(each / "scope") != "Device"  # that of a mouse
-        and _read(each / "status") == "Discharging"
+        _read(each / "type") == "Battery" and _read(each / "status") == "Discharging"
         for each in found
     )
 

@@ -47,7 +47,8 @@ class NodeDrain:
         self._link_of = link_of
         self._hand_over = hand_over
         self._log = log
-        self._asked = ""
+        self._refused = ("", "")
+        """The ring whose head could not do without this node, and why it was asked to."""
         self._done = asyncio.Event()
         self.is_over = asyncio.Event()
         """Set when a node that was ordered to drain is to end, and who ordered it knows."""
@@ -100,15 +101,14 @@ class NodeDrain:
     async def leave(self, why: str = "") -> None:
         """Ask the head of the ring that this node is in, if it is another one, to do without it.
 
-        Once for each ring. Where it cannot, its requests are waited for. `why` is why the node
-        rests, "" if it drains.
+        Where it cannot, its requests are waited for: it is not asked again for that reason. `why`
+        is why the node rests, "" if it drains.
         """
         membership = self._host.membership
         if membership is None or membership.is_over or membership.owner == self._head.node:
             return
-        if membership.is_forming or membership.ring == self._asked:
+        if membership.is_forming or self._refused == (membership.ring, why):
             return
-        self._asked = membership.ring
         control = self._link_of(NodeId(membership.owner))
         if control is None:
             return
@@ -116,4 +116,5 @@ class NodeDrain:
         try:
             await control.ask(message, Done, on_progress=lambda report: None)
         except ShardnetError as error:
+            self._refused = (membership.ring, why)
             self._log(f"the ring of {membership.model} cannot do without this node: {error}")

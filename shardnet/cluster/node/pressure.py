@@ -97,13 +97,13 @@ class NodePressure:
 
     async def look(self) -> None:
         """Give back what it is time to."""
-        loaded = self._host.loaded
-        if self._host.is_draining or (loaded is None and self._owner is None and not self.rests):
+        if self._host.is_draining:
             return
+        loaded = self._host.loaded
         why, memory = "", None
         if self._owner is not None:
             why = self._watch.look(self._clock(), await asyncio.to_thread(self._owner))
-        if self._memory is not None:
+        if self._memory is not None and (loaded is not None or self.rests):
             memory = self._memory()
         held_bytes = 0 if loaded is None else loaded.weight_bytes
         match self._policy.look(self._clock(), memory, why, held_bytes):

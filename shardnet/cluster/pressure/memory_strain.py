@@ -50,6 +50,20 @@ class MemoryLook:
         least, most = SHORT_BYTES
         return max(least, min(most, int(self.total_bytes * SHORT_SHARE)))
 
+    @property
+    def is_short(self) -> bool:
+        """Whether little memory is available, whatever there was before."""
+        return self.available_bytes < self._limit_bytes
+
+    def is_short_after(self, most_bytes: int) -> bool:
+        """Whether little is available, and most of what there was is gone."""
+        return self.available_bytes < min(self._limit_bytes, most_bytes // 2)
+
+    @property
+    def _limit_bytes(self) -> int:
+        is_stalled = self.stalled is not None and self.stalled >= STALLED
+        return self.short_bytes * (STALLED_BELOW if is_stalled else 1)
+
 
 @dataclass(slots=True, kw_only=True)
 class MemoryStrain:
@@ -67,7 +81,7 @@ class MemoryStrain:
     def look(self, now_s: float, look: MemoryLook) -> Strain:
         """Take the next look, at a moment of any clock that goes on."""
         self._most_bytes = max(self._most_bytes, look.available_bytes)
-        self._n_short = self._n_short + 1 if self._is_short(look) else 0
+        self._n_short = self._n_short + 1 if look.is_short_after(self._most_bytes) else 0
         if self._n_short < N_SHORT:
             if not self._n_short:
                 self._since_s = None
@@ -75,8 +89,3 @@ class MemoryStrain:
         if self._since_s is None:
             self._since_s = now_s
         return Strain.CACHES if now_s - self._since_s < RELIEF_S else Strain.LAYERS
-
-    def _is_short(self, look: MemoryLook) -> bool:
-        is_stalled = look.stalled is not None and look.stalled >= STALLED
-        limit = look.short_bytes * (STALLED_BELOW if is_stalled else 1)
-        return look.available_bytes < min(limit, self._most_bytes // 2)

@@ -17,8 +17,10 @@ DROP_S: Final = 30.0
 REST_S: Final = 60.0
 """How long a node rests at least for lack of memory; twice as long each time."""
 LONGEST_REST_S: Final = 3600.0
+MOST_RESTS: Final = 8
+"""So many are counted: they reach LONGEST_REST_S before."""
 FORGIVEN_S: Final = 4 * 3600.0
-"""After so long without a rest the next one is taken for the first."""
+"""After so long without such a rest the next one is taken for the first."""
 SHORT_OF_MEMORY: Final = "memory is short there"
 
 
@@ -37,9 +39,12 @@ class PressurePolicy:
 
     why: str = ""
     _strain: MemoryStrain = field(default_factory=MemoryStrain)
+    _held_bytes: int = 0
     _dropped_s: float | None = None
     _since_s: float = 0.0
+    _short_s: float = 0.0
     _n_rests: int = 0
+    """How often it has rested for lack of memory lately."""
     _given_bytes: int = 0
     """What the node held when it began to rest."""
 
@@ -53,8 +58,9 @@ class PressurePolicy:
             return self._resting(now_s, memory, owner, held_bytes)
         if owner:
             return self._rest(now_s, owner, held_bytes)
+        if held_bytes != self._held_bytes:  # what was available before, this model may fill
+            self._held_bytes, self._strain = held_bytes, MemoryStrain()
         if memory is None or not held_bytes:
-            self._strain = MemoryStrain()
             return Action.NOTHING
         strain = self._strain.look(now_s, memory)
         if strain is Strain.LAYERS:
@@ -71,10 +77,11 @@ class PressurePolicy:
         self._strain = MemoryStrain()
 
     def _rest(self, now_s: float, why: str, held_bytes: int) -> Action:
-        if now_s - self._since_s >= FORGIVEN_S:
-            self._n_rests = 0
+        if why == SHORT_OF_MEMORY:  # those for its owner are no reason to wait longer
+            is_forgiven = now_s - self._short_s >= FORGIVEN_S
+            self._n_rests = 1 if is_forgiven else min(self._n_rests + 1, MOST_RESTS)
+            self._short_s = now_s
         self.why, self._since_s, self._given_bytes = why, now_s, held_bytes
-        self._n_rests += 1
         return Action.REST
 
     def _resting(

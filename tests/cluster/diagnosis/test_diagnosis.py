@@ -39,7 +39,7 @@ from shardnet.errors import (
     VersionMismatchError,
 )
 from shardnet.types import DType
-from shardnet.wire.messages.diagnostics import AddressView, RefusedHost
+from shardnet.wire.messages.diagnostics import AddressView, PressureState, RefusedHost
 from shardnet.wire.messages.membership import ReportReply
 
 OTHER = "b" * 16
@@ -427,6 +427,25 @@ def test_a_model_that_this_machine_cannot_read_is_told() -> None:
     line = the_one(with_memory(16, model=unread), "model").line
     assert "no checkpoint folder" in line
     assert "check the path" in line
+
+
+@pytest.mark.parametrize(
+    ("available", "stalled", "words"),
+    [
+        (1, None, "1.00 GiB of 64.00 GiB of memory are available; end other programs"),
+        (5, 0.5, "programs waited for memory in 50% of the last 10 s; end other programs"),
+        (5, 0.05, ""),
+        (20, 0.9, ""),  # somebody else's container is at its limit
+    ],
+)
+def test_machines_short_of_memory_and_nodes_that_rest(
+    available: int, stalled: float | None, words: str
+) -> None:
+    pressure = PressureState(available_bytes=available * GIB, total_bytes=64 * GIB, stalled=stalled)
+    told = facts(with_info(reply("anna", pressure=pressure), rests="its owner types"))
+    assert "takes no layers: its owner types" in the_one(told, "node", Severity.INFO).line
+    lines = [finding.line for finding in diagnose(told) if finding.topic == "memory"]
+    assert [words in line for line in lines] == [True] * bool(words)
 
 
 # --- whatever is told

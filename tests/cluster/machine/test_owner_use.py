@@ -53,7 +53,7 @@ def test_a_terminal_that_was_read_is_input_also_where_the_clock_jumps(tmp_path: 
 
 
 def test_the_work_of_shardnets_nodes_is_no_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy, own, now = [100.0], {7: 50.0}, [10.0]
+    busy, own, now = [100.0], {7: 50.0, 9: 0.0}, [10.0]
 
     class Times:
         def __init__(self, user: float) -> None:
@@ -65,6 +65,9 @@ def test_the_work_of_shardnets_nodes_is_no_other_programs(monkeypatch: pytest.Mo
                 raise psutil.NoSuchProcess(pid)
             self.pid = pid
 
+        def nice(self) -> int:
+            return 10 if self.pid == 9 else 0
+
         def cpu_times(self) -> Times:
             return Times(own[self.pid])
 
@@ -75,6 +78,7 @@ def test_the_work_of_shardnets_nodes_is_no_other_programs(monkeypatch: pytest.Mo
     first = use.look()
     assert (first.other_cores, first.gpu, first.has_input) == (None, 0.5, None)
     now[0], busy[0], own[7], own[8] = 12.0, 107.0, 53.0, 400.0  # another node has begun
+    own[9] = 2.0  # at low priority: it is not among what is busy
     assert use.look().other_cores == 2.0
     now[0], busy[0], own[7], own[8] = 14.0, 107.0, 53.1, 400.0
     assert use.look().other_cores == 0.0

@@ -14,7 +14,8 @@ def supply(folder: Path, name: str, **files: str) -> None:
 def test_a_battery_counts_only_where_it_alone_gives_power(tmp_path: Path) -> None:
     assert not runs_on_battery(tmp_path / "missing")
     assert not runs_on_battery(tmp_path)
-    supply(tmp_path, "mouse", type="Battery", scope="Device", status="Discharging")
+    mouse = {"type": "Battery", "scope": "Device", "status": "Discharging", "online": "1"}
+    supply(tmp_path, "mouse", **mouse)
     assert not runs_on_battery(tmp_path)
     supply(tmp_path, "BAT0", type="Battery", status="Discharging")
     assert runs_on_battery(tmp_path)

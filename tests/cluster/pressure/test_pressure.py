@@ -101,6 +101,28 @@ def test_what_was_freed_instead_is_no_rest() -> None:
     assert policy.why == ""
 
 
+def test_a_model_that_fills_what_another_one_left_is_no_shortage() -> None:
+    policy = PressurePolicy()
+    held = [(8.0, GIB), (15.0, 0), (3.0, 12 * GIB), *[(0.2, 15 * GIB)] * 20]
+    actions = [policy.look(n * LOOK_S, look(free), "", had) for n, (free, had) in enumerate(held)]
+    assert set(actions) == {Action.NOTHING}
+
+
+def test_rests_for_an_owner_make_none_for_memory_longer() -> None:
+    policy = PressurePolicy()
+    for n in range(5000):
+        assert policy.look(2 * n, look(8), "its owner types", GIB) is Action.REST
+        assert policy.look(2 * n + 1, look(8), "", 0) is Action.BACK
+    now_s = 10_000.0
+    policy.look(now_s, look(8), "", GIB)
+    while not policy.why:
+        now_s += LOOK_S
+        policy.look(now_s, look(0.1), "", GIB)
+    assert policy.why == SHORT_OF_MEMORY
+    assert policy.look(now_s + REST_S - 1, look(8), "", 0) is Action.NOTHING
+    assert policy.look(now_s + REST_S, look(8), "", 0) is Action.BACK
+
+
 class Machine:
     """A machine of 16 GiB on which others take memory; its node holds `layers` GiB or none."""
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from support.chaos.faults import Fault, Moment, Round
+from support.chaos.faults import Fault, Kind, Moment, Round
 from support.chaos.lab import Lab, Place, differences
 from support.chaos.ledger import DIFFERS, EQUAL, NAMED, SILENT, Entry
 from support.chaos.streams import Heard, listen, listen_to_all, make_prompts
@@ -172,7 +172,12 @@ class Rounds:
         told += [one.ended_at for one in heard if one.error is not None]
         log = self._head_log[log_before:]
         await self._lab.until_lifted()
+        started = [place.n_starts for place in self._lab.places]
         whole_s, returned = await self._heal(wrong)
+        for fault in drawn.faults if inflicted else ():
+            place = self._lab.places[fault.victim]
+            if fault.kind is Kind.DRAIN and place.n_starts == started[fault.victim]:
+                wrong.append(f"{place.name} has not ended by its drain")
         wrong += await self._leaks()
         return Entry(
             seed=self._seed,

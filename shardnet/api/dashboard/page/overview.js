@@ -17,6 +17,8 @@ const STATES = {
   refused: ["refused", "warn"],
 };
 
+const WHY = { draining: "It gives its layers to other nodes" };
+
 export function Overview() {
   return html`
     <h1 class="unseen">Ring</h1>
@@ -143,7 +145,7 @@ function Node({ one }) {
         ${one.is_asked && html`<span class="quiet">serves this page</span>`}
       </div>
       ${one.state !== "up" &&
-      html`<p class="failure">${one.why ?? "It does not answer"}, for ${duration(one.since_s)}</p>`}
+      html`<p class="failure">${one.why ?? WHY[one.state] ?? "It does not answer"}, for ${duration(one.since_s)}</p>`}
       ${one.memory_bytes != null &&
       one.memory_free_bytes != null &&
       html`
