@@ -27,6 +27,8 @@ REST_FACTOR: Final = 8
 """Whoever has spun rests so many times as long: a ninth of a core at most, for each thread."""
 LEAD_NS: Final = 60_000
 """So long before the expected time a node wakes up: waking takes about that."""
+SHORT_NS: Final = 5_000_000
+"""Who waits less sleeps lightly and finds its caches warm: a spin takes more than it saves."""
 REMEMBERED: Final = 8
 """Waits from which the next one is guessed."""
 
@@ -102,8 +104,8 @@ class Alertness:
         self._hands_over = hands_over
         self._is_awaited = True
         early_ns = self._waits.early_ns
-        if early_ns is not None:
-            self._alarm.set(max(1, early_ns - LEAD_NS))
+        if early_ns is not None and early_ns >= SHORT_NS:
+            self._alarm.set(early_ns - LEAD_NS)
 
     def arrived(self) -> None:
         """Note that a step, or the answer to one, has come."""

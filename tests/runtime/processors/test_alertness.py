@@ -10,7 +10,14 @@ import pytest
 
 from shardnet.model.kernels.library import native_kernels
 from shardnet.runtime.processors import alertness, cpu_latency
-from shardnet.runtime.processors.alertness import LEAD_NS, REST_FACTOR, SPIN_NS, Alertness, Waits
+from shardnet.runtime.processors.alertness import (
+    LEAD_NS,
+    REST_FACTOR,
+    SHORT_NS,
+    SPIN_NS,
+    Alertness,
+    Waits,
+)
 from shardnet.runtime.processors.cpu_latency import CpuLatency
 from shardnet.runtime.stage import executor
 from shardnet.runtime.stage.executor import Executor
@@ -102,11 +109,14 @@ def test_the_next_wait_is_guessed_from_the_last_ones_but_not_from_the_shortest()
 def test_it_wakes_up_shortly_before_a_step_and_spins_no_longer_than_it_may(tmp_path: Path) -> None:
     async def main() -> None:
         ring = Ring(tmp_path)
-        for _ in range(4):
-            ring.step(1_000_000)
-        assert ring.alarm.set_to == []  # nothing is known yet
+        for _ in range(8):
+            ring.step(SHORT_NS - 1)
+        for _ in range(6):
+            ring.step(SHORT_NS)
+        assert ring.alarm.set_to == []  # the last steps came so soon that it does not pay
+        ring.step(SHORT_NS)
         ring.alert.sent(hands_over=False)
-        assert ring.alarm.set_to == [1_000_000 - LEAD_NS]
+        assert ring.alarm.set_to == [SHORT_NS - LEAD_NS]
 
         ring.alarm.ring()
         assert await n_turns_of_spinning(ring, SPIN_NS // 10) == 10  # the step does not come
