@@ -87,6 +87,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.set_num_threads(1)
 
 
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """Have the last resort set again with the next test: pytest takes it back at each failure."""
+    node.config.stash[_next_put_off] = 0.0
+
+
 def _put_off_last_resort(config: pytest.Config) -> None:
     now = time.monotonic()
     if now >= config.stash[_next_put_off]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, size_changed
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN, file_changed
 from shardnet.errors import CheckpointError
 from shardnet.model.config.panel_form import PANEL
 from shardnet.model.families.stage_tensors import Shape, StageTensors, left_over
@@ -138,7 +138,7 @@ class TensorReader:
             try:
                 bring(memory, piece)
             except FileChanged:
-                raise size_changed(piece.part.path) from None
+                raise file_changed(piece.part.path) from None
             except OSError as error:
                 raise CheckpointError(
                     f"{piece.part.path} cannot be read ({error.strerror})", remedy=AGAIN

@@ -90,7 +90,7 @@ class StageWeights:
         self._tests = _BatchInvarianceTests(choice.exact_rows, device)
         self._tied = tensors.embedding.keys() & self._head
         self._kept = kept or KeptLinears(exact_rows=choice.exact_rows)
-        self._kept.drop_others(tensors.all.keys() - self._streamed.keys())
+        self._kept.drop_others(tensors.all.keys() - self._streamed.keys() - self._tied)
         self._made: dict[LinearKey, Linear] = {}
 
     @property

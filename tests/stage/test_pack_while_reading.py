@@ -129,5 +129,5 @@ def test_a_file_that_changes_meanwhile_is_named(
         usual(*some)
 
     monkeypatch.setattr(file_parts, "_read", change)
-    with pytest.raises(CheckpointError, match=r"safetensors(: its size has| cannot be read)"):
+    with pytest.raises(CheckpointError, match=r"safetensors(: it has changed| cannot be read)"):
         load(checkpoint)

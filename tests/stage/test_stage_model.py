@@ -129,6 +129,7 @@ class TestLoading:
         taken = [key for key in before if after.get(key) is before[key]]
         assert len(taken) >= len(before) - 2
         assert [key for key in taken if key.names == ("gone",)] == []
+        assert kept.linears == {}  # what it does not take holds no memory while the rest is made
         assert seen[-1][0] == seen[-1][1]
         assert sum(checkpoint.bytes_read.values()) < sum(again.bytes_read.values()) / 1.5
         assert stage.exact_rows == whole.exact_rows

@@ -165,7 +165,7 @@ def read_stored(
     try:
         with open_file(path) as file:
             if file.seek(0, 2) != file_bytes:
-                raise size_changed(path)
+                raise file_changed(path)
             begin = tensor.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             inside = tensor.offset - begin
             # A private mapping, since torch warns of buffers that cannot be written.
@@ -200,12 +200,12 @@ def check_size(path: Path, file_bytes: int) -> None:
     if found is None:
         raise CheckpointError(f"{path} cannot be read (it is missing)", remedy=AGAIN)
     if found.st_size != file_bytes:
-        raise size_changed(path)
+        raise file_changed(path)
 
 
-def size_changed(path: Path) -> CheckpointError:
-    """Return the error for a file that was truncated or replaced while it is in use."""
-    return CheckpointError(f"{path}: its size has changed since it was opened", remedy=AGAIN)
+def file_changed(path: Path) -> CheckpointError:
+    """Return the error for a file that was written, truncated or replaced while it is in use."""
+    return CheckpointError(f"{path}: it has changed since it was opened", remedy=AGAIN)
 
 
 def prefetch_stored(folder: Path, tensor: StoredTensor, n_bytes: int) -> None:

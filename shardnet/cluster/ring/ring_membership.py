@@ -195,6 +195,8 @@ class RingMembership:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        if self._alertness is not None:
+            self._alertness.close()  # a task that was cancelled before it began has not
         if self._expiry is not None:
             self._expiry.cancel()
         if self._slots is not None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
@@ -211,6 +212,39 @@ def test_a_seat_that_is_left_while_it_waits_for_its_neighbour_says_so() -> None:
         with pytest.raises(PeerFailedError, match="this node left ring r while its links"):
             await joining
         await asyncio.gather(leaving, far.close())
+
+    asyncio.run(main())
+
+
+def test_a_seat_that_is_left_before_its_work_begins_is_not_kept_awake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        alertness = mock.Mock()
+        monkeypatch.setattr(ring_membership, "Alertness", lambda **_: alertness)
+        data = Hello(
+            purpose=Purpose.DATA,
+            role=PeerRole.NODE,
+            node="n",
+            name="n",
+            version="0",
+            ring="r",
+            epoch=1,
+            rank=0,
+        )
+        (before, here), (there, after) = [await memory_pair(data, data) for _ in range(2)]
+
+        async def dial(address: str, membership: RingMembership) -> Link:
+            return there
+
+        one, executor = membership(print, n_stages=3, rank=1, dial=dial), Executor("test")
+        one._may_spin = lambda: True
+        one.accept(here)
+        await one.join(BrokenCompute(), executor, None)
+        await one.leave()
+        alertness.close.assert_called()
+        await asyncio.gather(before.close(), after.close())
+        executor.join()
 
     asyncio.run(main())
 
