@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import aclosing
 
-from shardnet.errors import ShardnetError
+from shardnet.errors import ShardnetError, internal_error
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.requests import GenerationRequest, TokenGenerated
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
@@ -146,7 +146,14 @@ async def _generate(compute: _Rehearsed, set_up: Callable[[], None]) -> None:
         text=_Text(),
         stops_by_text=False,
     )
+
+    def worker_ended(task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            engine.fail(internal_error("a rehearsal", error))
+
     working = asyncio.create_task(worker.run())
+    working.add_done_callback(worker_ended)
     here, there = await memory_pair(_HELLO, _HELLO)
     reading = asyncio.create_task(_read(there))
     try:

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from shardnet.cluster.measuring.rehearsal import rehearse
-from shardnet.errors import BusyError
+from shardnet.errors import BusyError, ShardnetError
+from shardnet.runtime.stage.worker import StageWorker
 
 STEP_S = 0.002
 """Longer than a step that the loop's thread computes itself."""
@@ -43,3 +44,12 @@ def test_what_a_step_raises_ends_it() -> None:
 
     with pytest.raises(BusyError, match="somebody asked"):
         rehearse(step, on_any_thread=False, set_up=lambda: None)
+
+
+def test_a_worker_that_ends_by_a_bug_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def end(worker: StageWorker) -> None:
+        raise RuntimeError("of ours")
+
+    monkeypatch.setattr(StageWorker, "run", end)
+    with pytest.raises(ShardnetError, match="internal error in a rehearsal"):
+        rehearse(lambda: True, on_any_thread=False, set_up=lambda: None)
