@@ -175,6 +175,7 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
         prefixes = PrefixStore(settings.cache / PREFIXES_FOLDER, settings.prefix_cache_bytes)
     host = StageHost(
         dial=links.dial_data,
+        node=settings.node,
         packs=settings.cache / PACKS_FOLDER,
         prefixes=prefixes,
         plugin=settings.budget.device.plugin,

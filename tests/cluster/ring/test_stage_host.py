@@ -43,7 +43,7 @@ def hosted(main: Callable[[StageHost], Any]) -> None:
         raise AssertionError(f"{address} was dialled")
 
     async def run() -> None:
-        host = StageHost(dial=dial)
+        host = StageHost(dial=dial, node="own")
         try:
             await main(host)
         finally:
@@ -246,6 +246,18 @@ def test_a_place_is_free_when_it_is_taken_back_or_its_head_is_gone() -> None:
         host.head_lost(second.ring)
         third = await enter_ring(host)
         assert host.membership is third
+
+    hosted(main)
+
+
+def test_a_node_that_drains_takes_its_own_orders_alone() -> None:
+    """Requests that it leads still may need another ring."""
+
+    async def main(host: StageHost) -> None:
+        host.is_draining = True
+        with pytest.raises(PeerFailedError, match="this node is draining"):
+            await enter_ring(host)
+        assert await enter_ring(host, owner="own") is host.membership
 
     hosted(main)
 
