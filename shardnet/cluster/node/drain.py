@@ -108,10 +108,10 @@ class NodeDrain:
             return
         if membership.is_forming or membership.ring == self._asked:
             return
-        self._asked = membership.ring
         control = self._link_of(NodeId(membership.owner))
-        if control is None:
+        if control is None:  # it is dialled again, or lost
             return
+        self._asked = membership.ring
         message = LeaveRing(request=control.next_request(), ring=membership.ring, why=why)
         try:
             await control.ask(message, Done, on_progress=lambda report: None)
