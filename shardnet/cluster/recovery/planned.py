@@ -67,11 +67,22 @@ class PlannedRecord:
 
 
 class PlannedChanges:
-    """Replaces the ring that `head` leads, for nodes that ask for it and for this one."""
+    """Replaces the ring that `head` leads, for nodes that ask for it and for this one.
 
-    def __init__(self, *, head: Head, planner: Planner, log: Callable[[str], None]) -> None:
+    `left_out` returns the nodes that are not to be used for a lead now, and why.
+    """
+
+    def __init__(
+        self,
+        *,
+        head: Head,
+        planner: Planner,
+        left_out: Callable[[Lead], Mapping[NodeId, str]],
+        log: Callable[[str], None],
+    ) -> None:
         self._head = head
         self._planner = planner
+        self._left_out = left_out
         self._log = log
         self.records: deque[PlannedRecord] = deque(maxlen=256)
         """The last replacements, the latest at the end."""
@@ -105,7 +116,8 @@ class PlannedChanges:
             _check_works(lead)
             if not any(node.node in without for node in lead.plan.nodes):
                 return
-            plan = await self._planner.replan(lead.opened, lead.plan, without)
+            out = {**self._left_out(lead), **without}
+            plan = await self._planner.replan(lead.opened, lead.plan, out)
             former = await self._put(lead, plan, why)
         await former.release({node.address for node in plan.nodes})
 
