@@ -97,15 +97,15 @@ class NodePressure:
 
     async def look(self) -> None:
         """Give back what it is time to."""
-        loaded = self._host.loaded
-        if self._host.is_draining or (loaded is None and self._owner is None and not self.rests):
+        held_bytes = self._host.weight_bytes
+        is_empty = self._host.loaded is None and not held_bytes
+        if self._host.is_draining or (is_empty and self._owner is None and not self.rests):
             return
         why, memory = "", None
         if self._owner is not None:
             why = self._watch.look(self._clock(), await asyncio.to_thread(self._owner))
         if self._memory is not None:
             memory = self._memory()
-        held_bytes = 0 if loaded is None else loaded.weight_bytes
         match self._policy.look(self._clock(), memory, why, held_bytes):
             case Action.DROP:
                 await self._drop_caches()
@@ -156,6 +156,7 @@ class NodePressure:
         if self._host.rests != self.rests:
             self._host.rests = self.rests
             self._on_changed()
+        await self._host.drop_standby()
         await self._drain.leave(self.rests)
         if not self._drain.is_needed and self._host.loaded is not None:
             await self._unused.free(0.0, self.rests)

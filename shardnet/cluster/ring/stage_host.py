@@ -352,6 +352,12 @@ class StageHost:
         if self._prepared is not None and self._prepared.ring == ring:
             self._prepared = None
 
+    async def drop_standby(self) -> None:
+        """Free what was made ready for the loss of another node."""
+        if self._prepared is not None and self._prepared.stands_for:
+            self._prepared = None
+            await self._release_freed_memory()
+
     def moves_of(self, ring: str, epoch: int) -> SlotMoves:
         """Return what moves sequences from this node's stage; for jobs on the compute thread.
 
