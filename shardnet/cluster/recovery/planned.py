@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -112,8 +113,7 @@ class PlannedChanges:
         Nothing happens if it does without them already. Raises PlanError if the others cannot do
         it, and as `put`.
         """
-        async with self._head.changing(lead):
-            _check_works(lead)
+        async with self._replacing(lead):
             if not any(node.node in without for node in lead.plan.nodes):
                 return
             out = {**self._left_out(lead), **without}
@@ -127,10 +127,20 @@ class PlannedChanges:
         Raises what loading raises; then the ring goes on as it was. What fails once requests are
         held is a loss of the ring, which is recovered as any other.
         """
-        async with self._head.changing(lead):
-            _check_works(lead)
+        async with self._replacing(lead):
             former = await self._put(lead, plan, why)
         await former.release({node.address for node in plan.nodes})
+
+    @asynccontextmanager
+    async def _replacing(self, lead: Lead) -> AsyncIterator[None]:
+        """Keep others from changing a ring that works; raises as `_check_works`."""
+        async with self._head.changing(lead):
+            _check_works(lead)
+            lead.is_replacing = True
+            try:
+                yield
+            finally:
+                lead.is_replacing = False
 
     async def _put(self, lead: Lead, plan: Plan, why: str) -> Ring:
         """Do that; return the ring that was replaced, whose stages are to be freed."""

@@ -82,6 +82,12 @@ class Ready:
             else:
                 self.followed[one.sequence_id] = n_positions
 
+    def lose(self) -> None:
+        """Note that the node has nothing ready any more."""
+        self.is_loaded = False
+        self.followed.clear()
+        self.refused.clear()
+
     async def _forget(self, sequence_id: SequenceId) -> None:
         self.followed.pop(sequence_id, None)
         self.refused.pop(sequence_id, None)
@@ -132,6 +138,11 @@ class Standbys:
             await self._put([], None)
         if lead is None or lead.is_recovering or lead.ring.broken is not None:
             self.is_ready.clear()
+            return
+        if lead.is_replacing:  # a node makes one stage ready at a time, and the next ring's is due
+            self.is_ready.clear()
+            for ready in self._ready:
+                ready.lose()
             return
         is_time = time.monotonic() >= self._not_before_s
         is_short = len(self._ready) != len(lead.plan.standbys)
@@ -205,9 +216,7 @@ class Standbys:
             if not ready.former.spec.has_state:  # a state is that after the last position alone
                 await ready.follow(computed)
         except ShardnetError as error:
-            ready.is_loaded = False
-            ready.followed.clear()
-            ready.refused.clear()
+            ready.lose()
             ready.not_before_s = time.monotonic() + AGAIN_S
             if ready.former.broken is None:
                 name = ready.ring.ports[ready.rank].node_name

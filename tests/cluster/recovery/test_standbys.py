@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from cluster.recovery.test_drain import said
@@ -94,7 +94,9 @@ class Chosen:
             nodes=[SimpleNamespace(name=name) for name in ("anna", "bert", "carl")],
             standbys=choose_standbys(STAGES[:3], dict.fromkeys((A, B, C), 1000)),
         )
-        self.latest: Any = SimpleNamespace(ring=self.ring, plan=self.plan, is_recovering=False)
+        self.latest: Any = SimpleNamespace(
+            ring=self.ring, plan=self.plan, is_recovering=False, is_replacing=False
+        )
         self.lines: list[str] = []
         self.made: list[int] = []
 
@@ -127,6 +129,24 @@ def test_a_node_that_cannot_be_reached_keeps_no_other_one_from_standing_by(
         standbys._not_before_s = 0.0
         await standbys.look()
         assert head.made == [1, 2, 1]
+
+    asyncio.run(main())
+
+
+def test_who_stands_by_leaves_nodes_alone_while_another_ring_is_made_ready() -> None:
+    """They make one stage ready at a time: what a standby had there is lost."""
+    head = Chosen()
+    head.latest.is_replacing = True
+
+    async def main() -> None:
+        standbys = Standbys(head=cast(Head, head), log=head.lines.append)
+        ready: Any = SimpleNamespace(is_loaded=True, lose=Mock())
+        standbys._ready, standbys._ring = [ready], head.ring
+        standbys.is_ready.set()
+        await standbys.look()  # a node that is asked for anything fails here: it has no port
+        ready.lose.assert_called_once()
+        assert not standbys.is_ready.is_set()
+        assert not head.made
 
     asyncio.run(main())
 
