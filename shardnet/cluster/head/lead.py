@@ -33,6 +33,8 @@ class Lead:
     grammars: Grammars | None = None
     is_recovering: bool = False
     """Whether the ring is broken, or given up, for another one that is being built."""
+    is_replacing: bool = False
+    """Whether the stages of another ring are made ready while this one goes on."""
     is_given_up: bool = False
     """Whether the ring is broken and no other could be built: the nodes there cannot do it."""
     avoided: dict[NodeId, ShardnetError] = field(default_factory=dict)

@@ -158,7 +158,7 @@ class Planner:
         if the nodes that are there cannot do it.
         """
         choice, facts = opened.choice, opened.facts
-        found = await self._directory.candidates((), REPLAN_STATUS_S)
+        found = await self._directory.candidates((), REPLAN_STATUS_S, leads=True)
         nodes = tuple(info for info in found.nodes if info.node not in without)
         if choice.nodes:
             named = {**_named_nodes(opened, nodes)}
@@ -192,7 +192,7 @@ class Planner:
         """
         choice = told.choice
         facts = await self.look_up(choice.model)
-        found = await self._directory.candidates((), REPLAN_STATUS_S)
+        found = await self._directory.candidates((), REPLAN_STATUS_S, leads=True)
         nodes = tuple(info for info in found.nodes if info.node not in without)
         if choice.nodes:
             places = {place.node: place.address for place in told.nodes}

@@ -175,6 +175,7 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
         prefixes = PrefixStore(settings.cache / PREFIXES_FOLDER, settings.prefix_cache_bytes)
     host = StageHost(
         dial=links.dial_data,
+        node=settings.node,
         packs=settings.cache / PACKS_FOLDER,
         prefixes=prefixes,
         plugin=settings.budget.device.plugin,
@@ -266,7 +267,9 @@ def build_services(
         head=head, planner=planner, standbys=standbys, tasks=tasks, log=settings.log
     )
     copying = Copying(link_of=links.peers.links.link_of, log=settings.log)
-    planned = PlannedChanges(head=head, planner=planner, log=settings.log)
+    planned = PlannedChanges(
+        head=head, planner=planner, left_out=recovery.left_out, log=settings.log
+    )
     link_of = links.peers.links.link_of
     drafts = Drafts(
         disk=stage.disk,

@@ -99,13 +99,12 @@ class NodePressure:
         """Give back what it is time to."""
         if self._host.is_draining:
             return
-        loaded = self._host.loaded
+        held_bytes = self._host.weight_bytes
         why, memory = "", None
         if self._owner is not None:
             why = self._watch.look(self._clock(), await asyncio.to_thread(self._owner))
-        if self._memory is not None and (loaded is not None or self.rests):
+        if self._memory is not None and (held_bytes or self.rests):
             memory = self._memory()
-        held_bytes = 0 if loaded is None else loaded.weight_bytes
         match self._policy.look(self._clock(), memory, why, held_bytes):
             case Action.DROP:
                 await self._drop_caches()
@@ -156,6 +155,7 @@ class NodePressure:
         if self._host.rests != self.rests:
             self._host.rests = self.rests
             self._on_changed()
+        await self._host.drop_standby()
         await self._drain.leave(self.rests)
         if not self._drain.is_needed and self._host.loaded is not None:
             await self._unused.free(0.0, self.rests)

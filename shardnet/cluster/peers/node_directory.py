@@ -57,19 +57,22 @@ class NodeDirectory:
         self._latest: dict[str, NodeInfo] = {}
 
     async def candidates(
-        self, addresses: Sequence[str], status_s: float | None = None
+        self, addresses: Sequence[str], status_s: float | None = None, *, leads: bool = False
     ) -> NodeCandidates:
         """Return the nodes at `addresses`; without any, this node and its peers, without those that
-        drain or rest.
+        drain or rest. If this node `leads` the ring to replace, it is the first in any case.
 
         Waits for a peer while its link lives, at most `status_s` if given. Raises LinkError if
         there is no node at an address, UsageError if one is named twice.
         """
         if not addresses:
             infos, silent = await self._ask_all(self._status_s if status_s is None else status_s)
-            nodes = (self._own_info(), *infos)
+            own = self._own_info()
+            nodes = infos if leads else [own, *infos]
             away = tuple(_away(info) for info in nodes if info.is_draining or info.rests)
             stay = tuple(info for info in nodes if not (info.is_draining or info.rests))
+            if leads:
+                stay = (own, *stay)
             return NodeCandidates(nodes=stay, silent=(*silent, *away))
         try:
             async with asyncio.TaskGroup() as tasks:

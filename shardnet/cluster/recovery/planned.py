@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -67,11 +68,22 @@ class PlannedRecord:
 
 
 class PlannedChanges:
-    """Replaces the ring that `head` leads, for nodes that ask for it and for this one."""
+    """Replaces the ring that `head` leads, for nodes that ask for it and for this one.
 
-    def __init__(self, *, head: Head, planner: Planner, log: Callable[[str], None]) -> None:
+    `left_out` returns the nodes that are not to be used for a lead now, and why.
+    """
+
+    def __init__(
+        self,
+        *,
+        head: Head,
+        planner: Planner,
+        left_out: Callable[[Lead], Mapping[NodeId, str]],
+        log: Callable[[str], None],
+    ) -> None:
         self._head = head
         self._planner = planner
+        self._left_out = left_out
         self._log = log
         self.records: deque[PlannedRecord] = deque(maxlen=256)
         """The last replacements, the latest at the end."""
@@ -101,11 +113,11 @@ class PlannedChanges:
         Nothing happens if it does without them already. Raises PlanError if the others cannot do
         it, and as `put`.
         """
-        async with self._head.changing(lead):
-            _check_works(lead)
+        async with self._replacing(lead):
             if not any(node.node in without for node in lead.plan.nodes):
                 return
-            plan = await self._planner.replan(lead.opened, lead.plan, without)
+            out = {**self._left_out(lead), **without}
+            plan = await self._planner.replan(lead.opened, lead.plan, out)
             former = await self._put(lead, plan, why)
         await former.release({node.address for node in plan.nodes})
 
@@ -115,10 +127,20 @@ class PlannedChanges:
         Raises what loading raises; then the ring goes on as it was. What fails once requests are
         held is a loss of the ring, which is recovered as any other.
         """
-        async with self._head.changing(lead):
-            _check_works(lead)
+        async with self._replacing(lead):
             former = await self._put(lead, plan, why)
         await former.release({node.address for node in plan.nodes})
+
+    @asynccontextmanager
+    async def _replacing(self, lead: Lead) -> AsyncIterator[None]:
+        """Keep others from changing a ring that works; raises as `_check_works`."""
+        async with self._head.changing(lead):
+            _check_works(lead)
+            lead.is_replacing = True
+            try:
+                yield
+            finally:
+                lead.is_replacing = False
 
     async def _put(self, lead: Lead, plan: Plan, why: str) -> Ring:
         """Do that; return the ring that was replaced, whose stages are to be freed."""

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from shardnet.cluster.deputy.copying import Copying
+from shardnet.cluster.deputy.copying import Copying, Deputy
 from shardnet.cluster.deputy.request_book import RequestBook, read
 from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.head import Head
@@ -31,6 +31,7 @@ from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.peer_links import PeerLinks
 from shardnet.cluster.peers.supervision import supervised
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError
+from shardnet.runtime.engine.engine import Engine
 from shardnet.types import Epoch, LiveState, NodeId
 from shardnet.wire.framing.schema import U32_MAX
 from shardnet.wire.messages.control import Done, Redirect
@@ -56,6 +57,8 @@ ASK_S: Final = 1.0
 AGAIN_S: Final = 0.1
 HOLD_S: Final = 2.0
 """How long a head that leaves waits for its steps."""
+OFFER_S: Final = 5.0
+"""How long its requests go on before a deputy that could not take over is asked again."""
 EXPECTED_S: Final = 2.0
 """How long taking over is expected to take."""
 MAX_DUTIES: Final = 8
@@ -108,6 +111,7 @@ class StandIn:
         self._duties: dict[NodeId, Duty] = {}
         self._running: set[asyncio.Task[bool]] = set()
         self._is_closing = False
+        self._not_before_s = 0.0
         head.until_settled = self._settled
 
     def register(self, handlers: MessageHandlers) -> None:
@@ -301,27 +305,41 @@ class StandIn:
     # --- as a head
 
     async def hand_over(self) -> bool:
-        """Have the deputy go on with all that this node leads; return whether it does."""
+        """Have the deputy go on with all that this node leads; return whether it does.
+
+        One that could not is not asked again at once: requests stand still meanwhile.
+        """
         lead, deputy = self._head.latest, self._copying.deputy
         if lead is None or deputy is None or lead.is_recovering or lead.ring.broken is not None:
+            return False
+        if time.monotonic() < self._not_before_s:
             return False
         engine, n_copied = lead.ring.engine, len(self._copying.book.running)
         if not n_copied or engine.n_active > n_copied:
             return False
         try:
-            async with asyncio.timeout(HOLD_S):
-                await engine.hold()
-                self._copying.flush()
-                if self._copying.deputy is not deputy:
-                    raise PeerFailedError("the deputy was lost")
-                order = TakeOver(request=deputy.control.next_request())
-                await deputy.control.ask(order, Done)
+            async with asyncio.timeout(HOLD_S), self._head.changing(lead):
+                await self._offer(engine, deputy)
         except (ShardnetError, TimeoutError) as error:
-            self._log(f"the deputy does not take over: {error}")
-            engine.release()
+            reason = str(error) or f"it did not answer within {HOLD_S:g} s"
+            self._log(f"the deputy does not take over: {reason}")
+            self._not_before_s = time.monotonic() + OFFER_S
             return False
         await self._give_way(deputy.address, deputy.told.epoch + EPOCHS)
         return True
+
+    async def _offer(self, engine: Engine, deputy: Deputy) -> None:
+        """Hold all requests and have the deputy take them over; if it does not, they go on."""
+        try:
+            await engine.hold()
+            self._copying.flush()
+            if self._copying.deputy is not deputy:
+                raise PeerFailedError("the deputy was lost")
+            order = TakeOver(request=deputy.control.next_request())
+            await deputy.control.ask(order, Done)
+        except BaseException:
+            engine.release()
+            raise
 
     async def _taken_over(self, control: ControlLink, message: TakenOver) -> None:
         """Give way to the deputy, which leads by now. Others cannot say so."""

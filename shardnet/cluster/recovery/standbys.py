@@ -34,7 +34,7 @@ FOLLOW_S: Final = 0.02
 FOLLOW_SHARE: Final = 4
 """And it takes so many times as long as the round took: following leaves room for requests."""
 AGAIN_S: Final = 10.0
-"""When a node that could not stand by is asked again."""
+"""When a node that could not stand by is asked again, or one that could not be reached."""
 ANSWER_S: Final = 1.0
 """How long nodes may take to say that they are there, once a ring is lost: one whose process has
 ended is known to be gone at once."""
@@ -82,6 +82,12 @@ class Ready:
             else:
                 self.followed[one.sequence_id] = n_positions
 
+    def lose(self) -> None:
+        """Note that the node has nothing ready any more."""
+        self.is_loaded = False
+        self.followed.clear()
+        self.refused.clear()
+
     async def _forget(self, sequence_id: SequenceId) -> None:
         self.followed.pop(sequence_id, None)
         self.refused.pop(sequence_id, None)
@@ -107,6 +113,7 @@ class Standbys:
         self._ring: Ring | None = None
         self._ready: list[Ready] = []
         self._took_s = 0.0
+        self._not_before_s = 0.0
         self.is_ready = asyncio.Event()
         """Set while every node that should stand by does, and has followed what runs."""
 
@@ -132,7 +139,14 @@ class Standbys:
         if lead is None or lead.is_recovering or lead.ring.broken is not None:
             self.is_ready.clear()
             return
-        if lead.ring is not self._ring or len(self._ready) != len(lead.plan.standbys):
+        if lead.is_replacing:  # a node makes one stage ready at a time, and the next ring's is due
+            self.is_ready.clear()
+            for ready in self._ready:
+                ready.lose()
+            return
+        is_time = time.monotonic() >= self._not_before_s
+        is_short = len(self._ready) != len(lead.plan.standbys)
+        if lead.ring is not self._ring or (is_short and is_time):
             await self._choose(lead)
         began_s = time.monotonic()
         computed = lead.ring.engine.computed()
@@ -142,14 +156,24 @@ class Standbys:
             self.is_ready.set()
 
     async def _choose(self, lead: Lead) -> None:
-        """Make the rings that would go on in the place of a lead's present one."""
-        ring, plan, found = lead.ring, lead.plan, []
+        """Make the rings that would go on in the place of a lead's present one.
+
+        Those that are made already are kept. A node that cannot be reached keeps no other one from
+        standing by: it may have left since the plan was made.
+        """
+        self._not_before_s = time.monotonic() + AGAIN_S
         try:
             async with self._head.changing(lead):
+                ring, plan, found = lead.ring, lead.plan, []
+                known = self._ready if ring is self._ring else []
                 for standby in plan.standbys:
-                    found.append(await self._made(lead, plan, standby))
-        except ShardnetError as error:
-            self._log(f"no node stands by yet: {error}")
+                    ready = next((one for one in known if one.standby == standby), None)
+                    try:
+                        found.append(ready or await self._made(lead, plan, standby))
+                    except ShardnetError as error:
+                        name = plan.nodes[standby.rank].name
+                        self._log(f"no node stands by for {name} yet: {error}")
+        except ShardnetError:  # the ring was unloaded
             return
         if lead.ring is ring:
             await self._put(found, ring)
@@ -192,9 +216,7 @@ class Standbys:
             if not ready.former.spec.has_state:  # a state is that after the last position alone
                 await ready.follow(computed)
         except ShardnetError as error:
-            ready.is_loaded = False
-            ready.followed.clear()
-            ready.refused.clear()
+            ready.lose()
             ready.not_before_s = time.monotonic() + AGAIN_S
             if ready.former.broken is None:
                 name = ready.ring.ports[ready.rank].node_name

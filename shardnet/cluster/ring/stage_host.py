@@ -83,19 +83,22 @@ class StageHost:
 
     Quantised weights are kept below the folder `packs`, finished prompts in `prefixes`. A `plugin`
     computes in place of torch. `may_spin` is asked for each ring, whether to spin while steps are
-    awaited.
+    awaited. `node` is this node: its own orders it takes while it drains, since requests that it
+    leads may need another ring.
     """
 
     def __init__(
         self,
         *,
         dial: DialData,
+        node: str = "",
         packs: Path | None = None,
         prefixes: PrefixStore | None = None,
         plugin: ComputePlugin | None = None,
         may_spin: Callable[[], bool] = lambda: False,
     ) -> None:
         self._dial = dial
+        self._node = node
         self._may_spin = may_spin
         self._packs = packs
         self._plugin = plugin
@@ -108,7 +111,7 @@ class StageHost:
         """Progress of the current load or measurement."""
         self._is_closing = False
         self.is_draining = False
-        """Whether this node takes no more stages."""
+        """Whether this node takes no more stages of other heads."""
         self.rests = ""
         """Why this node takes no stages now, "" while it does."""
         self.loaded: LoadedStage | None = None
@@ -175,7 +178,7 @@ class StageHost:
         sequences of another head are open, TakenError while another one builds its ring,
         PeerFailedError when this node leaves, SupersededError if another node leads in its place.
         """
-        self._check_not_draining()
+        self._check_not_draining(owner)
         self._check_not_superseded(owner, message.epoch)
         self._refuse_others(owner)  # whose loading keeps the lock for long
         if self._is_preparing and self._work is not None:
@@ -271,7 +274,7 @@ class StageHost:
         it was here. `stands_for` is the node whose loss brings that ring, "" for none. Raises
         CapacityError if both do not fit, what loading raises, and as `enter_ring`.
         """
-        self._check_not_draining()
+        self._check_not_draining(owner)
         self._refuse_others(owner)
         async with self._changing:
             self._check_not_closing()
@@ -348,6 +351,12 @@ class StageHost:
         """Free what was made ready for a ring that does not come."""
         if self._prepared is not None and self._prepared.ring == ring:
             self._prepared = None
+
+    async def drop_standby(self) -> None:
+        """Free what was made ready for the loss of another node."""
+        if self._prepared is not None and self._prepared.stands_for:
+            self._prepared = None
+            await self._release_freed_memory()
 
     def moves_of(self, ring: str, epoch: int) -> SlotMoves:
         """Return what moves sequences from this node's stage; for jobs on the compute thread.
@@ -582,8 +591,8 @@ class StageHost:
                 "another node leads this ring since its head was lost", remedy="ask again"
             )
 
-    def _check_not_draining(self) -> None:
-        if self.is_draining:
+    def _check_not_draining(self, owner: str) -> None:
+        if self.is_draining and owner != self._node:
             raise draining()
         if self.rests:
             raise resting(self.rests)

@@ -47,15 +47,17 @@ async def gone(node: NodeInfo) -> NodeInfo:
     raise LinkClosedError("no byte for 8 s")
 
 
-async def asked(*peers: Peer, status_s: float) -> NodeCandidates:
+async def asked(
+    *peers: Peer, status_s: float, is_draining: bool = False, leads: bool = False
+) -> NodeCandidates:
     links = SimpleNamespace(linked=lambda: peers)
     neighbours = NodeDirectory(
-        own_info=lambda: replace(info("anna"), node="anna"),
+        own_info=lambda: replace(info("anna"), node="anna", is_draining=is_draining),
         peers=cast(Peers, SimpleNamespace(links=links, address_of=lambda node: f"{node}:1")),
         advertisement=cast(Advertisement, None),
         status_s=status_s,
     )
-    return await neighbours.candidates([])
+    return await neighbours.candidates([], leads=leads)
 
 
 def test_a_busy_peer_is_waited_for() -> None:
@@ -89,3 +91,18 @@ def test_who_says_nothing_in_time_and_whose_link_ends_are_named() -> None:
         ("pi", f"it did not answer within 0.05 s: {TOO_BUSY}"),
         ("vera", "no byte for 8 s"),
     ]
+
+
+def test_a_node_that_drains_is_a_candidate_only_for_the_ring_that_it_leads() -> None:
+    """Else the ring in the place of one that it has lost would be led by nobody."""
+
+    async def away(node: NodeInfo) -> NodeInfo:
+        return replace(node, is_draining=True)
+
+    async def found(leads: bool) -> list[str]:
+        peers = (Peer("bert", at_once), Peer("carl", away))
+        there = await asked(*peers, status_s=1.0, is_draining=True, leads=leads)
+        return [node.node for node in there.nodes]
+
+    assert asyncio.run(found(leads=False)) == ["bert"]
+    assert asyncio.run(found(leads=True)) == ["anna", "bert"]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from cluster.recovery.test_drain import said
@@ -14,11 +18,14 @@ from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import connect
+from shardnet.cluster.head.head import Head
 from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.node.node import Node, listening
 from shardnet.cluster.placement.figures import Placement, StagePlan
-from shardnet.cluster.placement.standbys import choose_standbys, without_stage
+from shardnet.cluster.placement.standbys import Standby, choose_standbys, without_stage
+from shardnet.cluster.recovery.standbys import Standbys
+from shardnet.errors import LinkClosedError
 from shardnet.types import LayerRange, NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -74,6 +81,101 @@ def test_the_ring_that_goes_on_has_all_layers(
     assert [(s.node, s.layers.start, s.layers.end) for s in then.stages] == layers
     assert [(out.node, out.why) for out in then.left_out] == [(STAGES[rank].node, "it was lost")]
     assert sum(s.weight_bytes for s in then.stages) == sum(s.weight_bytes for s in STAGES)
+
+
+class Chosen:
+    """A head whose plan has two standbys, of which one can be reached."""
+
+    def __init__(self) -> None:
+        self.ring: Any = SimpleNamespace(
+            is_in_use=False, is_busy=False, broken=None, engine=SimpleNamespace(computed=list)
+        )
+        self.plan: Any = SimpleNamespace(
+            nodes=[SimpleNamespace(name=name) for name in ("anna", "bert", "carl")],
+            standbys=choose_standbys(STAGES[:3], dict.fromkeys((A, B, C), 1000)),
+        )
+        self.latest: Any = SimpleNamespace(
+            ring=self.ring, plan=self.plan, is_recovering=False, is_replacing=False
+        )
+        self.lines: list[str] = []
+        self.made: list[int] = []
+
+    @asynccontextmanager
+    async def changing(self, lead: object) -> AsyncIterator[None]:
+        yield
+
+    async def make(self, lead: object, plan: object, standby: Standby) -> Any:
+        self.made.append(standby.rank)
+        if standby.rank == 1:
+            raise LinkClosedError("anna is not there")
+        return SimpleNamespace(standby=standby, is_loaded=True)
+
+
+def test_a_node_that_cannot_be_reached_keeps_no_other_one_from_standing_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked again later, and nothing is made twice meanwhile."""
+    head = Chosen()
+
+    async def main() -> None:
+        standbys = Standbys(head=cast(Head, head), log=head.lines.append)
+        monkeypatch.setattr(standbys, "_made", head.make)
+        monkeypatch.setattr(standbys, "_keep", AsyncMock())
+        await standbys.look()
+        assert standbys.is_ready.is_set()
+        await standbys.look()
+        assert head.made == [1, 2]
+        assert head.lines == ["no node stands by for bert yet: anna is not there"]
+        standbys._not_before_s = 0.0
+        await standbys.look()
+        assert head.made == [1, 2, 1]
+
+    asyncio.run(main())
+
+
+def test_who_stands_by_leaves_nodes_alone_while_another_ring_is_made_ready() -> None:
+    """They make one stage ready at a time: what a standby had there is lost."""
+    head = Chosen()
+    head.latest.is_replacing = True
+
+    async def main() -> None:
+        standbys = Standbys(head=cast(Head, head), log=head.lines.append)
+        ready: Any = SimpleNamespace(is_loaded=True, lose=Mock())
+        standbys._ready, standbys._ring = [ready], head.ring
+        standbys.is_ready.set()
+        await standbys.look()  # a node that is asked for anything fails here: it has no port
+        ready.lose.assert_called_once()
+        assert not standbys.is_ready.is_set()
+        assert not head.made
+
+    asyncio.run(main())
+
+
+def test_a_lost_ring_that_requests_wait_for_is_not_looked_at_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It counts as used, and runs nothing: the loop has the next ring to build."""
+    monkeypatch.setattr("shardnet.cluster.recovery.standbys.LOOK_S", 3600.0)
+    head, looks = Chosen(), 0
+    head.ring.is_in_use, head.ring.wait_until_used = True, AsyncMock()
+
+    async def look() -> None:
+        nonlocal looks
+        looks += 1
+        assert looks < 3, "it never waits"
+
+    async def main() -> None:
+        standbys = Standbys(head=cast(Head, head), log=head.lines.append)
+        monkeypatch.setattr(standbys, "look", look)
+        monkeypatch.setattr(standbys, "_ring", head.ring)
+        monkeypatch.setattr(standbys, "_ready", [object()])
+        running = asyncio.create_task(standbys.run())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not looks
+        running.cancel()
+
+    asyncio.run(main())
 
 
 def test_a_standby_goes_on_with_what_it_has_followed(

@@ -19,7 +19,7 @@ from shardnet.cluster.ring import stage_host as stage_host_module
 from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.errors import BusyError, DiskSilentError, PeerFailedError, TakenError, UsageError
-from shardnet.runtime.stage.loading import StageOrder
+from shardnet.runtime.stage.loading import LoadedStage, StageOrder
 from shardnet.transport.link import Link
 from shardnet.types import WireDType
 from shardnet.wire.messages.stages import LoadStage
@@ -43,7 +43,7 @@ def hosted(main: Callable[[StageHost], Any]) -> None:
         raise AssertionError(f"{address} was dialled")
 
     async def run() -> None:
-        host = StageHost(dial=dial)
+        host = StageHost(dial=dial, node="own")
         try:
             await main(host)
         finally:
@@ -246,6 +246,33 @@ def test_a_place_is_free_when_it_is_taken_back_or_its_head_is_gone() -> None:
         host.head_lost(second.ring)
         third = await enter_ring(host)
         assert host.membership is third
+
+    hosted(main)
+
+
+def test_only_a_standby_is_dropped_where_a_node_rests() -> None:
+    """What is ready for a ring to come is needed there soon, or dropped by its head."""
+
+    async def main(host: StageHost) -> None:
+        stage = cast(LoadedStage, SimpleNamespace(parts=(), weight_bytes=7, moves=None))
+        for stands_for, left in (("bert", 0), ("", 7)):
+            host._prepared = stage_host_module._Prepared(
+                ring="r", stage=stage, stands_for=stands_for
+            )
+            await host.drop_standby()
+            assert host.weight_bytes == left
+
+    hosted(main)
+
+
+def test_a_node_that_drains_takes_its_own_orders_alone() -> None:
+    """Requests that it leads still may need another ring."""
+
+    async def main(host: StageHost) -> None:
+        host.is_draining = True
+        with pytest.raises(PeerFailedError, match="this node is draining"):
+            await enter_ring(host)
+        assert await enter_ring(host, owner="own") is host.membership
 
     hosted(main)
 
