@@ -12,6 +12,7 @@ INLINE WITH_AVX2 void avx2_plain_of(const int n_rows, const int n_panels, const 
     const __m256i ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8((char)0x80);
     const int is_signed = kind == AVX2_SIGNED, depth = avx2_depth(bits, kind), n_halves = 2 * n_panels;
     const int header = 2 * PANEL * (1 + adds_minimum), bytes = header + units * bits * QUAD_BYTES;
+    const int lines_of_unit = (bytes + units * QUAD_BYTES - 1) / (units * QUAD_BYTES);
     const int64_t n_groups = p->n_groups, at = (row + begin) * n_groups, panel = n_groups * bytes;
     const int8_t *x = quads_of(p, row) + 4 * begin;
     const float *x_scales = p->scales + at, *x_sums = p->sums + at;
@@ -24,12 +25,12 @@ INLINE WITH_AVX2 void avx2_plain_of(const int n_rows, const int n_panels, const 
         __m256i sum[4][MAX_TILE], pairs[4][MAX_TILE];
         for (int h = 0; h < n_halves; h++)
             for (int r = 0; r < n_rows; r++) sum[h][r] = _mm256_set1_epi32(offsets[r * n_groups + g]);
-        if (prefetches)
-            for (int q = 0; q < n_panels; q++)
-                UNROLLED for (int line = 0; line < (bytes + QUAD_BYTES - 1) / QUAD_BYTES; line++)
-                    avx2_prefetch(w + q * panel + line * QUAD_BYTES, AVX2_AHEAD);
         for (int u = 0; u < units; u++, x += UNIT * n_tile) {
             const uint8_t *unit = w + header + u * bits * QUAD_BYTES;
+            if (prefetches) /* each unit its part of the next block: more at a time than can be under way would wait */
+                for (int q = 0; q < n_panels; q++)
+                    UNROLLED for (int line = 0; line < lines_of_unit; line++)
+                        avx2_prefetch(w + q * panel + (u * lines_of_unit + line) * QUAD_BYTES, AVX2_AHEAD);
             UNROLLED for (int q = 0; q < UNIT / 4; q++) {
                 __m256i codes[4];
                 for (int h = 0; h < n_halves; h++) {
