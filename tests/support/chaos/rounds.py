@@ -40,14 +40,15 @@ BACK_S = 1.0
 SLACK = {
     "sockets": 6,
     "files": 3,
-    "threads": 3,
+    "threads": 6,
     "processes": 1,
     "tasks": 12,
     "stages": 1,
     "engines": 1,
     "sequences": 0,
 }
-"""What a node may have open beyond what it had at first: links come and go, pools fill."""
+"""What a node may have open beyond what it had at first: links come and go, pools fill, and threads
+of up to four disks are kept."""
 PARTS = re.compile(r"recovered in [0-9.]+ s \((?P<parts>[^)]*)\)")
 PART = re.compile(r"(?P<name>notice|plan|load|replay) (?P<value>[0-9.]+)")
 
