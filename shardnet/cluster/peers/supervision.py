@@ -39,6 +39,32 @@ async def supervised(
     return True
 
 
+class SupervisedJobs:
+    """Jobs that one part of the node has begun in `tasks`, a group that outlives the part."""
+
+    def __init__(self, tasks: asyncio.TaskGroup, log: Callable[[str], None]) -> None:
+        self._tasks = tasks
+        self._log = log
+        self._running: set[asyncio.Task[bool]] = set()
+
+    def begin(
+        self, start: Callable[[], Coroutine[Any, Any, object]], what: str
+    ) -> asyncio.Task[bool]:
+        """Run a job as `supervised` does, in a task of its own."""
+        task = self._tasks.create_task(supervised(start, what, self._log), name=what)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def close(self) -> None:
+        """Cancel the jobs that run, and wait for their ends."""
+        running = [*self._running]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+
+
 async def kept_running(
     start: Callable[[], Coroutine[Any, Any, object]],
     what: str,

@@ -92,12 +92,6 @@ class RecoveryPolicy:
             )
         return self._next(now_s)
 
-    def planned(self) -> Attempt:
-        """Begin to replace a ring that runs: at once, and what it leaves out was chosen."""
-        self._n_attempts = 1
-        self._forget()
-        return Attempt(after_s=0.0, without={})
-
     def failed(self, now_s: float, error: ShardnetError, blamed: Collection[Blame]) -> Decision:
         """Handle an attempt that has failed. Nodes that refused are left out of the next one."""
         self._note(now_s, blamed)

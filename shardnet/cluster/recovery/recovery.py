@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.head.planning import Planner
-from shardnet.cluster.peers.supervision import supervised
+from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.cluster.recovery.policy import Attempt, Blame, Decision, GiveUp, RecoveryPolicy
 from shardnet.cluster.recovery.records import MAX_RECORDS, RecoveryRecord
 from shardnet.cluster.recovery.standbys import Standbys
@@ -47,7 +46,7 @@ class Recovery:
         self._planner = planner
         self._tasks = tasks
         self._log = log
-        self._running: set[asyncio.Task[bool]] = set()
+        self._jobs = SupervisedJobs(tasks, log)
         self._lead: Lead | None = None
         self._policy = RecoveryPolicy()
         """That of `_lead`."""
@@ -69,19 +68,8 @@ class Recovery:
         computed = ring.engine.computed()
         record = self._hold(lead, error.message)
         decision = self._policy_of(lead).broke(time.monotonic(), error, _blames(ring))
-        self._run(partial(self._go_on, lead, record, decision, computed), "a recovery")
+        self._jobs.begin(partial(self._go_on, lead, record, decision, computed), "a recovery")
         return True
-
-    async def replace(self, lead: Lead, plan: Plan, reason: str) -> None:
-        """Have the requests of `lead` go on over the ring of `plan`, for a reason that they see.
-
-        If that ring cannot be built, another is, as when the present one is lost. Raises
-        PeerFailedError if the lead has ended, or recovers already.
-        """
-        if lead.is_recovering or not lead.stands:
-            raise PeerFailedError("the ring is being replaced already", remedy="ask again")
-        record = self._hold(lead, reason)
-        await self._recover(lead, record, self._policy_of(lead).planned(), plan)
 
     def _hold(self, lead: Lead, why: str) -> RecoveryRecord:
         """Have the requests of a lead wait for another ring."""
@@ -102,22 +90,13 @@ class Recovery:
     async def close(self) -> None:
         """End what runs."""
         self._is_closing = True
-        running = [*self._running]
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running)
+        await self._jobs.close()
 
     def _policy_of(self, lead: Lead) -> RecoveryPolicy:
         if self._lead is not lead:
             self._lead, self._policy = lead, RecoveryPolicy()
             self._policy.avoid(time.monotonic(), lead.avoided)
         return self._policy
-
-    def _run(self, work: Callable[[], Coroutine[Any, Any, object]], what: str) -> None:
-        task = self._tasks.create_task(supervised(work, what, self._log), name=what)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
 
     async def _go_on(
         self,
@@ -154,13 +133,8 @@ class Recovery:
         self._resumed(lead, record, former, ready.plan)
         return True
 
-    async def _recover(
-        self, lead: Lead, record: RecoveryRecord, decision: Decision, plan: Plan | None = None
-    ) -> None:
-        """Try until a ring is built, or give up: then every request fails by name.
-
-        `plan` is that of the first attempt, if it is made already.
-        """
+    async def _recover(self, lead: Lead, record: RecoveryRecord, decision: Decision) -> None:
+        """Try until a ring is built, or give up: then every request fails by name."""
         policy = self._policy_of(lead)
         error: ShardnetError = PeerFailedError("the node is leaving")
         try:
@@ -172,13 +146,13 @@ class Recovery:
                 tried: list[Ring] = []
                 try:
                     async with self._head.changing(lead):
-                        await self._attempt(lead, record, decision.without, tried, plan)
+                        await self._attempt(lead, record, decision.without, tried)
                     return
                 except ShardnetError as failure:
                     blamed = [blame for ring in tried for blame in _blames(ring)]
                     if isinstance(failure, SupersededError) or not self._head.leads(lead):
                         raise
-                    plan, decision = None, policy.failed(time.monotonic(), failure, blamed)
+                    decision = policy.failed(time.monotonic(), failure, blamed)
                     self._log(f"no ring yet: {failure}")
             error = decision.error
         except ShardnetError as failure:
@@ -200,14 +174,12 @@ class Recovery:
         record: RecoveryRecord,
         without: Mapping[NodeId, str],
         tried: list[Ring],
-        plan: Plan | None,
     ) -> None:
         """Plan, build, and have the requests go on."""
         began_s = time.monotonic()
         former, former_plan = lead.ring, lead.plan
         try:
-            if plan is None:
-                plan = await self._planner.replan(lead.opened, lead.plan, without)
+            plan = await self._planner.replan(lead.opened, lead.plan, without)
         finally:
             planned_s = time.monotonic()
             record.plan_s += planned_s - began_s
@@ -232,7 +204,7 @@ class Recovery:
         record.resumed_at_s = time.monotonic()
         self._finish(lead, record)
         keep = {node.address for node in plan.nodes}
-        self._run(partial(former.release, keep), "freeing stages of a lost ring")
+        self._jobs.begin(partial(former.release, keep), "freeing stages of a lost ring")
 
     def _replayed(self, lead: Lead, record: RecoveryRecord) -> None:
         self._policy_of(lead).went_on()

@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from msgspec import structs
 
@@ -29,7 +29,7 @@ from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.peer_links import PeerLinks
-from shardnet.cluster.peers.supervision import supervised
+from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.engine.engine import Engine
 from shardnet.types import Epoch, LiveState, NodeId
@@ -106,10 +106,9 @@ class StandIn:
         self._copying = copying
         self._links = links
         self._address_of = address_of
-        self._tasks = tasks
         self._log = log
         self._duties: dict[NodeId, Duty] = {}
-        self._running: set[asyncio.Task[bool]] = set()
+        self._jobs = SupervisedJobs(tasks, log)
         self._is_closing = False
         self._not_before_s = 0.0
         head.until_settled = self._settled
@@ -129,11 +128,7 @@ class StandIn:
         self._is_closing = True
         for duty in self._duties.values():
             duty.stop_watching()
-        running = [*self._running]
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running)
+        await self._jobs.close()
 
     async def _settled(self) -> None:
         """Wait while it is not clear whether this node takes over a ring."""
@@ -184,14 +179,10 @@ class StandIn:
 
     def _begin(self, duty: Duty, why: str, *, is_sure: bool) -> None:
         if not self._is_closing:
-            duty.standing_in = self._run(partial(self._stand_in, duty, why, is_sure), "a deputy")
+            duty.standing_in = self._jobs.begin(
+                partial(self._stand_in, duty, why, is_sure), "a deputy"
+            )
             duty.begun.set()
-
-    def _run(self, work: Callable[[], Coroutine[Any, Any, None]], what: str) -> asyncio.Task[bool]:
-        task = self._tasks.create_task(supervised(work, what, self._log), name=what)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
 
     async def _stand_in(self, duty: Duty, why: str, is_sure: bool) -> None:
         """Take over from a head, unless it lives. Requests that nobody resumes end here."""
@@ -248,7 +239,9 @@ class StandIn:
 
         lead = await self._head.lead_instead(plan, duty.head, Epoch(epoch))
         self._copying.book.take_over(duty.book, lead.plan.choice, time.monotonic())
-        self._run(partial(self._tell_former, duty.head, lead.ring.epoch), "telling a former head")
+        self._jobs.begin(
+            partial(self._tell_former, duty.head, lead.ring.epoch), "telling a former head"
+        )
 
     async def _tell_former(self, former: NodeId, epoch: int) -> None:
         """Tell a former head that it is one no more, as soon as it is here."""
