@@ -15,8 +15,6 @@ from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import Client, connect
 from shardnet.api.events import RequestState
-from shardnet.cluster.measuring.measurement import Measured
-from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.node.node import Node, running
 from shardnet.errors import LinkError, PeerFailedError, SupersededError
 from shardnet.transport.link import Link
@@ -131,15 +129,10 @@ async def say(
     return said
 
 
-def test_a_deputy_goes_on_and_the_former_head_gives_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("unmeasured")
+def test_a_deputy_goes_on_and_the_former_head_gives_way(tmp_path: Path) -> None:
     """Texts go on with their words; who comes back gets them whole; one that leaves hands over."""
 
-    async def unmeasured(*_: object, **__: object) -> Measured:
-        return Measured()
-
-    monkeypatch.setattr(MeasurementService, "measured", unmeasured)
     model = make_llama(tmp_path / "model", max_position_embeddings=1024, num_hidden_layers=6)
     prompts = [random_prompt(n, 300, seed=n) for n in (20, 70)]
 

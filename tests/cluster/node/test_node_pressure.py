@@ -15,8 +15,6 @@ from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import connect
-from shardnet.cluster.measuring.measurement import Measured
-from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.node.node import Node, listening
 from shardnet.cluster.pressure.memory_strain import MemoryLook
 from shardnet.cluster.pressure.owner_watch import OwnerLook
@@ -60,15 +58,12 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_a_node_gives_caches_then_layers_and_takes_part_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """bert, while a request runs that has all its words; then anna, the head, for its owner."""
 
-    async def unmeasured(*_: object, **__: object) -> Measured:
-        return Measured()
-
-    monkeypatch.setattr(MeasurementService, "measured", unmeasured)
     monkeypatch.setattr("shardnet.cluster.node.pressure.LOOK_S", 3600.0)
     model = make_llama(tmp_path / "model", max_position_embeddings=4096)
     prompt = random_prompt(40, 300, seed=1)

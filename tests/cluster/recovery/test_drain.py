@@ -14,8 +14,6 @@ from support.rings.stage_chain import random_prompt
 from support.soak import cases
 
 from shardnet.api.client import Client, connect
-from shardnet.cluster.measuring.measurement import Measured
-from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.node.node import Node, listening
 from shardnet.errors import PeerFailedError
 from shardnet.types import NodeId, SamplingParams
@@ -70,19 +68,14 @@ async def said(
     return made
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("names", cases([("anna", "bert")], [("anna", "bert", "carl")]))
-def test_nodes_leave_one_after_the_other(
-    names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_leave_one_after_the_other(names: tuple[str, ...], tmp_path: Path) -> None:
     """All but the head, while two requests run, one of them in several blocks.
 
     The head takes nothing new, and ends with its requests, or when its time is over.
     """
 
-    async def unmeasured(*_: object, **__: object) -> Measured:
-        return Measured()
-
-    monkeypatch.setattr(MeasurementService, "measured", unmeasured)
     model = make_llama(tmp_path / "model", max_position_embeddings=4096, num_hidden_layers=6)
     prompts = [random_prompt(n, 300, seed=n) for n in (20, 300)]
 

@@ -19,8 +19,6 @@ from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import connect
 from shardnet.cluster.head.head import Head
-from shardnet.cluster.measuring.measurement import Measured
-from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.node.node import Node, listening
 from shardnet.cluster.placement.figures import Placement, StagePlan
 from shardnet.cluster.placement.standbys import Standby, choose_standbys, without_stage
@@ -178,15 +176,10 @@ def test_a_lost_ring_that_requests_wait_for_is_not_looked_at_without_end(
     asyncio.run(main())
 
 
-def test_a_standby_goes_on_with_what_it_has_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("unmeasured")
+def test_a_standby_goes_on_with_what_it_has_followed(tmp_path: Path) -> None:
     """Nothing is loaded or computed again: a middle node goes, then the tail, of one run."""
 
-    async def unmeasured(*_: object, **__: object) -> Measured:
-        return Measured()
-
-    monkeypatch.setattr(MeasurementService, "measured", unmeasured)
     model = make_llama(tmp_path / "model", max_position_embeddings=4096, num_hidden_layers=6)
     prompts = [random_prompt(n, 300, seed=n) for n in (20, 300)]
 

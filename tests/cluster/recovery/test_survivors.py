@@ -16,8 +16,6 @@ from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import Client, connect
 from shardnet.cluster.machine.profile import MemoryBudget
-from shardnet.cluster.measuring.measurement import Measured
-from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.node.node import Node, listening
 from shardnet.cluster.recovery import node_watch, returns
 from shardnet.errors import PlanError, ShardnetError
@@ -43,13 +41,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(unmeasured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that come are used at once, and nothing is measured."""
-
-    async def unmeasured(*_: object, **__: object) -> Measured:
-        return Measured()
-
-    monkeypatch.setattr(MeasurementService, "measured", unmeasured)
     monkeypatch.setattr(returns, "SETTLE_S", 0.05)
     monkeypatch.setattr(node_watch, "LOOK_S", 0.02)
 
