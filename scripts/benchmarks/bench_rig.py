@@ -34,13 +34,10 @@ from shardnet.runtime.engine.requests import (
     Speculation,
     TokenGenerated,
 )
+from shardnet.sampling_params import SamplingParams
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
-from shardnet.types import (
-    LayerRange,
-    SamplingParams,
-    SlotId,
-)
+from shardnet.types import LayerRange, SlotId
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet_cli.finding.local_processes import local_processes
 from shardnet_cli.flags.cluster_access import Access

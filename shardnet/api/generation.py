@@ -45,7 +45,7 @@ from shardnet.errors import (
     ShardnetError,
     UsageError,
 )
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages import generation as wire
 from shardnet.wire.messages.control import ControlMessage, Failed, Redirect, reported_error
 from shardnet.wire.messages.deputies import CopiedTo, Resume

@@ -22,7 +22,7 @@ from shardnet.api.openai.sampling import Count, SamplingBody, options_of, sampli
 from shardnet.api.server.errors import refused
 from shardnet.constraints import Constraint
 from shardnet.errors import shown
-from shardnet.types import MAX_LOGPROBS
+from shardnet.sampling_params import MAX_LOGPROBS
 from shardnet.wire.messages.chat import MAX_TEMPLATE_OPTIONS
 from shardnet.wire.messages.plans import ModelChoice
 

@@ -35,7 +35,7 @@ from shardnet.errors import (
     QueueFullError,
     ShardnetError,
 )
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 from shardnet.wire.messages.tokens import Detokenized, Tokenized

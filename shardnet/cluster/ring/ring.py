@@ -18,6 +18,7 @@ from shardnet.cluster.peers.clocks import ClockOffset
 from shardnet.cluster.ring.ring_prefixes import RingPrefixes, ring_seed
 from shardnet.cluster.ring.stage_port import StagePort
 from shardnet.errors import BusyError, PeerFailedError, ShardnetError, first_error, internal_error
+from shardnet.output_params import RoutingShape
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered, StuckStage
@@ -32,7 +33,6 @@ from shardnet.types import (
     Epoch,
     LayerRange,
     NodeId,
-    RoutingShape,
     WireDType,
 )
 from shardnet.wire.framing.schema import KvDTypeName, Phase, Quant

@@ -45,7 +45,8 @@ from shardnet.runtime.scheduling.sequences import (
 )
 from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.runtime.stage.compute import StepFailed
-from shardnet.types import ANY_ROWS, CloseSequence, LiveState, OpenSequence, RowGroup, SequenceId
+from shardnet.slot_operations import CloseSequence, OpenSequence
+from shardnet.types import ANY_ROWS, LiveState, RowGroup, SequenceId
 
 _log = logging.getLogger(__name__)
 

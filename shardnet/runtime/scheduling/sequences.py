@@ -14,16 +14,11 @@ import msgspec
 
 from shardnet.constraints import TokenMask
 from shardnet.errors import ShardnetError
+from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.runtime.scheduling.kv_block_manager import Slot
-from shardnet.types import (
-    NO_OUTPUTS,
-    MicroBatch,
-    OutputParams,
-    SamplingParams,
-    SequenceId,
-    SlotId,
-    SlotOperation,
-)
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import SlotOperation
+from shardnet.types import MicroBatch, SequenceId, SlotId
 
 _GREEDY: Final = SamplingParams()
 

@@ -16,7 +16,8 @@ from msgspec.structs import replace as replace_struct
 from shardnet.errors import CapacityError
 from shardnet.runtime.stage.compute import Activations, AnyThreadCompute, Samples, StageCompute
 from shardnet.runtime.stage.loading import LoadedStage, StageOrder
-from shardnet.types import MicroBatch, SlotOperation, WireDType, blocks_for
+from shardnet.slot_operations import SlotOperation
+from shardnet.types import MicroBatch, WireDType, blocks_for
 
 
 class JoinedCompute:

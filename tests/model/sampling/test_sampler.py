@@ -24,7 +24,7 @@ from shardnet.errors import CheckpointError, NumericalError, ShardnetError
 from shardnet.model.sampling.logprobs import rows_logprobs
 from shardnet.model.sampling.penalties import RowContext
 from shardnet.model.sampling.sampler import CUT, Sampler, SampleRow, surviving_tokens
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 
 INFINITY = math.inf
 

@@ -25,7 +25,9 @@ from shardnet.runtime.engine.requests import GenerationRequest, Speculation
 from shardnet.runtime.scheduling.drafting import DraftSource, NgramDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
 from shardnet.runtime.stage.compute import Activations, Samples
-from shardnet.types import DType, Epoch, MicroBatch, OpenSequence, SamplingParams, SlotOperation
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import OpenSequence, SlotOperation
+from shardnet.types import DType, Epoch, MicroBatch
 
 NGRAM = Speculation(make_draft_source=lambda wake: NgramDrafts())
 

@@ -21,15 +21,8 @@ from shardnet.runtime.scheduling.sequences import (
     TokenSampled,
 )
 from shardnet.runtime.scheduling.step_cost import StepCost
-from shardnet.types import (
-    BLOCK_POSITIONS,
-    CloseSequence,
-    Epoch,
-    FreeSlot,
-    OpenSequence,
-    SequenceId,
-    StepId,
-)
+from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence
+from shardnet.types import BLOCK_POSITIONS, Epoch, SequenceId, StepId
 
 CONTEXT = 1024
 LIMITS = StepLimits(chunk_rows=64, mixed_rows=32, cheap_rows=8, exact_rows=4)

@@ -15,6 +15,7 @@ from support.rings.stage_chain import StageChain
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.sampling.sampler import Sampler
+from shardnet.output_params import RoutingShape
 from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
@@ -27,6 +28,8 @@ from shardnet.runtime.stage.compute import Samples, StageCompute
 from shardnet.runtime.stage.loading import StageOrder, load
 from shardnet.runtime.stage.plugin import ComputePlugin
 from shardnet.runtime.stage.torch_compute import TorchCompute
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import OpenSequence
 from shardnet.types import (
     STATE_SLOTS,
     DType,
@@ -34,10 +37,7 @@ from shardnet.types import (
     KvDType,
     LayerRange,
     MicroBatch,
-    OpenSequence,
-    RoutingShape,
     RowGroup,
-    SamplingParams,
     SequenceId,
     SlotId,
     StepId,
