@@ -10,12 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shardnet.api.requests import (
-    GenerationOptions,
-    Message,
-    Prompt,
-    make_requests,
-)
+from shardnet.api.requests import GenerationOptions, Message, Prompt, make_requests
 from shardnet.errors import UsageError
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams

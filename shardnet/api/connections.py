@@ -125,7 +125,7 @@ def check_local(n_nodes: int, choice: ModelChoice) -> None:
             remedy=f"give one range for each, or --local {len(choice.layers)}",
         )
     from shardnet.checkpoint.checkpoint import Checkpoint  # not every client opens one
-    from shardnet.runtime.stage.loading import find_folder
+    from shardnet.runtime.loading.model_facts import find_folder
 
     folder = find_folder(choice.model) if n_nodes > 1 else None
     if folder is None:

@@ -16,10 +16,7 @@ from typing import Protocol, Unpack
 
 from msgspec.structs import replace
 
-from shardnet.api.events import (
-    ActiveRequest,
-    GenerationEvent,
-)
+from shardnet.api.events import ActiveRequest, GenerationEvent
 from shardnet.api.requests import GenerationOptions, Prompts, Request
 from shardnet.api.running_request import Answer, RunningRequest, SendAgain
 from shardnet.cluster.peers.control_link import ControlLink

@@ -19,7 +19,7 @@ from shardnet.cluster.store.identify_apart import identify_apart
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels import panel_linear
 from shardnet.model.kernels.panels import Panels
-from shardnet.runtime.stage.loading import identify
+from shardnet.runtime.loading.model_facts import identify
 from shardnet.stage import weights
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,

@@ -10,14 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from shardnet.api.chat.request import (
-    ChatRequest,
-    ChatTurn,
-    OptionValue,
-    Tool,
-    ToolCall,
-    ToolChoice,
-)
+from shardnet.api.chat.request import ChatRequest, ChatTurn, OptionValue, Tool, ToolCall, ToolChoice
 from shardnet.api.openai.sampling import Count, SamplingBody, options_of, sampling_of
 from shardnet.api.server.errors import refused
 from shardnet.constraints import Constraint

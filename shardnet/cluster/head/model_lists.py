@@ -30,7 +30,7 @@ from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.found_models import HeldModel, find_models
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import CheckpointError, RemoteProtocolError, ShardnetError, first_error
-from shardnet.runtime.stage.loading import stamp
+from shardnet.runtime.loading.model_facts import stamp
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import MAX_REASON
 from shardnet.wire.messages.handshake import explanation

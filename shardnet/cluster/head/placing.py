@@ -39,20 +39,10 @@ from shardnet.cluster.sharing.replica_sources import ReplicaSource
 from shardnet.errors import PlanError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
-from shardnet.runtime.stage.loading import ModelFacts
-from shardnet.stage.estimate.memory_estimate import (
-    graph_bytes,
-)
+from shardnet.runtime.loading.model_facts import ModelFacts
+from shardnet.stage.estimate.memory_estimate import graph_bytes
 from shardnet.stage.estimate.stored_dtype import check_streamable, is_streamable
-from shardnet.types import (
-    Arith,
-    DType,
-    KvDType,
-    LayerRange,
-    NodeId,
-    WireDType,
-    parse_wires,
-)
+from shardnet.types import Arith, DType, KvDType, LayerRange, NodeId, WireDType, parse_wires
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice
 

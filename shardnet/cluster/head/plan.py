@@ -13,22 +13,12 @@ from msgspec import structs
 
 from shardnet.cluster.head.ring_dtypes import NodeForm, exactness, unused_links, wire_name
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, WRONG_BY, Measured, StageRun
-from shardnet.cluster.placement.figures import (
-    Exclusion,
-    Objective,
-    Placement,
-)
+from shardnet.cluster.placement.figures import Exclusion, Objective, Placement
 from shardnet.cluster.placement.standbys import Standby, choose_standbys, without_stage
 from shardnet.cluster.placement.words import LISTED
 from shardnet.model.config.quantization import Quantization
-from shardnet.runtime.stage.loading import ModelFacts
-from shardnet.types import (
-    Arith,
-    DType,
-    Epoch,
-    NodeId,
-    WireDType,
-)
+from shardnet.runtime.loading.model_facts import ModelFacts
+from shardnet.types import Arith, DType, Epoch, NodeId, WireDType
 from shardnet.wire.messages.deputies import RingNode, StandBy
 from shardnet.wire.messages.generation import Timing
 from shardnet.wire.messages.handshake import explanation

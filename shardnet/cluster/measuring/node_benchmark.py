@@ -25,8 +25,9 @@ from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, DiskSilentError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
+from shardnet.runtime.loading.loading import check_layers, set_compute_threads
+from shardnet.runtime.loading.model_facts import find_folder
 from shardnet.runtime.processors.processor_use import ProcessorUse
-from shardnet.runtime.stage.loading import check_layers, find_folder, set_compute_threads
 from shardnet.runtime.stage.measuring import (
     StageFigures,
     measure_disk,

@@ -22,7 +22,8 @@ from shardnet.cluster.ring.stage_port import PhaseProgress
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import ShardnetError
 from shardnet.model.config.quantization import Quantization
-from shardnet.runtime.stage.loading import LoadedStage, StageOrder
+from shardnet.runtime.loading.loaded_stage import LoadedStage
+from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.transport.loop import finish
 from shardnet.types import Arith, DType, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.framing.schema import Phase

@@ -19,7 +19,7 @@ from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.machine.folders import cache_dir
 from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
-from shardnet.runtime.stage.loading import identify
+from shardnet.runtime.loading.model_facts import identify
 from shardnet.types import NodeId
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import ModelChoice, NarrowWire

@@ -29,12 +29,9 @@ from shardnet.errors import (
 )
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import parse_config
-from shardnet.runtime.stage.loading import ModelFacts, kv_room_blocks
-from shardnet.stage.estimate.memory_estimate import (
-    WeightForm,
-    graph_bytes,
-    stage_weight_bytes,
-)
+from shardnet.runtime.loading.loading import kv_room_blocks
+from shardnet.runtime.loading.model_facts import ModelFacts
+from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes, stage_weight_bytes
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import DType, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.messages.generation import MeanStageTime, Timing

@@ -24,7 +24,7 @@ from shardnet.cluster.head.ring_dtypes import (
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
 from shardnet.errors import CheckpointError, PlanError, UsageError
-from shardnet.runtime.stage.loading import ModelFacts
+from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.types import (
     PAIRS_ARITHMETIC,
     PORTABLE_ARITHMETIC,

@@ -23,10 +23,11 @@ from shardnet.runtime.engine.requests import (
     RequestEvent,
     TokenGenerated,
 )
+from shardnet.runtime.loading.loading import load
 from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
 from shardnet.runtime.stage.compute import Samples, StageCompute
-from shardnet.runtime.stage.loading import StageOrder, load
 from shardnet.runtime.stage.plugin import ComputePlugin
+from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import OpenSequence
