@@ -140,9 +140,6 @@ def check_local(n_nodes: int, choice: ModelChoice) -> None:
 
 def import_node() -> None:
     """Import what a node in this process needs, torch above all: that takes a second or two."""
-    import shardnet.cluster.machine.profile
-    import shardnet.cluster.node.node
-    import shardnet.cluster.ring.stage_host  # noqa: F401
 
 
 @asynccontextmanager

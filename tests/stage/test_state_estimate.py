@@ -9,7 +9,7 @@ import torch
 from support.models.checkpoints import make_decoder
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.cluster.head.model_shape import model_shape
+from shardnet.cluster.planning.model_shape import model_shape
 from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig

@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 
-from shardnet.cluster.ring import ring_membership
-from shardnet.cluster.ring.ring_membership import (
+from shardnet.cluster.member import ring_membership
+from shardnet.cluster.member.ring_membership import (
     KEEP_S,
     SETTLE_S,
     DialData,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
-from shardnet.cluster.ring.ring_membership import DialData, OnBroken, RingMembership
+from shardnet.cluster.member.ring_membership import DialData, OnBroken, RingMembership
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import (
     BusyError,

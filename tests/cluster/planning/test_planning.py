@@ -13,12 +13,12 @@ import pytest
 from msgspec import structs
 
 from shardnet.checkpoint.replica import StoredLayers
-from shardnet.cluster.head.model_shape import QuantizationChoice, model_shape
-from shardnet.cluster.head.placing import fits, make_plan
-from shardnet.cluster.head.planning import PlanCandidates, Planner
 from shardnet.cluster.head.ring_builder import ring_spec
 from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
+from shardnet.cluster.planning.model_shape import QuantizationChoice, model_shape
+from shardnet.cluster.planning.placing import fits, make_plan
+from shardnet.cluster.planning.planning import PlanCandidates, Planner
 from shardnet.cluster.sharing.replica_sources import ReplicaSource
 from shardnet.errors import (
     CapacityError,

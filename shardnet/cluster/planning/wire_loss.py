@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.machine.profile import available_cores
-from shardnet.cluster.ring.order_checks import check_threads
+from shardnet.cluster.member.order_checks import check_threads
+from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import ShardnetError
 from shardnet.files import read_own, write_whole
