@@ -18,7 +18,8 @@ from shardnet.cluster.member.stage_orders import PhaseProgress, StageOrders
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.ring_dtypes import node_ariths
-from shardnet.cluster.ring.ring import OnBusy, Ring, RingSpec
+from shardnet.cluster.ring.ring import OnBusy, Ring
+from shardnet.cluster.ring.ring_spec import RingSpec
 from shardnet.cluster.ring.stage_port import LocalPort, RemotePort, StagePort
 from shardnet.cluster.sharing.replica_sources import check_same_model, choose_sources
 from shardnet.cluster.sharing.sharing import Sharing
