@@ -12,7 +12,8 @@ from shardnet.cluster.ring.stage_port import StagePort
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
-from shardnet.runtime.scheduling.scheduler import RingLimits, Scheduler, StepLimits
+from shardnet.runtime.scheduling.limits import RingLimits, StepLimits
+from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.stage.compute import StepFailed
 from shardnet.types import PREFILL_CHUNK_ROWS, STATE_SLOTS, Epoch
 from shardnet.wire.messages.stages import StageReady

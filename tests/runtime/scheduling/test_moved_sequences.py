@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shardnet.output_params import OutputParams
-from shardnet.runtime.scheduling.scheduler import RingLimits, Scheduler
+from shardnet.runtime.scheduling.limits import RingLimits
+from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import OperateSlot, SendStep, SequenceRequest
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import Epoch, SequenceId

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from support.rings.toy_ring import STOP_ID, ToyRing, next_token, text_of
 
 from shardnet.errors import BusyError, CapacityError, LocalProtocolError, ShardnetError, UsageError
-from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
+from shardnet.runtime.scheduling.limits import StepLimits
+from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
     FinishReason,
     OperateSlot,

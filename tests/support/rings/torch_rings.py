@@ -24,7 +24,8 @@ from shardnet.runtime.engine.requests import (
     TokenGenerated,
 )
 from shardnet.runtime.loading.loading import load
-from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
+from shardnet.runtime.scheduling.limits import StepLimits
+from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.stage.compute import Samples, StageCompute
 from shardnet.runtime.stage.plugin import ComputePlugin
 from shardnet.runtime.stage.stage_order import StageOrder
