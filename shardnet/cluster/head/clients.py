@@ -346,9 +346,7 @@ class Clients:
         copy = None
         if message.key:
             whole = with_ids(message, request.prompt)
-            copy = self._copying.begin(
-                whole, request.made, lambda: lead.plan.stand_by(lead.ring.epoch)
-            )
+            copy = self._copying.begin(whole, request.made, lambda: lead.told)
         try:
             yield copy
         except SupersededError:
