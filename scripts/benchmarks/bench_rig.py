@@ -22,7 +22,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.head.planning import Elsewhere
 from shardnet.cluster.machine.folders import cache_dir, runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
-from shardnet.cluster.machine.profile import MemoryBudget, find_device, make_node_id
+from shardnet.cluster.machine.profile import MemoryBudget, find_devices, make_node_id
 from shardnet.cluster.node.node import listening
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.store.model_cache import ModelCache
@@ -69,7 +69,7 @@ async def open_ring(checkpoint: Path, n_stages: int, threads: int) -> AsyncItera
     settings = NodeSettings(
         node=make_node_id(),
         name="bench",
-        budget=MemoryBudget(device=find_device("cpu"), asked_bytes=None),
+        budget=MemoryBudget(device=find_devices("cpu")[0], asked_bytes=None),
         threads=threads,
         peers=(),
         local_nodes=LocalNodes(runtime_dir(os.environ)),
