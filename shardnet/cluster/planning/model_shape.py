@@ -8,11 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardnet.cluster.placement.figures import (
-    ModelShape,
-    QuantizedSizes,
-    Streaming,
-)
+from shardnet.cluster.placement.figures import ModelShape, QuantizedSizes, Streaming
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.stage.estimate.memory_estimate import (

@@ -13,17 +13,6 @@ from types import MappingProxyType
 
 from msgspec import structs
 
-from shardnet.cluster.head.model_shape import UNQUANTIZED, QuantizationChoice, model_shape
-from shardnet.cluster.head.plan import Plan, silent_words
-from shardnet.cluster.head.ring_dtypes import (
-    NodeForm,
-    narrow_hops,
-    node_ariths,
-    node_form,
-    settle_arith,
-    settle_dtype,
-    settle_wires,
-)
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
 from shardnet.cluster.placement.figures import (
     CandidateNode,
@@ -35,24 +24,25 @@ from shardnet.cluster.placement.figures import (
 from shardnet.cluster.placement.placement import place, place_exactly, place_streaming
 from shardnet.cluster.placement.room import fits_somehow
 from shardnet.cluster.placement.words import LISTED
+from shardnet.cluster.planning.model_shape import UNQUANTIZED, QuantizationChoice, model_shape
+from shardnet.cluster.planning.plan import Plan, silent_words
+from shardnet.cluster.planning.ring_dtypes import (
+    NodeForm,
+    narrow_hops,
+    node_ariths,
+    node_form,
+    settle_arith,
+    settle_dtype,
+    settle_wires,
+)
 from shardnet.cluster.sharing.replica_sources import ReplicaSource
 from shardnet.errors import PlanError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
-from shardnet.runtime.stage.loading import ModelFacts
-from shardnet.stage.estimate.memory_estimate import (
-    graph_bytes,
-)
+from shardnet.runtime.loading.model_facts import ModelFacts
+from shardnet.stage.estimate.memory_estimate import graph_bytes
 from shardnet.stage.estimate.stored_dtype import check_streamable, is_streamable
-from shardnet.types import (
-    Arith,
-    DType,
-    KvDType,
-    LayerRange,
-    NodeId,
-    WireDType,
-    parse_wires,
-)
+from shardnet.types import Arith, DType, KvDType, LayerRange, NodeId, WireDType, parse_wires
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice
 

@@ -12,8 +12,8 @@ from dataclasses import replace as with_options
 from msgspec.structs import replace
 
 from shardnet import __version__
+from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S as PROBE_S
-from shardnet.cluster.ring.ring_membership import RingMembership
 from shardnet.transport import tcp
 from shardnet.transport.address import host_of, split_address
 from shardnet.transport.admission import KnownHosts

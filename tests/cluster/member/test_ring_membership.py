@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 
-from shardnet.cluster.ring import ring_membership
-from shardnet.cluster.ring.ring_membership import (
+from shardnet.cluster.member import ring_membership
+from shardnet.cluster.member.ring_membership import (
     KEEP_S,
     SETTLE_S,
     DialData,
@@ -31,6 +31,7 @@ from shardnet.errors import (
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.runtime.stage.executor import Executor
+from shardnet.slot_operations import SlotOperation
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.types import (
@@ -40,7 +41,6 @@ from shardnet.types import (
     RowGroup,
     SequenceId,
     SlotId,
-    SlotOperation,
     StepId,
     WireDType,
 )

@@ -13,16 +13,16 @@ from pathlib import Path
 
 from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.machine.profile import Device, MemoryBudget, available_cores
+from shardnet.cluster.member.order_checks import check_load_order
+from shardnet.cluster.member.ring_membership import OnBroken, RingMembership
+from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
-from shardnet.cluster.ring.order_checks import check_load_order
-from shardnet.cluster.ring.ring_membership import OnBroken, RingMembership
-from shardnet.cluster.ring.stage_host import StageHost
-from shardnet.cluster.ring.stage_port import PhaseProgress
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import ShardnetError
 from shardnet.model.config.quantization import Quantization
-from shardnet.runtime.stage.loading import LoadedStage, StageOrder
+from shardnet.runtime.loading.loaded_stage import LoadedStage
+from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.transport.loop import finish
 from shardnet.types import Arith, DType, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.framing.schema import Phase
@@ -36,6 +36,9 @@ from shardnet.wire.messages.stages import (
     StageReady,
     UnloadStage,
 )
+
+PhaseProgress = Callable[[Phase, int, int], None]
+"""Takes (what is done, bytes done, bytes in all)."""
 
 Watch = Callable[[ControlLink, Callable[[ShardnetError], None]], Callable[[], None]]
 """Calls a function when the node of a link is lost; returns what ends the watch."""

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from support.models.checkpoints import make_llama
 
-from shardnet.cluster.head import wire_loss
-from shardnet.cluster.head.placing import make_plan
-from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.machine.folders import cache_dir
 from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
-from shardnet.runtime.stage.loading import identify
+from shardnet.cluster.planning import wire_loss
+from shardnet.cluster.planning.placing import make_plan
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.planning.wire_loss import WireLoss
+from shardnet.runtime.loading.model_facts import identify
 from shardnet.types import NodeId
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import ModelChoice, NarrowWire

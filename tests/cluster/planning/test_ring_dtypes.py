@@ -9,22 +9,23 @@ from typing import Any, cast
 
 import pytest
 from msgspec import structs
+from tests.cluster.head.test_planning import GIB, facts, node
 
-from shardnet.cluster.head.model_shape import model_shape
-from shardnet.cluster.head.placing import fits, make_plan
-from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.head.ring_builder import ring_spec
-from shardnet.cluster.head.ring_dtypes import (
+from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
+from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
+from shardnet.cluster.planning.model_shape import model_shape
+from shardnet.cluster.planning.placing import fits, make_plan
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.planning.planning import Planner
+from shardnet.cluster.planning.ring_dtypes import (
     SLOW_BYTES_PER_S,
     node_form,
     settle_arith,
     settle_dtype,
 )
-from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
-from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
 from shardnet.errors import CheckpointError, PlanError, UsageError
-from shardnet.runtime.stage.loading import ModelFacts
+from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.types import (
     PAIRS_ARITHMETIC,
     PORTABLE_ARITHMETIC,
@@ -36,7 +37,6 @@ from shardnet.types import (
 )
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import ModelChoice
-from tests.cluster.head.test_planning import GIB, facts, node
 
 BF16, F16, F32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
 HALVES = replace(facts(), stored_dtype=BF16, linear_dtype=BF16)

@@ -15,8 +15,8 @@ from support.models.loaded_tokenizers import load_here
 from support.rings.stage_chain import CPU, RoundingChain, StageChain, probed
 
 from shardnet.errors import CheckpointError, NumericalError
-from shardnet.runtime.stage.loading import identify
-from shardnet.runtime.stage.wire_loss import (
+from shardnet.runtime.loading.model_facts import identify
+from shardnet.runtime.loading.wire_loss import (
     N_ROWS,
     TEXT,
     LogitDifference,

@@ -1,6 +1,6 @@
 """A plan with everything a ring needs to be built from it, and the message that describes it.
 
-Must not know how a plan is made (head/placing.py).
+Must not know how a plan is made (placing.py).
 """
 
 from __future__ import annotations
@@ -11,24 +11,14 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from shardnet.cluster.head.ring_dtypes import NodeForm, exactness, unused_links, wire_name
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, WRONG_BY, Measured, StageRun
-from shardnet.cluster.placement.figures import (
-    Exclusion,
-    Objective,
-    Placement,
-)
+from shardnet.cluster.placement.figures import Exclusion, Objective, Placement
 from shardnet.cluster.placement.standbys import Standby, choose_standbys, without_stage
 from shardnet.cluster.placement.words import LISTED
+from shardnet.cluster.planning.ring_dtypes import NodeForm, exactness, unused_links, wire_name
 from shardnet.model.config.quantization import Quantization
-from shardnet.runtime.stage.loading import ModelFacts
-from shardnet.types import (
-    Arith,
-    DType,
-    Epoch,
-    NodeId,
-    WireDType,
-)
+from shardnet.runtime.loading.model_facts import ModelFacts
+from shardnet.types import Arith, DType, Epoch, NodeId, WireDType
 from shardnet.wire.messages.deputies import RingNode, StandBy
 from shardnet.wire.messages.generation import Timing
 from shardnet.wire.messages.handshake import explanation

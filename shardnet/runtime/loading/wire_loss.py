@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CheckpointError, NumericalError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.runtime.stage.loading import ModelFacts
+from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.types import (
     DType,
     Epoch,

@@ -15,8 +15,9 @@ from support.rings.stage_chain import random_prompt
 from shardnet.api.client import Client, connect
 from shardnet.api.events import GenerationResult
 from shardnet.cluster.node.node import listening
+from shardnet.sampling_params import SamplingParams
 from shardnet.stage.prefixes.prefix_store import stored_prefixes
-from shardnet.types import NodeId, SamplingParams
+from shardnet.types import NodeId
 from shardnet.wire.messages.diagnostics import PrefixState
 from shardnet.wire.messages.plans import ModelChoice
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
-from shardnet.cluster.ring.ring_membership import DialData, OnBroken, RingMembership
+from shardnet.cluster.member.ring_membership import DialData, OnBroken, RingMembership
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import (
     BusyError,
@@ -26,19 +26,14 @@ from shardnet.errors import (
     TakenError,
     UsageError,
 )
+from shardnet.runtime.loading.joined import join
+from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
+from shardnet.runtime.loading.loading import load, release_freed_memory, set_compute_threads
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.executor import Executor
-from shardnet.runtime.stage.joined import join
-from shardnet.runtime.stage.loading import (
-    KeptWeights,
-    LoadedStage,
-    StageOrder,
-    load,
-    release_freed_memory,
-    set_compute_threads,
-)
 from shardnet.runtime.stage.plugin import ComputePlugin
 from shardnet.runtime.stage.progress import ProgressReporter
+from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.pack_cache import drop_pages
 from shardnet.transport.link import Link
 from shardnet.transport.loop import finish

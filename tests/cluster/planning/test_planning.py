@@ -13,12 +13,12 @@ import pytest
 from msgspec import structs
 
 from shardnet.checkpoint.replica import StoredLayers
-from shardnet.cluster.head.model_shape import QuantizationChoice, model_shape
-from shardnet.cluster.head.placing import fits, make_plan
-from shardnet.cluster.head.planning import PlanCandidates, Planner
 from shardnet.cluster.head.ring_builder import ring_spec
 from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
+from shardnet.cluster.planning.model_shape import QuantizationChoice, model_shape
+from shardnet.cluster.planning.placing import fits, make_plan
+from shardnet.cluster.planning.planning import PlanCandidates, Planner
 from shardnet.cluster.sharing.replica_sources import ReplicaSource
 from shardnet.errors import (
     CapacityError,
@@ -29,12 +29,9 @@ from shardnet.errors import (
 )
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import parse_config
-from shardnet.runtime.stage.loading import ModelFacts, kv_room_blocks
-from shardnet.stage.estimate.memory_estimate import (
-    WeightForm,
-    graph_bytes,
-    stage_weight_bytes,
-)
+from shardnet.runtime.loading.loading import kv_room_blocks
+from shardnet.runtime.loading.model_facts import ModelFacts
+from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes, stage_weight_bytes
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import DType, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.messages.generation import MeanStageTime, Timing

@@ -19,27 +19,16 @@ from msgspec import structs
 
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.cluster.download.pulling import pull_beside
-from shardnet.cluster.head.placing import Holdings, make_plan, plan_again
-from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.head.ring_dtypes import node_ariths, settle_arith, settle_dtype
-from shardnet.cluster.measuring.measurement import (
-    NOTHING_MEASURED,
-    Measured,
-    OnMeasured,
-    StageRun,
-)
+from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured, OnMeasured, StageRun
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
+from shardnet.cluster.planning.placing import Holdings, make_plan, plan_again
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.planning.ring_dtypes import node_ariths, settle_arith, settle_dtype
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import (
-    BusyError,
-    CheckpointError,
-    DiskSilentError,
-    PlanError,
-    ShardnetError,
-)
-from shardnet.runtime.stage.loading import ModelFacts
+from shardnet.errors import BusyError, CheckpointError, DiskSilentError, PlanError, ShardnetError
+from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.types import Arith, DType, NodeId
 from shardnet.wire.messages.deputies import StandBy
 from shardnet.wire.messages.membership import NodeInfo

@@ -15,11 +15,12 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from shardnet.cluster.ring import stage_host as stage_host_module
-from shardnet.cluster.ring.ring_membership import RingMembership
-from shardnet.cluster.ring.stage_host import StageHost
+from shardnet.cluster.member import stage_host as stage_host_module
+from shardnet.cluster.member.ring_membership import RingMembership
+from shardnet.cluster.member.stage_host import StageHost
 from shardnet.errors import BusyError, DiskSilentError, PeerFailedError, TakenError, UsageError
-from shardnet.runtime.stage.loading import LoadedStage, StageOrder
+from shardnet.runtime.loading.loaded_stage import LoadedStage
+from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.transport.link import Link
 from shardnet.types import WireDType
 from shardnet.wire.messages.stages import LoadStage

@@ -1,7 +1,7 @@
 """Check an order of a head against this node, before anything is made of it. Pure.
 
 Knows what a node can tell from the order alone. That the model has the layers and the context is
-checked when its files are open (runtime/stage/loading.py).
+checked when its files are open (runtime/loading/loading.py).
 """
 
 from __future__ import annotations

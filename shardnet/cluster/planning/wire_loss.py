@@ -1,7 +1,7 @@
 """Measure what the narrower wire dtype of a plan saves and costs, and cache it on disk.
 
 Knows that the error depends on model, stage borders, dtype and wire dtype, and that a client may
-cancel. Must not know how logits are compared (runtime/stage/wire_loss.py) nor how plans are made.
+cancel. Must not know how logits are compared (runtime/loading/wire_loss.py) nor how plans are made.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 
 import msgspec
 
-from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.machine.profile import available_cores
-from shardnet.cluster.ring.order_checks import check_threads
+from shardnet.cluster.member.order_checks import check_threads
+from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import ShardnetError
 from shardnet.files import read_own, write_whole
-from shardnet.runtime.stage.loading import set_compute_threads
+from shardnet.runtime.loading.loading import set_compute_threads
+from shardnet.runtime.loading.wire_loss import measure_rounding_s, measure_wire_loss
 from shardnet.runtime.stage.progress import ProgressReporter
-from shardnet.runtime.stage.wire_loss import measure_rounding_s, measure_wire_loss
 from shardnet.types import WireDType, parse_wires
 from shardnet.wire.framing.schema import Strict
 from shardnet.wire.messages.handshake import explanation

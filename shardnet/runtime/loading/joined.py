@@ -14,9 +14,11 @@ from itertools import chain
 from msgspec.structs import replace as replace_struct
 
 from shardnet.errors import CapacityError
+from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.stage.compute import Activations, AnyThreadCompute, Samples, StageCompute
-from shardnet.runtime.stage.loading import LoadedStage, StageOrder
-from shardnet.types import MicroBatch, SlotOperation, WireDType, blocks_for
+from shardnet.runtime.stage.stage_order import StageOrder
+from shardnet.slot_operations import SlotOperation
+from shardnet.types import MicroBatch, WireDType, blocks_for
 
 
 class JoinedCompute:

@@ -10,8 +10,10 @@ from support.models.checkpoints import make_llama
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError
-from shardnet.runtime.stage.joined import join
-from shardnet.runtime.stage.loading import LoadedStage, StageOrder, load
+from shardnet.runtime.loading.joined import join
+from shardnet.runtime.loading.loaded_stage import LoadedStage
+from shardnet.runtime.loading.loading import load
+from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.types import DType, LayerRange
 
 

@@ -9,16 +9,11 @@ import asyncio
 import struct
 from typing import TYPE_CHECKING
 
+from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
-from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.types import SequenceId
-from shardnet.wire.messages.stages import (
-    FindPrefix,
-    PrefixFound,
-    PrefixRestored,
-    RestorePrefix,
-)
+from shardnet.wire.messages.stages import FindPrefix, PrefixFound, PrefixRestored, RestorePrefix
 
 if TYPE_CHECKING:
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
