@@ -19,6 +19,7 @@ from shardnet.runtime.processors.alertness import Alertness
 from shardnet.runtime.stage.compute import (
     AnyThreadCompute,
     PassCompute,
+    StageBroken,
     StageCompute,
     StageInput,
     StageOutput,
@@ -287,6 +288,8 @@ class StageWorker:
     def _computed(self, arrived: StepArrived) -> StepResult:
         try:
             return self._compute.compute(arrived.batch, arrived.activations)
+        except StageBroken as broken:  # no step will be computed here: the ring ends
+            raise broken.error from None
         except Exception as error:  # its sequences end, the ring goes on
             return self._named(arrived, error)
 
