@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardnet.model.kernels.devices import where_float64
-from shardnet.types import TokenLogprobs
+from shardnet.sampling_params import TokenLogprobs
 
 
 def rows_logprobs(logits: Tensor, token_ids: Sequence[int], n_top: int) -> list[TokenLogprobs]:

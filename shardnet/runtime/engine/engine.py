@@ -30,7 +30,8 @@ from shardnet.runtime.engine.requests import GenerationFinished, GenerationReque
 from shardnet.runtime.engine.step_log import RequestProgress, StepLog
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
-from shardnet.runtime.scheduling.scheduler import RingLimits, Scheduler
+from shardnet.runtime.scheduling.limits import RingLimits
+from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
     ComputedSequence,
     FinishReason,
@@ -45,7 +46,8 @@ from shardnet.runtime.scheduling.sequences import (
 )
 from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.runtime.stage.compute import StepFailed
-from shardnet.types import ANY_ROWS, CloseSequence, LiveState, OpenSequence, RowGroup, SequenceId
+from shardnet.slot_operations import CloseSequence, OpenSequence
+from shardnet.types import ANY_ROWS, LiveState, RowGroup, SequenceId
 
 _log = logging.getLogger(__name__)
 
