@@ -22,7 +22,8 @@ from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels import panel_linear
 from shardnet.model.kernels.linear import Kernel, probe
 from shardnet.model.sampling.sampler import Sampler, SampleRow
-from shardnet.types import DType, KvDType, SamplingParams
+from shardnet.sampling_params import SamplingParams
+from shardnet.types import DType, KvDType
 
 MPS, ROCM = torch.device("mps"), torch.device("cuda")
 PROMPTS = [random_prompt(length, 300, seed=length) for length in (5, 40)]
@@ -73,6 +74,14 @@ def test_quantised_weights_and_keys_stay_on_the_device(
             chain = StageChain.load(folder, layers, choice, kv_dtype=KvDType.INT8, device=place)
             found[place] = chain.generate(PROMPTS, 2)[1].cpu()
     torch.testing.assert_close(*found.values(), atol=1e-4, rtol=1e-4)
+
+
+def test_a_device_computes_in_what_it_computes_right() -> None:
+    """One without bfloat16 computes in float32, and rounds where the ring does."""
+    with simulated_device(torch.float64, torch.bfloat16):
+        choice = probe(MPS, DType.BFLOAT16, DType.BFLOAT16)
+        assert (choice.dtype, choice.hidden_dtype) == (DType.FLOAT32, DType.BFLOAT16)
+        assert probe(MPS, DType.FLOAT16, None).dtype is DType.FLOAT16
 
 
 def test_tokens_are_drawn_without_float64_on_the_device() -> None:
