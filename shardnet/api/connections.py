@@ -125,7 +125,7 @@ def check_local(n_nodes: int, choice: ModelChoice) -> None:
             remedy=f"give one range for each, or --local {len(choice.layers)}",
         )
     from shardnet.checkpoint.checkpoint import Checkpoint  # not every client opens one
-    from shardnet.runtime.stage.loading import find_folder
+    from shardnet.runtime.loading.model_facts import find_folder
 
     folder = find_folder(choice.model) if n_nodes > 1 else None
     if folder is None:
@@ -140,9 +140,6 @@ def check_local(n_nodes: int, choice: ModelChoice) -> None:
 
 def import_node() -> None:
     """Import what a node in this process needs, torch above all: that takes a second or two."""
-    import shardnet.cluster.machine.profile
-    import shardnet.cluster.node.node
-    import shardnet.cluster.ring.stage_host  # noqa: F401
 
 
 @asynccontextmanager

@@ -26,6 +26,7 @@ from shardnet.model.layers.attention import plan_step
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PlainTable, Table
 from shardnet.model.sampling.sampler import Sampler, SampleRow
+from shardnet.sampling_params import SamplingParams
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
@@ -44,7 +45,6 @@ from shardnet.types import (
     LayerRange,
     MicroBatch,
     RowGroup,
-    SamplingParams,
     SequenceId,
     SlotId,
     StepId,

@@ -26,7 +26,8 @@ from shardnet.api.server.settings import Settings
 from shardnet.cluster.machine.profile import find_device
 from shardnet.errors import ConfigurationError
 from shardnet.runtime.stage.plugin import ComputePlugin
-from shardnet.types import LayerRange, SamplingParams
+from shardnet.sampling_params import SamplingParams
+from shardnet.types import LayerRange
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 PROMPT = "It is a truth universally acknowledged, " * 8

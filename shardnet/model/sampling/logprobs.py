@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardnet.types import TokenLogprobs
+from shardnet.sampling_params import TokenLogprobs
 
 
 def rows_logprobs(logits: Tensor, token_ids: Sequence[int], n_top: int) -> list[TokenLogprobs]:

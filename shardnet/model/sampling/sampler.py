@@ -20,7 +20,7 @@ from shardnet.model.sampling.logprobs import rows_logprobs
 from shardnet.model.sampling.penalties import NO_CONTEXT, RowContext, change_logits, changes_logits
 from shardnet.model.sampling.philox import gumbel_noise
 from shardnet.model.sampling.token_masks import forbidden_tokens
-from shardnet.types import SamplingParams, TokenLogprobs
+from shardnet.sampling_params import SamplingParams, TokenLogprobs
 
 CUT = 40.0
 """Tokens further than this below the maximum, after temperature, are filtered out.

@@ -22,17 +22,10 @@ from shardnet.runtime.stage.compute import (
     StepComputed,
     StepFailed,
 )
+from shardnet.sampling_params import TokenLogprobs
+from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence
 from shardnet.transport.link import Link
-from shardnet.types import (
-    CloseSequence,
-    Epoch,
-    FreeSlot,
-    MicroBatch,
-    OpenSequence,
-    SequenceId,
-    StepId,
-    TokenLogprobs,
-)
+from shardnet.types import Epoch, MicroBatch, SequenceId, StepId
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.extras import (
     Extras,

@@ -12,14 +12,9 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from shardnet.errors import ShardnetError
-from shardnet.types import (
-    MicroBatch,
-    SequenceId,
-    SlotOperation,
-    StepId,
-    TokenLogprobs,
-    WireDType,
-)
+from shardnet.sampling_params import TokenLogprobs
+from shardnet.slot_operations import SlotOperation
+from shardnet.types import MicroBatch, SequenceId, StepId, WireDType
 from shardnet.wire.messages.extras import StageExperts, StageTiming
 from shardnet.wire.payloads.rows import RowBlock
 

@@ -35,15 +35,9 @@ from shardnet.runtime.stage.compute import (
     StepResult,
 )
 from shardnet.runtime.stage.executor import Executor
+from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence
 from shardnet.threads import contained
-from shardnet.types import (
-    PREFILL_CHUNK_ROWS,
-    CloseSequence,
-    FreeSlot,
-    OpenSequence,
-    SequenceId,
-    StepId,
-)
+from shardnet.types import PREFILL_CHUNK_ROWS, SequenceId, StepId
 from shardnet.wire.messages.extras import StageTiming
 
 log = logging.getLogger(__name__)

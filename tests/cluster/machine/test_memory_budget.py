@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardnet.cluster.machine.profile import MEMORY_SHARE, Device, MemoryBudget
-from shardnet.runtime.stage.loading import release_freed_memory
+from shardnet.runtime.loading.loading import release_freed_memory
 
 GIB = 2**30
 

@@ -6,18 +6,10 @@ import hashlib
 import struct
 
 from shardnet.errors import BusyError
-from shardnet.types import (
-    Epoch,
-    MicroBatch,
-    OpenSequence,
-    OutputKind,
-    RowGroup,
-    SamplingParams,
-    SequenceId,
-    SlotId,
-    StepId,
-    WireDType,
-)
+from shardnet.output_params import OutputKind
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import OpenSequence
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.bulk import (
     Digests,

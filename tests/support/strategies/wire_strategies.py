@@ -9,17 +9,9 @@ import msgspec
 from hypothesis import strategies as st
 from support.strategies.msgspec_strategies import values
 
-from shardnet.types import (
-    Epoch,
-    MicroBatch,
-    OutputKind,
-    RowGroup,
-    SequenceId,
-    SlotId,
-    SlotOperation,
-    StepId,
-    WireDType,
-)
+from shardnet.output_params import OutputKind
+from shardnet.slot_operations import SlotOperation
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 from shardnet.wire.connection.connection import Event, HelloAnswer, LinkConnection
 from shardnet.wire.framing.frames import Frame, FrameKind, Limits
 from shardnet.wire.messages.bulk import BulkMessage, Piece, bulk_frame
