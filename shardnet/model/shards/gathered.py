@@ -83,7 +83,9 @@ class NativeOutput:
         self.joined = JoinedStruct(
             **{
                 name: ctypes.addressof(value)
-                for name, value in zip(("in_ends", "out_ends", "gather"), self._numbers, strict=True)
+                for name, value in zip(
+                    ("in_ends", "out_ends", "gather"), self._numbers, strict=True
+                )
             }
         )
 
