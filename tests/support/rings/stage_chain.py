@@ -84,6 +84,7 @@ class StageChain:
         kv_dtype: KvDType = KvDType.AUTO,
         capture: Capture | None = None,
         group: ShardGroup | None = None,
+        device: torch.device = CPU,
     ) -> StageChain:
         """Load a checkpoint's layers, split as `ranges` say; by default as probed for float32."""
         checkpoint = Checkpoint.open(folder)
@@ -94,7 +95,7 @@ class StageChain:
                     checkpoint,
                     layers,
                     choice=choice,
-                    device=CPU,
+                    device=device,
                     room_blocks=ROOM_BLOCKS,
                     progress=lambda done, total: None,
                     context=context,
