@@ -31,6 +31,7 @@ from shardnet.wire.messages.extras import read_extras
 from shardnet.wire.messages.handshake import Purpose, hello_frame, read_error, read_hello
 from shardnet.wire.messages.sequences import read_sequence
 from shardnet.wire.payloads.data import read_data, read_tokens
+from shardnet.wire.payloads.parts import read_part
 from shardnet.wire.payloads.rows import read_rows
 
 SLOW_S: Final = 0.5
@@ -52,6 +53,7 @@ READERS: Final[dict[FrameKind, Callable[[Frame], object]]] = {
     FrameKind.SEQUENCE: read_sequence,
     FrameKind.BULK: read_bulk,
     FrameKind.ROWS: read_rows,
+    FrameKind.PART: read_part,
 }
 PURPOSES: Final[dict[int, Purpose]] = {
     FrameKind.CONTROL: Purpose.CONTROL,
