@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
-from shardnet.cluster.member.ring_membership import DialData, OnBroken, RingMembership
+from shardnet.cluster.member.ring_membership import OnBroken, RingMembership
+from shardnet.cluster.member.stage_span import DataEnd, DialData, StageSpan
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import (
     BusyError,
@@ -201,6 +202,7 @@ class StageHost:
                 dial=self._dial,
                 on_broken=on_broken,
                 may_spin=self._may_spin,
+                span=_span(message),
             )
             return self.membership
 
@@ -641,6 +643,22 @@ class StageHost:
             await self._settle_prefixes(self.loaded)
             self.loaded = None
             await self._release_freed_memory()
+
+
+def _span(message: LoadStage) -> StageSpan | None:
+    """Return the nodes of the stage that `message` orders, None for this one alone."""
+    if not message.shard_nodes:
+        return None
+    return StageSpan(
+        shard=message.shard,
+        addresses=tuple(message.shard_nodes),
+        end=DataEnd(
+            ring=message.ring,
+            epoch=Epoch(message.epoch),
+            rank=message.rank,
+            shard=message.shard,
+        ),
+    )
 
 
 def _prefix_state(prefixes: StagePrefixes | None) -> PrefixState | None:

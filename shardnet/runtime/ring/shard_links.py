@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final
 
 from shardnet.errors import (
     LostShardError,
@@ -25,8 +25,8 @@ from shardnet.runtime.stage.compute import (
     StageInput,
     StageOutput,
 )
-from shardnet.transport.link import Link
 from shardnet.slot_operations import SlotOperation
+from shardnet.transport.link import Link
 from shardnet.types import Epoch, MicroBatch, StepId, WireDType
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
 from shardnet.wire.messages.handshake import error_frame, read_error
@@ -72,6 +72,10 @@ class ShardLinks:
         self._number = 0
 
     # --- on the loop
+
+    def readers(self) -> list[Coroutine[Any, Any, None]]:
+        """Return what receives from the other shards; from shard 0 its `source` does."""
+        return [self.read(other) for other in self._links if other or not self.shard]
 
     async def read(self, other: int) -> None:
         """Receive parts from a shard until the link ends. Raises why it has, or what broke it."""

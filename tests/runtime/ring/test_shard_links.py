@@ -20,9 +20,9 @@ from shardnet.errors import (
 )
 from shardnet.runtime.ring.shard_links import ShardLinks, ShardSource
 from shardnet.runtime.stage.compute import Activations, StepArrived
+from shardnet.slot_operations import FreeSlot
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
-from shardnet.slot_operations import FreeSlot
 from shardnet.types import (
     Epoch,
     MicroBatch,
