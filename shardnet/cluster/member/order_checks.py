@@ -52,9 +52,7 @@ def check_load_order(order: LoadStage, most_threads: int) -> None:
         f"it spans {len(order.shard_nodes)} nodes": (
             len(order.shard_nodes) == 1 or len(order.shard_nodes) > MAX_SHARDS
         ),
-        "it spans several nodes, and is streamed or loaded beside another one": (
-            n_nodes > 1 and (order.streamed_layers > 0 or order.beside)
-        ),
+        "it spans several nodes and is streamed": n_nodes > 1 and order.streamed_layers > 0,
     }
     for fault, holds in faults.items():
         if holds:

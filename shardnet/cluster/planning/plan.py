@@ -27,6 +27,7 @@ from shardnet.wire.messages.plans import (
     LeftOut,
     ModelChoice,
     NarrowWire,
+    PlannedShard,
     PlannedStage,
     PlannedStandby,
     PlanReply,
@@ -53,7 +54,9 @@ class Plan:
     not measured. `chunk_s`: predicted seconds of a whole prompt chunk in all stages together,
     without the links; None where a stage was not measured. `silent` nodes did not report their
     state in time. `holders` are the nodes that have the model, among the candidates.
-    `spares` are nodes beside the ring that may stand by, and `standbys` say who does.
+    `spares` are nodes beside the ring that may stand by, and `standbys` say who does. `nodes` are
+    the members of the ring; `spans` has the further nodes of each stage, and is () where no stage
+    spans several. Their parts travel in `gather_dtype`, None for their own.
     """
 
     choice: ModelChoice
@@ -74,9 +77,26 @@ class Plan:
     holders: tuple[NodeId, ...] = ()
     standbys: tuple[Standby, ...] = ()
     spares: tuple[NodeInfo, ...] = ()
+    spans: tuple[tuple[NodeInfo, ...], ...] = ()
+    gather_dtype: WireDType | None = None
+
+    @property
+    def members(self) -> tuple[NodeInfo, ...]:
+        """All nodes that it uses, those of one stage one behind the other."""
+        if not self.spans:
+            return self.nodes
+        stages = zip(self.nodes, self.spans, strict=True)
+        return tuple(node for first, further in stages for node in (first, *further))
+
+    @property
+    def gathers(self) -> list[WireDType | None]:
+        """The dtype of parts in each stage, None where it spans one node or nothing narrows them."""
+        return [self.gather_dtype if further else None for further in self.spans]
 
     def with_standbys(self, spares: Sequence[NodeInfo] = ()) -> Plan:
         """Return this plan with who stands by for whom, of its nodes and those beside it."""
+        if self.spans:  # what such a stage has is on several nodes
+            return self
         memory = {NodeId(node.node): node.memory_bytes for node in (*self.nodes, *spares)}
         return replace(
             self,
@@ -110,7 +130,7 @@ class Plan:
         Nodes of theirs that are not there, or are left out for a reason in `without`, are named.
         """
         told = {*self.left_out_names, *(out.node for out in self.silent)}
-        known = {node.node: node for node in (*opened.nodes, *former.nodes)}
+        known = {node.node: node for node in (*opened.members, *former.members)}
         missing = [node for node in known.values() if node.node not in told]
         out = [
             Exclusion(node=NodeId(node.node), why=without.get(NodeId(node.node), "it was lost"))
@@ -132,7 +152,7 @@ class Plan:
             dtype=self.dtype.value,
             arith=self.arith.value,
             context=self.context,
-            nodes=[RingNode(node=node.node, address=node.address) for node in self.nodes],
+            nodes=[RingNode(node=node.node, address=node.address) for node in self.members],
         )
 
     @property
@@ -170,6 +190,8 @@ class Plan:
         """
         stages = self.placement.stages
         if len(alone_s) != len(stages) or any(stage.n_streamed for stage in stages):
+            return []
+        if self.spans:  # such a stage's time is that of no node alone
             return []
         predicted_s = [stage.compute_s for stage in stages]
         tok_s, told_tok_s = timing.decode_tok_s, self.placement.predicted_tok_s
@@ -228,6 +250,7 @@ class Plan:
                     weight_dtype=form.linear.value,
                     wire_dtype=self.wires[rank].value if rank < len(self.wires) else "",
                     arithmetic=form.arithmetic,
+                    shards=self._shards(rank),
                 )
                 for rank, (node, stage, form) in enumerate(
                     zip(self.nodes, self.placement.stages, self.forms, strict=True)
@@ -249,9 +272,13 @@ class Plan:
             warnings=[explanation(warning) for warning in self.warnings],
             recommended=RecommendedSampling(**recommended) if recommended else None,
             arith=self.arith.value,
-            exact=exactness(self.nodes, self.forms, self.dtype, self.wires),
+            exact=exactness(self.nodes, self.forms, self.dtype, self.wires, self.gathers),
             standbys=[self._planned(standby) for standby in self.standbys],
         )
+
+    def _shards(self, rank: int) -> list[PlannedShard]:
+        further = self.spans[rank] if self.spans else ()
+        return [PlannedShard(node=n.node, name=n.name, address=n.address) for n in further]
 
     def _planned(self, standby: Standby) -> PlannedStandby:
         layers = self.placement.stages[standby.rank].layers
