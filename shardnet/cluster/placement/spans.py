@@ -132,8 +132,9 @@ def weigh_spans(
 ) -> Placement:
     """Return the placement of one stage that spans nodes if that pays, else `best`; both say why.
 
-    Only nodes that are `able` to share one do. It must have been measured, as must `best`, and make each token of one sequence faster by
-    SPAN_GAIN. Throughput is never better for it: the ring's stages work side by side as it is.
+    Only nodes that are `able` to share one do. It must have been measured, as must `best`, and make
+    each token of one sequence faster by SPAN_GAIN. Throughput is never better for it: the ring's
+    stages work side by side as it is.
     """
     if objective is not Objective.LATENCY or best.predicted_tok_s is None or not shape.gathers:
         return best
