@@ -99,7 +99,7 @@ class RingBuilder:
         """
         ports = [await self._port(node) for node in plan.nodes]
         spans = [tuple([await self._port(node) for node in further]) for further in plan.spans]
-        members = plan.members
+        members = plan.ring_nodes
         replicas = await self._sharing.sources(plan.facts, plan.choice.model, members)
         check_same_model(replicas[: len(members)])
         sources = choose_sources(plan.facts.model_id, replicas, limit=MAX_STAGES)
