@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.router.router import Router
 from shardnet.errors import BusyError, ShardnetError
 from shardnet.types import NodeId

@@ -10,9 +10,9 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 
-from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.supervision import SupervisedJobs
+from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.router.choosing import choose
 from shardnet.cluster.router.kept_ring import KeptRing, OnProgress
 from shardnet.errors import PeerFailedError, ShardnetError

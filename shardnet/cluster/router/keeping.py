@@ -14,8 +14,8 @@ from typing import Final
 from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
+from shardnet.cluster.member.stage_host import draining, resting
 from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.ring.stage_host import draining, resting
 from shardnet.errors import PeerFailedError
 from shardnet.types import NodeId
 from shardnet.wire.messages.activity import KeepRing, RingKept

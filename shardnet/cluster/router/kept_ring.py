@@ -13,8 +13,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.peers.control_link import REPLY_SILENCE_S, ControlLink, ControlRequest
+from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.router.choosing import RecentPrompts, RingView
 from shardnet.errors import (
     LinkClosedError,

@@ -26,7 +26,8 @@ from shardnet.errors import (
     SupersededError,
 )
 from shardnet.runtime.engine.requests import MadeToken
-from shardnet.types import LiveState, TokenLogprobs
+from shardnet.sampling_params import TokenLogprobs
+from shardnet.types import LiveState
 from shardnet.wire.framing.schema import encode
 from shardnet.wire.messages.control import ControlMessage, Failed, Redirect, reported_error
 from shardnet.wire.messages.deputies import CopiedTo

@@ -17,15 +17,15 @@ from shardnet.cluster.deputy.copying import Copying
 from shardnet.cluster.deputy.request_book import CopiedRequest
 from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.head import Head
-from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.head.planning import Elsewhere, Planner
 from shardnet.cluster.head.replies import report_progress
 from shardnet.cluster.head.requests import with_ids
+from shardnet.cluster.member.stage_host import draining, generating_with
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.cluster.placement.figures import Objective
-from shardnet.cluster.ring.stage_host import draining, generating_with
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.planning.planning import Elsewhere, Planner
 from shardnet.cluster.router.front import Front
 from shardnet.cluster.router.keeping import Keeping
 from shardnet.cluster.router.routed_request import RoutedRequest, prompt_bytes

@@ -13,7 +13,8 @@ from msgspec import Meta
 
 from shardnet import constraints
 from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS
-from shardnet.types import MAX_LOGPROBS, LiveState
+from shardnet.sampling_params import MAX_LOGPROBS
+from shardnet.types import LiveState
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
     U32,

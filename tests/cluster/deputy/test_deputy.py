@@ -15,7 +15,7 @@ from support.rings.stage_chain import random_prompt
 from shardnet.api.client import Client, connect
 from shardnet.api.events import RequestState
 from shardnet.errors import PeerFailedError, SupersededError
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
 
 SAMPLED = SamplingParams(temperature=0.8, seed=7, repetition_penalty=1.2, n_logprobs=2)

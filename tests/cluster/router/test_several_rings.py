@@ -17,7 +17,8 @@ from shardnet.api.events import RequestState
 from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.placement.figures import StageSpeed
-from shardnet.types import NodeId, SamplingParams
+from shardnet.sampling_params import SamplingParams
+from shardnet.types import NodeId
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import ModelChoice
 
