@@ -21,7 +21,7 @@ from bench_steps import make_step
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.machine.folders import cache_dir, runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
-from shardnet.cluster.machine.profile import MemoryBudget, find_device, make_node_id
+from shardnet.cluster.machine.profile import MemoryBudget, find_devices, make_node_id
 from shardnet.cluster.node.node import listening
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.planning.planning import Elsewhere
@@ -66,7 +66,7 @@ async def open_ring(checkpoint: Path, n_stages: int, threads: int) -> AsyncItera
     settings = NodeSettings(
         node=make_node_id(),
         name="bench",
-        budget=MemoryBudget(device=find_device("cpu"), asked_bytes=None),
+        budget=MemoryBudget(device=find_devices("cpu")[0], asked_bytes=None),
         threads=threads,
         peers=(),
         local_nodes=LocalNodes(runtime_dir(os.environ)),

@@ -21,11 +21,13 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.stage_tensors import Shape, stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
+from shardnet.model.kernels.devices import synchronize
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
 from shardnet.model.layers.attention import plan_step
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PlainTable, Table
 from shardnet.model.sampling.sampler import Sampler, SampleRow
+from shardnet.model.shards.cut import Axis
 from shardnet.sampling_params import SamplingParams
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
@@ -202,8 +204,7 @@ class SyntheticModel:
         )
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return time.perf_counter()
 
 
@@ -228,7 +229,13 @@ class _Noise:
         self._stored_values = noise.to(torch_dtype(choice.stored_dtype))
 
     def linear(
-        self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
+        self,
+        *names: str,
+        transposed: bool = False,
+        precise: bool = False,
+        wide: bool = False,
+        outputs: Sequence[Axis] = (),
+        inputs: Axis | None = None,
     ) -> Linear:
         """Make a linear of the parameters' shapes."""
         self._tick()
@@ -263,12 +270,12 @@ class _Noise:
         """Make a table."""
         return PlainTable(self.matrix(name))
 
-    def matrix(self, name: str) -> Tensor:
+    def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Make a matrix."""
         self._tick()
         return self._noise(self._shapes[f"{name}.weight"]).to(self._device)
 
-    def parameter(self, name: str) -> Tensor:
+    def parameter(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Make a parameter."""
         return self._noise(self._shapes[name]).to(self._device, torch.float32)
 

@@ -7,13 +7,14 @@ nor how requests run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardnet.cluster.deputy.request_book import CopiedRequest, End, RequestBook, written
 from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.errors import LinkError
+from shardnet.errors import LinkError, ShardnetError, SupersededError
 from shardnet.runtime.engine.requests import MadeToken
 from shardnet.types import NodeId
 from shardnet.wire.messages.deputies import (
@@ -86,6 +87,28 @@ class Copying:
         self.deputy = deputy
         return Copy(self, generate.key, len(made))
 
+    @contextlib.contextmanager
+    def copied(
+        self,
+        control: ControlLink,
+        generate: Generate,
+        made: Sequence[MadeToken],
+        describe: Describe,
+    ) -> Iterator[Copy | None]:
+        """Have a request of the client on `control` copied within the context; see `begin`."""
+        copy = self.begin(generate, made, describe)
+        try:
+            yield copy
+        except SupersededError:
+            raise  # whoever leads now has it
+        except BaseException as error:
+            if copy is not None:
+                is_over = isinstance(error, ShardnetError) and not control.link.closed
+                copy.end("failed" if is_over else "left")
+            raise
+        if copy is not None:
+            copy.end("complete")
+
     def add(self, row: CopiedTokens, made: Sequence[MadeToken]) -> bool:
         """Keep tokens, and send them with all others of this turn of the event loop.
 
@@ -126,7 +149,7 @@ class Copying:
         if self._describe is None:
             return None
         told, deputy = self._describe(), self.deputy
-        if deputy is not None and deputy.told is told:
+        if deputy is not None and (deputy.told is told or deputy.told == told):
             is_same = self._link_of(deputy.node) is deputy.control
             if is_same and not deputy.control.link.closed:
                 return deputy

@@ -228,7 +228,7 @@ class Head:
         lead.ring.give_up(error)
         async with self.led.lock:
             if self.led.lead is lead:
-                await lead.ring.unload(keep={node.address for node in lead.plan.nodes[1:]})
+                await lead.ring.unload(keep={node.address for node in lead.plan.ring_nodes[1:]})
                 await self.led.forget()
 
     def elsewhere(self) -> Elsewhere | None:

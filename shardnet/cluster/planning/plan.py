@@ -5,7 +5,7 @@ Must not know how a plan is made (placing.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -27,6 +27,8 @@ from shardnet.wire.messages.plans import (
     LeftOut,
     ModelChoice,
     NarrowWire,
+    PlannedRing,
+    PlannedShard,
     PlannedStage,
     PlannedStandby,
     PlanReply,
@@ -53,7 +55,10 @@ class Plan:
     not measured. `chunk_s`: predicted seconds of a whole prompt chunk in all stages together,
     without the links; None where a stage was not measured. `silent` nodes did not report their
     state in time. `holders` are the nodes that have the model, among the candidates.
-    `spares` are nodes beside the ring that may stand by, and `standbys` say who does.
+    `spares` are nodes beside the ring that may stand by, and `standbys` say who does. `nodes` are
+    the members of the ring; `spans` has the further nodes of each stage, and is () where no stage
+    spans several. Their parts travel in `gather_dtype`, None for their own. `beside` are the plans
+    of the other rings behind the same head.
     """
 
     choice: ModelChoice
@@ -74,9 +79,38 @@ class Plan:
     holders: tuple[NodeId, ...] = ()
     standbys: tuple[Standby, ...] = ()
     spares: tuple[NodeInfo, ...] = ()
+    spans: tuple[tuple[NodeInfo, ...], ...] = ()
+    gather_dtype: WireDType | None = None
+    beside: tuple[Plan, ...] = ()
+
+    @property
+    def rings(self) -> tuple[Plan, ...]:
+        """The plans of all rings behind this head, its own first."""
+        return (self, *self.beside)
+
+    @property
+    def members(self) -> tuple[NodeInfo, ...]:
+        """The nodes of all rings."""
+        return tuple(node for ring in self.rings for node in ring.ring_nodes)
+
+    @property
+    def ring_nodes(self) -> tuple[NodeInfo, ...]:
+        """All nodes of this ring, those of one stage one behind the other."""
+        if not self.spans:
+            return self.nodes
+        stages = zip(self.nodes, self.spans, strict=True)
+        return tuple(node for first, further in stages for node in (first, *further))
+
+    @property
+    def gathers(self) -> list[WireDType | None]:
+        """The dtype of parts in each stage, None where nothing narrows them."""
+        spans = self.spans or [()] * len(self.nodes)
+        return [self.gather_dtype if further else None for further in spans]
 
     def with_standbys(self, spares: Sequence[NodeInfo] = ()) -> Plan:
         """Return this plan with who stands by for whom, of its nodes and those beside it."""
+        if self.spans:  # what such a stage has is on several nodes
+            return self
         memory = {NodeId(node.node): node.memory_bytes for node in (*self.nodes, *spares)}
         return replace(
             self,
@@ -110,7 +144,7 @@ class Plan:
         Nodes of theirs that are not there, or are left out for a reason in `without`, are named.
         """
         told = {*self.left_out_names, *(out.node for out in self.silent)}
-        known = {node.node: node for node in (*opened.nodes, *former.nodes)}
+        known = {node.node: node for node in (*opened.ring_nodes, *former.ring_nodes)}
         missing = [node for node in known.values() if node.node not in told]
         out = [
             Exclusion(node=NodeId(node.node), why=without.get(NodeId(node.node), "it was lost"))
@@ -132,7 +166,7 @@ class Plan:
             dtype=self.dtype.value,
             arith=self.arith.value,
             context=self.context,
-            nodes=[RingNode(node=node.node, address=node.address) for node in self.nodes],
+            nodes=[RingNode(node=node.node, address=node.address) for node in self.ring_nodes],
         )
 
     @property
@@ -170,6 +204,8 @@ class Plan:
         """
         stages = self.placement.stages
         if len(alone_s) != len(stages) or any(stage.n_streamed for stage in stages):
+            return []
+        if self.spans:  # such a stage's time is that of no node alone
             return []
         predicted_s = [stage.compute_s for stage in stages]
         tok_s, told_tok_s = timing.decode_tok_s, self.placement.predicted_tok_s
@@ -209,36 +245,13 @@ class Plan:
             dtype=self.dtype.value,
             wire_dtype=wire_name(self.wires, self.dtype),
             context=self.context,
-            stages=[
-                PlannedStage(
-                    rank=rank,
-                    node=node.node,
-                    name=node.name,
-                    address=node.address,
-                    layers=(stage.layers.start, stage.layers.end),
-                    weight_bytes=stage.weight_bytes,
-                    kv_bytes=stage.kv_bytes,
-                    compute_ms=_ms(stage.compute_s),
-                    hop_ms=_ms(stage.hop_s),
-                    streamed_layers=stage.n_streamed,
-                    fetch_bytes=stage.fetch_bytes,
-                    fetch_s=stage.fetch_s,
-                    fetch_from=self._sources(stage.node) if stage.fetch_bytes else [],
-                    dtype=form.dtype.value,
-                    weight_dtype=form.linear.value,
-                    wire_dtype=self.wires[rank].value if rank < len(self.wires) else "",
-                    arithmetic=form.arithmetic,
-                )
-                for rank, (node, stage, form) in enumerate(
-                    zip(self.nodes, self.placement.stages, self.forms, strict=True)
-                )
-            ],
+            stages=self._stages(),
             left_out=[
                 LeftOut(node=out.node, name=self.left_out_names[out.node], why=out.why)
                 for out in self.placement.left_out
             ]
             + list(self.silent),
-            predicted_tok_s=self.placement.predicted_tok_s,
+            predicted_tok_s=_sum(ring.placement.predicted_tok_s for ring in self.rings),
             why=explanation(self.why),
             optimise=self.objective.value,
             nodes=list(self.measured.reports),
@@ -249,9 +262,51 @@ class Plan:
             warnings=[explanation(warning) for warning in self.warnings],
             recommended=RecommendedSampling(**recommended) if recommended else None,
             arith=self.arith.value,
-            exact=exactness(self.nodes, self.forms, self.dtype, self.wires),
+            exact=exactness(
+                [node for ring in self.rings for node in ring.nodes],
+                [form for ring in self.rings for form in ring.forms],
+                self.dtype,
+                [wire for ring in self.rings for wire in ring.wires],
+                [wire for ring in self.rings for wire in ring.gathers],
+            ),
             standbys=[self._planned(standby) for standby in self.standbys],
+            rings=[
+                PlannedRing(stages=ring._stages(), predicted_tok_s=ring.placement.predicted_tok_s)
+                for ring in self.rings
+                if self.beside
+            ],
         )
+
+    def _stages(self) -> list[PlannedStage]:
+        return [
+            PlannedStage(
+                rank=rank,
+                node=node.node,
+                name=node.name,
+                address=node.address,
+                layers=(stage.layers.start, stage.layers.end),
+                weight_bytes=stage.weight_bytes,
+                kv_bytes=stage.kv_bytes,
+                compute_ms=_ms(stage.compute_s),
+                hop_ms=_ms(stage.hop_s),
+                streamed_layers=stage.n_streamed,
+                fetch_bytes=stage.fetch_bytes,
+                fetch_s=stage.fetch_s,
+                fetch_from=self._sources(stage.node) if stage.fetch_bytes else [],
+                dtype=form.dtype.value,
+                weight_dtype=form.linear.value,
+                wire_dtype=self.wires[rank].value if rank < len(self.wires) else "",
+                arithmetic=form.arithmetic,
+                shards=self._shards(rank),
+            )
+            for rank, (node, stage, form) in enumerate(
+                zip(self.nodes, self.placement.stages, self.forms, strict=True)
+            )
+        ]
+
+    def _shards(self, rank: int) -> list[PlannedShard]:
+        further = self.spans[rank] if self.spans else ()
+        return [PlannedShard(node=n.node, name=n.name, address=n.address) for n in further]
 
     def _planned(self, standby: Standby) -> PlannedStandby:
         layers = self.placement.stages[standby.rank].layers
@@ -275,6 +330,12 @@ def ignored_words(unknown: Sequence[str]) -> str:
 
 def _differ(a: float, b: float, times: float) -> bool:
     return not a / times <= b <= a * times
+
+
+def _sum(rates: Iterable[float | None]) -> float | None:
+    """Add rates, None if one of them is not known."""
+    known = [*rates]
+    return None if None in known else sum(rate for rate in known if rate is not None)
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -25,7 +25,7 @@ from shardnet.runtime.stage.compute import (
 from shardnet.sampling_params import TokenLogprobs
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence
 from shardnet.transport.link import Link
-from shardnet.types import Epoch, MicroBatch, SequenceId, StepId
+from shardnet.types import Epoch, SequenceId, StepId
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.extras import (
     Extras,
@@ -70,6 +70,7 @@ class LinkSource:
         self._epoch = epoch
         self._on_arrival = on_arrival
         self._extras = _PendingExtras(link)
+        self._rows = _PendingRows(link)
         self._last_step = 0
 
     async def receive(self) -> StageInput:
@@ -94,30 +95,35 @@ class LinkSource:
 
     def _input(self, frame: Frame) -> StageInput | None:
         """Read a frame; None for one that only goes with the next."""
-        _check_epoch(frame, self._epoch, self._link)
+        check_epoch(frame, self._epoch, self._link)
         extras = self._extras.before(frame)
         if frame.kind in (FrameKind.DATA, FrameKind.ERROR):
             # A stage may join when the ring has computed already: any step may be the first.
             if self._last_step and frame.step != self._last_step + 1:
                 raise RemoteProtocolError(
-                    f"{_name(self._link)} sent step {frame.step} after step {self._last_step}"
+                    f"{peer_name(self._link)} sent step {frame.step} after step {self._last_step}"
                 )
             self._last_step = frame.step
         match frame.kind:
             case FrameKind.DATA:
                 self._on_arrival()
-                return self._step(read_data(frame), extras)
+                blocks = self._rows.before(frame) if self._rows.blocks else []
+                return self._step(read_data(frame), extras, blocks)
             case FrameKind.SEQUENCE:
                 return read_sequence(frame)
             case FrameKind.ERROR:
+                self._rows.before(frame)
                 return _step_failed(frame)
             case FrameKind.EXTRAS:
                 self._extras.keep(frame)
                 return None
+            case FrameKind.ROWS:
+                self._rows.keep(frame)
+                return None
             case _:
-                raise _unexpected(frame, self._link)
+                raise unexpected(frame, self._link)
 
-    def _step(self, step: StepData, extras: Extras) -> StepArrived:
+    def _step(self, step: StepData, extras: Extras, blocks: Sequence[RowBlock]) -> StepArrived:
         batch = step.batch
         if extras.masks:
             batch = replace(batch, masks=read_masks(extras.masks, batch.n_sampled))
@@ -127,6 +133,7 @@ class LinkSource:
             timings=step.timings,
             arrived_ns=self._link.arrived_ns,
             routing=tuple(extras.routing),
+            blocks=blocks,
         )
 
 
@@ -177,7 +184,7 @@ class TailLink:
             case FrameKind.ROWS:
                 self._rows.keep(frame)
             case _:
-                raise _unexpected(frame, self._link)
+                raise unexpected(frame, self._link)
         return None
 
 
@@ -203,10 +210,10 @@ class LinkSink:
 
     def _frames(self, output: StageOutput) -> Sequence[Frame]:
         match output:
-            case StepComputed(batch=batch, result=result):
+            case StepComputed():
                 extras = self._extras(output)
-                if isinstance(result, Samples) and result.blocks:
-                    return (*_rows(batch, result), *extras, self._result(output))
+                if output.blocks:
+                    return (*_rows(output), *extras, self._result(output))
                 return (*extras, self._result(output))
             case StepFailed(step=step, error=error):
                 return (error_frame(error, epoch=self._epoch, step=step),)
@@ -274,7 +281,7 @@ class _PendingExtras:
         self._step, self._extras = 0, _NO_EXTRAS
         if step and (step != frame.step or frame.kind in (FrameKind.EXTRAS, FrameKind.ROWS)):
             raise RemoteProtocolError(
-                f"{_name(self._link)} sent EXTRAS of step {step} and then {frame.kind.name} of "
+                f"{peer_name(self._link)} sent EXTRAS of step {step} and then {frame.kind.name} of "
                 f"step {frame.step}"
             )
         return extras
@@ -299,8 +306,8 @@ class _PendingRows:
         self._n_bytes += len(frame.payload)
         if self._n_bytes > MAX_STEP_ROWS_BYTES:
             raise RemoteProtocolError(
-                f"{_name(self._link)} sent more than {MAX_STEP_ROWS_BYTES} bytes of ROWS for step "
-                f"{frame.step}"
+                f"{peer_name(self._link)} sent more than {MAX_STEP_ROWS_BYTES} bytes of ROWS for "
+                f"step {frame.step}"
             )
         self._step = frame.step
         self.blocks.append(read_rows(frame))
@@ -314,7 +321,7 @@ class _PendingRows:
 
     def _out_of_turn(self, frame: Frame) -> RemoteProtocolError:
         return RemoteProtocolError(
-            f"{_name(self._link)} sent ROWS of step {self._step} and then {frame.kind.name} of "
+            f"{peer_name(self._link)} sent ROWS of step {self._step} and then {frame.kind.name} of "
             f"step {frame.step}"
         )
 
@@ -346,21 +353,24 @@ def _answer(frame: Frame, extras: Extras, blocks: list[RowBlock]) -> StepAnswer:
     )
 
 
-def _name(link: Link) -> str:
+def peer_name(link: Link) -> str:
+    """Name the peer of a link and its address."""
     return f"{link.peer.name} ({link.peer_address})"
 
 
-def _check_epoch(frame: Frame, epoch: Epoch, link: Link) -> None:
+def check_epoch(frame: Frame, epoch: Epoch, link: Link) -> None:
+    """Raise RemoteProtocolError if a frame is of another epoch than its link."""
     if frame.epoch != epoch:
         raise RemoteProtocolError(
-            f"{_name(link)} sent {frame.kind.name} of epoch {frame.epoch} on a link of epoch "
+            f"{peer_name(link)} sent {frame.kind.name} of epoch {frame.epoch} on a link of epoch "
             f"{epoch}"
         )
 
 
-def _unexpected(frame: Frame, link: Link) -> RemoteProtocolError:
+def unexpected(frame: Frame, link: Link) -> RemoteProtocolError:
+    """Make the error of a frame that has no place on a link."""
     return RemoteProtocolError(
-        f"{_name(link)} sent {frame.kind.name}, which does not travel this way round the ring"
+        f"{peer_name(link)} sent {frame.kind.name}, which does not travel this way round the ring"
     )
 
 
@@ -409,10 +419,11 @@ def _prompt_logprobs(extras: Extras) -> list[ScoredToken]:
     ]
 
 
-def _rows(batch: MicroBatch, samples: Samples) -> list[Frame]:
+def _rows(computed: StepComputed) -> list[Frame]:
+    batch = computed.batch
     return [
         frame
-        for block in samples.blocks
+        for block in computed.blocks
         for frame in rows_frames(block, epoch=batch.epoch, step=batch.step)
     ]
 

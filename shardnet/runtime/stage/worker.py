@@ -14,7 +14,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from shardnet.errors import CapacityError, ShardnetError, internal_error, where, without_frames
+from shardnet.errors import (
+    CapacityError,
+    LostShardError,
+    ShardnetError,
+    internal_error,
+    where,
+    without_frames,
+)
 from shardnet.runtime.processors.alertness import Alertness
 from shardnet.runtime.stage.compute import (
     AnyThreadCompute,
@@ -280,6 +287,8 @@ class StageWorker:
         results: Sequence[StepResult]
         try:
             results = self._together.compute_pass(steps)
+        except LostShardError:  # no step can be computed any more
+            raise
         except Exception as error:  # as in `_computed`, for all of them
             results = [self._named(first, error)] * len(steps)
         return [self._output(*pair, started_ns) for pair in zip(steps, results, strict=True)]
@@ -287,6 +296,8 @@ class StageWorker:
     def _computed(self, arrived: StepArrived) -> StepResult:
         try:
             return self._compute.compute(arrived.batch, arrived.activations)
+        except LostShardError:  # no step can be computed any more
+            raise
         except Exception as error:  # its sequences end, the ring goes on
             return self._named(arrived, error)
 
@@ -327,4 +338,5 @@ class StageWorker:
             result=result,
             timings=(*arrived.timings, timing),
             routing=(*arrived.routing, *result.routing),
+            blocks=(*arrived.blocks, *result.blocks),
         )

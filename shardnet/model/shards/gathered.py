@@ -1,0 +1,142 @@
+"""Linears and tables of which this shard has some outputs or rows, and gathers the others'.
+
+Knows what is gathered before and after a linear. Must not know why it is cut so (cut.py), nor where
+weights come from.
+
+Axes in shape comments: T rows of the micro-batch, K inputs, N outputs, V rows of a table.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardnet.model.kernels.linear import Linear, NativeLinear, is_native
+from shardnet.model.shards.group import JoinedStruct, ShardGroup
+
+Ends = tuple[int, ...]
+"""Where the columns of each shard begin, and the end of the last one's."""
+
+
+class GatheredLinear:
+    """A linear whose outputs are cut over shards, and gathered: rows [T, K] to [T, N].
+
+    With `in_ends` its inputs are cut, too: rows [T, own inputs] are gathered first.
+    """
+
+    is_native = False
+
+    def __init__(
+        self, own: Linear, group: ShardGroup, in_ends: Ends | None, out_ends: Ends | None
+    ) -> None:
+        """Gather around `own`, which has this shard's outputs; None for nothing to gather."""
+        self.own = own
+        self.group = group
+        self.in_ends = in_ends
+        self.out_ends = out_ends
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) of the whole linear."""
+        n_out, n_in = self.own.shape
+        return n_out if self.out_ends is None else self.out_ends[-1], n_in
+
+    @property
+    def weights_stay(self) -> bool:
+        """Whether the weights stay at one address for as long as the linear is used."""
+        return self.own.weights_stay
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply every row."""
+        if self.in_ends is not None:
+            rows = self.group.gather(rows, self.in_ends)
+        part = self.own(rows)
+        return part if self.out_ends is None else self.group.gather(part, self.out_ends)
+
+
+class NativeOutput:
+    """The last linear of a sub-layer, which the compiled library computes inside a call.
+
+    Where it is cut over shards, the library gathers before and after it.
+    """
+
+    def __init__(self, linear: NativeLinear, gathered: GatheredLinear | None = None) -> None:
+        self.linear = linear
+        """The linear, or what this shard has of it."""
+        self.joined = JoinedStruct()
+        """How it is gathered, but for the buffers."""
+        self._gathered = gathered
+        self.shape = linear.shape if gathered is None else gathered.shape
+        """(N, K) of the whole linear."""
+        self.n_own_in = self.shape[1]
+        """The inputs that this shard has."""
+        if gathered is None:
+            return
+        group, in_ends, out_ends = gathered.group, gathered.in_ends, gathered.out_ends
+        assert in_ends is not None
+        assert out_ends is not None
+        self.n_own_in = in_ends[group.index + 1] - in_ends[group.index]
+        self._numbers = (_numbers(in_ends), _numbers(out_ends), group.struct)
+        self.joined = JoinedStruct(
+            **{
+                name: ctypes.addressof(value)
+                for name, value in zip(
+                    ("in_ends", "out_ends", "gather"), self._numbers, strict=True
+                )
+            }
+        )
+
+    @classmethod
+    def of(cls, linear: Linear) -> NativeOutput | None:
+        """Take a linear if the library computes it, cut over shards or not; else None."""
+        if is_native(linear):
+            return cls(linear)
+        if not isinstance(linear, GatheredLinear) or not is_native(linear.own):
+            return None
+        if linear.in_ends is None or linear.out_ends is None:
+            return None
+        return cls(linear.own, linear)
+
+    def buffer_bytes(self, n_rows: int, item: int) -> tuple[int, int]:
+        """Return the bytes of all inputs of rows, and of the own outputs; 0 if nothing is cut."""
+        if self._gathered is None:
+            return 0, 0
+        return n_rows * self.shape[1] * item, n_rows * self.linear.shape[0] * item
+
+
+def _numbers(ends: Ends) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(ends))(*ends)
+
+
+class LookUp(Protocol):
+    """A table of some rows."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up the rows `ids` [T]: a new tensor [T, E]."""
+
+
+class GatheredTable:
+    """A table [V, E] whose rows are cut over shards: each looks up what it has.
+
+    Of the rows that all shards give for an id that of its owner counts, unchanged.
+    """
+
+    def __init__(self, own: LookUp, group: ShardGroup, ends: Ends, width: int) -> None:
+        """Take the table with rows `[ends[index], ends[index + 1])`, `width` columns each."""
+        self._own = own
+        self._group = group
+        self._ends = ends
+        self._columns = tuple(width * shard for shard in range(group.size + 1))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up the rows `ids` [T]: a new tensor [T, E]."""
+        begin, end = self._ends[self._group.index : self._group.index + 2]
+        part = self._own.rows((ids - begin).clamp(0, end - begin - 1))  # [T, E], not all its own
+        of_all = self._group.gather(part, self._columns)  # [T, shards x E]
+        parts = of_all.view(len(ids), self._group.size, -1)
+        borders = torch.tensor(self._ends[1:-1], device=ids.device)
+        owners = torch.bucketize(ids, borders, right=True)  # [T]
+        return parts[torch.arange(len(ids), device=ids.device), owners]
