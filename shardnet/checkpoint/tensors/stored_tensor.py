@@ -192,7 +192,7 @@ def _read(
     raw = torch.empty(tensor.size_bytes, dtype=torch.uint8)
     file.seek(tensor.offset)
     for piece in torch.split(raw, READ_AT_A_TIME):
-        left = memoryview(piece.numpy())
+        left = piece.numpy().data
         while left:
             n_bytes = file.readinto(left)
             if not n_bytes:

@@ -103,7 +103,8 @@ def gpu_use(ours: Collection[int]) -> float | None:
         nvml, device = _first_gpu()
         samples = _process_samples(nvml, device)
         if samples is not None:
-            return min(1.0, sum(one.sm for one in samples if one.pid not in ours) / 100)
+            taken = sum(int(one.sm) for one in samples if one.pid not in ours)
+            return min(1.0, taken / 100)
         percent = (ctypes.c_uint * 2)()  # of the processors, and of the memory
         read = nvml.nvmlDeviceGetUtilizationRates
         if len(ours) <= 1 and read(device, ctypes.byref(percent)) == 0:
