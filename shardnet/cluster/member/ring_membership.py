@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from shardnet.errors import (
@@ -25,9 +25,9 @@ from shardnet.errors import (
 from shardnet.runtime.processors.alertness import SPIN_NS, Alertness
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
-from shardnet.runtime.stage.compute import StageCompute
 from shardnet.runtime.stage.executor import Executor
-from shardnet.runtime.stage.worker import StageSink, StageSource, StageWorker
+from shardnet.runtime.stage.handover import Lane, LaneWorkers
+from shardnet.runtime.stage.worker import StageSink, StageSource
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, NodeId, StepId
 from shardnet.wire.messages.handshake import Hello, error_frame
@@ -94,9 +94,9 @@ class RingMembership:
         self._upstream: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
         self._links: list[Link] = []
         self._left = False
-        self._worker: StageWorker | None = None
+        self._worker: LaneWorkers | None = None
         self._task: asyncio.Task[None] | None = None
-        self._slots: tuple[StageCompute, Executor] | None = None
+        self._slots: Sequence[Lane] = ()
         """What holds slots for this ring, until they are freed."""
         self._expiry: asyncio.TimerHandle | None = None
 
@@ -150,10 +150,8 @@ class RingMembership:
                 f"here, expected rank {expected[2]} of ring {self.ring} epoch {self.epoch}, once"
             )
 
-    async def join(
-        self, compute: StageCompute, executor: Executor, pipeline: Pipeline | None
-    ) -> None:
-        """Open the links to both neighbours and start to work.
+    async def join(self, lanes: Sequence[Lane], pipeline: Pipeline | None) -> None:
+        """Open the links to both neighbours and start to work with `lanes`, in their order.
 
         `pipeline` is the head's; other ranks have none. Returns when the stage is ready for steps.
         Raises LinkError when a neighbour does not answer, PeerFailedError if `leave` is called
@@ -162,14 +160,13 @@ class RingMembership:
         if self._is_joining:
             raise UsageError(f"ring {self.ring} was asked to connect twice")
         self._is_joining = True
-        source, sink, tail = await self._connect(pipeline, executor)
+        source, sink, tail = await self._connect(pipeline, lanes[0].executor)
         self._check_not_left()
         self._joined_at_s = self._now_s()
-        self._slots = (compute, executor)
-        self._worker = StageWorker(
+        self._slots = lanes
+        self._worker = LaneWorkers(
+            lanes,
             rank=self.rank,
-            compute=compute,
-            executor=executor,
             source=source,
             sink=sink,
             on_step_done=self._step_done,
@@ -199,10 +196,9 @@ class RingMembership:
             self._alertness.close()  # a task that was cancelled before it began has not
         if self._expiry is not None:
             self._expiry.cancel()
-        if self._slots is not None:
-            compute, executor = self._slots
-            self._slots = None
-            await executor.run(compute.reset)
+        lanes, self._slots = self._slots, ()
+        for lane in lanes:
+            await lane.executor.run(lane.compute.reset)
         links = [*self._links]
         if self._upstream.done() and not self._upstream.cancelled():
             links.append(self._upstream.result())
@@ -255,7 +251,7 @@ class RingMembership:
         )
 
     async def _run(
-        self, worker: StageWorker, tail: TailLink | None, pipeline: Pipeline | None
+        self, worker: LaneWorkers, tail: TailLink | None, pipeline: Pipeline | None
     ) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -292,10 +288,9 @@ class RingMembership:
 
     def _free_slots(self) -> None:
         """Free the slots of a ring that broke, and that no other one has come after."""
-        if self._slots is not None:
-            compute, executor = self._slots
-            self._slots = None
-            executor.post(compute.reset, lambda _: None, _not_freed)
+        lanes, self._slots = self._slots, ()
+        for lane in lanes:
+            lane.executor.post(lane.compute.reset, lambda _: None, _not_freed)
 
     def _step_done(self, step: StepId) -> None:
         self.last_step = step

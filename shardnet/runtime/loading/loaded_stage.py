@@ -82,7 +82,9 @@ class LoadedStage:
         There are none if it is no part of that stage, or cannot be joined to one.
         """
         own, whole = self.order.layers, order.layers
-        alike = replace(self.order, layers=whole, is_tail=order.is_tail)
+        alike = replace(self.order, layers=whole, is_tail=order.is_tail, parts=order.parts)
+        if order.parts:
+            alike = replace(alike, device=order.device, place=order.place, cores=order.cores)
         is_part = whole.start <= own.start and own.end <= whole.end
         if self.moves is None or order.n_streamed or alike != order or not is_part:
             return []
@@ -90,7 +92,8 @@ class LoadedStage:
             return []
         ranges = [(whole.start, own.start), (own.end, whole.end)]
         return [
-            replace(order, layers=LayerRange(*ends), is_tail=order.is_tail and ends[1] == whole.end)
-            for ends in ranges
-            if ends[0] < ends[1]
+            part
+            for start, end in ranges
+            if start < end
+            for part in order.within(LayerRange(start, end))
         ]
