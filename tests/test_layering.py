@@ -55,6 +55,7 @@ ROOMS: dict[str, list[str]] = {
         "kernels",
         "arithmetic",
         "cache",
+        "shards",
         "layers",
         "fused",
         "families",

@@ -141,9 +141,9 @@ def node(
         typer.Option(
             "--device",
             autocompletion=one_of(
-                "auto", "cpu", "cuda", "cuda:0,cuda:1", "cuda:0,cpu", "cpu:0,cpu:1"
+                "auto", "cpu", "cuda", "mps", "cuda:0,cuda:1", "cuda:0,cpu", "cpu:0,cpu:1"
             ),
-            metavar="auto|cpu|cuda|A,B",
+            metavar="auto|cpu|cuda|mps|A,B",
             help="Compute device, or a list of them: cuda:0,cuda:1 or cuda:0,cpu, or cpu:0,cpu:1 "
             "for equal groups of cores; auto takes a GPU where there is one. Also the name of a "
             "plug-in.",

@@ -21,6 +21,7 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.stage_tensors import Shape, stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
+from shardnet.model.kernels.devices import synchronize
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
 from shardnet.model.layers.attention import plan_step
 from shardnet.model.layers.norms import Norm
@@ -202,8 +203,7 @@ class SyntheticModel:
         )
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return time.perf_counter()
 
 

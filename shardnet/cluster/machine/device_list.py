@@ -15,6 +15,9 @@ from shardnet.errors import UsageError
 AUTO: Final = "auto"
 CPU: Final = "cpu"
 CUDA: Final = "cuda"
+MPS: Final = "mps"
+KINDS: Final = (AUTO, CPU, CUDA, MPS)
+"""What there is without plug-ins: AMD's GPUs are cuda to torch, Apple's are mps."""
 MAX_DEVICES: Final = 16
 """Most devices of one node."""
 _MOST_INDEX: Final = 1023
@@ -22,10 +25,10 @@ _MOST_INDEX: Final = 1023
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """One device: its kind (auto, cpu, cuda or a plug-in's name) and its number.
+    """One device: its kind (auto, cpu, cuda, mps or a plug-in's name) and its number.
 
     cuda's number is torch's. cpu's is that of a group of cores, of as many equal ones as the list
-    names; None is the whole CPU, the first GPU, or a plug-in.
+    names; None is the whole CPU, the first GPU, Apple's, or a plug-in.
     """
 
     kind: str
@@ -45,11 +48,11 @@ def parse_devices(text: str, plugins: Sequence[str] = ()) -> tuple[DeviceName, .
     names = tuple(_parse(word, text, plugins) for word in words)
     if len(names) > MAX_DEVICES:
         raise _wrong(text, f"{len(names)} devices", f"name at most {MAX_DEVICES}")
-    alone = [str(name) for name in names if name.kind not in (CPU, CUDA)]
+    alone = [str(name) for name in names if name.kind not in (CPU, CUDA, MPS)]
     if alone and len(names) > 1:
         raise _wrong(text, f"{alone[0]} is no part of a list", "name it alone, or leave it out")
     cuda = [name.index or 0 for name in names if name.kind == CUDA]
-    if len(set(cuda)) < len(cuda):
+    if len(set(cuda)) < len(cuda) or sum(name.kind == MPS for name in names) > 1:
         raise _wrong(text, "a GPU is named twice", "name each once: cuda:0,cuda:1")
     if any(name.index is None for name in names if name.kind == CUDA) and len(cuda) > 1:
         raise _wrong(text, "which GPU is cuda", "give each its number: cuda:0,cuda:1")
@@ -93,10 +96,10 @@ def parse_tensor_parallel(text: str, n_devices: int) -> int:
 
 def _parse(word: str, text: str, plugins: Sequence[str]) -> DeviceName:
     kind, colon, number = word.partition(":")
-    if word in (AUTO, *plugins):
+    if word in (AUTO, MPS, *plugins):
         return DeviceName(word)
     if kind not in (CPU, CUDA):
-        *others, last = (AUTO, CPU, CUDA, *plugins)
+        *others, last = (*KINDS, *plugins)
         raise _wrong(text, f"'{word}' is unknown", f"choose {', '.join(others)} or {last}")
     if not colon:
         return DeviceName(kind)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import socket
 import sys
 import uuid
@@ -22,7 +23,14 @@ from shardnet.cluster.machine.container import (
     container_limit_bytes,
 )
 from shardnet.cluster.machine.cores import group_cores, read_cores
-from shardnet.cluster.machine.device_list import AUTO, CPU, CUDA, DeviceName, parse_devices
+from shardnet.cluster.machine.device_list import (
+    AUTO,
+    CPU,
+    CUDA,
+    MPS,
+    DeviceName,
+    parse_devices,
+)
 from shardnet.cluster.machine.local_nodes import this_network
 from shardnet.errors import ConfigurationError, UsageError
 from shardnet.runtime.stage.plugin import ComputePlugin, installed_compute, installed_computes
@@ -59,7 +67,7 @@ def available_cores() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A compute device: `kind` is cpu, cuda or a plug-in's name, `dtypes` those it computes
+    """A compute device: `kind` is cpu, cuda, mps or a plug-in's name, `dtypes` those it computes
     natively, best first.
 
     `name` is how `--device` names it, and `index` which of its kind it is: of torch's GPUs, or of
@@ -135,6 +143,7 @@ def find_devices(requested: str) -> tuple[Device, ...]:
                 remedy="use --device cpu" if not n_gpus else "name one of those",
             )
     found = {name: _find_gpu(name) for name in names if name.kind == CUDA}
+    found |= {name: _find_mps(name) for name in names if name.kind == MPS}
     groups = [name for name in names if name.kind == CPU]
     if groups:
         cpu = _find_cpu()
@@ -156,6 +165,24 @@ def _find_gpu(name: DeviceName) -> Device:
         dtypes=_good_dtypes(found.for_torch),
         torch=torch.__version__,
         arithmetic=f"{model}, torch {torch.__version__}",
+    )
+
+
+def _find_mps(name: DeviceName) -> Device:
+    """Find Apple's GPU. `auto` does not choose it: nobody compared it with the CPU."""
+    import torch
+
+    if not torch.backends.mps.is_available():
+        raise ConfigurationError(
+            f"--device {name}: torch finds no GPU of Apple's here", remedy="use --device cpu"
+        )
+    chip = platform.processor() or platform.machine()
+    return Device(
+        kind=MPS,
+        description=f"{name} ({chip})",
+        dtypes=_good_dtypes(MPS),
+        torch=torch.__version__,
+        arithmetic=f"{name} of {chip}, torch {torch.__version__}",
     )
 
 
@@ -291,4 +318,4 @@ class MemoryBudget:
 
 def _has_host_memory(device: Device) -> bool:
     plugin = device.plugin
-    return device.kind == CPU if plugin is None else plugin.free_bytes is None
+    return device.kind in (CPU, MPS) if plugin is None else plugin.free_bytes is None

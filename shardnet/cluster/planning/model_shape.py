@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardnet.cluster.placement.figures import ModelShape, QuantizedSizes, Streaming
+from shardnet.cluster.placement.figures import Gathers, ModelShape, QuantizedSizes, Streaming
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.stage.estimate.memory_estimate import (
@@ -66,11 +66,13 @@ def model_shape(
     quantization: QuantizationChoice = UNQUANTIZED,
     stored: DType | None = None,
     packed: PackedSizes | None = None,
+    gather_dtype: WireDType | None = None,
 ) -> ModelShape:
     """Compute the sizes of a model in `dtype` with one sequence of `context` positions.
 
     `wire_dtype` is that of activations between stages, None for `dtype`. `stored` is that of linear
     weights in memory, None for `dtype`, except for those `packed`, which stay as they are stored.
+    `gather_dtype` is that of parts between the nodes of one stage, None for `dtype`.
     The shape also has the sizes with more of the model quantised than in `quantization`.
     """
     form = WeightForm(
@@ -102,6 +104,26 @@ def model_shape(
             )
             for flags, more in quantization.more()
         ),
+        gathers=_gathers(config, gather_dtype or WireDType.own(dtype)),
+    )
+
+
+def _gathers(config: ModelConfig, wire: WireDType) -> Gathers:
+    """Compute what the nodes of a stage tell each other of one row.
+
+    In a layer: the heads' outputs, what the output projection makes of them, the activated columns
+    of the MLP or of the chosen experts, and what the down projection makes of those.
+    """
+    latent, experts = config.latent, config.experts
+    heads = config.n_heads * (latent.value_size if latent else config.head_size)
+    inner = config.intermediate_size
+    if experts is not None:
+        inner = experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
+    columns = (heads, config.hidden_size, inner, config.hidden_size)
+    return Gathers(
+        layer_bytes=tuple(map(wire.row_bytes, columns)),
+        embedding_bytes=wire.row_bytes(config.hidden_size),
+        head_bytes=wire.row_bytes(config.vocab_size),
     )
 
 

@@ -16,12 +16,14 @@ from msgspec import structs
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
 from shardnet.cluster.placement.figures import (
     CandidateNode,
+    Exclusion,
     Links,
     ModelShape,
     Objective,
     Placement,
 )
 from shardnet.cluster.placement.placement import place, place_exactly, place_streaming
+from shardnet.cluster.placement.rings import Division, divide
 from shardnet.cluster.placement.room import fits_somehow
 from shardnet.cluster.placement.words import LISTED
 from shardnet.cluster.planning.model_shape import UNQUANTIZED, QuantizationChoice, model_shape
@@ -102,6 +104,12 @@ def make_plan(
             facts, dtype, quantization.weights, nodes, measured, disks, shapes, forms
         )
     ]
+    division = None
+    if objective is Objective.THROUGHPUT and _may_divide(choice, nodes):
+        division = divide(shape, candidates, measured.links)
+    if division is not None:
+        named = structs.replace(choice, dtype=dtype.value)
+        return _divided(division, named, facts, nodes, measured, silent, holdings, arith)
     try:
         placement = _placed(choice, facts, shape, forms, candidates, measured.links, objective)
     except PlanError as error:
@@ -133,6 +141,54 @@ def make_plan(
     if not choice.standby:
         return plan
     return plan.with_standbys([node for node in nodes if node not in ring])
+
+
+def _may_divide(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> bool:
+    """Say whether several rings may do what is asked for: nothing fixes one, and others reach all
+    nodes.
+    """
+    is_fixed = choice.nodes or choice.layers or choice.stream_layers
+    return not is_fixed and all(node.address for node in nodes)
+
+
+def _divided(
+    division: Division,
+    choice: ModelChoice,
+    facts: ModelFacts,
+    nodes: Sequence[NodeInfo],
+    measured: Measured,
+    silent: Sequence[LeftOut],
+    holdings: Holdings,
+    arith: Arith,
+) -> Plan:
+    """Plan each ring as if its nodes had been named, so that all compute the same bits.
+
+    The first is that of which the asked node is the head, if there is one.
+    """
+    known = {node.node: node for node in nodes}
+    if arith is Arith.PORTABLE:
+        choice = structs.replace(choice, arith=arith.value)
+
+    def planned(ring: Sequence[CandidateNode]) -> Plan:
+        infos = [known[candidate.node] for candidate in ring]
+        named = structs.replace(choice, nodes=[info.address for info in infos])
+        return make_plan(named, facts, infos, measured, (), holdings, arith)
+
+    asked = nodes[0].node
+    first, *beside = sorted(map(planned, division.rings), key=lambda p: p.nodes[0].node != asked)
+    members = {node.node for ring in (first, *beside) for node in ring.nodes}
+    left_out = tuple(
+        Exclusion(node=NodeId(node.node), why="no faster with it, as far as is known")
+        for node in nodes
+        if node.node not in members
+    )
+    return replace(
+        first,
+        beside=tuple(beside),
+        placement=replace(first.placement, left_out=left_out, why=division.why),
+        left_out_names={NodeId(node.node): node.name for node in nodes},
+        silent=tuple(silent),
+    )
 
 
 def plan_again(

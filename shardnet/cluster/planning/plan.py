@@ -5,7 +5,7 @@ Must not know how a plan is made (placing.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from shardnet.wire.messages.plans import (
     LeftOut,
     ModelChoice,
     NarrowWire,
+    PlannedRing,
     PlannedStage,
     PlannedStandby,
     PlanReply,
@@ -53,7 +54,8 @@ class Plan:
     not measured. `chunk_s`: predicted seconds of a whole prompt chunk in all stages together,
     without the links; None where a stage was not measured. `silent` nodes did not report their
     state in time. `holders` are the nodes that have the model, among the candidates.
-    `spares` are nodes beside the ring that may stand by, and `standbys` say who does.
+    `spares` are nodes beside the ring that may stand by, and `standbys` say who does. `beside` are
+    the plans of the other rings behind the same head.
     """
 
     choice: ModelChoice
@@ -74,6 +76,17 @@ class Plan:
     holders: tuple[NodeId, ...] = ()
     standbys: tuple[Standby, ...] = ()
     spares: tuple[NodeInfo, ...] = ()
+    beside: tuple[Plan, ...] = ()
+
+    @property
+    def rings(self) -> tuple[Plan, ...]:
+        """The plans of all rings behind this head, its own first."""
+        return (self, *self.beside)
+
+    @property
+    def members(self) -> tuple[NodeInfo, ...]:
+        """The nodes of all rings."""
+        return tuple(node for ring in self.rings for node in ring.nodes)
 
     def with_standbys(self, spares: Sequence[NodeInfo] = ()) -> Plan:
         """Return this plan with who stands by for whom, of its nodes and those beside it."""
@@ -209,36 +222,13 @@ class Plan:
             dtype=self.dtype.value,
             wire_dtype=wire_name(self.wires, self.dtype),
             context=self.context,
-            stages=[
-                PlannedStage(
-                    rank=rank,
-                    node=node.node,
-                    name=node.name,
-                    address=node.address,
-                    layers=(stage.layers.start, stage.layers.end),
-                    weight_bytes=stage.weight_bytes,
-                    kv_bytes=stage.kv_bytes,
-                    compute_ms=_ms(stage.compute_s),
-                    hop_ms=_ms(stage.hop_s),
-                    streamed_layers=stage.n_streamed,
-                    fetch_bytes=stage.fetch_bytes,
-                    fetch_s=stage.fetch_s,
-                    fetch_from=self._sources(stage.node) if stage.fetch_bytes else [],
-                    dtype=form.dtype.value,
-                    weight_dtype=form.linear.value,
-                    wire_dtype=self.wires[rank].value if rank < len(self.wires) else "",
-                    arithmetic=form.arithmetic,
-                )
-                for rank, (node, stage, form) in enumerate(
-                    zip(self.nodes, self.placement.stages, self.forms, strict=True)
-                )
-            ],
+            stages=self._stages(),
             left_out=[
                 LeftOut(node=out.node, name=self.left_out_names[out.node], why=out.why)
                 for out in self.placement.left_out
             ]
             + list(self.silent),
-            predicted_tok_s=self.placement.predicted_tok_s,
+            predicted_tok_s=_sum(ring.placement.predicted_tok_s for ring in self.rings),
             why=explanation(self.why),
             optimise=self.objective.value,
             nodes=list(self.measured.reports),
@@ -249,9 +239,47 @@ class Plan:
             warnings=[explanation(warning) for warning in self.warnings],
             recommended=RecommendedSampling(**recommended) if recommended else None,
             arith=self.arith.value,
-            exact=exactness(self.nodes, self.forms, self.dtype, self.wires),
+            exact=exactness(
+                self.members,
+                [form for ring in self.rings for form in ring.forms],
+                self.dtype,
+                [wire for ring in self.rings for wire in ring.wires],
+            ),
             standbys=[self._planned(standby) for standby in self.standbys],
+            rings=[
+                PlannedRing(
+                    stages=ring._stages(), predicted_tok_s=ring.placement.predicted_tok_s
+                )
+                for ring in self.rings
+                if self.beside
+            ],
         )
+
+    def _stages(self) -> list[PlannedStage]:
+        return [
+            PlannedStage(
+                rank=rank,
+                node=node.node,
+                name=node.name,
+                address=node.address,
+                layers=(stage.layers.start, stage.layers.end),
+                weight_bytes=stage.weight_bytes,
+                kv_bytes=stage.kv_bytes,
+                compute_ms=_ms(stage.compute_s),
+                hop_ms=_ms(stage.hop_s),
+                streamed_layers=stage.n_streamed,
+                fetch_bytes=stage.fetch_bytes,
+                fetch_s=stage.fetch_s,
+                fetch_from=self._sources(stage.node) if stage.fetch_bytes else [],
+                dtype=form.dtype.value,
+                weight_dtype=form.linear.value,
+                wire_dtype=self.wires[rank].value if rank < len(self.wires) else "",
+                arithmetic=form.arithmetic,
+            )
+            for rank, (node, stage, form) in enumerate(
+                zip(self.nodes, self.placement.stages, self.forms, strict=True)
+            )
+        ]
 
     def _planned(self, standby: Standby) -> PlannedStandby:
         layers = self.placement.stages[standby.rank].layers
@@ -275,6 +303,12 @@ def ignored_words(unknown: Sequence[str]) -> str:
 
 def _differ(a: float, b: float, times: float) -> bool:
     return not a / times <= b <= a * times
+
+
+def _sum(rates: Iterable[float | None]) -> float | None:
+    """Add rates, None if one of them is not known."""
+    known = [*rates]
+    return None if None in known else sum(rate for rate in known if rate is not None)
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -370,10 +370,10 @@ async def _settled(
         portable = await placed(arith)
     except PlanError as error:
         portable = error
-    if isinstance(portable, PlanError) or settle_arith(requested, portable.nodes) is Arith.FAST:
+    if isinstance(portable, PlanError) or settle_arith(requested, portable.members) is Arith.FAST:
         with contextlib.suppress(PlanError):
             fast = await placed(Arith.FAST)
-            if settle_arith(requested, fast.nodes) is Arith.FAST:
+            if settle_arith(requested, fast.members) is Arith.FAST:
                 return fast
     if isinstance(portable, PlanError):
         raise portable

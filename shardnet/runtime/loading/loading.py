@@ -251,9 +251,10 @@ def set_compute_threads(n_threads: int) -> None:
 def release_freed_memory() -> None:
     """Return freed memory to the system that torch (on a GPU) or the C library would keep."""
     gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    if "torch" in sys.modules:
+        from shardnet.model.kernels.devices import release_cached
+
+        release_cached()
     if sys.platform == "linux":
         import ctypes
         import ctypes.util

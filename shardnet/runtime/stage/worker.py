@@ -16,11 +16,19 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from shardnet.errors import CapacityError, ShardnetError, internal_error, where, without_frames
+from shardnet.errors import (
+    CapacityError,
+    LostShardError,
+    ShardnetError,
+    internal_error,
+    where,
+    without_frames,
+)
 from shardnet.runtime.processors.alertness import Alertness
 from shardnet.runtime.stage.compute import (
     AnyThreadCompute,
     PassCompute,
+    StageBroken,
     StageCompute,
     StageInput,
     StageOutput,
@@ -286,6 +294,8 @@ class StageWorker:
         results: Sequence[StepResult]
         try:
             results = self._together.compute_pass(steps)
+        except LostShardError:  # no step can be computed any more
+            raise
         except Exception as error:  # as in `_computed`, for all of them
             results = [self._named(first, error)] * len(steps)
         return [self._output(*pair, started_ns) for pair in zip(steps, results, strict=True)]
@@ -293,6 +303,10 @@ class StageWorker:
     def _computed(self, arrived: StepArrived) -> StepResult:
         try:
             return self._compute.compute(arrived.batch, arrived.activations)
+        except StageBroken as broken:  # no step will be computed here: the ring ends
+            raise broken.error from None
+        except LostShardError:  # no step can be computed any more
+            raise
         except Exception as error:  # its sequences end, the ring goes on
             return self._named(arrived, error)
 

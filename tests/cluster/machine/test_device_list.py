@@ -30,6 +30,7 @@ GIB = 2**30
         ("cuda:0, cuda:1", "cuda:0,cuda:1"),
         ("cuda:1,cpu:0", "cuda:1,cpu"),
         ("cuda,cpu", "cuda,cpu"),
+        ("mps,cpu", "mps,cpu"),
         ("cpu:1,cuda:0,cpu:0", "cpu:1,cuda:0,cpu:0"),
         ("numpy", "numpy"),
     ],
@@ -41,7 +42,7 @@ def test_lists_of_devices_are_read(text: str, written: str) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("tpu", "'tpu' is unknown; choose auto, cpu, cuda or numpy"),
+        ("tpu", "'tpu' is unknown; choose auto, cpu, cuda, mps or numpy"),
         ("cpu:0,tpu:1", "'cpu:0,tpu:1': 'tpu:1' is unknown"),
         ("", "'' is unknown"),
         ("cpu:0,", "'' is unknown"),
@@ -52,6 +53,8 @@ def test_lists_of_devices_are_read(text: str, written: str) -> None:
         ("auto,cpu", "auto is no part of a list"),
         ("numpy,cpu", "numpy is no part of a list"),
         ("cuda:1,cuda:1", "a GPU is named twice"),
+        ("mps,mps", "a GPU is named twice"),
+        ("mps:0", "'mps:0' is unknown"),
         ("cuda,cuda:0", "a GPU is named twice"),
         ("cuda,cuda:1", "which GPU is cuda; give each its number"),
         ("cpu,cpu", "no groups of cores; 2 are cpu:0,cpu:1"),
@@ -125,6 +128,10 @@ def test_devices_that_are_named_are_found_in_order(monkeypatch: pytest.MonkeyPat
         ("cpu", "cpu"),
     ]
     assert [each.name for each in find_devices("auto")] == ["cuda"]
+    with pytest.raises(ConfigurationError, match="--device mps: torch finds no GPU of Apple's"):
+        find_devices("mps,cpu")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert [each.for_torch for each in find_devices("mps,cpu")] == ["mps", "cpu"]
     with pytest.raises(ConfigurationError, match="--device cuda:2: torch finds 2, numbered from"):
         find_devices("cuda:0,cuda:2")
 

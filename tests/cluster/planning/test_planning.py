@@ -473,3 +473,23 @@ def test_nodes_that_are_to_be_left_out_are_no_candidates() -> None:
     assert [info.node for info in found.nodes] == ["a", "c"]
     with pytest.raises(PlanError, match="no node is left"):
         asyncio.run(planner.find_candidates(choice, ["a", "b", "c"]))
+
+
+def test_rings_behind_one_head_compute_alike_and_are_told() -> None:
+    """Each has the nodes, dtype and arithmetic that all settle on; the asked node's is the first."""
+    speed = StageSpeed(layer_s=0.001, layer_256_s=1, embed_s=0, head_s=0)
+    known = (node("a"), node("b", "float32"), node("c", memory=1))
+    measured = Measured(speeds={NodeId(one.node): speed for one in known})
+    choice = ModelChoice(model="/m", optimise="throughput")
+    plan = make_plan(choice, facts(), known, measured)
+    assert [ring.choice.nodes for ring in plan.rings] == [["a:1"], ["b:1"]]
+    assert {(ring.choice.dtype, ring.dtype) for ring in plan.rings} == {("float32", DType.FLOAT32)}
+    reply = plan.reply(1)
+    assert [[stage.name for stage in ring.stages] for ring in reply.rings] == [["a"], ["b"]]
+    assert [stage.name for stage in reply.stages] == ["a"]
+    assert reply.predicted_tok_s == pytest.approx(2 / 0.006)
+    assert reply.why.startswith("2 rings behind one head")
+    assert [out.name for out in reply.left_out] == ["c"]
+    for fixed in ({"optimise": "latency"}, {"nodes": ["a:1", "b:1"]}, {"stream_layers": "auto"}):
+        one = make_plan(structs.replace(choice, **fixed), facts(), known[:2], measured)
+        assert not one.beside

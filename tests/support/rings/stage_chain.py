@@ -82,6 +82,7 @@ class StageChain:
         context: int | None = None,
         kv_dtype: KvDType = KvDType.AUTO,
         capture: Capture | None = None,
+        device: torch.device = CPU,
     ) -> StageChain:
         """Load a checkpoint's layers, split as `ranges` say; by default as probed for float32."""
         checkpoint = Checkpoint.open(folder)
@@ -92,7 +93,7 @@ class StageChain:
                     checkpoint,
                     layers,
                     choice=choice,
-                    device=CPU,
+                    device=device,
                     room_blocks=ROOM_BLOCKS,
                     progress=lambda done, total: None,
                     context=context,
