@@ -36,9 +36,7 @@ class Division:
     why: str
 
 
-def divide(
-    shape: ModelShape, candidates: Sequence[CandidateNode], links: Links
-) -> Division | None:
+def divide(shape: ModelShape, candidates: Sequence[CandidateNode], links: Links) -> Division | None:
     """Divide nodes into the rings that promise most tokens together; None if that is one ring.
 
     Each ring has room for one whole context at least. None too where no node has figures: nothing
@@ -122,7 +120,9 @@ def _ring_of(problem: Problem, mask: int) -> RingSplit | None:
             home_s=[[problem.home_s[a][b] for b in nodes] for a in nodes],
         )
     )
-    return None if ring is None else replace(ring, nodes=tuple(nodes[place] for place in ring.nodes))
+    return (
+        None if ring is None else replace(ring, nodes=tuple(nodes[place] for place in ring.nodes))
+    )
 
 
 def _tok_s(rings: Sequence[RingSplit]) -> float:

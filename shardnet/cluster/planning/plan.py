@@ -247,9 +247,7 @@ class Plan:
             ),
             standbys=[self._planned(standby) for standby in self.standbys],
             rings=[
-                PlannedRing(
-                    stages=ring._stages(), predicted_tok_s=ring.placement.predicted_tok_s
-                )
+                PlannedRing(stages=ring._stages(), predicted_tok_s=ring.placement.predicted_tok_s)
                 for ring in self.rings
                 if self.beside
             ],

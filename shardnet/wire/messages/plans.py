@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.wire.framing.schema import (
+    MAX_DEVICES,
     MAX_STAGES,
     U32,
     Address,
@@ -86,6 +87,16 @@ class PlanRequest(Tagged, frozen=True, kw_only=True):
     )
 
 
+class PlannedPart(Strict, frozen=True, kw_only=True):
+    """Layers of a stage on one of its node's `devices`, or shared by several: as PlannedStage."""
+
+    layers: Layers
+    devices: Annotated[list[Name], Meta(max_length=MAX_DEVICES)]
+    weight_bytes: Count
+    kv_bytes: Count
+    compute_ms: Figure | None = None
+
+
 class PlannedStage(Strict, frozen=True, kw_only=True):
     """One stage of a plan: its memory, compute and way to the next stage as predicted.
 
@@ -93,6 +104,7 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     from other nodes, `fetch_from` among them; `fetch_s` is null where that was not measured. The
     node computes in `dtype`, with linear weights in `weight_dtype` where they are not quantised,
     and sends in `wire_dtype`, "" from the tail. Stages of equal `arithmetic` give equal bits.
+    Where the node has several devices, `parts` say which has what, and `parts_why` for what reason.
     """
 
     rank: Rank
@@ -114,6 +126,10 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     weight_dtype: Name = ""
     wire_dtype: Name = ""
     arithmetic: Name = ""
+    parts: Annotated[list[PlannedPart], Meta(max_length=MAX_DEVICES)] = msgspec.field(
+        default_factory=list
+    )
+    parts_why: Explanation = ""
 
 
 class PlannedRing(Strict, frozen=True, kw_only=True):
