@@ -56,7 +56,7 @@ class RingWatch:
         if elsewhere is not None:
             control.send(Redirect(request=message.request, address=elsewhere.address))
             return
-        opening = _opening(self._head.opening)
+        opening = _opening(self._head.led.opening)
         recoveries = [_recovery(one) for one in [*self._recoveries][-MAX_RECOVERIES_SEEN:]]
         if lead is None:
             activity = RingActivity(request=message.request, opening=opening)

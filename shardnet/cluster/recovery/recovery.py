@@ -123,7 +123,7 @@ class Recovery:
         record.lost, record.nodes = (ready.name,), tuple(n.name for n in ready.plan.nodes)
         ready.ring.on_replayed = partial(self._replayed, lead, record)
         try:
-            async with self._head.changing(lead):
+            async with self._head.led.changing(lead):
                 record.n_moved = len(await self._standbys.take_over(lead, ready, computed))
         except ShardnetError as failure:
             self._log(f"the standby of {ready.name} cannot go on: {failure}")
@@ -145,12 +145,12 @@ class Recovery:
                 record.n_attempts += 1
                 tried: list[Ring] = []
                 try:
-                    async with self._head.changing(lead):
+                    async with self._head.led.changing(lead):
                         await self._attempt(lead, record, decision.without, tried)
                     return
                 except ShardnetError as failure:
                     blamed = [blame for ring in tried for blame in _blames(ring)]
-                    if isinstance(failure, SupersededError) or not self._head.leads(lead):
+                    if isinstance(failure, SupersededError) or not self._head.led.leads(lead):
                         raise
                     decision = policy.failed(time.monotonic(), failure, blamed)
                     self._log(f"no ring yet: {failure}")
@@ -193,7 +193,7 @@ class Recovery:
             ring.on_replayed = partial(self._replayed, lead, record)
 
         try:
-            await self._head.build_instead(lead, plan, begin)
+            await self._head.led.build_instead(lead, plan, begin)
         finally:
             record.load_s += time.monotonic() - planned_s
         self._resumed(lead, record, former, plan)

@@ -140,7 +140,7 @@ def test_a_node_without_a_ring_says_so_and_a_member_names_the_head() -> None:
     async def main() -> None:
         node = Watched(None)
         async with client_of(node) as client:
-            node.head.opening = opening = Opening(model="m", began_s=0.0)
+            node.head.led.opening = opening = Opening(model="m", began_s=0.0)
             seen = await client.activity()
             assert (seen.ring, seen.opening) == ("", None)
             [lost] = seen.recoveries
