@@ -15,7 +15,7 @@ from itertools import chain, groupby
 from msgspec.structs import replace as replace_struct
 
 from shardnet.errors import CapacityError
-from shardnet.runtime.loading.loaded_stage import LoadedStage
+from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
 from shardnet.runtime.stage.compute import (
     Activations,
     AnyThreadCompute,
@@ -29,8 +29,8 @@ from shardnet.slot_operations import SlotOperation
 from shardnet.types import MicroBatch, WireDType, blocks_for
 
 Progress = Callable[[int, int], None]
-LoadPart = Callable[[StageOrder, int, Progress], LoadedStage]
-"""Loads a part of a stage into so many bytes of its device."""
+LoadPart = Callable[[StageOrder, int, Progress, KeptWeights | None], LoadedStage]
+"""Loads a part of a stage into so many bytes of its device, with what was kept there."""
 
 
 class JoinedCompute:
@@ -128,22 +128,23 @@ def join(order: StageOrder, stages: Sequence[LoadedStage]) -> LoadedStage:
 
 
 def load_by_device(
-    order: StageOrder, memory_bytes: Sequence[int], load_part: LoadPart, progress: Progress
+    order: StageOrder,
+    memory_bytes: Sequence[int],
+    load_part: LoadPart,
+    progress: Progress,
+    kept: Sequence[KeptWeights] = (),
 ) -> LoadedStage:
     """Load the parts of a stage, each onto its device, and join them.
 
     `memory_bytes` are what each of the node's devices has for it. `load_part` loads one part into
-    so much; it is given what to call with the bytes that are done and all there are. Raises what
-    loading raises, and CapacityError as `join`.
+    so much, with what was `kept` on its device; it is given what to call with the bytes that are
+    done and all there are. Raises what loading raises, and CapacityError as `join`.
     """
-    orders = order.by_device
-    if len(orders) == 1:
-        with on_cores(order.cores):
-            return load_part(order, memory_bytes[order.place], progress)
     stages: list[LoadedStage] = []
-    left_bytes = [*memory_bytes]
+    left_bytes, kept_at = [*memory_bytes], {each.order.place: each for each in reversed(kept)}
+    del kept  # what a part does not take is to be freed
     done_bytes = 0
-    for part in orders:
+    for part in order.by_device:
         sizes = [0, 0]
 
         def told(done: int, total: int, sizes: list[int] = sizes, before: int = done_bytes) -> None:
@@ -151,10 +152,12 @@ def load_by_device(
             progress(before + done, before + total)
 
         with on_cores(part.cores):  # what a thread touches first lies in the memory of its core
-            stages.append(load_part(part, left_bytes[part.place], told))
+            own = kept_at.pop(part.place, None)
+            stages.append(load_part(part, left_bytes[part.place], told, own))
+            del own
         left_bytes[part.place] -= stages[-1].weight_bytes
         done_bytes += sizes[1]
-    return join(order, stages)
+    return join(order, stages) if order.parts else stages[0]
 
 
 def computes_by_device(stage: LoadedStage) -> list[tuple[int, StageCompute]]:

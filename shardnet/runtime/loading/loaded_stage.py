@@ -61,12 +61,17 @@ class LoadedStage:
     parts: tuple[LoadedStage, ...] = ()
 
     @property
-    def kept(self) -> KeptWeights | None:
-        """What the next stage may take of this one, None for nothing."""
-        if self.linears is None:
-            return None
-        copy = replace(self.linears, linears={**self.linears.linears})
-        return KeptWeights(order=self.order, stamp=self.stamp, linears=copy)
+    def kept(self) -> list[KeptWeights]:
+        """What the next stage may take of this one, of each of its parts."""
+        return [
+            KeptWeights(
+                order=part.order,
+                stamp=part.stamp,
+                linears=replace(part.linears, linears={**part.linears.linears}),
+            )
+            for part in self.parts or (self,)
+            if part.linears is not None
+        ]
 
     def fits(self, order: StageOrder) -> bool:
         """Whether loading `order` now would give the same stage."""

@@ -69,9 +69,9 @@ class ComputeThreads:
 
         Groups of cores share them equally, none has more than cores; a GPU's thread has all.
         """
-        n_groups = sum(device.name == "cpu" for device in self.devices)
+        n_groups = sum(device.torch == "cpu" for device in self.devices)
         for device, executor in zip(self.devices, self._executors, strict=True):
-            own = max(1, n_threads // n_groups) if device.name == "cpu" else n_threads
+            own = max(1, n_threads // n_groups) if device.torch == "cpu" else n_threads
             own = min(own, len(device.cores) or own)
 
             def set_own(own: int = own) -> None:

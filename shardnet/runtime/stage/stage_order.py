@@ -11,13 +11,14 @@ from shardnet.types import Arith, DType, KvDType, LayerRange
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDevice:
-    """A device of a node: the one at `place` in its list, called `name` by torch.
+    """A device of a node: the one at `place` in its list, called `name` there and `torch` by torch.
 
     Its threads run on `cores`, on any where there are none.
     """
 
     place: int
     name: str
+    torch: str = "cpu"
     cores: tuple[int, ...] = ()
 
 
@@ -71,7 +72,7 @@ class StageOrder:
             self,
             layers=part.layers,
             is_tail=self.is_tail and part.layers.end == self.layers.end,
-            device=first.name,
+            device=first.torch,
             place=first.place,
             cores=first.cores,
             shards=part.devices if len(part.devices) > 1 else (),

@@ -63,7 +63,8 @@ DeviceNumbers = Annotated[
     list[Annotated[int, Meta(ge=0, lt=MAX_DEVICES)]], Meta(max_length=MAX_DEVICES)
 ]
 """Some of the devices of a node, by their places in its list."""
-Name = Annotated[str, Meta(max_length=256, pattern=_NO_NUL)]
+MAX_NAME: Final = 256
+Name = Annotated[str, Meta(max_length=MAX_NAME, pattern=_NO_NUL)]
 RequestKey = Annotated[str, Meta(max_length=128, pattern=_PRINTABLE)]
 """By which a request is found again, "" for none."""
 Quant = Literal["", "int8", "int4"]

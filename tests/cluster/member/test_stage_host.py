@@ -168,7 +168,7 @@ async def load(host: StageHost) -> None:
         sent=WireDType.FLOAT32,
         received=WireDType.FLOAT32,
         threads=1,
-        memory_bytes=1,
+        memory_bytes=[1],
         on_progress=lambda done, total: None,
     )
 
@@ -291,7 +291,7 @@ def test_a_head_that_thinks_again_takes_its_own_place() -> None:
                 sent=WireDType.FLOAT32,
                 received=WireDType.FLOAT32,
                 threads=1,
-                memory_bytes=1,
+                memory_bytes=[1],
                 on_progress=lambda done, total: None,
             )
         with pytest.raises(UsageError, match="ring s was asked to connect before its stage"):

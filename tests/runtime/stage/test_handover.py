@@ -46,7 +46,7 @@ from shardnet.types import (
 
 DEADLINE_S = 30.0
 N_TOKENS = 256
-GROUPS = (StageDevice(place=0, name="cpu"), StageDevice(place=1, name="cpu"))
+GROUPS = (StageDevice(place=0, name="cpu:0"), StageDevice(place=1, name="cpu:1"))
 
 
 def step(number: int) -> StepArrived:
@@ -179,7 +179,7 @@ def test_two_groups_of_cores_give_the_tokens_of_one(tmp_path: Path) -> None:
         stage = load_by_device(
             order,
             [1 << 28, 1 << 27],
-            lambda part, n_bytes, progress: load(part, n_bytes, progress),
+            lambda part, n_bytes, progress, _: load(part, n_bytes, progress),
             lambda *progress: told.append(progress),
         )
         assert told == sorted(told)
