@@ -3,8 +3,8 @@
 Knows what all rings together promise, as search.py finds the best of each set of nodes. Must not
 know who routes requests to them.
 
-With many sequences in flight a ring gives as many tokens as its slowest stage computes. Rings beside
-each other send each other nothing, and one that is lost leaves the others.
+With many sequences in flight a ring gives as many tokens as its slowest stage computes. Rings
+beside each other send each other nothing, and one that is lost leaves the others.
 """
 
 from __future__ import annotations
