@@ -48,6 +48,9 @@ if TYPE_CHECKING:  # it imports torch
 
 T = TypeVar("T")
 
+MeasureTogether = Callable[[int], Sequence[Callable[[], float]]]
+"""Makes a job in seconds for each of so many devices, which wait for each other."""
+
 CLOSE_S = 2.0
 """How long a node that leaves waits for a thread, before it leaves the thread behind."""
 
@@ -358,6 +361,20 @@ class StageHost:
                 )
             finally:
                 await self._loader.release_freed_memory()
+
+    async def measure_together(self, job: MeasureTogether) -> float:
+        """Run a job on every device at the same time; return what the first one's tells.
+
+        Raises BusyError when sequences are open here, what `job` raises, PeerFailedError when this
+        node shuts down.
+        """
+        async with self._changing:
+            self.refusals.check_not_closing()
+            self.check_idle()
+            n_devices = len(self._compute.devices)
+            each = job(n_devices)
+            running = [self._compute.submit(each[place], place) for place in range(n_devices)]
+            return (await asyncio.gather(*running))[0]
 
     async def drop_caches(self) -> None:
         """Give back memory that holds only what can be made or read again.

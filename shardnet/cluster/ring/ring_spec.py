@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardnet.output_params import RoutingShape
 from shardnet.types import Arith, DType, Epoch, LayerRange, WireDType
 from shardnet.wire.framing.schema import KvDTypeName, Quant
-from shardnet.wire.messages.stages import LoadStage
+from shardnet.wire.messages.stages import DevicePart, LoadStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,16 @@ class RingSpec:
     """How many experts route each token, None for a dense model."""
     ariths: tuple[Arith, ...]
     """How each stage computes."""
+    parts: tuple[tuple[DevicePart, ...], ...] = ()
+    """Which layers of each stage are on which devices of its node."""
     ignore_unknown_config: bool = False
     """Whether stages ignore keys of the model's config that they do not know."""
+
+    @property
+    def n_parts(self) -> int:
+        """How many of its steps may be computed at a time: one by each part of each stage."""
+        parts = self.parts or ((),) * len(self.layers)
+        return sum(max(1, len(own)) for own in parts)
 
     def order(
         self, rank: int, *, ring: str, epoch: Epoch, sources: Sequence[str], instead_of: str
@@ -72,4 +80,5 @@ class RingSpec:
             sources=[source for source in sources if source != self.addresses[rank]],
             ignore_unknown_config=self.ignore_unknown_config,
             instead_of=instead_of,
+            parts=list(self.parts[rank]) if self.parts else [],
         )

@@ -24,10 +24,19 @@ from shardnet.errors import BusyError, DiskSilentError, PeerFailedError, TakenEr
 from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.transport.link import Link
-from shardnet.types import WireDType
+from shardnet.types import DType, LayerRange, WireDType
 from shardnet.wire.messages.stages import LoadStage
 
-STAGE_ORDER = cast(StageOrder, SimpleNamespace(folder=Path("/m")))
+STAGE_ORDER = StageOrder(
+    model="/m",
+    folder=Path("/m"),
+    model_id="",
+    layers=LayerRange(0, 1),
+    dtype=DType.FLOAT32,
+    context=1,
+    is_tail=True,
+    device="cpu",
+)
 
 
 @dataclass
