@@ -112,7 +112,7 @@ class LedRing:
         try:
             self.check_idle()  # again: who asked for the ring that stands did not wait for this
             if self.lead is not None:
-                await self.lead.ring.unload(keep={node.address for node in plan.nodes})
+                await self.lead.ring.unload(keep={node.address for node in plan.ring_nodes})
                 await self.forget()
             self.epoch += 1
             backoff = BusyBackoff(lambda: self.elsewhere_with(plan.choice) is not None)

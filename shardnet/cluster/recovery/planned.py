@@ -114,12 +114,12 @@ class PlannedChanges:
         it, and as `put`.
         """
         async with self._replacing(lead):
-            if not any(node.node in without for node in lead.plan.nodes):
+            if not any(node.node in without for node in lead.plan.ring_nodes):
                 return
             out = {**self._left_out(lead), **without}
             plan = await self._planner.replan(lead.opened, lead.plan, out)
             former = await self._put(lead, plan, why)
-        await former.release({node.address for node in plan.nodes})
+        await former.release({node.address for node in plan.ring_nodes})
 
     async def put(self, lead: Lead, plan: Plan, why: str) -> None:
         """Put the ring of `plan` in the place of a lead's.
@@ -129,7 +129,7 @@ class PlannedChanges:
         """
         async with self._replacing(lead):
             former = await self._put(lead, plan, why)
-        await former.release({node.address for node in plan.nodes})
+        await former.release({node.address for node in plan.ring_nodes})
 
     @asynccontextmanager
     async def _replacing(self, lead: Lead) -> AsyncIterator[None]:

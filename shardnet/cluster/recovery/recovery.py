@@ -120,7 +120,7 @@ class Recovery:
             return False
         began_s = time.monotonic()
         record.n_attempts += 1
-        record.lost, record.nodes = (ready.name,), tuple(n.name for n in ready.plan.nodes)
+        record.lost, record.nodes = (ready.name,), tuple(n.name for n in ready.plan.ring_nodes)
         ready.ring.on_replayed = partial(self._replayed, lead, record)
         try:
             async with self._head.led.changing(lead):
@@ -183,10 +183,10 @@ class Recovery:
         finally:
             planned_s = time.monotonic()
             record.plan_s += planned_s - began_s
-        names = tuple(node.name for node in plan.nodes)
-        left = {node.node for node in plan.nodes}
+        names = tuple(node.name for node in plan.ring_nodes)
+        left = {node.node for node in plan.ring_nodes}
         record.nodes = names
-        record.lost = tuple(n.name for n in former_plan.nodes if n.node not in left)
+        record.lost = tuple(n.name for n in former_plan.ring_nodes if n.node not in left)
 
         def begin(ring: Ring) -> None:
             tried.append(ring)
@@ -203,7 +203,7 @@ class Recovery:
         lead.is_recovering = False
         record.resumed_at_s = time.monotonic()
         self._finish(lead, record)
-        keep = {node.address for node in plan.nodes}
+        keep = {node.address for node in plan.ring_nodes}
         self._jobs.begin(partial(former.release, keep), "freeing stages of a lost ring")
 
     def _replayed(self, lead: Lead, record: RecoveryRecord) -> None:

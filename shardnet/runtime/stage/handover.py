@@ -80,6 +80,7 @@ class Handover(StageInputs):
                 timings=output.timings,
                 arrived_ns=self._clock_ns(),
                 routing=output.routing,
+                blocks=output.blocks,
             )
         )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardnet.model.config.quantization import Quantization
-from shardnet.types import Arith, DType, KvDType, LayerRange
+from shardnet.types import Arith, DType, KvDType, LayerRange, WireDType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,11 @@ class StageOrder:
     ignore_unknown: bool = False
     """Whether unknown keys of the config are ignored."""
     arith: Arith = Arith.FAST
+    shard: int = 0
+    """Which part of a stage that spans `n_nodes` this node has."""
+    n_nodes: int = 1
+    gather_dtype: WireDType | None = None
+    """The dtype in which parts travel between these nodes, None for their own."""
     place: int = 0
     """Which of the node's devices it is."""
     cores: tuple[int, ...] = ()

@@ -6,6 +6,7 @@ Knows how to go from wire values to tensors and back. Must not know links, rings
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import assert_never
 
 import torch
@@ -23,6 +24,7 @@ from shardnet.model.kernels.device_memory import is_out_of_memory
 from shardnet.model.sampling.sampler import Sampler
 from shardnet.runtime.stage.compute import Activations, Samples, StepArrived, StepResult
 from shardnet.runtime.stage.routing import routing_table
+from shardnet.runtime.stage.row_outputs import layer_blocks
 from shardnet.runtime.stage.sampling_stage import SamplingStage
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
 from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
@@ -30,6 +32,7 @@ from shardnet.stage.slot_moves import SlotMoves
 from shardnet.stage.stage_model import Run, StageModel
 from shardnet.types import BLOCK_POSITIONS, MicroBatch, SequenceId, SlotId, WireDType
 from shardnet.wire.messages.extras import StageExperts
+from shardnet.wire.payloads.rows import RowBlock
 
 
 class HeldActivations(Activations, frozen=True, kw_only=True):
@@ -157,11 +160,12 @@ class TorchCompute:
                     f"step {batch.step} has rows of sequence {group.sequence_id} in slot "
                     f"{group.slot}, which that sequence does not own"
                 )
-        is_asked = any(self._owners[group.slot].outputs.routing for group in batch.groups)
+        asked = [self._owners[group.slot].outputs for group in batch.groups]
         return Run(
             batch=batch,
             hidden=self._hidden(batch, activations),
-            experts={} if is_asked else None,
+            experts={} if any(outputs.routing for outputs in asked) else None,
+            kept_states=frozenset(chain.from_iterable(each.hidden_layers for each in asked)),
         )
 
     def _finish(self, run: Run, output: torch.Tensor) -> Activations | Samples:
@@ -172,16 +176,27 @@ class TorchCompute:
             owners = self._owners
             asking = [g.sequence_id for g in batch.groups if owners[g.slot].outputs.routing]
             routing = tuple(self._routing(batch, asking, run.experts))
+        blocks = layer_blocks(batch, self._owners, run.states) if run.states else []
         if self._tail is not None:
-            return replace(self._tail.answer(batch, output), routing=routing)
+            answer = self._tail.answer(batch, output)
+            return replace(answer, routing=routing, blocks=[*blocks, *answer.blocks])
         if self._sent is None:
-            return self._held(output, routing)
+            return self._held(output, routing, blocks)
         payload = pack_rows(output, self._sent)
         return Activations(
-            payload=payload, dtype=self._sent, width=self._model.width, routing=routing
+            payload=payload,
+            dtype=self._sent,
+            width=self._model.width,
+            routing=routing,
+            blocks=blocks,
         )
 
-    def _held(self, output: torch.Tensor, routing: tuple[StageExperts, ...]) -> HeldActivations:
+    def _held(
+        self,
+        output: torch.Tensor,
+        routing: tuple[StageExperts, ...],
+        blocks: Sequence[RowBlock],
+    ) -> HeldActivations:
         """Round what the layers gave to the ring's dtype, and leave it where it is."""
         plain = self._own.plain
         assert plain is not None, "a ring's own dtype is plain"
@@ -189,7 +204,12 @@ class TorchCompute:
         if hidden.is_cuda:
             hidden = hidden.clone()  # the next replay of a graph writes to the same memory
         return HeldActivations(
-            payload=b"", dtype=self._own, width=self._model.width, hidden=hidden, routing=routing
+            payload=b"",
+            dtype=self._own,
+            width=self._model.width,
+            hidden=hidden,
+            routing=routing,
+            blocks=blocks,
         )
 
     def reset(self) -> None:

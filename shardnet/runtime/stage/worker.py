@@ -28,7 +28,6 @@ from shardnet.runtime.processors.alertness import Alertness
 from shardnet.runtime.stage.compute import (
     AnyThreadCompute,
     PassCompute,
-    StageBroken,
     StageCompute,
     StageInput,
     StageOutput,
@@ -303,8 +302,6 @@ class StageWorker:
     def _computed(self, arrived: StepArrived) -> StepResult:
         try:
             return self._compute.compute(arrived.batch, arrived.activations)
-        except StageBroken as broken:  # no step will be computed here: the ring ends
-            raise broken.error from None
         except LostShardError:  # no step can be computed any more
             raise
         except Exception as error:  # its sequences end, the ring goes on
@@ -347,6 +344,7 @@ class StageWorker:
             result=result,
             timings=_with(arrived.timings, timing),
             routing=(*arrived.routing, *result.routing),
+            blocks=(*arrived.blocks, *result.blocks),
         )
 
 

@@ -19,6 +19,7 @@ from shardnet.cluster.member import stage_host as stage_host_module
 from shardnet.cluster.member import stage_loader
 from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.cluster.member.stage_host import StageHost
+from shardnet.cluster.member.stage_span import DataEnd
 from shardnet.cluster.member.stage_state import PreparedStage
 from shardnet.errors import BusyError, DiskSilentError, PeerFailedError, TakenError, UsageError
 from shardnet.runtime.loading.loaded_stage import LoadedStage
@@ -51,7 +52,7 @@ class Member:
 
 
 def hosted(main: Callable[[StageHost], Any]) -> None:
-    async def dial(address: str, membership: RingMembership) -> Link:
+    async def dial(address: str, own: DataEnd) -> Link:
         raise AssertionError(f"{address} was dialled")
 
     async def run() -> None:

@@ -47,7 +47,7 @@ def groups(n: int, *, gather: LinkSpeed | None = FAST, memory_mib: int = 1000) -
 
 
 def planned(devices: NodeDevices, objective: Objective = LATENCY) -> tuple[str, list[str], float]:
-    """Plan a node of these devices alone: the reason, the layers of each part, tokens per second."""
+    """Plan a node of these devices alone: the reason, each part, tokens per second."""
     node = replace(candidate("attic", 0), devices=devices)
     node = as_one(node, devices, None, 24, objective)
     placement = place_over_devices(
