@@ -83,7 +83,7 @@ def cut_over(
 
     Without figures the fewest devices that hold them, unless it was asked how many share a layer.
     """
-    return _best(cuts(layers, n_layers, devices, objective), is_measured=devices.is_measured)
+    return _best(cuts(layers, n_layers, devices, objective), devices)
 
 
 def cuts(
@@ -178,18 +178,21 @@ def with_parts(
     objective: Objective,
 ) -> Placement:
     """Say for each stage of a node with several devices which of them has what, and why."""
-    devices_of = {each.node: each.devices for each in candidates}
-    stages, saved_s = [], 0.0
+    by_node = {each.node: each for each in candidates}
+    stages, whys, saved_s = [], [placement.why], 0.0
     for stage in placement.stages:
-        devices = devices_of.get(stage.node)
+        node = by_node.get(stage.node)
+        devices = None if node is None else node.devices
         cut = None
         if devices is not None and not stage.n_streamed and not stage.shards:
             cut = cut_over(stage.layers, n_layers, devices, objective)
-        if cut is None or devices is None:
+        if cut is None or devices is None or node is None:
             stages.append(stage)
             continue
         compute_s = cut.compute_s if devices.is_measured else None
         saved_s += (stage.compute_s or 0.0) - (compute_s or 0.0)
+        words = cut_words(stage, cut, n_layers, devices, objective)
+        whys.append(words if len(placement.stages) == 1 else f"{node.name}: {words}")
         stages.append(
             replace(
                 stage,
@@ -197,14 +200,13 @@ def with_parts(
                 kv_bytes=sum(part.kv_bytes for part in cut.parts),
                 compute_s=compute_s,
                 parts=cut.parts,
-                parts_why=cut_words(stage, cut, n_layers, devices, objective),
+                parts_why=words,
             )
         )
     tok_s = placement.predicted_tok_s
     if tok_s is not None and objective is Objective.LATENCY:
         tok_s = 1 / max(1e-9, 1 / tok_s - saved_s)
-    whys = [stage.parts_why for stage in stages if stage.parts_why]
-    why = "; ".join([placement.why, *whys])
+    why = "; ".join(whys)
     return replace(placement, stages=tuple(stages), predicted_tok_s=tok_s, why=why)
 
 
@@ -224,7 +226,7 @@ def cut_words(
     for cut in cuts(stage.layers, n_layers, devices, objective):
         kinds.setdefault((cut.n_shards, len(cut.seats) > 1), []).append(cut)
     kinds.pop((chosen.n_shards, len(chosen.seats) > 1), None)
-    best = [_best(alike, is_measured=True) for alike in kinds.values()]
+    best = [_best(alike, devices) for alike in kinds.values()]
     others = sorted(filter(None, best), key=lambda cut: cut.cost_s)
     told = [f"{_words_of(cut, devices)}: {_ms(cut.cost_s)}" for cut in others]
     shared = [cut for cut in (chosen, *others) if cut.n_shards > 1]
@@ -242,10 +244,14 @@ def cut_words(
     return "; ".join([words, *told])
 
 
-def _best(found: Sequence[DeviceCut], *, is_measured: bool) -> DeviceCut | None:
+def _best(found: Sequence[DeviceCut], devices: NodeDevices) -> DeviceCut | None:
+    """Return the best cut; of those that were asked for, one over as many devices as can be."""
     if not found:
         return None
-    if not is_measured:
+    if devices.tensor_parallel:
+        most = max(cut.n_devices for cut in found)
+        return min((cut for cut in found if cut.n_devices == most), key=lambda cut: cut.cost_s)
+    if not devices.is_measured:
         return min(found, key=lambda cut: (cut.n_devices, cut.cost_s))
     best_s = min(cut.cost_s for cut in found)
     good = [cut for cut in found if cut.cost_s <= best_s * (1 + WITHIN)]

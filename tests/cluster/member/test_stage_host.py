@@ -267,7 +267,9 @@ def test_only_a_standby_is_dropped_where_a_node_rests() -> None:
     """What is ready for a ring to come is needed there soon, or dropped by its head."""
 
     async def main(host: StageHost) -> None:
-        stage = cast(LoadedStage, SimpleNamespace(parts=(), weight_bytes=7, moves=None))
+        stage = cast(
+            LoadedStage, SimpleNamespace(parts=(), weight_bytes=7, moves=None, order=STAGE_ORDER)
+        )
         for stands_for, left in (("bert", 0), ("", 7)):
             host._prepared = PreparedStage(ring="r", stage=stage, stands_for=stands_for)
             await host.drop_standby()

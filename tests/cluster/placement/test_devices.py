@@ -132,6 +132,8 @@ def test_nothing_is_measured_yet() -> None:
 
     why, parts, tok_s = planned(unmeasured(groups(2)))
     assert (parts, tok_s) == (["cpu:0 0-24"], 0.0)
+    asked = replace(unmeasured(groups(2)), tensor_parallel=1)
+    assert len(planned(asked)[1]) == 2
     assert "not measured yet" in why
     assert len(planned(unmeasured(groups(2, memory_mib=180)))[1]) == 2
     shared = replace(unmeasured(groups(2)), tensor_parallel=2)
@@ -201,4 +203,4 @@ def test_a_node_of_two_devices_in_a_ring_of_two() -> None:
     assert own.parts[0].layers.start == own.layers.start
     assert own.parts[-1].layers.end == own.layers.end
     assert theirs.parts == ()
-    assert "layers cut over cpu:0" in placement.why
+    assert "; attic: layers cut over cpu:0" in placement.why
