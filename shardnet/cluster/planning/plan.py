@@ -12,7 +12,7 @@ from typing import Any, Final
 from msgspec import structs
 
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, WRONG_BY, Measured, StageRun
-from shardnet.cluster.placement.figures import Exclusion, Objective, Placement
+from shardnet.cluster.placement.figures import Exclusion, Objective, PartPlan, Placement
 from shardnet.cluster.placement.standbys import Standby, choose_standbys, without_stage
 from shardnet.cluster.placement.words import LISTED
 from shardnet.cluster.planning.ring_dtypes import NodeForm, exactness, unused_links, wire_name
@@ -27,6 +27,7 @@ from shardnet.wire.messages.plans import (
     LeftOut,
     ModelChoice,
     NarrowWire,
+    PlannedPart,
     PlannedRing,
     PlannedShard,
     PlannedStage,
@@ -298,6 +299,8 @@ class Plan:
                 wire_dtype=self.wires[rank].value if rank < len(self.wires) else "",
                 arithmetic=form.arithmetic,
                 shards=self._shards(rank),
+                parts=[_part(part) for part in stage.parts],
+                parts_why=explanation(stage.parts_why),
             )
             for rank, (node, stage, form) in enumerate(
                 zip(self.nodes, self.placement.stages, self.forms, strict=True)
@@ -318,6 +321,16 @@ class Plan:
             weight_bytes=standby.weight_bytes,
             kv_bytes=standby.kv_bytes,
         )
+
+
+def _part(part: PartPlan) -> PlannedPart:
+    return PlannedPart(
+        layers=(part.layers.start, part.layers.end),
+        devices=list(part.names),
+        weight_bytes=part.weight_bytes,
+        kv_bytes=part.kv_bytes,
+        compute_ms=_ms(part.compute_s),
+    )
 
 
 def ignored_words(unknown: Sequence[str]) -> str:

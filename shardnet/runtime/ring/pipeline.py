@@ -7,7 +7,6 @@ directly. Must not know texts, why a step was scheduled, or how nodes are found.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import assert_never
@@ -26,6 +25,7 @@ from shardnet.runtime.stage.compute import (
     StepComputed,
     StepFailed,
 )
+from shardnet.runtime.stage.handover import StageInputs
 from shardnet.runtime.stage.routing import join_routing
 from shardnet.sampling_params import TokenLogprobs
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
@@ -105,10 +105,7 @@ class Pipeline:
         self._clock_ns = clock_ns
         self._on_answered = on_answered
         self._on_failed = on_failed
-        self._inputs: asyncio.Queue[StageInput] = asyncio.Queue()
-        self._is_receiving = False
-        self._has_room: Callable[[], bool] = lambda: False
-        self._take: Callable[[StageInput], None] = self._inputs.put_nowait
+        self._inputs = StageInputs()
         self._in_flight: dict[StepId, _InFlight] = {}
         self._longest_ns = 0 if chunk_s is None else int(chunk_s * 1e9)
         self._at_least_s = STUCK_UNMEASURED_S if chunk_s is None else STUCK_AT_LEAST_S
@@ -130,29 +127,19 @@ class Pipeline:
         """Send a step. The scheduler's credit bounds how many are queued here."""
         now = self._clock_ns()
         self._in_flight[batch.step] = _InFlight(batch=batch, sent_ns=now)
-        self._put(StepArrived(batch=batch, activations=None, timings=(), arrived_ns=now))
+        self._inputs.put(StepArrived(batch=batch, activations=None, timings=(), arrived_ns=now))
 
     def operate(self, operation: SlotOperation) -> None:
         """Send a slot operation, in data order with the steps."""
-        self._put(operation)
+        self._inputs.put(operation)
 
     async def receive(self) -> StageInput:
         """Hand the next input to the head's own stage (StageSource)."""
-        self._is_receiving = True
-        try:
-            return await self._inputs.get()
-        finally:
-            self._is_receiving = False
+        return await self._inputs.receive()
 
     def offer(self, has_room: Callable[[], bool], take: Callable[[StageInput], None]) -> None:
         """See StageSource."""
-        self._has_room, self._take = has_room, take
-
-    def _put(self, made: StageInput) -> None:
-        if self._is_receiving and self._inputs.empty() and self._has_room():
-            self._take(made)
-        else:
-            self._inputs.put_nowait(made)
+        self._inputs.offer(has_room, take)
 
     def answer(self, answer: StepAnswer | StepFailed) -> None:
         """Handle an answer of the tail.

@@ -143,5 +143,16 @@ class AnyThreadCompute(Protocol):
         """Whether that is so now: asked on the loop's thread."""
 
 
+@runtime_checkable
+class PartCompute(Protocol):
+    """A StageCompute that another one of the same process may follow."""
+
+    def hand_over(self, received: WireDType) -> None:
+        """Give activations as they are in memory, in the ring's dtype; accept them in `received`.
+
+        From now on, in place of what `use_wire` has said.
+        """
+
+
 StageInput = StepArrived | SlotOperation | StepFailed
 StageOutput = StepComputed | SlotOperation | StepFailed

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.wire.framing.schema import (
+    MAX_DEVICES,
     MAX_STAGES,
     U32,
     Address,
@@ -88,6 +89,16 @@ class PlanRequest(Tagged, frozen=True, kw_only=True):
     )
 
 
+class PlannedPart(Strict, frozen=True, kw_only=True):
+    """Layers of a stage on one of its node's `devices`, or shared by several: as PlannedStage."""
+
+    layers: Layers
+    devices: Annotated[list[Name], Meta(max_length=MAX_DEVICES)]
+    weight_bytes: Count
+    kv_bytes: Count
+    compute_ms: Figure | None = None
+
+
 class PlannedShard(Strict, frozen=True, kw_only=True):
     """One more node that a stage spans."""
 
@@ -104,6 +115,7 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     node computes in `dtype`, with linear weights in `weight_dtype` where they are not quantised,
     and sends in `wire_dtype`, "" from the tail. Stages of equal `arithmetic` give equal bits. The
     stage spans the nodes `shards` too, of which each has an equal part of its bytes.
+    Where the node has several devices, `parts` say which has what, and `parts_why` for what reason.
     """
 
     rank: Rank
@@ -128,6 +140,10 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     shards: Annotated[list[PlannedShard], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
     )
+    parts: Annotated[list[PlannedPart], Meta(max_length=MAX_DEVICES)] = msgspec.field(
+        default_factory=list
+    )
+    parts_why: Explanation = ""
 
 
 class PlannedRing(Strict, frozen=True, kw_only=True):

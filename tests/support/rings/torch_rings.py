@@ -103,7 +103,7 @@ class TorchStages:
 class LoadedStages:
     """Stages that were loaded as a node loads them."""
 
-    computes: Sequence[StageCompute]
+    computes: Sequence[StageCompute | Sequence[StageCompute]]
     vocab_size: int
     context: int = CONTEXT
     window: int | None = None
