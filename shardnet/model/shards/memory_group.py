@@ -43,7 +43,7 @@ class SharedMemory:
     def create(cls, size: int) -> SharedMemory:
         """Make the memory for `size` shards. Raises ConfigurationError without the library."""
         kernels = _kernels()
-        memory = cls(_unnamed_file(shared_bytes(size)), shared_bytes(size))
+        memory = cls(unnamed_file(shared_bytes(size)), shared_bytes(size))
         prepare = kernels.function(
             "shardnet_prepare_shared", ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         )
@@ -153,7 +153,7 @@ def _fail() -> Any:
     return _kernels().function("shardnet_fail", ctypes.c_void_p, ctypes.c_int32)
 
 
-def _unnamed_file(n_bytes: int) -> int:
+def unnamed_file(n_bytes: int) -> int:
     """Make a file of zeros in memory that has no name; returns its descriptor."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("shardnet-shards")
