@@ -182,9 +182,7 @@ def _prefixes(
     return arithmetic, StagePrefixes(model.kv, files)
 
 
-def _load_model(
-    job: StageJob, packs: Packs, had: KeptLinears | None
-) -> tuple[StageModel, int]:
+def _load_model(job: StageJob, packs: Packs, had: KeptLinears | None) -> tuple[StageModel, int]:
     """Load the layers of an order. Returns them and their KV room in blocks; raises as `load`."""
     import torch
 

@@ -46,7 +46,8 @@ class ArrivingSlot:
             return
         held = contents.keys if call.part == "keys" else contents.values
         if call.begin == 0:
-            held[layer] = held[layer].new_empty(held[layer].shape[0], call.n_rows, held[layer].shape[2])
+            n_heads, _, width = held[layer].shape
+            held[layer] = held[layer].new_empty(n_heads, call.n_rows, width)
         own = held[layer]
         rows = data.view(own.dtype).view(-1, call.n, own.shape[2])
         own[:, call.begin : call.begin + call.n] = rows[self._heads]

@@ -70,7 +70,7 @@ def load_leading(
             layers=(order.layers.start, order.layers.end),
             dtype=order.dtype.value,
             context=order.context,
-            device=device.name,
+            device=device.torch,
             quantization="" if quantization is None else quantization.value,
             kv_dtype=order.kv_dtype.value,
             ignore_unknown=order.ignore_unknown,
@@ -84,7 +84,7 @@ def load_leading(
         checkpoint,
         order.layers,
         choice=choice,
-        device=torch.device(order.shards[0].name),
+        device=torch.device(order.shards[0].torch),
         room_blocks=room_blocks,
         context=order.context,
         progress=progress,
@@ -93,9 +93,7 @@ def load_leading(
         group=processes.group,
         followers=processes,
     )
-    model.exact_rows = min(
-        model.exact_rows, processes.await_ready(lambda: progress(1, 1))
-    )
+    model.exact_rows = min(model.exact_rows, processes.await_ready(lambda: progress(1, 1)))
     return model
 
 
@@ -119,7 +117,7 @@ def _check(order: StageOrder) -> None:
             f"{len(order.shards)} shards of one stage, at most {MAX_SHARDS} are possible",
             remedy="name fewer devices",
         )
-    names = {device.name for device in order.shards}
+    names = {device.torch for device in order.shards}
     if names != {"cpu"}:
         raise UsageError(
             f"layers are cut over groups of cores only, not over {', '.join(sorted(names))}",

@@ -49,9 +49,7 @@ class Mailbox:
 
     # The numbers: calls, bytes of this one's message, bytes of all of it; then a line per shard.
 
-    def put(
-        self, message: bytes, parts: Sequence[Any], check: Callable[[], None]
-    ) -> None:
+    def put(self, message: bytes, parts: Sequence[Any], check: Callable[[], None]) -> None:
         """Write a call once all shards have taken the one before.
 
         `check` raises if a shard is lost.

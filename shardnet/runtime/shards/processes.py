@@ -39,7 +39,6 @@ from shardnet.runtime.shards.calls import (
     Copy,
     Failed,
     Logits,
-    Progress,
     Read,
     Ready,
     Rows,
@@ -181,8 +180,8 @@ class ShardProcesses:
                 state.read(flat)
                 self._send_state(layer, flat, state.end)
                 continue
-            for part, tensor in (("keys", contents.keys[layer]), ("values", contents.values[layer])):
-                self._send_rows(layer, part, tensor)
+            self._send_rows(layer, "keys", contents.keys[layer])
+            self._send_rows(layer, "values", contents.values[layer])
         self._call(Adopt(slot=slot, firsts=tuple(contents.firsts), n_blocks=n_blocks))
 
     def _send_rows(self, layer: int, part: str, tensor: Tensor) -> None:
@@ -249,7 +248,7 @@ class ShardProcesses:
 
     def _answer(self, follower: _Follower) -> Answer:
         try:
-            answer = _ANSWERS.decode(read_message(follower.socket))
+            answer: Answer = _ANSWERS.decode(read_message(follower.socket))
         except (EOFError, OSError):
             raise self._lost(follower, "has ended") from None
         if isinstance(answer, Failed):
@@ -287,5 +286,3 @@ def _end(followers: Sequence[_Follower], is_ending: threading.Event, mailbox_fil
         follower.socket.close()
         if follower.process.stdin is not None:
             follower.process.stdin.close()
-
-

@@ -6,13 +6,13 @@ sampling: the first shard has those.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
@@ -40,7 +40,6 @@ from shardnet.runtime.shards.mailbox import Mailbox
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shardnet.model.shards.memory_group import SharedMemory
     from shardnet.stage.stage_model import StageModel
 
 _CALLS: Final = msgspec.msgpack.Decoder(Call)
@@ -69,18 +68,15 @@ def main() -> None:
 
 def _end_with_parent() -> None:
     """End when the other end of standard input does, whatever this process is at."""
-    while sys.stdin.buffer.raw.read(1):  # type: ignore[attr-defined]
+    while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(0)
 
 
 def _tell(leader: socket.socket, error: ShardnetError) -> None:
-    try:
-        write_message(
-            leader, Failed(code=error.code, message=error.message, remedy=error.remedy)
-        )
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        failed = Failed(code=error.code, message=error.message, remedy=error.remedy)
+        write_message(leader, failed)
 
 
 def _serve(job: ShardJob, leader: socket.socket) -> None:
@@ -183,9 +179,7 @@ class _Shard:
                 data = self._arriving.as_bytes(held)
                 dtype = str(held.dtype).rpartition(".")[2]
                 shape = (held.shape[0], held.shape[1], held.shape[2])
-                write_message(
-                    self._leader, Rows(n_bytes=data.nbytes, dtype=dtype, shape=shape)
-                )
+                write_message(self._leader, Rows(n_bytes=data.nbytes, dtype=dtype, shape=shape))
                 self._leader.sendall(data)
             case _:
                 assert_never(call)
