@@ -19,7 +19,7 @@ from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.shards.cut import MAX_SHARDS
 from shardnet.runtime.shards.calls import ShardJob
 from shardnet.runtime.shards.load_shard import pack_cache
-from shardnet.runtime.shards.processes import ShardProcesses
+from shardnet.runtime.shards.processes import Launch, ShardProcesses, launch
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
@@ -40,18 +40,20 @@ def load_leading(
     packs: Path | None,
     files: Sequence[object],
     progress: Progress,
+    launch: Launch = launch,
 ) -> StageModel:
     """Load the first shard of a stage, while processes load the others that `order` names.
 
     `packs` is the folder of quantised weights, `files` what identifies the checkpoint's files
-    there. Raises what loading raises in any of them, ConfigurationError where a process cannot be
+    there. `launch` starts a process. Raises what loading raises in any of them, ConfigurationError where a process cannot be
     given what it needs.
     """
     _check(order)
     n_shards, config = len(order.shards), checkpoint.config
-    processes = ShardProcesses(n_shards, _MESSAGE_BYTES + _MOST_ROWS * 4 * config.hidden_size)
+    mailbox_bytes = _MESSAGE_BYTES + _MOST_ROWS * 4 * config.hidden_size
+    processes = ShardProcesses(n_shards, mailbox_bytes, launch)
 
-    def job(index: int, memory: int, mailbox: int, mailbox_bytes: int) -> ShardJob:
+    def job(index: int, memory: int, mailbox: int, n_bytes: int) -> ShardJob:
         device = order.shards[index]
         quantization = order.quantization
         return ShardJob(
@@ -59,7 +61,7 @@ def load_leading(
             size=n_shards,
             memory=memory,
             mailbox=mailbox,
-            mailbox_bytes=mailbox_bytes,
+            mailbox_bytes=n_bytes,
             cores=device.cores,
             n_threads=n_threads_of(device, n_shards),
             room_blocks=room_blocks,

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 import torch
@@ -62,12 +62,39 @@ _ANSWERS: Final = msgspec.msgpack.Decoder(Answer)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
+class ShardProcess(Protocol):
+    """A process, or what stands for one."""
+
+    def kill(self) -> None:
+        """Have it end at once."""
+
+    def wait(self) -> int:
+        """Wait until it has ended; return its exit code."""
+
+
+Launch = Callable[[socket.socket, Sequence[int]], ShardProcess]
+"""Starts a process with its end of a socket and the descriptors that it needs."""
+
+
+def launch(theirs: socket.socket, descriptors: Sequence[int]) -> ShardProcess:
+    """Start a process of shard_process.py, which ends when this process does."""
+    places = [str(_ROOT), *(place for place in sys.path if os.path.isabs(place))]
+    program = f"import sys; sys.path += sys.argv[2:]; from {MODULE} import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-I", "-X", "utf8", "-c", program, str(theirs.fileno()), *places],
+        stdin=subprocess.PIPE,  # nothing is written: its end says that this process has ended
+        stdout=subprocess.DEVNULL,
+        pass_fds=[*descriptors, theirs.fileno()],
+        start_new_session=True,  # Ctrl-C in a terminal is for this process
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Follower:
     """One process: `index` of its shard, and the socket to it."""
 
     index: int
-    process: subprocess.Popen[bytes]
+    process: ShardProcess
     socket: socket.socket
 
 
@@ -77,8 +104,9 @@ class ShardProcesses:
     They end with this object. It implements Followers.
     """
 
-    def __init__(self, size: int, mailbox_bytes: int) -> None:
+    def __init__(self, size: int, mailbox_bytes: int, launch: Launch = launch) -> None:
         """Make what `size` shards share, for calls of at most `mailbox_bytes`."""
+        self._launch = launch
         self._memory = SharedMemory.create(size)
         n_bytes = Mailbox.bytes_for(size, mailbox_bytes)
         self._mailbox_file = unnamed_file(n_bytes)
@@ -99,16 +127,8 @@ class ShardProcesses:
         """
         for index in range(1, self._size):
             own, theirs = socket.socketpair()
-            kept = (self._memory.descriptor, self._mailbox_file, theirs.fileno())
-            places = [str(_ROOT), *(place for place in sys.path if os.path.isabs(place))]
-            program = f"import sys; sys.path += sys.argv[2:]; from {MODULE} import main; main()"
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-X", "utf8", "-c", program, str(kept[2]), *places],
-                stdin=subprocess.PIPE,  # nothing is written: its end says that this process ended
-                stdout=subprocess.DEVNULL,
-                pass_fds=kept,
-                start_new_session=True,  # Ctrl-C in a terminal is for this process
-            )
+            kept = (self._memory.descriptor, self._mailbox_file)
+            process = self._launch(theirs, kept)
             theirs.close()
             own.settimeout(ANSWER_S)
             self._followers.append(_Follower(index=index, process=process, socket=own))
@@ -269,7 +289,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _watch(
-    process: subprocess.Popen[bytes], index: int, memory: SharedMemory, is_ending: threading.Event
+    process: ShardProcess, index: int, memory: SharedMemory, is_ending: threading.Event
 ) -> None:
     """Tell the group when a process ends that was not told to."""
     code = process.wait()
@@ -284,5 +304,3 @@ def _end(followers: Sequence[_Follower], is_ending: threading.Event, mailbox_fil
     for follower in followers:
         follower.process.kill()
         follower.socket.close()
-        if follower.process.stdin is not None:
-            follower.process.stdin.close()

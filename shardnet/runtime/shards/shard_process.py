@@ -50,11 +50,21 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """Be the shard that the process at the other end of a socket wants."""
     leader = socket.socket(fileno=int(sys.argv[1]))
-    job = msgspec.msgpack.decode(read_message(leader), type=ShardJob)
+    job = read_job(leader)
     logging.basicConfig(format=f"shard {job.index}: %(levelname)s %(message)s")
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     if job.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, job.cores)  # before torch starts threads, and touches memory
+    serve(job, leader)
+
+
+def read_job(leader: socket.socket) -> ShardJob:
+    """Wait for the first message. Raises EOFError if none comes."""
+    return msgspec.msgpack.decode(read_message(leader), type=ShardJob)
+
+
+def serve(job: ShardJob, leader: socket.socket) -> None:
+    """Load a shard and do as `leader` says until it goes; say what goes wrong."""
     try:
         _serve(job, leader)
     except ShardnetError as error:
