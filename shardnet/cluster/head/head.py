@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 
-from shardnet.cluster.head.lead import Lead
+from shardnet.cluster.head.lead import Lead, Opening
 from shardnet.cluster.head.led_ring import LedRing
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.member.refusals import draining, resting
@@ -97,6 +97,11 @@ class Head:
     def model(self) -> str | None:
         """The model of the ring, None without one."""
         return self.led.lead.plan.choice.model if self.led.lead and self.led.lead.stands else None
+
+    @property
+    def opening(self) -> Opening | None:
+        """What is done now to have a ring for a request."""
+        return self.led.opening
 
     @property
     def latest(self) -> Lead | None:

@@ -338,4 +338,5 @@ class StageWorker:
             result=result,
             timings=(*arrived.timings, timing),
             routing=(*arrived.routing, *result.routing),
+            blocks=(*arrived.blocks, *result.blocks),
         )

@@ -145,12 +145,12 @@ def test_unloading_is_refused_at_once_while_a_model_is_loaded(endless: type[Endl
             with pytest.raises(BusyError, match=f"is loading {MODEL}; stop the command"):
                 await head.unload()
         assert not asking.done()
-        assert head.led.opening is not None
-        assert (head.led.opening.model, head.led.opening.progress[0]) == (MODEL, ("loading", 1, 2))
+        assert head.opening is not None
+        assert (head.opening.model, head.opening.progress[0]) == (MODEL, ("loading", 1, 2))
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert head.led.opening is None
+        assert head.opening is None
         await head.unload()
         assert alone.n_freed == 1
 

@@ -35,7 +35,7 @@ class Watched(ScriptedNode):
         super().__init__()
         self.head = SimpleNamespace(latest=lead, elsewhere=lambda: None, opening=None)
         handlers = MessageHandlers()
-        RingWatch(cast(Any, self.head), [LOST]).register(handlers)
+        RingWatch(cast(Any, self.head), [LOST], list).register(handlers)
         self.handle = handlers.handle  # type: ignore[method-assign]
 
 
@@ -140,7 +140,7 @@ def test_a_node_without_a_ring_says_so_and_a_member_names_the_head() -> None:
     async def main() -> None:
         node = Watched(None)
         async with client_of(node) as client:
-            node.head.led.opening = opening = Opening(model="m", began_s=0.0)
+            node.head.opening = opening = Opening(model="m", began_s=0.0)
             seen = await client.activity()
             assert (seen.ring, seen.opening) == ("", None)
             [lost] = seen.recoveries
