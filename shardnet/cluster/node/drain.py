@@ -86,10 +86,10 @@ class NodeDrain:
 
         After `deadline_s` seconds the node counts as done in any case.
         """
-        if self._host.is_draining:
+        if self._host.refusals.is_draining:
             await self._done.wait()
             return
-        self._host.is_draining = self._head.is_draining = True
+        self._host.refusals.is_draining = self._head.is_draining = True
         self._log("draining: this node takes nothing more, and ends when it is empty")
         try:
             async with asyncio.timeout(deadline_s):

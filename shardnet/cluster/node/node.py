@@ -69,7 +69,7 @@ class Node:
 
     def rests(self) -> str:
         """Return why this node takes no layers now, "" while it does."""
-        return self._stage.host.rests
+        return self._stage.host.refusals.rests
 
     async def message_received(self, control: ControlLink, message: Incoming) -> None:
         """Handle a message of a peer. Raises ShardnetError: the request fails with it."""

@@ -33,9 +33,9 @@ from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.member.dialer import Dialer
 from shardnet.cluster.member.kv_orders import HostedKv, KvOrders
 from shardnet.cluster.member.prefix_orders import PrefixOrders
-from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import StageOrders
+from shardnet.cluster.member.stage_span import DataEnd
 from shardnet.cluster.node.dispatcher import Dispatcher
 from shardnet.cluster.node.drain import NodeDrain
 from shardnet.cluster.node.events import NodeEvents
@@ -87,11 +87,11 @@ class LinkParts:
         """Open a link for weights, by whichever address of the node answers."""
         return await self.peers.dial_by(address, self.dialer.bulk)
 
-    async def dial_data(self, address: str, membership: RingMembership) -> Link:
+    async def dial_data(self, address: str, own: DataEnd) -> Link:
         """Open a data link of a ring, by whichever address of the node answers."""
 
         async def dial(at: str) -> Link:
-            return await self.dialer.data(at, membership)
+            return await self.dialer.data(at, own)
 
         return await self.peers.dial_by(address, dial)
 

@@ -315,7 +315,7 @@ class StandIn:
         if not n_copied or max(engine.n_active, self._router.n_requests) > n_copied:
             return False
         try:
-            async with asyncio.timeout(HOLD_S), self._head.changing(lead):
+            async with asyncio.timeout(HOLD_S), self._head.led.changing(lead):
                 await self._offer(engine, deputy)
         except (ShardnetError, TimeoutError) as error:
             reason = str(error) or f"it did not answer within {HOLD_S:g} s"
