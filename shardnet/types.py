@@ -370,6 +370,8 @@ MAX_LOGPROBS = 100
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_IDS = 2048
 """A client's 1024 stop ids and as many that the checkpoint ends texts with."""
+MAX_DRAFTS = 31
+"""Draft tokens of a sequence in one step."""
 MAX_TEMPERATURE = 1e6
 MAX_SAMPLING_COUNT = 2**32 - 1
 MAX_SEED = 2**64 - 1
@@ -578,7 +580,7 @@ class OpenSequence:
     Its first `n_kept` positions stay as they are, are copied from the slot `source`, or with
     `is_restored` are those that every stage has read from its disk for this sequence. Its output
     begins at position `n_prompt`; `stop_ids` are those that `min_tokens` holds back. Only the tail
-    uses `sampling` and `stop_ids`.
+    uses `sampling` and `stop_ids`, and makes at most `n_drafts` drafts behind a sampled token.
     """
 
     sequence_id: SequenceId
@@ -590,6 +592,7 @@ class OpenSequence:
     n_prompt: int = 0
     stop_ids: tuple[int, ...] = ()
     outputs: OutputParams = NO_OUTPUTS
+    n_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

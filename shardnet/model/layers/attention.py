@@ -103,8 +103,6 @@ def plan_step(
     `hidden_dtype` as in ForwardStep. Raises CapacityError for a position beyond `context`, and if
     the KV cache is full.
     """
-    spans = []
-    positions: list[int] = []
     for group in batch.groups:
         end_position = group.position + group.n_rows
         if end_position > context:
@@ -114,8 +112,26 @@ def plan_step(
                 remedy="ask for fewer tokens or a longer --context",
             )
         kv.ensure(group.slot, end_position, group.n_rows)
+    return step_over(
+        batch.groups, batch.token_ids, kv, dtype, experts=experts, hidden_dtype=hidden_dtype
+    )
+
+
+def step_over(
+    groups: Sequence[RowGroup],
+    token_ids: Sequence[int],
+    kv: KvCache,
+    dtype: torch.dtype,
+    *,
+    experts: dict[int, Tensor] | None = None,
+    hidden_dtype: torch.dtype | None = None,
+) -> ForwardStep:
+    """Prepare a step over rows for which there is room in their slots; arguments as `plan_step`."""
+    spans = []
+    positions: list[int] = []
+    for group in groups:
         start = len(positions)
-        positions.extend(range(group.position, end_position))
+        positions.extend(range(group.position, group.position + group.n_rows))
         masks = None
         if group.n_rows > MAX_EXACT_ROWS:
             masks = ChunkMasks(group, dtype, kv.device)
@@ -129,7 +145,7 @@ def plan_step(
             )
         )
     return ForwardStep(
-        token_ids=torch.tensor(batch.token_ids, dtype=torch.int64, device=kv.device),
+        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=kv.device),
         positions=torch.tensor(positions, dtype=torch.int64, device=kv.device),
         spans=tuple(spans),
         kv=kv,

@@ -394,4 +394,5 @@ def _opening(request: SequenceRequest, slot: SlotId, start: Start) -> OpenSequen
         n_prompt=len(request.prompt),
         stop_ids=tuple(sorted(request.stop_ids)) if holds_back else (),
         outputs=request.outputs,
+        n_drafts=request.n_drafts,
     )

@@ -21,6 +21,7 @@ from shardnet.model.families.stage_tensors import (
     head_tensors,
     is_quantizable,
     layer_tensors,
+    mtp_tensors,
 )
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import BLOCK_POSITIONS, STATE_SLOTS, DType, KvDType, LayerRange
@@ -82,6 +83,16 @@ def head_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
     return n_bytes if packed is None else n_bytes + _added_bytes(packed.head, form.linear)
 
 
+def mtp_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Return the bytes of what predicts further tokens, beside embedding and LM head."""
+    return _layer_bytes(config, config.n_layers, form) if config.has_mtp else 0
+
+
+def mtp_read_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Return the weight bytes of it that one row reads."""
+    return _read_bytes(config, config.n_layers, form) if config.has_mtp else 0
+
+
 def embedding_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
     """Return the bytes of the embedding tables."""
     n_bytes, packed = _bytes(embedding_tensors(config).values(), form.dtype), form.packed
@@ -104,12 +115,14 @@ def stage_weight_bytes(
 
     For the `n_streamed` layers that are streamed from disk, that is their buffers. A stage that is
     first and last holds a tied table twice, unless it is packed: for lookups, and in the layout of
-    the LM head's kernel.
+    the LM head's kernel. What predicts further tokens, on the last stage, needs the embedding too.
     """
     is_first, is_last = layers.start == 0, layers.end == config.n_layers
-    ends_bytes = embedding_weight_bytes(config, form) if is_first else 0
-    ends_bytes += head_weight_bytes(config, form) if is_last else 0
-    ends_bytes -= tied_weight_bytes(form) if is_first and is_last else 0
+    has_embedding = is_first or (is_last and config.has_mtp)
+    ends_bytes = embedding_weight_bytes(config, form) if has_embedding else 0
+    if is_last:
+        ends_bytes += head_weight_bytes(config, form) + mtp_weight_bytes(config, form)
+    ends_bytes -= tied_weight_bytes(form) if has_embedding and is_last else 0
     streamed = streamed_layers(layers, n_streamed)
     on_disk = [_linear_bytes(config, layer, form) for layer in streamed]
     scratch_bytes = max((_scratch_bytes(config, layer, form) for layer in streamed), default=0)
@@ -145,7 +158,7 @@ def read_bytes_per_step(config: ModelConfig, layers: LayerRange, form: WeightFor
     Of a layer with experts, only those that one row is routed to count.
     """
     is_last = layers.end == config.n_layers
-    head = head_weight_bytes(config, form) if is_last else 0
+    head = head_weight_bytes(config, form) + mtp_read_bytes(config, form) if is_last else 0
     return head + sum(_read_bytes(config, layer, form) for layer in layers)
 
 
@@ -155,7 +168,7 @@ def layer_read_bytes(config: ModelConfig, form: WeightForm) -> int:
 
 
 def _read_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
-    tensors, experts = layer_tensors(config, layer), config.layer_experts(layer)
+    tensors, experts = _tensors(config, layer), config.layer_experts(layer)
     whole, packed = _layer_bytes(config, layer, form), form.packed_linears
     if experts is None:
         return whole
@@ -175,6 +188,7 @@ def kv_block_bytes(
     Layers that keep a state take none.
     """
     n_caching = sum(config.state(layer) is None for layer in layers)
+    n_caching += config.has_mtp and layers.end == config.n_layers
     return n_caching * _kv_position_bytes(config, dtype, kv_dtype) * BLOCK_POSITIONS
 
 
@@ -300,8 +314,12 @@ def _kv_position_bytes(config: ModelConfig, dtype: DType, kv_dtype: KvDType) -> 
     return config.n_kv_heads * sum(kv_dtype.row_bytes(size, dtype) for size in sizes)
 
 
+def _tensors(config: ModelConfig, layer: int) -> Table:
+    return mtp_tensors(config) if layer == config.n_layers else layer_tensors(config, layer)
+
+
 def _layer_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
-    n_bytes, packed = _table_bytes(layer_tensors(config, layer), form), form.packed_linears
+    n_bytes, packed = _table_bytes(_tensors(config, layer), form), form.packed_linears
     return n_bytes if packed is None else n_bytes + _added_bytes(packed.layers[layer], form.linear)
 
 

@@ -82,9 +82,13 @@ class StageChain:
         context: int | None = None,
         kv_dtype: KvDType = KvDType.AUTO,
         capture: Capture | None = None,
+        *,
+        has_mtp: bool = False,
     ) -> StageChain:
         """Load a checkpoint's layers, split as `ranges` say; by default as probed for float32."""
         checkpoint = Checkpoint.open(folder)
+        if has_mtp:
+            checkpoint.use_mtp()
         choice = choice or probed(CPU, DType.FLOAT32, None)
         return cls(
             [

@@ -57,12 +57,15 @@ class TorchStages:
         choice: KernelChoice | None = None,
         context: int = CONTEXT,
         kv_dtype: KvDType = KvDType.AUTO,
+        *,
+        has_mtp: bool = False,
     ) -> None:
         self.context = context
         config = Checkpoint.open(folder).config
         self.window, self.routing = config.smallest_window, config.routing
         self.state_slots = STATE_SLOTS if config.has_state else None
-        stages = StageChain.load(folder, ranges, choice, context, kv_dtype).stages
+        chain = StageChain.load(folder, ranges, choice, context, kv_dtype, has_mtp=has_mtp)
+        stages = chain.stages
         self.exact_rows = min(stage.exact_rows for stage in stages)
         self.vocab_size = stages[-1].vocab_size
         sampler = Sampler(self.vocab_size)
