@@ -20,7 +20,7 @@ from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS
 from shardnet.model.layers.native_attention import AttentionKind, NativeSpans, native_attend
-from shardnet.types import MicroBatch, RowGroup, SlotId
+from shardnet.types import MAX_DRAFTS, MicroBatch, RowGroup, SlotId
 
 PLAIN = AttentionKind()
 
@@ -47,7 +47,8 @@ class ChunkMasks:
 class Span(msgspec.Struct, frozen=True, kw_only=True):
     """The rows `[start, end)` of one slot; `position` is the first one's.
 
-    `masks` is None for rows that torch attends one by one.
+    `masks` is None for rows that torch attends one by one. The last `n_drafts` rows may be
+    rejected.
     """
 
     slot: SlotId
@@ -55,6 +56,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     end: int
     position: int
     masks: ChunkMasks | None
+    n_drafts: int = 0
 
 
 class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +144,7 @@ def step_over(
                 end=len(positions),
                 position=group.position,
                 masks=masks,
+                n_drafts=min(max(0, group.n_sampled - 1), MAX_DRAFTS),
             )
         )
     return ForwardStep(

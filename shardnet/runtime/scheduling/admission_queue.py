@@ -102,7 +102,7 @@ class AdmissionQueue:
             )
         if request.max_tokens < 0:
             raise UsageError(f"max-tokens must be 0 or more, not {request.max_tokens}")
-        if request.drafter is not None:
+        if request.drafter is not None and not request.n_drafts:
             check_drafts(has_state=self.state_slots is not None)
         if n_prompt + min(request.max_tokens, 1) > self.context:
             raise ContextExceededError.of(

@@ -17,17 +17,20 @@ from shardnet.types import MAX_DRAFTS
 MAX_DRAFT_TOKENS = MAX_DRAFTS
 """Together with the newest token, the rows that a step computes for about the cost of one."""
 
+MAX_STATE_DRAFTS = 4
+"""The same where layers keep a state, of which there is a copy for each row then."""
+
 _PROBE_EVERY = 16
 """A drafter that does not pay proposes one token again at every so many opportunities."""
 
 
 def check_drafts(*, has_state: bool) -> None:
-    """Raise UsageError where layers keep a state: rejected drafts could not be rewound."""
+    """Raise UsageError where layers keep a state: memory to rewind it was planned for MTP alone."""
     if has_state:
         raise UsageError(
             "--speculate: layers of this model keep a state that cannot be rewound when drafts are "
             "rejected",
-            remedy="leave --speculate off",
+            remedy="leave --speculate off, or choose mtp where the checkpoint has its layer",
         )
 
 

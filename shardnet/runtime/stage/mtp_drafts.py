@@ -199,9 +199,7 @@ class MtpDrafts:
                 break
         return n_chained
 
-    def _drafts(
-        self, drafting: list[_Drafting], history: TokenHistory
-    ) -> list[SequenceDrafts]:
+    def _drafts(self, drafting: list[_Drafting], history: TokenHistory) -> list[SequenceDrafts]:
         """Draw the drafts of some sequences, each with the noise of its own position."""
         made = list(drafting)
         for place in range(max((one.most for one in drafting), default=0)):

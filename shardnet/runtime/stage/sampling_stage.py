@@ -101,7 +101,9 @@ class SamplingStage:
         result = self._sampler.sample(logits, rows)
         drafts = None
         if self._drafts is not None:
-            drafts = self._drafts.draft(batch, hidden, result.token_ids, self._owners, self._history)
+            drafts = self._drafts.draft(
+                batch, hidden, result.token_ids, self._owners, self._history
+            )
         return Samples(
             token_ids=result.token_ids,
             logprobs=result.logprobs,

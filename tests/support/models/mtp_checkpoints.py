@@ -45,9 +45,9 @@ def make_mtp(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Path
         is_ahead = family == "qwen3_next" and name.startswith(block)
         named[f"mtp.layers.0.{name.removeprefix(block)}" if is_ahead else name] = tensor
     for name, tensor in own.items():
-        named[f"mtp.{_QWEN[name]}.weight" if family == "qwen3_next" else f"{block}{name}.weight"] = (
-            tensor
-        )
+        named[
+            f"mtp.{_QWEN[name]}.weight" if family == "qwen3_next" else f"{block}{name}.weight"
+        ] = tensor
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     save_file(own, whole / "own.safetensors")
     raw["num_hidden_layers"] = N_LAYERS
@@ -89,7 +89,9 @@ class PlainMtp:
         """Divide by the root mean square; Qwen3-Next stores what exceeds 1."""
         config = self.model.config
         weight = self.own[name] + (config.model_type == "qwen3_next")
-        return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + config.rms_norm_eps) * weight
+        return (
+            rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + config.rms_norm_eps) * weight
+        )
 
     @torch.inference_mode()
     def drafts(self, tokens: list[int], n_drafts: int) -> list[int]:
@@ -109,6 +111,14 @@ class PlainMtp:
             made.append(int(self.model.lm_head(last)[0].argmax()))
             inputs = torch.cat((inputs, self._join(last, made[-1:])))
         return made
+
+    @torch.inference_mode()
+    def tokens(self, tokens: list[int], n_tokens: int) -> list[int]:
+        """The model's own next tokens, greedily."""
+        made = [*tokens]
+        for _ in range(n_tokens):
+            made.append(int(self.model(torch.tensor([made])).logits[0, -1].argmax()))
+        return made[len(tokens) :]
 
     def _join(self, states: Tensor, following: list[int]) -> Tensor:
         embedded = self.model.model.embed_tokens(torch.tensor(following))
