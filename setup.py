@@ -60,6 +60,7 @@ SOURCES = (
     "linear",
     "floats",
     "sublayers",
+    "gather",
     "pack",
     "panels",
     "recurrence",

@@ -4,7 +4,7 @@
 The model becomes a GLM-4.5 checkpoint that says the same: its last layer has experts that answer
 nothing beside a shared one, which is its MLP. Then a layer is trained behind it, on texts that the
 model itself has written, to say what the model would say next; the model stays as it is. It needs
-torch, safetensors and transformers. Equal seeds give equal texts, and the same layer on one machine.
+torch, safetensors and transformers. Equal seeds give the same texts and layer on one machine.
 
     python scripts/train_mtp_layer.py /tmp/mtp-model
 """
@@ -52,7 +52,8 @@ class Ahead(nn.Module):
         mask = torch.full((n_rows, n_rows), -torch.inf).triu(1)[None, None]
         rotary = self.rotary(joined, positions)
         hidden = self.block(joined, attention_mask=mask, position_embeddings=rotary)
-        return self.norm(hidden[0] if isinstance(hidden, tuple) else hidden)
+        normed: Tensor = self.norm(hidden[0] if isinstance(hidden, tuple) else hidden)
+        return normed
 
 
 def main() -> None:
@@ -61,11 +62,13 @@ def main() -> None:
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
     began = time.perf_counter()
-    model: Any = LlamaForCausalLM.from_pretrained(DEFAULT_MODEL_PATH, dtype=torch.float32).eval()
+    model: Any = LlamaForCausalLM.from_pretrained(DEFAULT_MODEL_PATH, dtype=torch.float32)
+    model.eval()
     raw = _as_glm(model.config.to_dict())
     texts = _texts(model, options.texts, options.length)
     print(f"{texts.numel()} tokens written after {time.perf_counter() - began:.0f} s", flush=True)
-    config = Glm4MoeConfig(**raw, attn_implementation="eager", experts_implementation="eager")
+    made: Any = Glm4MoeConfig
+    config = made(**raw, attn_implementation="eager", experts_implementation="eager")
     ahead = Ahead(config)
     _begin_like_the_last_layer(ahead, model)
     _train(ahead, model, texts, options.steps, began)
@@ -151,7 +154,8 @@ def _begin_like_the_last_layer(ahead: Ahead, model: Any) -> None:
 def _train(ahead: Ahead, model: Any, texts: Tensor, n_steps: int, began: float) -> None:
     """Learn the model's own next distribution, one token ahead and, at a third, two."""
     with torch.inference_mode():
-        states = torch.cat([model.model(part).last_hidden_state for part in texts.split(32)])
+        states = torch.cat([model.model(part).last_hidden_state for part in torch.split(texts, 32)])
+    backward: Any = torch.autograd.backward
     states, table = states.clone(), model.model.embed_tokens.weight.detach()
     optimizer = torch.optim.AdamW(ahead.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
     for step in range(n_steps):
@@ -164,7 +168,7 @@ def _train(ahead: Ahead, model: Any, texts: Tensor, n_steps: int, began: float) 
         twice = ahead(once[:, :-1], table[ids[:, 2:-1]])
         loss = _loss(once, known[:, 1:-1], table) + 0.3 * _loss(twice, known[:, 2:-1], table)
         optimizer.zero_grad()
-        loss.backward()
+        backward(loss)
         nn.utils.clip_grad_norm_(ahead.parameters(), 1.0)
         optimizer.step()
         if step % 25 == 24:

@@ -28,7 +28,8 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
     │           └── DamagedFrameError bytes that changed on their way
     ├── NumericalError                the model computed something that is not a number
     ├── PeerFailedError               a node of the ring was lost or reported a failure
-    │   └── SupersededError           another node leads the ring by now
+    │   ├── SupersededError           another node leads the ring by now
+    │   └── LostShardError            a shard of a stage ended or does not answer
     ├── CancelledRequestError         the client cancelled, or went away
     └── DeadlineError                 a request that did not end within its deadline
 """
@@ -268,6 +269,12 @@ class SupersededError(PeerFailedError):
 
     code = 43
     address: str = ""
+
+
+class LostShardError(PeerFailedError):
+    """A shard of a stage has ended, failed or does not answer: the whole stage is lost."""
+
+    code = 44
 
 
 class CancelledRequestError(ShardnetError):

@@ -102,6 +102,26 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(file), target
 
 
+def test_every_page_and_decision_is_in_its_index() -> None:
+    docs = ROOT / "docs"
+    pages = {page.name for page in docs.glob("*.md")} - {"README.md"}
+    assert pages - linked(docs / "README.md") == set()
+    decisions = {page.name for page in DECISIONS} - {"README.md"}
+    assert decisions - linked(docs / "adr" / "README.md") == set()
+
+
+def linked(page: Path) -> set[str]:
+    return set(re.findall(r"\]\(([\w-]+\.md)\)", text_of(page)))
+
+
+def test_decisions_have_one_heading_with_their_number() -> None:
+    for page in DECISIONS:
+        if page.name != "README.md":
+            headings = re.findall(r"^#+ .+", text_of(page), re.M)
+            assert len(headings) == 1, page.name
+            assert re.match(rf"# {page.name[:4]} \S", headings[0]), page.name
+
+
 @pytest.mark.parametrize("page", NAMING, ids=ids(NAMING))
 def test_files_and_tests_that_are_named_exist(page: Path) -> None:
     missing = []

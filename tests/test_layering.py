@@ -14,11 +14,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Low to high: a package may import itself and those named beside it, which stand above it here.
-BASE = {"errors", "constraints", "types", "assets", "__init__"}
+BASE = {"errors", "constraints", "types", "assets", "__init__"} | {
+    *("sampling_params", "output_params", "slot_operations"),
+}
 PACKAGES: dict[str, set[str]] = {
     "errors": set(),
     "constraints": {"errors"},
     "types": {"errors", "constraints"},
+    "sampling_params": {"errors"},
+    "output_params": {"errors", "sampling_params"},
+    "slot_operations": {"errors", "types", "sampling_params", "output_params"},
     "assets": set(),
     "files": set(),
     "plugins": {"errors"},
@@ -50,6 +55,7 @@ ROOMS: dict[str, list[str]] = {
         "kernels",
         "arithmetic",
         "cache",
+        "shards",
         "layers",
         "fused",
         "families",
@@ -58,7 +64,7 @@ ROOMS: dict[str, list[str]] = {
     "checkpoint": ["tensors", "quantization", "formats", ""],
     "tokenizers": ["chat", "backends", "formats", "", "grammar"],
     "stage": ["estimate", "streaming", "prefixes", ""],
-    "runtime": ["scheduling", "processors", "stage", "ring", "engine"],
+    "runtime": ["scheduling", "processors", "stage", "loading", "ring", "engine"],
     "cluster": [
         "pressure",
         "machine",
@@ -68,8 +74,10 @@ ROOMS: dict[str, list[str]] = {
         "download",
         "sharing",
         "placement",
+        "member",
         "ring",
         "measuring",
+        "planning",
         "deputy",
         "head",
         "recovery",

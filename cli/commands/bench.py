@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from shardnet.api.client import GREEDY
-from shardnet.types import NO_OUTPUTS, OutputParams
+from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.wire.messages.plans import PlanReply
 
 from ..finding.target import Target, open_target

@@ -16,7 +16,7 @@ import typer
 
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 
 from ..conversation.chat_commands import HINT, help_lines, read_command
 from ..conversation.conversation import Conversation

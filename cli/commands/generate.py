@@ -10,14 +10,10 @@ from typing import Annotated
 
 import typer
 
-from shardnet.api.requests import (
-    GenerationOptions,
-    Message,
-    Prompt,
-    make_requests,
-)
+from shardnet.api.requests import GenerationOptions, Message, Prompt, make_requests
 from shardnet.errors import UsageError
-from shardnet.types import OutputParams, SamplingParams
+from shardnet.output_params import OutputParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.framing.schema import MAX_TEXT
 from shardnet.wire.messages.plans import PlanReply
 

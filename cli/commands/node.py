@@ -11,11 +11,11 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -23,11 +23,12 @@ from shardnet import __version__
 from shardnet.api.server.settings import Listening
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
+from shardnet.cluster.machine.device_list import parse_devices, parse_tensor_parallel
 from shardnet.cluster.machine.folders import cache_dir, runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.placement.words import size
 from shardnet.cluster.store.model_cache import ModelCache
-from shardnet.errors import ConfigurationError
+from shardnet.errors import ConfigurationError, UsageError
 from shardnet.plugins import COMPUTES, installed_names
 
 from ..finding.mdns import mdns_interfaces
@@ -45,7 +46,6 @@ from ..flags.options import (
     Peer,
     PrefixCache,
     check_addresses,
-    check_choice,
     is_loopback,
     keep_model_folders,
     keep_offline,
@@ -61,6 +61,9 @@ if TYPE_CHECKING:  # it imports torch
     from shardnet.cluster.node.drain import NodeDrain
     from shardnet.cluster.node.node import Node
     from shardnet.transport.identity import Identity
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 DEFAULT_PORT = 7433
 REGISTER_S = 2.0
@@ -89,6 +92,7 @@ class _Flags:
     http: Listening | None
     idle_unload_s: float | None = None
     yields: bool = False
+    tensor_parallel: int = 0
     as_json: bool
     until_stdin_closes: bool
 
@@ -136,10 +140,26 @@ def node(
         str,
         typer.Option(
             "--device",
-            autocompletion=one_of("auto", "cpu", "cuda"),
-            metavar="auto|cpu|cuda",
-            help="Compute device; auto takes a GPU where there is one. Also the name of a plug-in.",
+            autocompletion=one_of(
+                "auto", "cpu", "cuda", "mps", "cuda:0,cuda:1", "cuda:0,cpu", "cpu:0,cpu:1"
+            ),
+            metavar="auto|cpu|cuda|mps|A,B",
+            help="Compute device, or a list of them: cuda:0,cuda:1 or cuda:0,cpu, or cpu:0,cpu:1 "
+            "for equal groups of cores; auto takes a GPU where there is one. Also the name of a "
+            "plug-in.",
             envvar="SHARDNET_DEVICE",
+        ),
+    ] = "auto",
+    tensor_parallel: Annotated[
+        str,
+        typer.Option(
+            "--tensor-parallel",
+            autocompletion=one_of("auto", "1", "2", "4"),
+            metavar="auto|N",
+            help="How many of the devices share each layer; 1 cuts layers over them. Default: the "
+            "plan decides.",
+            envvar="SHARDNET_TENSOR_PARALLEL",
+            show_default=False,
         ),
     ] = "auto",
     memory: Annotated[
@@ -226,7 +246,8 @@ def node(
     Prints one line when it is ready. A node keeps its layers of a model loaded between requests.
     While requests need it, Ctrl-C gives its layers to other nodes first; the second one does not.
     """
-    check_choice("--device", device, ("auto", "cpu", "cuda", *installed_names(COMPUTES)))
+    n_devices = len(_flag("--device", parse_devices, device, installed_names(COMPUTES)))
+    n_shards = _flag("--tensor-parallel", parse_tensor_parallel, tensor_parallel, n_devices)
     _check_name(name)
     take_log_format(log_format)
     keep_offline(offline)
@@ -236,6 +257,7 @@ def node(
         port=port,
         name=name,
         device=device,
+        tensor_parallel=n_shards,
         memory_bytes=parse_size(memory, "--memory") if memory else None,
         threads=threads,
         cache_limit_bytes=parse_size(cache_limit, "--cache-limit") if cache_limit else None,
@@ -261,6 +283,14 @@ def split_http(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > MAX_PORT:
         raise typer.BadParameter(f"'{address}' is not HOST:PORT", param_hint="--http")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _flag(flag: str, parse: Callable[[str, A], T], text: str, among: A) -> T:
+    """Read the value of a flag. Raises typer.BadParameter, which names it."""
+    try:
+        return parse(text, among)
+    except UsageError as error:
+        raise typer.BadParameter(str(error), param_hint=flag) from error
 
 
 def _check_name(name: str) -> None:
@@ -291,16 +321,17 @@ async def _run(flags: _Flags) -> None:
     host = _host(flags, identity is not None)
     with _importing():
         from shardnet.cluster.discovery.discovery import Discovery
-        from shardnet.cluster.machine.profile import MemoryBudget, find_device, make_node_id
+        from shardnet.cluster.machine.profile import MemoryBudget, find_devices, make_node_id
         from shardnet.cluster.node.node import listening
         from shardnet.cluster.node.settings import NodeSettings
 
-        device = find_device(flags.device)
+        devices = find_devices(flags.device)
     local_nodes = LocalNodes(runtime_dir(os.environ))
     settings = NodeSettings(
         node=make_node_id(),
         name=flags.name or socket.gethostname(),
-        budget=MemoryBudget(device=device, asked_bytes=flags.memory_bytes),
+        budget=MemoryBudget(device=devices[0], others=devices[1:], asked_bytes=flags.memory_bytes),
+        tensor_parallel=flags.tensor_parallel,
         threads=flags.threads,
         peers=flags.peers,
         local_nodes=local_nodes,
@@ -322,7 +353,8 @@ async def _run(flags: _Flags) -> None:
         ),
     )
     warn_of_cache()
-    if device.isa == kernels.NONE:
+    _warn_of_groups([device.cores for device in devices])
+    if any(device.isa == kernels.NONE for device in devices):
         say(f"warning: no compiled kernels here: {kernels.SLOWER}; {kernels.REMEDY}")
     _warn_of_memory(settings.budget)
     stopping = stop_signal(flags.until_stdin_closes)
@@ -391,6 +423,16 @@ async def _registered(local_nodes: LocalNodes, node: Node, name: str) -> AsyncIt
     finally:
         keeping.cancel()
         local_nodes.remove(entry)
+
+
+def _warn_of_groups(groups: Sequence[tuple[int, ...]]) -> None:
+    """Warn of groups that share a core: each waits while the other computes."""
+    named = [core for cores in groups for core in cores]
+    if len(set(named)) < len(named):
+        say(
+            f"warning: --device: {len(named)} groups share {len(set(named))} cores: name one for "
+            "each core at most"
+        )
 
 
 def _warn_of_memory(budget: MemoryBudget) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from shardnet.api.events import GenerationResult
 from shardnet.api.requests import GenerationOptions, Message
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import PlanReply
 from shardnet.wire.messages.sequences import RecommendedSampling
 

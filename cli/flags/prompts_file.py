@@ -23,7 +23,7 @@ from shardnet.api.requests import Prompt, find_part
 from shardnet.api.validation import find_refused
 from shardnet.constraints import Constraint
 from shardnet.errors import UsageError
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 
 from .sampling_options import read_speculate
 

@@ -15,7 +15,7 @@ import typer
 from shardnet.api.requests import GenerationOptions, name_model
 from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS, Constraint, ConstraintKind
 from shardnet.errors import SamplingError, UsageError
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.generation import RecommendedName
 
 from .completion import one_of

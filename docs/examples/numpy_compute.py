@@ -20,18 +20,8 @@ from shardnet.model.kernels.codec import pack_rows, unpack_rows
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.runtime.stage.plugin import ComputePlugin, PluggedStage, StageJob
 from shardnet.runtime.stage.sampling_stage import SamplingStage
-from shardnet.types import (
-    CloseSequence,
-    DType,
-    FreeSlot,
-    MicroBatch,
-    OpenSequence,
-    RowGroup,
-    SlotId,
-    SlotOperation,
-    WireDType,
-    blocks_for,
-)
+from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
+from shardnet.types import DType, MicroBatch, RowGroup, SlotId, WireDType, blocks_for
 
 Array = npt.NDArray[np.float32]
 POSITIONS = 256

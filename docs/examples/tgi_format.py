@@ -21,7 +21,7 @@ from shardnet.api.events import GenerationEvent
 from shardnet.api.server.endpoint import Dialect, Endpoint, Json, Reply, Stream, comment, event
 from shardnet.api.server.errors import Fault
 from shardnet.api.server.service import Exchange
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 
 # --- bodies and answers: msgspec checks them, and the OpenAPI document is made of them
 

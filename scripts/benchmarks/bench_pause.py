@@ -26,7 +26,7 @@ from support.system.nodes import Machine, NodeProcess
 
 from shardnet.api.client import Client, connect
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
 
 SAMPLED = SamplingParams(temperature=0.8, seed=3)

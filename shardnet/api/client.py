@@ -39,10 +39,10 @@ from shardnet.api.requests import (
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import LinkClosedError, LinkError, RemoteProtocolError, ShardnetError
+from shardnet.sampling_params import SamplingParams
 from shardnet.transport import tcp
 from shardnet.transport.address import split_address
 from shardnet.transport.link import Link, LinkOptions
-from shardnet.types import SamplingParams
 from shardnet.wire.messages.activity import CancelSequence, GetActivity, RingActivity
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect

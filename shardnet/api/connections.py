@@ -125,7 +125,7 @@ def check_local(n_nodes: int, choice: ModelChoice) -> None:
             remedy=f"give one range for each, or --local {len(choice.layers)}",
         )
     from shardnet.checkpoint.checkpoint import Checkpoint  # not every client opens one
-    from shardnet.runtime.stage.loading import find_folder
+    from shardnet.runtime.loading.model_facts import find_folder
 
     folder = find_folder(choice.model) if n_nodes > 1 else None
     if folder is None:
@@ -140,9 +140,6 @@ def check_local(n_nodes: int, choice: ModelChoice) -> None:
 
 def import_node() -> None:
     """Import what a node in this process needs, torch above all: that takes a second or two."""
-    import shardnet.cluster.machine.profile
-    import shardnet.cluster.node.node
-    import shardnet.cluster.ring.stage_host  # noqa: F401
 
 
 @asynccontextmanager
@@ -157,16 +154,16 @@ async def node_in_process(
     It keeps at most `prefix_cache_bytes` of finished prompts on disk, 0 for none.
     """
     from shardnet.cluster.machine.folders import cache_dir
-    from shardnet.cluster.machine.profile import Device, MemoryBudget, find_device, make_node_id
+    from shardnet.cluster.machine.profile import Device, MemoryBudget, find_devices, make_node_id
     from shardnet.cluster.node.node import running
     from shardnet.cluster.node.settings import NodeSettings
     from shardnet.cluster.store.model_cache import ModelCache
 
-    found = find_device(device) if isinstance(device, str) else Device.of_plugin(device)
+    found = find_devices(device) if isinstance(device, str) else (Device.of_plugin(device),)
     settings = NodeSettings(
         node=make_node_id(),
         name=THIS_PROCESS,
-        budget=MemoryBudget(device=found, asked_bytes=None),
+        budget=MemoryBudget(device=found[0], others=found[1:], asked_bytes=None),
         threads=threads,
         peers=(),
         local_nodes=LocalNodes(runtime_dir(os.environ)),

@@ -19,21 +19,16 @@ from shardnet import __version__
 from shardnet.api.client import Client, connect, dial
 from shardnet.api.connections import key_path
 from shardnet.cluster.diagnosis.facts import Answered, Facts, KeyFacts, ModelAsked
-from shardnet.cluster.head.model_shape import model_shape
-from shardnet.cluster.head.ring_dtypes import (
-    node_ariths,
-    node_form,
-    settle_arith,
-    settle_dtype,
-)
 from shardnet.cluster.machine.kernels import are_built
 from shardnet.cluster.machine.local_nodes import LocalNode
 from shardnet.cluster.machine.profile import make_host_id
 from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S, probe_address
 from shardnet.cluster.peers.rtt_probe import ProbeAnswer
+from shardnet.cluster.planning.model_shape import model_shape
+from shardnet.cluster.planning.ring_dtypes import node_ariths, node_form, settle_arith, settle_dtype
 from shardnet.errors import ShardnetError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.runtime.stage.loading import ModelFacts, identify_at
+from shardnet.runtime.loading.model_facts import ModelFacts, identify_at
 from shardnet.runtime.stage.measuring import read_config
 from shardnet.threads import DaemonThreads
 from shardnet.types import NodeId

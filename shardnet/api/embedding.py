@@ -16,7 +16,8 @@ from shardnet.api.events import GenerationResult
 from shardnet.api.generation import Generator
 from shardnet.api.requests import GenerationOptions, Prompt
 from shardnet.errors import NumericalError, UsageError
-from shardnet.types import ALL_ROWS, OutputParams, SamplingParams
+from shardnet.output_params import ALL_ROWS, OutputParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
 
 if TYPE_CHECKING:

@@ -19,17 +19,13 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.model_names import has_prefix, may_be_name
 from shardnet.constraints import Constraint
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError, shown
-from shardnet.types import OutputParams, SamplingParams
+from shardnet.output_params import OutputParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages import generation
 from shardnet.wire.messages.activity import CancelSequence, GetActivity
 from shardnet.wire.messages.chat import ChatMessage, DescribeTokenizer
 from shardnet.wire.messages.control import control_frame, read_control
-from shardnet.wire.messages.generation import (
-    Generate,
-    LastRunRequest,
-    RecommendedName,
-    Unload,
-)
+from shardnet.wire.messages.generation import Generate, LastRunRequest, RecommendedName, Unload
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
 from shardnet.wire.messages.sequences import Outputs, Sampling
 from shardnet.wire.messages.stages import Drain

@@ -13,7 +13,7 @@ from typing import Final
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
 from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.errors import CheckpointError, SamplingError
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 
 RECOMMENDED: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """The sampling parameters that are read; each is called there as here."""

@@ -19,15 +19,8 @@ from torch import Tensor
 from shardnet.errors import CapacityError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.slot_blocks import SlotContents
-from shardnet.types import (
-    BLOCK_POSITIONS,
-    HeldRows,
-    LayerRange,
-    OpenSequence,
-    SequenceId,
-    SlotId,
-    blocks_for,
-)
+from shardnet.slot_operations import OpenSequence
+from shardnet.types import BLOCK_POSITIONS, HeldRows, LayerRange, SequenceId, SlotId, blocks_for
 
 MAX_ARRIVING: Final = 256
 """Sequences that may lie here and have not been opened."""

@@ -18,10 +18,11 @@ from shardnet.model.families.family import FamilyStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.layers.attention import ForwardStep, plan_step, step_over
+from shardnet.output_params import RoutingShape
 from shardnet.stage.kept_linears import KeptLinears
 from shardnet.stage.pack_writer import PackWriter
 from shardnet.stage.streaming.layer_stream import LayerStream
-from shardnet.types import LayerRange, MicroBatch, RoutingShape, RowGroup, SlotId
+from shardnet.types import LayerRange, MicroBatch, RowGroup, SlotId
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):

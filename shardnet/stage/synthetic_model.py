@@ -21,11 +21,13 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.stage_tensors import Shape, stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
+from shardnet.model.kernels.devices import synchronize
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
 from shardnet.model.layers.attention import plan_step
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PlainTable, Table
 from shardnet.model.sampling.sampler import Sampler, SampleRow
+from shardnet.sampling_params import SamplingParams
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
@@ -44,7 +46,6 @@ from shardnet.types import (
     LayerRange,
     MicroBatch,
     RowGroup,
-    SamplingParams,
     SequenceId,
     SlotId,
     StepId,
@@ -202,8 +203,7 @@ class SyntheticModel:
         )
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return time.perf_counter()
 
 

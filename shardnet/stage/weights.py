@@ -7,8 +7,6 @@ parameters by name and gets tensors that share no memory with the file.
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
@@ -17,18 +15,12 @@ import torch
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.errors import CapacityError, CheckpointError
-from shardnet.model.config.panel_form import PanelForm
-from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.stage_tensors import StageTensors
 from shardnet.model.kernels.codec import torch_dtype
-from shardnet.model.kernels.float_linear import PanelPacking, fills_panels
-from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import (
     Kernel,
     KernelChoice,
     Linear,
-    is_batch_invariant,
     join_biases,
     make_linear,
     probe,
@@ -36,22 +28,20 @@ from shardnet.model.kernels.linear import (
 from shardnet.model.kernels.packing import FLOAT_FORMS
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
-from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PanelTable, PlainTable, Table
-from shardnet.stage.estimate.stored_dtype import STORED_FLOATS
+from shardnet.stage.batch_invariance import BatchInvarianceTests
 from shardnet.stage.kept_linears import KeptLinears, LinearKey
 from shardnet.stage.pack_cache import PackCache
 from shardnet.stage.pack_writer import PackWriter
 from shardnet.stage.packed_weights import JoinedLinear, make_panels, stream_panels
+from shardnet.stage.plain_weights import PlainWeights
+from shardnet.stage.quantized_weights import QuantizedWeights
 from shardnet.stage.streaming.buffers import find_buffers
-from shardnet.stage.streaming.file_parts import FilePart
 from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.stage.streaming.streamed_linear import StoredLinear, StreamedLinear
 from shardnet.stage.tensor_reader import Progress, TensorReader
 from shardnet.types import ANY_ROWS, DType
-
-log = logging.getLogger(__name__)
 
 
 class StageWeights:
@@ -76,7 +66,6 @@ class StageWeights:
         """
         self._choice = choice
         self._device = device
-        self._packs = packs
         self.writer = PackWriter(packs)
         """Writes packed weights to the cache on its own thread."""
         self._head = tensors.head.keys()
@@ -87,7 +76,16 @@ class StageWeights:
         self._reader = TensorReader(checkpoint, tensors, dtype, progress, self._streamed)
         self._tables: dict[str, Panels] = {}
         """Packed tables that the LM head multiplies with too."""
-        self._tests = _BatchInvarianceTests(choice.exact_rows, device)
+        self._plain = PlainWeights(self._reader)
+        self._tests = BatchInvarianceTests(choice.exact_rows, device)
+        self._quantized = QuantizedWeights(
+            reader=self._reader,
+            plain=self._plain,
+            packs=packs,
+            writer=self.writer,
+            stream=self.stream,
+            device=device,
+        )
         self._tied = tensors.embedding.keys() & self._head
         self._kept = kept or KeptLinears(exact_rows=choice.exact_rows)
         self._kept.drop_others(tensors.all.keys() - self._streamed.keys() - self._tied)
@@ -150,7 +148,8 @@ class StageWeights:
             layer = self._streamed.get(weights[0])
         bias = [self._reader.read(name) for name in biases]
         if kind is not None:
-            linear = self._quantized(names, bias, kind, layer, transposed=transposed)
+            made, linear = self._quantized.linear(names, bias, kind, layer, transposed=transposed)
+            self._tests.test(names[0], made, self._choice)
         elif self._stays_packed(weights, precise=precise or wide):
             linear = self._as_stored(weights, bias, layer)
         elif layer is not None:
@@ -169,54 +168,20 @@ class StageWeights:
         transposed: bool,
     ) -> Linear:
         """Make a linear of weights that stay floats, packed while they are read if possible."""
-        forms = {FLOAT_FORMS.get(self._stored_type(name)) for name in weights}
+        forms = {FLOAT_FORMS.get(self._plain.stored_type(name)) for name in weights}
         form = forms.pop() if len(forms) == 1 and choice.kernel is Kernel.NATIVE else None
-        packed = self._packed_while_read(weights, form, transposed=transposed)
+        packed = self._plain.packed_while_read(weights, form, transposed=transposed)
         if packed is None or form is None:
-            whole = self._weights(weights, transposed=transposed)
+            whole = self._plain.read(weights, transposed=transposed)
             return make_linear(choice, whole, biases, self._device)
         bias = join_biases(biases, self._device, torch_dtype(choice.dtype))
-        return PanelLinear([Panels(packed=packed, form=form, shape=self._shape(weights))], bias)
-
-    def _packed_while_read(
-        self, weights: Sequence[str], form: PanelForm | None, *, transposed: bool
-    ) -> Tensor | None:
-        """Read plain weights and pack or quantise them to a form; None where that takes two steps.
-
-        It does without the compiled library, and if they are not stored as rows of floats that
-        begin with a panel each.
-        """
-        native = native_kernels()
-        if form is None or native is None or transposed or any(map(self._is_packed, weights)):
-            return None
-        n_outs = [self._reader.shape(name)[0] for name in weights]
-        if not fills_panels(n_outs) or not all(map(self._reader.is_read_by_rows, weights)):
-            return None
-        shape = self._shape(weights)
-        packed = torch.empty(form.packed_shape(*shape), dtype=torch.uint8)
-        packings = [
-            PanelPacking(native=native, n_in=shape[1], dtype=self._stored_type(name), form=form)
-            for name in weights
-        ]
-        self._reader.pack_while_reading(list(zip(weights, packings, strict=True)), packed)
-        return packed
-
-    def _stored_type(self, name: str) -> torch.dtype:
-        """Return the type that a parameter is stored in; uint8 for one that has to be computed."""
-        stored = STORED_FLOATS.get(self._reader.tensor(name).dtype)
-        return torch_dtype(stored) if stored is not None else torch.uint8
-
-    def _shape(self, weights: Sequence[str]) -> tuple[int, int]:
-        """Return the shape of joined weights."""
-        shapes = [self._reader.shape(name) for name in weights]
-        return sum(shape[0] for shape in shapes), shapes[0][1]
+        return PanelLinear(
+            [Panels(packed=packed, form=form, shape=self._plain.shape(weights))], bias
+        )
 
     def _stays_packed(self, weights: Sequence[str], *, precise: bool) -> bool:
         """Say whether a weight of a linear is computed with as it is stored."""
-        return not precise and any(self._is_packed(name) for name in weights)
-
-    def _is_packed(self, weight: str) -> bool:
-        return self._reader.packed(weight) is not None
+        return not precise and any(self._plain.is_packed(name) for name in weights)
 
     def _as_stored(
         self, weights: Sequence[str], biases: Sequence[Tensor], layer: int | None
@@ -228,9 +193,7 @@ class StageWeights:
         parts: list[Linear] = []
         own_biases = [[bias] for bias in biases] or [[] for _ in weights]
         joined = zip(weights, own_biases, strict=True)
-        for is_packed, group in groupby(
-            joined, lambda one: self._reader.packed(one[0]) is not None
-        ):
+        for is_packed, group in groupby(joined, lambda one: self._plain.is_packed(one[0])):
             names, some = zip(*group, strict=True)
             bias = [tensor for own in some for tensor in own]
             if not is_packed and layer is not None:
@@ -293,92 +256,6 @@ class StageWeights:
             self._tests.test(names[0], made, self._choice)
         return linear
 
-    def _quantized(
-        self,
-        names: Sequence[str],
-        biases: Sequence[Tensor],
-        kind: Quantization,
-        layer: int | None,
-        *,
-        transposed: bool,
-    ) -> Linear:
-        """Make a quantised linear; with a streamed `layer` its weights stay in the cache."""
-        shapes = [self._reader.shape(f"{name}.weight") for name in names]
-        if transposed:
-            shapes = [shape[::-1] for shape in shapes]
-        shape = (sum(shape[0] for shape in shapes), shapes[0][1])
-        packed = self._packed(
-            names, kind, shape, transposed=transposed, is_streamed=layer is not None
-        )
-        bias = join_biases(biases, self._device, torch.float32)
-        own = Panels(packed=packed.to(self._device), form=kind.form, shape=shape)
-        made = PanelLinear([own], bias)
-        self._tests.test(names[0], made, self._choice)
-        if layer is None:
-            return made
-        part, packed_shape = self._cached_part(names, kind, packed), packed.shape
-
-        def make(read: Tensor) -> PanelLinear:
-            return PanelLinear(
-                [Panels(packed=read.view(packed_shape), form=kind.form, shape=shape)], bias
-            )
-
-        return StreamedLinear(
-            self.stream,
-            layer,
-            self.stream.reserve(layer, [part]),
-            packed.nbytes,
-            shape,
-            make,
-            is_ready=True,
-            is_native=made.is_native,
-        )
-
-    def _cached_part(self, names: Sequence[str], kind: Quantization, packed: Tensor) -> FilePart:
-        """Locate packed weights in the cache. Raises CapacityError if they could not be stored."""
-        assert self._packs is not None
-        path, offset = self._packs.place(names, kind)
-        try:
-            return FilePart.of(path, offset, packed.nbytes)
-        except CheckpointError as error:
-            raise CapacityError(
-                f"{path}: quantised weights of layers to be streamed could not be stored there",
-                remedy="make room on that disk (`shardnet cache rm`)",
-            ) from error
-
-    def _packed(
-        self,
-        names: Sequence[str],
-        kind: Quantization,
-        shape: tuple[int, int],
-        *,
-        transposed: bool,
-        is_streamed: bool,
-    ) -> Tensor:
-        """Return packed weights of `shape` (N, K), from the cache, or packed now and cached."""
-        weights = [f"{name}.weight" for name in names]
-        packed_shape = kind.form.packed_shape(*shape)
-        if self._packs is not None:
-            came = self._reader.instead_of(weights, math.prod(packed_shape))
-            cached = self._packs.get(names, kind, packed_shape, came)
-            if cached is not None:
-                self._reader.skip(weights)
-                return cached
-        packed = self._packed_while_read(weights, kind.form, transposed=transposed)
-        if packed is None:
-            whole = self._weights(weights, transposed=transposed)
-            packed = pack_all(whole, kind, self._reader.report)
-            del whole
-        self.writer.put(names, kind, packed)
-        if is_streamed or self._device.type != "cpu":
-            self.writer.finish(self._reader.report)  # else it would stay in memory until written
-        return packed
-
-    def _weights(self, names: Sequence[str], *, transposed: bool) -> list[Tensor]:
-        weights = [self._reader.read(name) for name in names]
-        self._reader.read_ahead()
-        return [weight.T for weight in weights] if transposed else weights
-
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of `NAME.weight` and `NAME.bias`, if present: [E] each.
 
@@ -400,7 +277,7 @@ class StageWeights:
     def table(self, name: str) -> Table:
         """Take `NAME.weight` to look up rows in: packed if it is stored so, else a copy."""
         weight = f"{name}.weight"
-        if not self._is_packed(weight):
+        if not self._plain.is_packed(weight):
             return PlainTable(self.matrix(name))
         (panels,) = make_panels(self._reader, [weight], self._device)
         if weight in self._head and self._choice.weight_quantization(is_head=True) is None:
@@ -421,39 +298,3 @@ class StageWeights:
 
     def _own(self, name: str) -> Tensor:
         return self._reader.own(name, self._device, torch_dtype(self._choice.dtype))
-
-
-class _BatchInvarianceTests:
-    """Tests each kind of linear once for batch invariance."""
-
-    def __init__(self, exact_rows: int, device: torch.device) -> None:
-        """Start with the probed `exact_rows`."""
-        self.exact_rows = exact_rows
-        self.all_native = True
-        """Whether all linears so far are the compiled library's."""
-        self._device = device
-        self._seen: set[tuple[int, int, DType, type[Linear]]] = set()
-
-    def is_new(self, linear: Linear, choice: KernelChoice) -> bool:
-        """Say, only once for each kind of linear, that it has yet to be tested."""
-        key = (*linear.shape, choice.dtype, type(linear))
-        if self.exact_rows == 1 or key in self._seen:
-            return False
-        self._seen.add(key)
-        return True
-
-    def take_over(self, linear: Linear, exact_rows: int) -> None:
-        """Count a linear that was tested before, with others: up to `exact_rows` rows are alike."""
-        self.all_native = self.all_native and linear.is_native
-        self.exact_rows = min(self.exact_rows, exact_rows)
-
-    def test(self, name: str, linear: Linear, choice: KernelChoice) -> None:
-        """Test a linear, unless one of its kind was tested."""
-        self.all_native = self.all_native and linear.is_native
-        if self.is_new(linear, choice) and not is_batch_invariant(linear, choice, self._device):
-            log.warning(
-                "%s: on this machine the last bits of a token depend on how many are computed at "
-                "once; with --deterministic they are computed one by one, which is slower",
-                name,
-            )
-            self.exact_rows = 1

@@ -23,10 +23,11 @@ from shardnet.api.server.endpoint import Endpoint, Json
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.service import Service
 from shardnet.api.server.settings import Settings
-from shardnet.cluster.machine.profile import find_device
+from shardnet.cluster.machine.profile import find_devices
 from shardnet.errors import ConfigurationError
 from shardnet.runtime.stage.plugin import ComputePlugin
-from shardnet.types import LayerRange, SamplingParams
+from shardnet.sampling_params import SamplingParams
+from shardnet.types import LayerRange
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 PROMPT = "It is a truth universally acknowledged, " * 8
@@ -121,14 +122,14 @@ def test_a_device_that_cannot_be_used_is_named(
 ) -> None:
     install("added", entry_points)
     with pytest.raises(ConfigurationError, match=complaint):
-        find_device("numpy")
+        find_devices("numpy")
 
 
 def test_two_packages_with_one_name_are_both_named(install: Install) -> None:
     install("one", "[shardnet.computes]\nnumpy = numpy_compute:NUMPY\n")
     install("two", "[shardnet.computes]\nnumpy = numpy_compute:load\n")
     with pytest.raises(ConfigurationError, match="numpy_compute:NUMPY and numpy_compute:load add"):
-        find_device("numpy")
+        find_devices("numpy")
 
 
 def test_endpoints_that_cannot_be_added_are_named(install: Install) -> None:

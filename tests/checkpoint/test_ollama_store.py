@@ -19,7 +19,7 @@ from shardnet.checkpoint.ollama_store import (
     ollama_roots,
 )
 from shardnet.errors import CheckpointError
-from shardnet.runtime.stage.loading import find_folder, identify, stamp
+from shardnet.runtime.loading.model_facts import find_folder, identify, stamp
 
 DIGEST = "sha256:" + "ab" * 32
 

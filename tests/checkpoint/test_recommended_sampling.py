@@ -11,7 +11,7 @@ import pytest
 
 from shardnet.checkpoint.recommended_sampling import read_recommended
 from shardnet.cluster.head.requests import sampling_params
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.sequences import Sampling

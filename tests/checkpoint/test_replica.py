@@ -31,7 +31,7 @@ from shardnet.checkpoint.replica import (
 from shardnet.checkpoint.replica_journal import JOURNAL_FILE, Journal
 from shardnet.checkpoint.tensors.stored_tensor import FileHead
 from shardnet.errors import CapacityError, CheckpointError
-from shardnet.runtime.stage.loading import stamp
+from shardnet.runtime.loading.model_facts import stamp
 from shardnet.types import LayerRange
 
 PART_BYTES = 1000

@@ -110,8 +110,8 @@ def test_a_token_that_fails_ends_alone(folder: Path, ids: list[int], words: str)
 def test_a_node_never_imports_the_library() -> None:
     """So none of its panics can reach one."""
     program = (
-        "import sys; import shardnet.cluster.node.node, shardnet.cluster.ring.stage_host; "
-        "import shardnet.runtime.stage.loading, shardnet.runtime.stage.wire_loss; "
+        "import sys; import shardnet.cluster.node.node, shardnet.cluster.member.stage_host; "
+        "import shardnet.runtime.loading.loading, shardnet.runtime.loading.wire_loss; "
         "from shardnet.assets import DEFAULT_MODEL_PATH; "
         "from shardnet.tokenizers.tokenizer import Tokenizer; "
         "tokenizer = Tokenizer.load(DEFAULT_MODEL_PATH); "

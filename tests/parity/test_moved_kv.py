@@ -13,19 +13,12 @@ from support.rings.torch_rings import TorchStages
 from support.soak import cases
 
 from shardnet.errors import UsageError
-from shardnet.runtime.stage.joined import JoinedCompute
+from shardnet.runtime.loading.joined import JoinedCompute
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import OpenSequence
 from shardnet.stage.joined_moves import JoinedMoves
 from shardnet.stage.slot_moves import SlotMoves
-from shardnet.types import (
-    KvDType,
-    LayerRange,
-    OpenSequence,
-    SamplingParams,
-    SequenceId,
-    SlotId,
-    WireDType,
-    block_spans,
-)
+from shardnet.types import KvDType, LayerRange, SequenceId, SlotId, WireDType, block_spans
 
 CONTEXT = 1280
 CASES: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
 
 from shardnet.runtime.engine.requests import GenerationFinished, Speculation
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 
 MTP = Speculation(make_draft_source=None, most=3)
 

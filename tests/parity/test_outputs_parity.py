@@ -20,10 +20,11 @@ from support.rings.torch_rings import TorchStages, request, run, tokens_of
 from support.soak import cases, is_soak
 from transformers import AutoModelForCausalLM
 
+from shardnet.output_params import ALL_ROWS, OutputKind, OutputParams
 from shardnet.runtime.engine.outputs import PromptLogprobsReady, RowsReady
 from shardnet.runtime.engine.requests import GenerationRequest, RequestEvent, Speculation
 from shardnet.runtime.scheduling.drafting import NgramDrafts
-from shardnet.types import ALL_ROWS, OutputKind, OutputParams, SamplingParams, TokenLogprobs
+from shardnet.sampling_params import SamplingParams, TokenLogprobs
 
 N_LAYERS = 4
 TOLERANCE = 1e-4

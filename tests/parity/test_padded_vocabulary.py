@@ -17,9 +17,10 @@ from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import LoadedStages, load_stages, request, run, tokens_of
 from transformers import AutoModelForCausalLM
 
+from shardnet.output_params import OutputParams
 from shardnet.runtime.engine.outputs import PromptLogprobsReady
 from shardnet.runtime.engine.requests import TokenGenerated
-from shardnet.types import OutputParams, SamplingParams
+from shardnet.sampling_params import SamplingParams
 
 ADDED_ID = 310
 HOLES = [n for n in range(N_TOKENS, VOCAB_SIZE) if n != ADDED_ID]

@@ -14,7 +14,7 @@ from support.rings.torch_rings import TorchStages, request, run, tokens_of
 from support.soak import cases, is_soak
 from transformers import AutoModelForCausalLM
 
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 
 N_TOKENS = 30
 BIAS = ((7, 1.5), (40, -3.0), (200, 0.75))

@@ -19,10 +19,11 @@ from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
 from support.soak import cases
 
+from shardnet.output_params import OutputKind, OutputParams
 from shardnet.runtime.engine.outputs import RowsReady
 from shardnet.runtime.engine.requests import RequestEvent, RequestMoved, Speculation
 from shardnet.runtime.scheduling.drafting import NgramDrafts
-from shardnet.types import OpenSequence, OutputKind, OutputParams
+from shardnet.slot_operations import OpenSequence
 
 N_LAYERS = 4
 ASKING = OutputParams(routing=True)

@@ -14,14 +14,16 @@ from support.rings.stage_chain import Rows, StageChain, batch_of, even_split, ra
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
 
 from shardnet.errors import CapacityError, UnsupportedModelError, UsageError
+from shardnet.output_params import OutputParams
 from shardnet.runtime.engine.draft_model import load_draft_model
 from shardnet.runtime.engine.requests import RequestEvent, RequestMoved
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, NgramDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import SequenceRequest
 from shardnet.runtime.scheduling.step_cost import StepCost
+from shardnet.sampling_params import SamplingParams
 from shardnet.stage.stage_model import Run
-from shardnet.types import Epoch, LayerRange, LiveState, OutputParams, SamplingParams, SequenceId
+from shardnet.types import Epoch, LayerRange, LiveState, SequenceId
 
 
 @pytest.fixture(scope="module")

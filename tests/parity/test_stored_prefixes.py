@@ -14,7 +14,8 @@ from support.rings.torch_rings import TorchStages, request, run, tokens_of
 from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.types import KvDType, SamplingParams
+from shardnet.sampling_params import SamplingParams
+from shardnet.types import KvDType
 
 CONTEXT = 1280
 CASES: dict[str, dict[str, Any]] = {

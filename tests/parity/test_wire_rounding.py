@@ -22,15 +22,15 @@ from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.runtime.stage.torch_compute import TorchCompute
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import OpenSequence
 from shardnet.types import (
     PREFILL_CHUNK_ROWS,
     DType,
     Epoch,
     LayerRange,
     MicroBatch,
-    OpenSequence,
     RowGroup,
-    SamplingParams,
     SequenceId,
     SlotId,
     StepId,

@@ -14,12 +14,12 @@ from support.models.packed_blocks import packed_and_plain
 from support.rings.stage_chain import CPU, StageChain, probed
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.cluster.head.model_shape import QuantizationChoice, model_shape
+from shardnet.cluster.planning.model_shape import QuantizationChoice, model_shape
 from shardnet.cluster.store.identify_apart import identify_apart
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels import panel_linear
 from shardnet.model.kernels.panels import Panels
-from shardnet.runtime.stage.loading import identify
+from shardnet.runtime.loading.model_facts import identify
 from shardnet.stage import weights
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,

@@ -9,11 +9,11 @@ import torch
 from support.models.checkpoints import make_decoder
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.cluster.head.model_shape import model_shape
+from shardnet.cluster.planning.model_shape import model_shape
 from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.runtime.stage.loading import kv_room_blocks
+from shardnet.runtime.loading.loading import kv_room_blocks
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,

@@ -12,7 +12,8 @@ from shardnet.api.client import Client, connect
 from shardnet.api.events import GenerationResult, RequestState
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.constraints import Constraint
-from shardnet.types import OutputParams, SamplingParams
+from shardnet.output_params import OutputParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.activity import RecoverySeen
 from shardnet.wire.messages.plans import ModelChoice
 

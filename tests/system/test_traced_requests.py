@@ -8,7 +8,7 @@ from support.system.nodes import Crew
 from support.system.parrot import Parrots
 
 from shardnet.api.client import connect
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
 
 N_TOKENS = 6

@@ -11,7 +11,8 @@ from support.system.nodes import Crew, Machine
 
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.model.sampling.sampler import Sampler, SampleRow
-from shardnet.types import DType, LayerRange, SamplingParams, WireDType
+from shardnet.sampling_params import SamplingParams
+from shardnet.types import DType, LayerRange, WireDType
 
 PROMPT = ["It is a truth universally acknowledged", "--threads", "1", "--json"]
 N_TOKENS = 12

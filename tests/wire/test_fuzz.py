@@ -11,17 +11,9 @@ import pytest
 from support.strategies.wire_strategies import feed, hello, joined, pair
 
 from shardnet.errors import LinkError, RemoteProtocolError, ShardnetError
-from shardnet.types import (
-    Epoch,
-    MicroBatch,
-    OpenSequence,
-    RowGroup,
-    SamplingParams,
-    SequenceId,
-    SlotId,
-    StepId,
-    WireDType,
-)
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import OpenSequence
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 from shardnet.wire.connection import connection as machine_module
 from shardnet.wire.connection.connection import FrameReceived, LinkConnection, LinkFailed, LinkState
 from shardnet.wire.connection.receive_buffer import FramePart

@@ -29,7 +29,7 @@ from shardnet.api.requests import GenerationOptions
 from shardnet.api.server.errors import refused
 from shardnet.constraints import Constraint
 from shardnet.errors import shown
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
 
 BILLING: Final = "x-anthropic-billing-header:"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from shardnet.api.requests import GenerationOptions
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
 
 ToolChoice = Literal["auto", "none", "required"]

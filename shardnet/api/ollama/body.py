@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from shardnet.types import MAX_LOGPROBS
+from shardnet.sampling_params import MAX_LOGPROBS
 
 MAX_MESSAGES: Final = 1 << 14
 MAX_TOOLS: Final = 1024

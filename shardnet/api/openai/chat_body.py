@@ -10,19 +10,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from shardnet.api.chat.request import (
-    ChatRequest,
-    ChatTurn,
-    OptionValue,
-    Tool,
-    ToolCall,
-    ToolChoice,
-)
+from shardnet.api.chat.request import ChatRequest, ChatTurn, OptionValue, Tool, ToolCall, ToolChoice
 from shardnet.api.openai.sampling import Count, SamplingBody, options_of, sampling_of
 from shardnet.api.server.errors import refused
 from shardnet.constraints import Constraint
 from shardnet.errors import shown
-from shardnet.types import MAX_LOGPROBS
+from shardnet.sampling_params import MAX_LOGPROBS
 from shardnet.wire.messages.chat import MAX_TEMPLATE_OPTIONS
 from shardnet.wire.messages.plans import ModelChoice
 

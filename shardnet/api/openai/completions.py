@@ -28,7 +28,8 @@ from shardnet.api.requests import GenerationOptions, Prompts
 from shardnet.api.server.endpoint import Json, Reply, Stream, comment, event
 from shardnet.api.server.errors import refused
 from shardnet.api.server.service import Exchange
-from shardnet.types import MAX_LOGPROBS, OutputParams, SamplingParams
+from shardnet.output_params import OutputParams
+from shardnet.sampling_params import MAX_LOGPROBS, SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.tokens import MAX_DETOKENIZED
 

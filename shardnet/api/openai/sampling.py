@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from shardnet.api.requests import GenerationOptions
 from shardnet.api.server.errors import refused
-from shardnet.types import MAX_LOGIT_BIASES, SamplingParams
+from shardnet.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 from shardnet.wire.framing.schema import MAX_POSITIONS
 
 MAX_SAMPLES: Final = 128

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.api.openai.sampling import Count, SamplingBody
-from shardnet.types import MAX_LOGPROBS
+from shardnet.sampling_params import MAX_LOGPROBS
 
 MAX_ITEMS = 1 << 14
 MAX_TOOLS = 1024

@@ -28,14 +28,8 @@ from shardnet.api.server.settings import Settings
 from shardnet.api.switching.model_switch import PATIENCE_S, Keep, ModelSwitch
 from shardnet.api.switching.turns import Ticket
 from shardnet.api.traces import RequestTrace
-from shardnet.errors import (
-    BusyError,
-    LinkError,
-    PeerFailedError,
-    QueueFullError,
-    ShardnetError,
-)
-from shardnet.types import SamplingParams
+from shardnet.errors import BusyError, LinkError, PeerFailedError, QueueFullError, ShardnetError
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 from shardnet.wire.messages.tokens import Detokenized, Tokenized

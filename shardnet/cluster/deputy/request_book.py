@@ -13,7 +13,7 @@ from typing import Final, Literal
 from msgspec.structs import replace
 
 from shardnet.runtime.engine.requests import MadeToken
-from shardnet.types import TokenLogprobs
+from shardnet.sampling_params import TokenLogprobs
 from shardnet.wire.messages.deputies import CopiedLogprob, CopiedToken
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice

@@ -1,1 +1,1 @@
-"""What the head of a ring does: plans, requests, drafts."""
+"""What the head of a ring does for its clients: rings for requests, answers, drafts."""

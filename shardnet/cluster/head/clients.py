@@ -22,8 +22,6 @@ from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.last_run import write_last_run
 from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.head.model_lists import ModelLists
-from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.head.planning import Elsewhere, Planner
 from shardnet.cluster.head.replies import (
     finished,
     output_pieces,
@@ -42,9 +40,11 @@ from shardnet.cluster.head.requests import (
     text_stream,
     with_ids,
 )
-from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.planning.planning import Elsewhere, Planner
+from shardnet.cluster.planning.wire_loss import WireLoss
 from shardnet.cluster.ring.tracing import trace_pieces
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import CheckpointError, ShardnetError, SupersededError, UsageError

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.runtime.engine.requests import Speculation
+from shardnet.runtime.loading.model_facts import Stamp, find_folder, stamp
 from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, NgramDrafts, check_drafts
-from shardnet.runtime.stage.loading import Stamp, find_folder, stamp
 
 if TYPE_CHECKING:  # it imports torch, which a node without a draft model may never need
     from shardnet.runtime.engine.draft_model import DraftModel

@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import asdict
 
 from shardnet.cluster.head.lead import Lead, Opening
-from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.head.planning import Elsewhere, Planner
 from shardnet.cluster.head.ring_builder import RingBuilder
+from shardnet.cluster.member.stage_host import StageHost, draining, generating_with, resting
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.planning.planning import Elsewhere, Planner
 from shardnet.cluster.ring.busy_backoff import BusyBackoff
 from shardnet.cluster.ring.ring import OnStageProgress, Ring, give_up
-from shardnet.cluster.ring.stage_host import StageHost, draining, generating_with, resting
 from shardnet.errors import (
     BusyError,
     LinkError,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.head.ring_dtypes import settle_wires
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.planning.ring_dtypes import settle_wires
 from shardnet.cluster.ring.ring import Ring
 from shardnet.errors import ShardnetError
 from shardnet.tokenizers.grammar.grammars import Grammars

@@ -20,17 +20,17 @@ from shardnet import __version__
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.checkpoint.model_names import match, nearest_name
-from shardnet.cluster.head.placing import fits
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
+from shardnet.cluster.planning.placing import fits
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.found_models import HeldModel, find_models
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import CheckpointError, RemoteProtocolError, ShardnetError, first_error
-from shardnet.runtime.stage.loading import stamp
+from shardnet.runtime.loading.model_facts import stamp
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import MAX_REASON
 from shardnet.wire.messages.handshake import explanation

@@ -8,13 +8,11 @@ from msgspec.structs import replace
 
 from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.output_params import OutputKind
 from shardnet.runtime.engine.outputs import PromptLogprobsReady, RowsReady
-from shardnet.runtime.engine.requests import (
-    GenerationFinished,
-    TokenGenerated,
-)
+from shardnet.runtime.engine.requests import GenerationFinished, TokenGenerated
+from shardnet.sampling_params import TokenLogprobs
 from shardnet.tokenizers.tokenizer import Tokenizer
-from shardnet.types import OutputKind, TokenLogprobs
 from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.generation import (
     Finished,

@@ -14,15 +14,15 @@ from msgspec import structs
 
 from shardnet.cluster.head.lead import Lead
 from shardnet.errors import ContextExceededError, UsageError
+from shardnet.output_params import OutputKind
 from shardnet.runtime.engine.outputs import output_bytes
-from shardnet.runtime.engine.requests import (
-    GenerationRequest,
-)
+from shardnet.runtime.engine.requests import GenerationRequest
 from shardnet.runtime.stage.routing import MAX_ROUTING_BYTES
+from shardnet.sampling_params import SamplingParams
 from shardnet.tokenizers.chat.chat_template import TemplateOptions
 from shardnet.tokenizers.detokenizer import TextStream
 from shardnet.tokenizers.tokenizer import check_token_ids, no_tokenizer
-from shardnet.types import BLOCK_POSITIONS, OutputKind, SamplingParams
+from shardnet.types import BLOCK_POSITIONS
 from shardnet.wire.messages.chat import (
     MAX_ADDED_TEXT,
     MAX_ADDED_TOKENS,
@@ -31,11 +31,7 @@ from shardnet.wire.messages.chat import (
     DescribeTokenizer,
     TokenizerDescribed,
 )
-from shardnet.wire.messages.generation import (
-    MAX_PROMPT_TAIL,
-    MAX_ROWS_BYTES,
-    Generate,
-)
+from shardnet.wire.messages.generation import MAX_PROMPT_TAIL, MAX_ROWS_BYTES, Generate
 from shardnet.wire.messages.tokens import Detokenize, Detokenized
 
 _TAIL_TOKENS = 64

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.head.ring_dtypes import node_ariths
+from shardnet.cluster.member.kv_orders import KvOrders
+from shardnet.cluster.member.stage_host import StageHost
+from shardnet.cluster.member.stage_orders import PhaseProgress, StageOrders
 from shardnet.cluster.peers.peers import Peers
-from shardnet.cluster.ring.kv_orders import KvOrders
-from shardnet.cluster.ring.ring import OnBusy, Ring, RingSpec
-from shardnet.cluster.ring.stage_host import StageHost
-from shardnet.cluster.ring.stage_orders import StageOrders
-from shardnet.cluster.ring.stage_port import LocalPort, PhaseProgress, RemotePort, StagePort
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.planning.ring_dtypes import node_ariths
+from shardnet.cluster.ring.ring import OnBusy, Ring
+from shardnet.cluster.ring.ring_spec import RingSpec
+from shardnet.cluster.ring.stage_port import LocalPort, RemotePort, StagePort
 from shardnet.cluster.sharing.replica_sources import check_same_model, choose_sources
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs

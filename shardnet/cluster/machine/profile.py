@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import socket
 import sys
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -21,8 +22,17 @@ from shardnet.cluster.machine.container import (
     container_free_bytes,
     container_limit_bytes,
 )
+from shardnet.cluster.machine.cores import group_cores, read_cores
+from shardnet.cluster.machine.device_list import (
+    AUTO,
+    CPU,
+    CUDA,
+    MPS,
+    DeviceName,
+    parse_devices,
+)
 from shardnet.cluster.machine.local_nodes import this_network
-from shardnet.errors import ConfigurationError
+from shardnet.errors import ConfigurationError, UsageError
 from shardnet.runtime.stage.plugin import ComputePlugin, installed_compute, installed_computes
 from shardnet.types import PORTABLE_ARITHMETIC, Arith, DType, NodeId
 
@@ -57,17 +67,22 @@ def available_cores() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A compute device: `kind` is cpu, cuda or a plug-in's name, `dtypes` those it computes
+    """A compute device: `kind` is cpu, cuda, mps or a plug-in's name, `dtypes` those it computes
     natively, best first.
 
-    `isa` is the instruction set of the compiled kernels, or a word of kernels.py; "" where there
-    are none to have: on a GPU, and on Windows. `torch` names the version and the CPU that it sees.
-    `arithmetic` is NodeInfo's. `plugin` computes in place of torch.
+    `name` is how `--device` names it, and `index` which of its kind it is: of torch's GPUs, or of
+    the groups of cores that the CPU is divided into, None for all of it. Its threads run on
+    `cores`, on any where there are none. `isa` is the instruction set of the compiled kernels, or a
+    word of kernels.py; "" where there are none to have: on a GPU, and on Windows. `torch` names the
+    version and the CPU that it sees. `arithmetic` is NodeInfo's. `plugin` computes in place of
+    torch.
     """
 
     kind: str
     description: str
     dtypes: tuple[DType, ...]
+    index: int | None = None
+    cores: tuple[int, ...] = ()
     isa: str = ""
     torch: str = ""
     arithmetic: str = ""
@@ -90,47 +105,96 @@ class Device:
         return Arith.FAST if is_plain else asked
 
     @property
+    def name(self) -> str:
+        """What `--device` calls it."""
+        return str(DeviceName(self.kind, self.index))
+
+    @property
     def for_torch(self) -> str:
-        """Where torch computes what a plug-in does not: draft models."""
-        return self.kind if self.plugin is None else "cpu"
+        """What torch calls it: also where it computes what a plug-in does not, draft models."""
+        if self.kind == CUDA:
+            return self.name
+        return self.kind if self.plugin is None else CPU
 
 
-def find_device(requested: str) -> Device:
-    """Find the device that --device names; `auto` takes a GPU if there is one.
+def find_devices(requested: str) -> tuple[Device, ...]:
+    """Find the devices that --device names, in its order; `auto` takes a GPU if there is one.
 
-    Raises ConfigurationError if the device does not exist here, is of an unknown kind, or is a
-    plug-in's that cannot be used.
+    Raises ConfigurationError for a list that makes no sense, for a device that does not exist here,
+    is of an unknown kind, or is a plug-in's that cannot be used.
     """
+    import torch
+
+    plugins = installed_computes()
+    try:
+        names = parse_devices(requested, plugins)
+    except UsageError as error:
+        raise ConfigurationError(f"--device {error.message}", remedy=error.remedy) from error
+    if names[0].kind in plugins:
+        return (Device.of_plugin(installed_compute(names[0].kind)),)
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if names[0].kind == AUTO:
+        names = (DeviceName(CUDA if n_gpus else CPU),)
+    for name in names:
+        if name.kind == CUDA and (name.index or 0) >= n_gpus:
+            few = "no CUDA device" if not n_gpus else f"{n_gpus}, numbered from cuda:0,"
+            raise ConfigurationError(
+                f"--device {name}: torch finds {few} here",
+                remedy="use --device cpu" if not n_gpus else "name one of those",
+            )
+    found = {name: _find_gpu(name) for name in names if name.kind == CUDA}
+    found |= {name: _find_mps(name) for name in names if name.kind == MPS}
+    groups = [name for name in names if name.kind == CPU]
+    if groups:
+        cpu = _find_cpu()
+        cores = group_cores(read_cores(), len(groups)) if len(groups) > 1 else ((),)
+        for name in groups:
+            own = cores[name.index or 0]
+            found[name] = replace(cpu, description=str(name), index=name.index, cores=own)
+    return tuple(found[name] for name in names)
+
+
+def _find_gpu(name: DeviceName) -> Device:
+    import torch
+
+    found = Device(kind=CUDA, index=name.index, description="", dtypes=())
+    model = torch.cuda.get_device_name(name.index or 0)
+    return replace(
+        found,
+        description=f"{name} ({model})",
+        dtypes=_good_dtypes(found.for_torch),
+        torch=torch.__version__,
+        arithmetic=f"{model}, torch {torch.__version__}",
+    )
+
+
+def _find_mps(name: DeviceName) -> Device:
+    """Find Apple's GPU. `auto` does not choose it: nobody compared it with the CPU."""
+    import torch
+
+    if not torch.backends.mps.is_available():
+        raise ConfigurationError(
+            f"--device {name}: torch finds no GPU of Apple's here", remedy="use --device cpu"
+        )
+    chip = platform.processor() or platform.machine()
+    return Device(
+        kind=MPS,
+        description=f"{name} ({chip})",
+        dtypes=_good_dtypes(MPS),
+        torch=torch.__version__,
+        arithmetic=f"{name} of {chip}, torch {torch.__version__}",
+    )
+
+
+def _find_cpu() -> Device:
     import torch
 
     from shardnet.model.kernels.linear import cpu_arithmetic
 
-    if requested not in ("auto", "cpu", "cuda"):
-        plugins = installed_computes()
-        if requested in plugins:
-            return Device.of_plugin(installed_compute(requested))
-        *others, last = ("auto", "cpu", "cuda", *plugins)
-        raise ConfigurationError(
-            f"--device {requested} is unknown", remedy=f"choose {', '.join(others)} or {last}"
-        )
-    has_cuda = torch.cuda.is_available()
-    if requested == "cuda" and not has_cuda:
-        raise ConfigurationError(
-            "--device cuda: torch finds no CUDA device here", remedy="use --device cpu"
-        )
-    if has_cuda and requested != "cpu":
-        name = torch.cuda.get_device_name(0)
-        return Device(
-            kind="cuda",
-            description=f"cuda ({name})",
-            dtypes=_good_dtypes("cuda"),
-            torch=torch.__version__,
-            arithmetic=f"{name}, torch {torch.__version__}",
-        )
     return Device(
-        kind="cpu",
-        description="cpu",
-        dtypes=_good_dtypes("cpu"),
+        kind=CPU,
+        description=CPU,
+        dtypes=_good_dtypes(CPU),
         isa=find_isa(os.environ),
         torch=f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}",
         arithmetic=cpu_arithmetic(),
@@ -149,7 +213,7 @@ def find_isa(environment: Mapping[str, str]) -> str:
     return "" if sys.platform == "win32" else kernels.NONE
 
 
-def _good_dtypes(kind: str) -> tuple[DType, ...]:
+def _good_dtypes(torch_name: str) -> tuple[DType, ...]:
     """Return the dtypes that the device computes in without falling back to another.
 
     Probes on one thread: the matmuls are so small that several threads on busy cores would wait
@@ -163,46 +227,80 @@ def _good_dtypes(kind: str) -> tuple[DType, ...]:
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return tuple(d for d in wanted if probe(torch.device(kind), d, d).dtype is d)
+        return tuple(d for d in wanted if probe(torch.device(torch_name), d, d).dtype is d)
     finally:
         torch.set_num_threads(n_threads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """The memory that a node may use for its stage. `asked_bytes` is --memory, None without it."""
+    """The memory that a node may use for its stage. `asked_bytes` is --memory, None without it.
+
+    `device` is the node's first one; its `others` have memory of their own, but groups of cores
+    share the system's.
+    """
 
     device: Device
     asked_bytes: int | None
+    others: tuple[Device, ...] = ()
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices of the node, in the order in which they were named."""
+        return (self.device, *self.others)
 
     def total_bytes(self, *, used_bytes: int, n_nodes_here: int) -> int:
-        """Return the memory limit of the stage: --memory, or a share of the available memory.
+        """Return the memory limit of the stage on all devices: --memory, or a share of what is
+        available.
 
         On a CPU --memory counts as far as the container may use it: the system would end the node.
 
         `used_bytes` is the memory of the loaded stage, which counts as available; `n_nodes_here`
         the number of nodes that share this machine.
         """
-        if self.asked_bytes is not None:
-            most = container_limit_bytes() if self._is_host_memory else None
-            return self.asked_bytes if most is None else min(self.asked_bytes, most)
-        available = self.available_bytes() + used_bytes
-        return int(available * MEMORY_SHARE / max(1, n_nodes_here))
+        used = [used_bytes, *[0] * len(self.others)]
+        return sum(self.device_bytes(used, n_nodes_here=n_nodes_here))
 
-    @property
-    def _is_host_memory(self) -> bool:
-        plugin = self.device.plugin
-        return self.device.kind == "cpu" if plugin is None else plugin.free_bytes is None
+    def device_bytes(self, used_bytes: Sequence[int], *, n_nodes_here: int) -> list[int]:
+        """Return the memory limit of each device, where the loaded stage has `used_bytes` of each.
+
+        --memory is divided as what is available is. See total_bytes.
+        """
+        on_host = [_has_host_memory(device) for device in self.devices]
+        used_on_host = sum(used for used, host in zip(used_bytes, on_host, strict=True) if host)
+        available = [
+            (self._free_bytes(device) + used_on_host) // sum(on_host)
+            if _has_host_memory(device)
+            else self._free_bytes(device) + used
+            for device, used in zip(self.devices, used_bytes, strict=True)
+        ]
+        if self.asked_bytes is None:
+            return [int(n_bytes * MEMORY_SHARE / max(1, n_nodes_here)) for n_bytes in available]
+        if len(available) == 1:
+            available = [1]  # it need not have anything free to be promised all
+        in_all = sum(available) or 1
+        asked = [self.asked_bytes * n_bytes // in_all for n_bytes in available]
+        most = container_limit_bytes()
+        if most is None:
+            return asked
+        part = most // max(1, sum(on_host))
+        return [min(n, part) if host else n for n, host in zip(asked, on_host, strict=True)]
 
     def available_bytes(self) -> int:
-        """Return the free memory of the device now; on a CPU within the container's limit."""
-        if self.device.plugin is not None and self.device.plugin.free_bytes is not None:
-            return self.device.plugin.free_bytes()
-        if self.device.kind == "cuda":
+        """Return the free memory of all devices now; on a CPU within the container's limit."""
+        on_host = [device for device in self.devices if _has_host_memory(device)][:1]
+        others = [device for device in self.devices if not _has_host_memory(device)]
+        return sum(self._free_bytes(device) for device in (*on_host, *others))
+
+    def _free_bytes(self, device: Device) -> int:
+        if device.plugin is not None and device.plugin.free_bytes is not None:
+            return device.plugin.free_bytes()
+        if device.kind == CUDA:
             import torch
 
-            kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            return int(torch.cuda.mem_get_info()[0]) + kept  # torch keeps what was freed
+            own = torch.device(device.for_torch)
+            kept = torch.cuda.memory_reserved(own) - torch.cuda.memory_allocated(own)
+            return int(torch.cuda.mem_get_info(own)[0]) + kept  # torch keeps what was freed
         return self.system_bytes()[0]
 
     def system_bytes(self) -> tuple[int, int]:
@@ -216,3 +314,8 @@ class MemoryBudget:
             available if free is None else min(available, free),
             total if limit is None else min(total, limit),
         )
+
+
+def _has_host_memory(device: Device) -> bool:
+    plugin = device.plugin
+    return device.kind in (CPU, MPS) if plugin is None else plugin.free_bytes is None

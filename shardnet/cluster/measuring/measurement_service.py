@@ -20,7 +20,7 @@ from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.errors import ShardnetError
 from shardnet.model.config.quantization import Quantization
-from shardnet.runtime.stage.loading import ModelFacts, config_text
+from shardnet.runtime.loading.model_facts import ModelFacts, config_text
 from shardnet.types import PREFILL_CHUNK_ROWS, Arith, DType, NodeId
 from shardnet.wire.framing.schema import Quant
 from shardnet.wire.messages.control import Done

@@ -18,15 +18,16 @@ from shardnet.cluster.machine.profile import available_cores, machine_name
 from shardnet.cluster.measuring.figure_cache import Figure, FigureCache, FigureKey
 from shardnet.cluster.measuring.measurement import WRONG_BY
 from shardnet.cluster.measuring.rehearsal import rehearse
-from shardnet.cluster.ring.order_checks import check_threads
-from shardnet.cluster.ring.stage_host import StageHost
-from shardnet.cluster.ring.stage_orders import StageOrders
+from shardnet.cluster.member.order_checks import check_threads
+from shardnet.cluster.member.stage_host import StageHost
+from shardnet.cluster.member.stage_orders import StageOrders
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, DiskSilentError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
+from shardnet.runtime.loading.loading import check_layers, set_compute_threads
+from shardnet.runtime.loading.model_facts import find_folder
 from shardnet.runtime.processors.processor_use import ProcessorUse
-from shardnet.runtime.stage.loading import check_layers, find_folder, set_compute_threads
 from shardnet.runtime.stage.measuring import (
     StageFigures,
     measure_disk,

@@ -21,17 +21,12 @@ from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.worker import StageWorker
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import SlotOperation
 from shardnet.transport.link import Link
 from shardnet.transport.loop import run
 from shardnet.transport.memory import memory_pair
-from shardnet.types import (
-    BLOCK_POSITIONS,
-    Epoch,
-    MicroBatch,
-    SamplingParams,
-    SlotOperation,
-    WireDType,
-)
+from shardnet.types import BLOCK_POSITIONS, Epoch, MicroBatch, WireDType
 from shardnet.wire.messages.control import control_frame, read_control
 from shardnet.wire.messages.generation import TextPiece
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose

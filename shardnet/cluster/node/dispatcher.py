@@ -12,10 +12,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink, Handler
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.supervision import supervised
-from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import PeerSilentError, ProtocolError, ShardnetError
 from shardnet.transport.link import Link

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from shardnet.cluster.head.head import Head
+from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
-from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.errors import ShardnetError
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done

@@ -6,14 +6,14 @@ Knows which part of the node has the answer. Must not know how it is found.
 from __future__ import annotations
 
 from shardnet.cluster.head.head import Head
+from shardnet.cluster.member.stage_host import StageHost
+from shardnet.cluster.member.stage_orders import StageOrders
 from shardnet.cluster.node.own_state import OwnState
 from shardnet.cluster.peers.clocks import now_us
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
-from shardnet.cluster.ring.stage_host import StageHost
-from shardnet.cluster.ring.stage_orders import StageOrders
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import RemoteProtocolError
 from shardnet.wire.messages.control import Done

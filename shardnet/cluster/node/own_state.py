@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from shardnet import __version__
 from shardnet.cluster.machine.profile import available_cores, make_host_id
+from shardnet.cluster.member.stage_host import StageHost
+from shardnet.cluster.member.stage_orders import StageOrders
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers.advertisement import Advertisement
-from shardnet.cluster.ring.stage_host import StageHost
-from shardnet.cluster.ring.stage_orders import StageOrders
 from shardnet.wire.messages.membership import NodeInfo, StageInfo
 
 

@@ -18,9 +18,7 @@ from shardnet.cluster.head.constraints import Constraints
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.model_lists import ModelLists
-from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.head.ring_builder import RingBuilder
-from shardnet.cluster.head.wire_loss import WireLoss
 from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER
 from shardnet.cluster.machine.owner_use import OwnerUse
 from shardnet.cluster.machine.power import runs_on_battery
@@ -30,6 +28,12 @@ from shardnet.cluster.measuring.figure_cache import FigureCache
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
+from shardnet.cluster.member.dialer import Dialer
+from shardnet.cluster.member.kv_orders import HostedKv, KvOrders
+from shardnet.cluster.member.prefix_orders import PrefixOrders
+from shardnet.cluster.member.ring_membership import RingMembership
+from shardnet.cluster.member.stage_host import StageHost
+from shardnet.cluster.member.stage_orders import StageOrders
 from shardnet.cluster.node.dispatcher import Dispatcher
 from shardnet.cluster.node.drain import NodeDrain
 from shardnet.cluster.node.events import NodeEvents
@@ -45,6 +49,8 @@ from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
+from shardnet.cluster.planning.planning import Planner
+from shardnet.cluster.planning.wire_loss import WireLoss
 from shardnet.cluster.pressure.memory_strain import MemoryLook
 from shardnet.cluster.pressure.owner_watch import OwnerLook
 from shardnet.cluster.recovery.node_watch import NodeWatch
@@ -52,12 +58,6 @@ from shardnet.cluster.recovery.planned import PlannedChanges
 from shardnet.cluster.recovery.recovery import Recovery
 from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.cluster.recovery.standbys import Standbys
-from shardnet.cluster.ring.dialer import Dialer
-from shardnet.cluster.ring.kv_orders import HostedKv, KvOrders
-from shardnet.cluster.ring.prefix_orders import PrefixOrders
-from shardnet.cluster.ring.ring_membership import RingMembership
-from shardnet.cluster.ring.stage_host import StageHost
-from shardnet.cluster.ring.stage_orders import StageOrders
 from shardnet.cluster.sharing.send_rate import SendRate
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs

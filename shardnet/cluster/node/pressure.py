@@ -16,13 +16,13 @@ from typing import Final
 
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.head import Head
+from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.node.drain import NodeDrain
 from shardnet.cluster.node.unused_models import UnusedModels
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.pressure.memory_strain import MemoryLook
 from shardnet.cluster.pressure.owner_watch import OwnerLook, OwnerWatch
 from shardnet.cluster.pressure.policy import SHORT_OF_MEMORY, Action, PressurePolicy
-from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.errors import ShardnetError
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done

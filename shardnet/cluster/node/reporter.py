@@ -31,7 +31,7 @@ from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
 from shardnet.cluster.peers.rtt_probe import DialAsClient
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import AuthenticationError, ShardnetError, first_error
-from shardnet.runtime.stage.loading import config_text, identify_at
+from shardnet.runtime.loading.model_facts import config_text, identify_at
 from shardnet.transport.address import host_of, split_address
 from shardnet.transport.traffic import LinkCounts, Traffic
 from shardnet.types import NodeId

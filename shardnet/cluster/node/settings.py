@@ -18,7 +18,8 @@ from shardnet.types import NodeId
 class NodeSettings:
     """Settings of one node.
 
-    `threads` 0 means a share of the machine's cores. `models` keeps weights that come from other
+    `threads` 0 means a share of the machine's cores. `tensor_parallel` of its devices share each
+    layer; 0 leaves that to the plan. `models` keeps weights that come from other
     nodes; `share_rate` limits the bytes per second that this node sends of its weights, None does
     not. Without `identity` links are neither encrypted nor authenticated. `discovery` finds other
     nodes and advertises this one; without it only `peers` and their peers are known. `cache` is
@@ -43,6 +44,7 @@ class NodeSettings:
     discovery: Discovery | None = None
     idle_unload_s: float | None = None
     prefix_cache_bytes: int = 0
+    tensor_parallel: int = 0
     spins: bool = True
     yields: bool = False
 

@@ -25,7 +25,7 @@ from shardnet.errors import (
 from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.wire.framing.frames import FrameKind
-from shardnet.wire.messages.activity import CancelSequence, GetActivity
+from shardnet.wire.messages.activity import CancelSequence, GetActivity, KeepRing
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import (
     ControlMessage,
@@ -108,6 +108,7 @@ ControlRequest = (
     | LastRunRequest
     | GetActivity
     | CancelSequence
+    | KeepRing
     | Generate
     | Resume
     | Tokenize

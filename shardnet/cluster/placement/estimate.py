@@ -230,6 +230,7 @@ def _stage_plan(shape: ModelShape, stage: PlacedStage, hop_s: float | None) -> S
         n_streamed=stage.n_streamed,
         fetch_bytes=stage.candidate.fetch_bytes(layers),
         fetch_s=stage.candidate.fetch_s(layers),
+        shards=stage.candidate.shards,
     )
 
 

@@ -63,6 +63,19 @@ class Streaming:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gathers:
+    """What the nodes of one stage tell each other of one row, in bytes of all their parts.
+
+    `layer_bytes` are those of each gather in a layer, `embedding_bytes` and `head_bytes` of those
+    behind the embedding and the LM head.
+    """
+
+    layer_bytes: tuple[int, ...]
+    embedding_bytes: int
+    head_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Sizes of a model in the dtype that it computes in, in bytes.
 
@@ -80,6 +93,7 @@ class ModelShape:
     `head_bytes`. `streaming` is None if weights have to be converted on loading, so cannot be
     streamed.
     `narrow_hops` are the `hop_bytes` from one node to another where that link has its own dtype.
+    `gathers` is None where a stage cannot span several nodes.
     """
 
     n_layers: int
@@ -99,6 +113,7 @@ class ModelShape:
     state_bytes: int = 0
     n_tail_layers: int = 0
     narrow_hops: Mapping[tuple[NodeId, NodeId], int] = field(default_factory=dict)
+    gathers: Gathers | None = None
 
     @property
     def n_blocks(self) -> int:
@@ -259,7 +274,8 @@ class CandidateNode:
     `lacking` are the stored bytes of each layer that it would have to fetch, () for none, and
     `fetch_bytes_per_s` how fast they would come, None where that was not measured. `shape` are the
     model's sizes on this node where it holds the model in another form than most, as in float32
-    where it has no instructions for the ring's dtype.
+    where it has no instructions for the ring's dtype. A stage of it spans the nodes `shards` too:
+    the figures are those of all of them together.
     """
 
     node: NodeId
@@ -270,6 +286,7 @@ class CandidateNode:
     lacking: tuple[int, ...] = ()
     fetch_bytes_per_s: float | None = None
     shape: ModelShape | None = None
+    shards: tuple[NodeId, ...] = ()
 
     def held(self, shape: ModelShape) -> HeldModel:
         """Return the model of `shape` as this node would hold it."""
@@ -293,7 +310,8 @@ class StagePlan:
     `compute_s` is the predicted time of one row in this stage and `hop_s` of its hop to the next
     stage, from the tail to the head; None if not measured, `hop_s` also in a ring of one.
     `n_streamed` of its layers are streamed from disk. `fetch_bytes` are fetched from other nodes
-    first, in about `fetch_s`.
+    first, in about `fetch_s`. The stage spans the nodes `shards` too, of which each has an equal
+    part of the bytes.
     """
 
     node: NodeId
@@ -305,6 +323,7 @@ class StagePlan:
     n_streamed: int = 0
     fetch_bytes: int = 0
     fetch_s: float | None = None
+    shards: tuple[NodeId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

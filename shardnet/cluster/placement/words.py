@@ -83,6 +83,24 @@ def named_words(candidates: Sequence[CandidateNode], problem: Problem, ring: Rin
     return words
 
 
+def rings_words(
+    candidates: Sequence[CandidateNode],
+    problem: Problem,
+    rings: Sequence[RingSplit],
+    one: RingSplit,
+) -> str:
+    """Explain why nodes make several rings, against the best single one."""
+    parts = [f"{_names(candidates, ring)} ({_rate(ring)})" for ring in rings]
+    if len(parts) > LISTED:
+        parts[LISTED:] = [f"{len(parts) - LISTED} more"]
+    tok_s = sum(1 / ring.cost_s for ring in rings)
+    return (
+        f"{len(rings)} rings behind one head: {', '.join(parts)}, about "
+        f"{_figure(tok_s)} tok/s of many sequences; as one ring {_names(candidates, one)}: about "
+        f"{_rate(one)} ({_parts(candidates, problem, one)})"
+    )
+
+
 def fetch_words(
     candidates: Sequence[CandidateNode],
     problem: Problem,
@@ -328,7 +346,10 @@ def _layers(count: int) -> str:
 
 
 def _number(ring: RingSplit) -> str:
-    tok_s = 1 / ring.cost_s
+    return _figure(1 / ring.cost_s)
+
+
+def _figure(tok_s: float) -> str:
     return f"{tok_s:.0f}" if tok_s >= 10 else f"{tok_s:.2g}"
 
 

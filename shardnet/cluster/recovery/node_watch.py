@@ -12,8 +12,8 @@ from typing import Final
 
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
-from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.head.planning import Planner
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.recovery.recovery import Recovery
 from shardnet.cluster.recovery.returns import Returns, is_better
 from shardnet.errors import ShardnetError

@@ -17,10 +17,10 @@ from typing import Final
 
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
-from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.ring.ring import Ring
 from shardnet.cluster.ring.ring_moves import RingMoves
 from shardnet.errors import CapacityError, PeerFailedError, ShardnetError

@@ -14,9 +14,9 @@ from functools import partial
 
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
-from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.peers.supervision import SupervisedJobs
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.recovery.policy import Attempt, Blame, Decision, GiveUp, RecoveryPolicy
 from shardnet.cluster.recovery.records import MAX_RECORDS, RecoveryRecord
 from shardnet.cluster.recovery.standbys import Standbys

@@ -24,12 +24,12 @@ from shardnet.cluster.deputy.copying import Copying, Deputy
 from shardnet.cluster.deputy.request_book import RequestBook, read
 from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.head import Head
-from shardnet.cluster.head.plan import Plan
-from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.peer_links import PeerLinks
 from shardnet.cluster.peers.supervision import SupervisedJobs
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.planning.planning import Planner
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.engine.engine import Engine
 from shardnet.types import Epoch, LiveState, NodeId

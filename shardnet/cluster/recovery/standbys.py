@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
-from shardnet.cluster.head.plan import Plan
 from shardnet.cluster.placement.standbys import Standby
+from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.ring.ring import Ring
 from shardnet.cluster.ring.ring_moves import RingMoves
 from shardnet.cluster.ring.stage_port import StagePort

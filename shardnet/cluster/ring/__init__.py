@@ -1,1 +1,1 @@
-"""Building a ring and taking part in one."""
+"""What the head of a ring does with its stages: building, watching, moving, ending."""

@@ -10,37 +10,22 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 
 from shardnet.cluster.peers.clocks import ClockOffset
-from shardnet.cluster.ring.ring_prefixes import RingPrefixes, ring_seed
+from shardnet.cluster.ring.engine_maker import EngineMaker
+from shardnet.cluster.ring.ring_spec import RingSpec
+from shardnet.cluster.ring.ring_use import RingUse
 from shardnet.cluster.ring.stage_port import StagePort
 from shardnet.errors import BusyError, PeerFailedError, ShardnetError, first_error, internal_error
 from shardnet.runtime.engine.engine import Engine
-from shardnet.runtime.engine.prefixes import Prefixes
-from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered, StuckStage
-from shardnet.runtime.scheduling.scheduler import RingLimits, Scheduler, StepLimits
-from shardnet.runtime.stage.compute import StepFailed
+from shardnet.runtime.ring.pipeline import Pipeline, StuckStage
 from shardnet.transport.loop import finish
-from shardnet.types import (
-    PREFILL_CHUNK_ROWS,
-    STATE_SLOTS,
-    Arith,
-    DType,
-    Epoch,
-    LayerRange,
-    NodeId,
-    RoutingShape,
-    WireDType,
-)
-from shardnet.wire.framing.schema import KvDTypeName, Phase, Quant
+from shardnet.types import Epoch, NodeId
+from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.diagnostics import RingLoad, RingWork, StageWork
 from shardnet.wire.messages.stages import LoadStage, StageReady
-
-MAX_SLOTS = 64
-"""Sequences that run at once; more wait."""
 
 WATCH_EVERY_S = 5.0
 """How often the head checks for a stage that is stuck."""
@@ -57,68 +42,6 @@ OnBusy = Callable[[BusyError], Awaitable[None]]
 async def give_up(error: BusyError) -> None:
     """Raise `error` at once: never wait for a busy node."""
     raise error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RingSpec:
-    """What makes two rings equal: a request whose spec equals the ring's needs no loading.
-
-    `stamp` identifies the state of the checkpoint's files, so that a changed one is loaded again.
-    """
-
-    model: str
-    model_id: str
-    stamp: tuple[tuple[str, int, int], ...]
-    addresses: tuple[str, ...]
-    layers: tuple[LayerRange, ...]
-    dtype: DType
-    quant: Quant
-    kv_dtype: KvDTypeName
-    streamed: tuple[int, ...]
-    """How many layers of each stage are streamed from disk."""
-    wires: tuple[WireDType, ...]
-    """The dtypes of activations from each stage to the next."""
-    context: int
-    threads: int
-    vocab_size: int
-    window: int | None
-    """The smallest sliding window of the model's layers."""
-    has_state: bool
-    """Whether layers keep a state, which cannot be rewound."""
-    routing: RoutingShape | None
-    """How many experts route each token, None for a dense model."""
-    ariths: tuple[Arith, ...]
-    """How each stage computes."""
-    ignore_unknown_config: bool = False
-    """Whether stages ignore keys of the model's config that they do not know."""
-
-
-class RingUse:
-    """Who uses a ring, and those that replace it."""
-
-    def __init__(self) -> None:
-        self.n_users = 0
-        self.is_used = asyncio.Event()
-        """Set while there is a user."""
-        self._used_at_s = time.monotonic()
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds since the last use, 0 while there is one."""
-        return 0.0 if self.n_users else time.monotonic() - self._used_at_s
-
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Count a user within the context."""
-        self.n_users += 1
-        self.is_used.set()
-        try:
-            yield
-        finally:
-            self.n_users -= 1
-            if not self.n_users:
-                self.is_used.clear()
-            self._used_at_s = time.monotonic()
 
 
 class Ring:
@@ -142,12 +65,14 @@ class Ring:
         """
         self.spec = spec
         self._on_busy = on_busy
-        self._chunk_s = chunk_s
         self._sources = tuple(sources)
         self.name = secrets.token_hex(8)
         self.epoch = epoch
         self.broken: ShardnetError | None = None
         self._ports = tuple(ports)
+        self._maker = EngineMaker(
+            spec=spec, ports=self._ports, name=self.name, epoch=epoch, chunk_s=chunk_s
+        )
         self._former = former
         self._engine: Engine | None = None
         self._use: RingUse = RingUse() if former is None else former._use
@@ -273,10 +198,10 @@ class Ring:
         ready = await self._load(on_progress)
         self._check_not_broken()
         if self._former is None:
-            self._engine = self._make_engine(ready)
+            self._engine = self._maker.engine(ready)
             pipeline = self._engine.pipeline
         else:
-            pipeline = self._former.engine.new_pipeline(self._make_pipeline)
+            pipeline = self._former.engine.new_pipeline(self._maker.pipeline)
         await self._connect(pipeline)
         return ready, pipeline
 
@@ -298,10 +223,10 @@ class Ring:
         if self._former is None:
             return
         self._engine, self._former = self._former.engine, None
-        prefixes = self._prefixes(ready)
+        prefixes = self._maker.prefixes(ready)
         self._engine.resume(
             pipeline,
-            self._limits(ready, prefixes),
+            self._maker.limits(ready, prefixes),
             prefixes=prefixes,
             on_replayed=self.on_replayed,
         )
@@ -404,30 +329,11 @@ class Ring:
 
     def order(self, rank: int) -> LoadStage:
         """Return what the node of a rank is told to load."""
-        spec = self.spec
-        own = WireDType.own(spec.dtype)
-        received, sent = [own, *spec.wires][rank], [*spec.wires, own][rank]
-        return LoadStage(
-            request=0,
+        return self.spec.order(
+            rank,
             ring=self.name,
             epoch=self.epoch,
-            rank=rank,
-            n_stages=len(self._ports),
-            model=spec.model,
-            model_id=spec.model_id,
-            layers=(spec.layers[rank].start, spec.layers[rank].end),
-            dtype=spec.dtype.value,
-            quant=spec.quant,
-            kv_dtype=spec.kv_dtype,
-            streamed_layers=spec.streamed[rank],
-            wire_dtype=sent.value,
-            received_dtype=received.value,
-            arith=spec.ariths[rank].value,
-            context=spec.context,
-            threads=spec.threads,
-            addresses=list(spec.addresses),
-            sources=[source for source in self._sources if source != spec.addresses[rank]],
-            ignore_unknown_config=spec.ignore_unknown_config,
+            sources=self._sources,
             instead_of=self.instead_of,
         )
 
@@ -452,72 +358,6 @@ class Ring:
         """Raise what has broken the ring: a ready stage may be lost before the others are."""
         if self.broken is not None:
             raise self.broken
-
-    def _prefixes(self, ready: Sequence[StageReady]) -> Prefixes | None:
-        """Return the prompts that the stages keep on disk, None unless all of them do."""
-        spec = self.spec
-        at = zip(spec.layers, ready, strict=True)
-        stages = [(layers, stage.arithmetic) for layers, stage in at]
-        wires = {wire.value for wire in spec.wires}
-        if wires - {spec.dtype.value}:  # a border rounds what goes over it
-            at_border = zip(stages, [*spec.wires, None], strict=True)
-            stages = [
-                (layers, f"{layers} {kind} {wire.value if wire else ''}" if kind else "")
-                for (layers, kind), wire in at_border
-            ]
-        facts = (spec.model_id, spec.dtype.value, spec.quant)
-        seed = ring_seed((*facts, spec.kv_dtype, spec.context), stages)
-        if seed is None or spec.has_state:
-            return None
-        row_s = None
-        if self._chunk_s is not None:  # its stages work side by side
-            row_s = self._chunk_s / PREFILL_CHUNK_ROWS / len(stages)
-        return Prefixes(RingPrefixes(self._ports, self.name, self.epoch), seed, row_s)
-
-    def _limits(self, ready: Sequence[StageReady], prefixes: Prefixes | None) -> RingLimits:
-        return RingLimits(
-            epoch=self.epoch,
-            n_stages=len(self._ports),
-            room_blocks=min(stage.room_blocks for stage in ready),
-            limits=StepLimits(exact_rows=max(1, min(stage.exact_rows for stage in ready))),
-            prefix_seed=prefixes.seed if prefixes else None,
-        )
-
-    def _make_engine(self, ready: Sequence[StageReady]) -> Engine:
-        prefixes = self._prefixes(ready)
-        ring = self._limits(ready, prefixes)
-        scheduler = Scheduler(
-            epoch=ring.epoch,
-            n_stages=ring.n_stages,
-            room_blocks=ring.room_blocks,
-            context=self.spec.context,
-            max_slots=MAX_SLOTS,
-            window=self.spec.window,
-            state_slots=STATE_SLOTS if self.spec.has_state else None,
-            limits=ring.limits,
-            prefix_seed=ring.prefix_seed,
-        )
-        return Engine(
-            scheduler=scheduler,
-            make_pipeline=self._make_pipeline,
-            clock_ns=time.perf_counter_ns,
-            prefixes=prefixes,
-        )
-
-    def _make_pipeline(
-        self,
-        on_answered: Callable[[StepAnswered], None],
-        on_failed: Callable[[StepFailed], None],
-    ) -> Pipeline:
-        return Pipeline(
-            epoch=self.epoch,
-            vocab_size=self.spec.vocab_size,
-            clock_ns=time.perf_counter_ns,
-            on_answered=on_answered,
-            on_failed=on_failed,
-            routing=self.spec.routing,
-            chunk_s=self._chunk_s,
-        )
 
     def _node_lost(self, port: StagePort, error: ShardnetError) -> None:
         self.blamed[port.node] = error

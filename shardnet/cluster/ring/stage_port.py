@@ -11,14 +11,14 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
+from shardnet.cluster.member.prefix_orders import find_prefix, restore_prefix
+from shardnet.cluster.member.stage_host import StageHost
+from shardnet.cluster.member.stage_orders import PhaseProgress
 from shardnet.cluster.peers.clocks import ClockOffset, compare_clock, same_clock
 from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.ring.prefix_orders import find_prefix, restore_prefix
-from shardnet.cluster.ring.stage_host import StageHost
 from shardnet.errors import ShardnetError, first_error
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.types import NodeId
-from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.stages import (
     ConnectRing,
@@ -34,8 +34,6 @@ from shardnet.wire.messages.stages import (
 )
 
 T = TypeVar("T")
-PhaseProgress = Callable[[Phase, int, int], None]
-"""Takes (what is done, bytes done, bytes in all)."""
 
 
 async def ask_all(asked: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -36,13 +36,8 @@ from shardnet.errors import (
     UsageError,
     first_error,
 )
-from shardnet.runtime.stage.loading import (
-    ModelFacts,
-    check_layers,
-    check_model_id,
-    find_folder,
-    stamp,
-)
+from shardnet.runtime.loading.loading import check_layers
+from shardnet.runtime.loading.model_facts import ModelFacts, check_model_id, find_folder, stamp
 from shardnet.transport.link import Link
 from shardnet.transport.loop import finish
 from shardnet.types import LayerRange, NodeId

@@ -19,7 +19,7 @@ from shardnet.checkpoint.tensors.stored_tensor import AGAIN
 from shardnet.errors import CheckpointError
 from shardnet.guard.helper_process import HelperProcess, JobFailedError, JobLimits
 from shardnet.model.families.registry import parse_config
-from shardnet.runtime.stage.loading import ModelFacts, identify
+from shardnet.runtime.loading.model_facts import ModelFacts, identify
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.threads import DaemonThreads
 from shardnet.types import DType, LayerRange

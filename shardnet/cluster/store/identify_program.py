@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shardnet.guard.job_loop import serve
-from shardnet.runtime.stage.loading import identify
+from shardnet.runtime.loading.model_facts import identify
 
 
 def identified(path: str) -> tuple[object, bytes]:

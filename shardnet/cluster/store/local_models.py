@@ -16,7 +16,7 @@ from shardnet.cluster.store.digest_cache import DigestCache
 from shardnet.cluster.store.identify_apart import identify_guarded
 from shardnet.cluster.store.model_cache import ModelCache, ModelUse
 from shardnet.errors import CheckpointError
-from shardnet.runtime.stage.loading import ModelFacts, find_folder, stamp
+from shardnet.runtime.loading.model_facts import ModelFacts, find_folder, stamp
 
 
 class LocalModels:

@@ -10,7 +10,8 @@ import enum
 import math
 from dataclasses import dataclass, replace
 
-from shardnet.types import DType, LayerRange, RoutingShape
+from shardnet.output_params import RoutingShape
+from shardnet.types import DType, LayerRange
 
 DEFAULT_CONTEXT = 8192
 """Positions of one sequence where nothing else is asked and the model allows more."""

@@ -191,6 +191,7 @@ class Family:
     called that predicts a further token, None where it is not implemented. `experts` says what the
     parameters of experts are called and `stacking` how transformers may stack them; None where it
     never does. `gguf` and `consolidated` are None for a family that is not read from these formats.
+    With `has_whole_heads` a shard cannot compute the attention of some heads without the others.
     `pretokenizer` splits words where vocab.json and merges.txt stand alone, by its name in GGUF; ""
     where the files have to say it.
     """
@@ -210,3 +211,4 @@ class Family:
     gguf: GgufFormat | None = None
     consolidated: ConsolidatedFormat | None = None
     pretokenizer: str = ""
+    has_whole_heads: bool = False

@@ -112,13 +112,15 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
     from shardnet.model.layers.experts import ClampedMlp, SoftmaxRouter, SparseMlp
     from shardnet.model.layers.modules import SelfAttention
+    from shardnet.model.shards.cut import INNER_EACH, Axis
 
     experts = config.experts
     assert experts is not None
     assert experts.swiglu_limit is not None
     prefix = f"model.layers.{layer}"
     plain = SelfAttention.load(config, weights, layer)
-    sinks = weights.parameter(f"{prefix}.self_attn.sinks").view(config.n_kv_heads, -1, 1)
+    sinks = weights.parameter(f"{prefix}.self_attn.sinks", rows=Axis.HEADS)
+    sinks = sinks.view(config.n_kv_heads, -1, 1)
     names = [f"{prefix}.mlp.experts.{number}" for number in range(experts.n_experts)]
     sparse = SparseMlp(
         router=SoftmaxRouter.of(experts, weights.linear(f"{prefix}.mlp.router", precise=True)),
@@ -126,8 +128,8 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
             ClampedMlp(
                 limit=experts.swiglu_limit,
                 alpha=experts.swiglu_alpha,
-                gate_up_proj=weights.linear(f"{expert}.{EXPERTS.gate}"),
-                down_proj=weights.linear(f"{expert}.{EXPERTS.down}"),
+                gate_up_proj=weights.linear(f"{expert}.{EXPERTS.gate}", outputs=INNER_EACH),
+                down_proj=weights.linear(f"{expert}.{EXPERTS.down}", inputs=Axis.INNER),
             )
             for expert in names
         ],

@@ -136,6 +136,7 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     from shardnet.model.layers.experts import SigmoidRouter, SparseMlp
     from shardnet.model.layers.mixed_attention import MixedAttention
     from shardnet.model.layers.modules import GatedMlp
+    from shardnet.model.shards.cut import INNER_EACH, Axis
 
     self_attn = MixedAttention.load(config, weights, layer)
     block, experts = f"model.layers.{layer}.{EXPERTS.block}", config.layer_experts(layer)
@@ -150,8 +151,8 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
         experts=[
             GatedMlp(
                 activation=config.activation,
-                gate_up_proj=weights.linear(f"{name}.{EXPERTS.gate}"),
-                down_proj=weights.linear(f"{name}.{EXPERTS.down}"),
+                gate_up_proj=weights.linear(f"{name}.{EXPERTS.gate}", outputs=INNER_EACH),
+                down_proj=weights.linear(f"{name}.{EXPERTS.down}", inputs=Axis.INNER),
             )
             for name in names
         ],

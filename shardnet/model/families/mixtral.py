@@ -71,6 +71,7 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
     from shardnet.model.layers.experts import SoftmaxRouter, SparseMlp
     from shardnet.model.layers.modules import GatedMlp, SelfAttention
+    from shardnet.model.shards.cut import INNER_EACH, Axis
 
     assert config.experts is not None
     prefix = f"model.layers.{layer}.{EXPERTS.block}"
@@ -81,8 +82,10 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
         experts=[
             GatedMlp(
                 activation=config.activation,
-                gate_up_proj=weights.linear(f"{expert}.{EXPERTS.gate}", f"{expert}.{EXPERTS.up}"),
-                down_proj=weights.linear(f"{expert}.{EXPERTS.down}"),
+                gate_up_proj=weights.linear(
+                    f"{expert}.{EXPERTS.gate}", f"{expert}.{EXPERTS.up}", outputs=INNER_EACH
+                ),
+                down_proj=weights.linear(f"{expert}.{EXPERTS.down}", inputs=Axis.INNER),
             )
             for expert in experts
         ],

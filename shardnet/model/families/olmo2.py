@@ -73,4 +73,5 @@ FAMILY = Family(
     layer_tensors=layer_tensors,
     load_stage=decoder_stage(load_layer),
     gguf=GgufFormat(architecture="olmo2"),
+    has_whole_heads=True,
 )

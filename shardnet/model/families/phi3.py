@@ -50,6 +50,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
 def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
     from shardnet.model.layers.modules import GatedMlp, SelfAttention
+    from shardnet.model.shards.cut import HEADS_EACH, INNER_EACH, Axis
 
     attn, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
     return pre_norm_layer(
@@ -59,13 +60,13 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
         SelfAttention.of(
             config,
             layer,
-            qkv_proj=weights.linear(f"{attn}.qkv_proj"),
-            o_proj=weights.linear(f"{attn}.o_proj"),
+            qkv_proj=weights.linear(f"{attn}.qkv_proj", outputs=HEADS_EACH),
+            o_proj=weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS),
         ),
         GatedMlp(
             activation=config.activation,
-            gate_up_proj=weights.linear(f"{mlp}.gate_up_proj"),
-            down_proj=weights.linear(f"{mlp}.down_proj"),
+            gate_up_proj=weights.linear(f"{mlp}.gate_up_proj", outputs=INNER_EACH),
+            down_proj=weights.linear(f"{mlp}.down_proj", inputs=Axis.INNER),
         ),
     )
 

@@ -28,7 +28,7 @@ torch alone.
 """
 
 _LIBRARY: Final = "_quantized.so"
-KERNELS_VERSION: Final = 15
+KERNELS_VERSION: Final = 16
 """Counts up when the library's functions or structs change."""
 _KEPT_BYTES: Final = 1 << 22
 """Scratch memory that each thread keeps: enough for a decode step."""

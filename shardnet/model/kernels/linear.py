@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels.codec import torch_dtype
+from shardnet.model.kernels.devices import computes
 from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import Isa, NativeKernels, NativeMatmul, native_kernels
 from shardnet.model.kernels.packing import FLOAT_FORMS
@@ -260,7 +261,8 @@ def probe(
     float32): an automatic choice takes bfloat16 instead, a requested float16 is computed in float32
     and rounded after each layer. bfloat16 without oneDNN's packed kernel is many times slower
     than float32 at several rows, so it is computed in float32 too. With portable arithmetic a CPU
-    computes in float32 by the compiled library, even in plain C. `quantization` is taken as given:
+    computes in float32 by the compiled library, even in plain C. A GPU that does not compute the
+    dtype correctly computes in float32, and rounds. `quantization` is taken as given:
     every device computes with quantised weights.
     """
     choice = _probe_dtype(device, requested, checkpoint_dtype, arith)
@@ -279,6 +281,8 @@ def _probe_dtype(
     wanted = (checkpoint_dtype or DType.FLOAT32) if requested == "auto" else requested
     if device.type != "cpu":
         _disable_cudnn_attention()
+        if not computes(device, torch_dtype(wanted)):
+            wanted = DType.FLOAT32
         return _measure(device, wanted, Kernel.PLAIN)
     if requested == "auto" and wanted is DType.FLOAT16:
         wanted = DType.BFLOAT16

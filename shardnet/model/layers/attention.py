@@ -20,7 +20,8 @@ from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS
 from shardnet.model.layers.native_attention import AttentionKind, NativeSpans, native_attend
-from shardnet.types import MAX_DRAFTS, MicroBatch, RowGroup, SlotId
+from shardnet.slot_operations import MAX_DRAFTS
+from shardnet.types import MicroBatch, RowGroup, SlotId
 
 PLAIN = AttentionKind()
 

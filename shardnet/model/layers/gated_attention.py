@@ -19,6 +19,7 @@ from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.model.layers.norms import HeadNorm, row_sigmoid
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.shards.cut import HEADS_EACH, Axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +46,16 @@ class GatedAttention:
             n_kv_heads=config.n_kv_heads,
             head_size=config.head_size,
             kind=AttentionKind.of(config, layer),
-            qkvg_proj=weights.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
+            qkvg_proj=weights.linear(
+                f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj", outputs=HEADS_EACH
+            ),
             qk_norm=HeadNorm.join(
                 weights.norm(f"{attn}.q_norm", config.norm_eps, config.norm_offset),
                 weights.norm(f"{attn}.k_norm", config.norm_eps, config.norm_offset),
                 config.n_heads,
                 config.n_kv_heads,
             ),
-            o_proj=weights.linear(f"{attn}.o_proj"),
+            o_proj=weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS),
         )
 
     @property

@@ -19,6 +19,7 @@ from shardnet.model.layers.native_attention import can_attend
 from shardnet.model.layers.norms import Norm, activate
 from shardnet.model.layers.tables import Table
 from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.shards.cut import Axis
 from shardnet.types import LayerRange
 
 
@@ -102,11 +103,13 @@ class _Layer:
             head_size=config.head_size,
             activation=config.activation,
             ln_1=weights.norm(f"{prefix}.ln_1", config.norm_eps),
-            c_attn=weights.linear(f"{prefix}.attn.c_attn", transposed=True),
-            attn_c_proj=weights.linear(f"{prefix}.attn.c_proj", transposed=True),
+            c_attn=weights.linear(
+                f"{prefix}.attn.c_attn", transposed=True, outputs=(Axis.HEADS,) * 3
+            ),
+            attn_c_proj=weights.linear(f"{prefix}.attn.c_proj", transposed=True, inputs=Axis.HEADS),
             ln_2=weights.norm(f"{prefix}.ln_2", config.norm_eps),
-            c_fc=weights.linear(f"{prefix}.mlp.c_fc", transposed=True),
-            mlp_c_proj=weights.linear(f"{prefix}.mlp.c_proj", transposed=True),
+            c_fc=weights.linear(f"{prefix}.mlp.c_fc", transposed=True, outputs=(Axis.INNER,)),
+            mlp_c_proj=weights.linear(f"{prefix}.mlp.c_proj", transposed=True, inputs=Axis.INNER),
         )
 
     def __call__(self, hidden: Tensor, index: int, step: ForwardStep) -> Tensor:

@@ -22,6 +22,7 @@ from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.shards.cut import Axis
 
 LATENT_EPS = 1e-6
 """Of the norms over latents, whatever the config says of the others."""
@@ -48,7 +49,8 @@ class LatentAttention:
         """Take the parameters of the absolute `layer`."""
         latent, attn = config.latent, f"model.layers.{layer}.self_attn"
         assert latent is not None
-        of_heads = weights.matrix(f"{attn}.kv_b_proj").view(config.n_heads, -1, latent.rank)
+        of_heads = weights.matrix(f"{attn}.kv_b_proj", rows=Axis.HEADS)
+        of_heads = of_heads.view(config.n_heads, -1, latent.rank)
         return cls(
             latent=latent,
             kind=AttentionKind.of(config, layer),
@@ -57,7 +59,7 @@ class LatentAttention:
             kv_a_layernorm=weights.norm(f"{attn}.kv_a_layernorm", LATENT_EPS),
             keys=HeadMatmuls.of(of_heads[:, : latent.nope_size]),
             values=HeadMatmuls.of(of_heads[:, latent.nope_size :].transpose(1, 2)),
-            o_proj=weights.linear(f"{attn}.o_proj"),
+            o_proj=weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS),
         )
 
     @property
@@ -101,11 +103,12 @@ class LatentQueries:
     def load(cls, latent: Latent, weights: WeightSource, attn: str) -> LatentQueries:
         """Take the parameters of one layer's `attn`."""
         if latent.query_rank is None:
-            return cls(first=weights.linear(f"{attn}.q_proj"), q_a_layernorm=None, q_b_proj=None)
+            whole = weights.linear(f"{attn}.q_proj", outputs=(Axis.HEADS,))
+            return cls(first=whole, q_a_layernorm=None, q_b_proj=None)
         return cls(
             first=weights.linear(f"{attn}.q_a_proj"),
             q_a_layernorm=weights.norm(f"{attn}.q_a_layernorm", LATENT_EPS),
-            q_b_proj=weights.linear(f"{attn}.q_b_proj"),
+            q_b_proj=weights.linear(f"{attn}.q_b_proj", outputs=(Axis.HEADS,)),
         )
 
     def __call__(self, hidden: Tensor) -> Tensor:

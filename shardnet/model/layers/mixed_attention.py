@@ -17,6 +17,7 @@ from torch import Tensor
 from shardnet.model.arithmetic.elementary import natural_logarithm
 from shardnet.model.arithmetic.row_functions import normed_rows
 from shardnet.model.config.model_config import MixedPositions, ModelConfig
+from shardnet.model.kernels.devices import where_float64
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.modules import Heads, SelfAttention
 from shardnet.model.layers.rotary import Rotary
@@ -75,6 +76,7 @@ class MixedAttention:
 
     def _temperatures(self, positions: Tensor) -> Tensor:
         """Factors of the queries at `positions`, int64 [T]: float32 [T, 1, 1]."""
-        steps = torch.floor((positions.double() + 1) / self.positions.temperature_floor)
+        exact = where_float64(positions).double()
+        steps = torch.floor((exact + 1) / self.positions.temperature_floor)
         factors = natural_logarithm(steps + 1) * self.positions.temperature + 1
-        return factors.float()[:, None, None]
+        return factors.float().to(positions.device)[:, None, None]

@@ -21,6 +21,7 @@ from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.model.layers.norms import HeadNorm, activate
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.shards.cut import HEADS_EACH, INNER_EACH, Axis
 
 
 class QkNorm(Protocol):
@@ -64,7 +65,10 @@ class SelfAttention:
     ) -> SelfAttention:
         """Load the parameters of the absolute `layer` by Llama's and, for norms, Qwen3's names."""
         attn = f"model.layers.{layer}.self_attn"
-        qkv_proj = weights.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj")
+        qkv_proj = weights.linear(
+            f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj", outputs=HEADS_EACH
+        )
+        o_proj = weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS)
         qk_norm = None
         if with_head_norm:
             qk_norm = HeadNorm.join(
@@ -73,7 +77,7 @@ class SelfAttention:
                 config.n_heads,
                 config.n_kv_heads,
             )
-        return cls.of(config, layer, qkv_proj, weights.linear(f"{attn}.o_proj"), qk_norm)
+        return cls.of(config, layer, qkv_proj, o_proj, qk_norm)
 
     @classmethod
     def of(
@@ -154,8 +158,10 @@ class GatedMlp:
         """Load the parameters below `prefix` by Llama's names."""
         return cls(
             activation=config.activation,
-            gate_up_proj=weights.linear(f"{prefix}.gate_proj", f"{prefix}.up_proj"),
-            down_proj=weights.linear(f"{prefix}.down_proj"),
+            gate_up_proj=weights.linear(
+                f"{prefix}.gate_proj", f"{prefix}.up_proj", outputs=INNER_EACH
+            ),
+            down_proj=weights.linear(f"{prefix}.down_proj", inputs=Axis.INNER),
         )
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Knows what a layer may ask for. Must not know files, dtypes of kernels or where 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -12,18 +13,29 @@ from torch import Tensor
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import Table
+from shardnet.model.shards.cut import Axis
 
 
 class WeightSource(Protocol):
     """Provides the parameters of a stage by name: from a checkpoint, or synthetic ones."""
 
     def linear(
-        self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
+        self,
+        *names: str,
+        transposed: bool = False,
+        precise: bool = False,
+        wide: bool = False,
+        outputs: Sequence[Axis] = (),
+        inputs: Axis | None = None,
     ) -> Linear:
         """Make one linear layer of the concatenated `NAME.weight` (and `NAME.bias`, if present).
 
         `transposed`: weights are stored as [K, N] (GPT-2's Conv1D). `precise`: never quantise them.
         `wide`: also compute in float32, whatever the compute dtype.
+
+        Where the stage is cut over shards, `outputs` say what the outputs are, in order, and each
+        shard gets its own ones; without them all shards get all outputs. `inputs` say what the
+        inputs are: each shard gives its own ones.
         """
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
@@ -35,8 +47,8 @@ class WeightSource(Protocol):
     def table(self, name: str) -> Table:
         """Return `NAME.weight` to look up rows in."""
 
-    def matrix(self, name: str) -> Tensor:
-        """Return `NAME.weight`: [N, K] in the compute dtype."""
+    def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
+        """Return `NAME.weight`: [N, K] in the compute dtype; of a shard its own `rows`, if said."""
 
-    def parameter(self, name: str) -> Tensor:
-        """Return the parameter with the full name `name`, in float32."""
+    def parameter(self, name: str, *, rows: Axis | None = None) -> Tensor:
+        """Return the parameter with the full name `name`, in float32; of a shard as `matrix`."""

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardnet.types import TokenLogprobs
+from shardnet.model.kernels.devices import where_float64
+from shardnet.sampling_params import TokenLogprobs
 
 
 def rows_logprobs(logits: Tensor, token_ids: Sequence[int], n_top: int) -> list[TokenLogprobs]:
@@ -20,6 +21,7 @@ def rows_logprobs(logits: Tensor, token_ids: Sequence[int], n_top: int) -> list[
     A token without a column has minus infinity, and no token with that logprob is among the best.
     Equal logits rank by id, the smaller first.
     """
+    logits = where_float64(logits)
     logprobs = torch.log_softmax(logits.to(torch.float64), dim=-1)
     n_columns = logits.shape[1]
     known = [min(token_id, n_columns - 1) for token_id in token_ids]

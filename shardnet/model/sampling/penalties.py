@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from shardnet.constraints import TokenMask
 from shardnet.errors import CheckpointError, NumericalError
+from shardnet.model.kernels.devices import where_float64
 from shardnet.model.sampling.logprobs import rows_logprobs
 from shardnet.model.sampling.penalties import NO_CONTEXT, RowContext, change_logits, changes_logits
 from shardnet.model.sampling.philox import gumbel_noise
 from shardnet.model.sampling.token_masks import forbidden_tokens
-from shardnet.types import SamplingParams, TokenLogprobs
+from shardnet.sampling_params import SamplingParams, TokenLogprobs
 
 CUT = 40.0
 """Tokens further than this below the maximum, after temperature, are filtered out.
@@ -98,7 +99,8 @@ class Sampler:
         best_ids = torch.argmax(logits, dim=-1)  # NaN counts as largest; ties to the smaller id
         maxima = logits.gather(1, best_ids[:, None]).squeeze(1)
         # Both at once (ids are exact in float64), to synchronize with a GPU only once.
-        best_ids, maxima = torch.stack((best_ids.double(), maxima.double())).cpu()
+        pair = (where_float64(one).double() for one in (best_ids, maxima))
+        best_ids, maxima = torch.stack([*pair]).cpu()
         _refuse_rows_without_maximum(maxima, range(len(rows)))
         token_ids: list[int] = best_ids.long().tolist()
         changed = _changed_rows(logits, rows)
@@ -160,13 +162,14 @@ def surviving_tokens(row: Tensor, params: SamplingParams) -> tuple[Tensor, Tenso
     """Apply temperature, cut, top-k, top-p and min-p, in this order, to one row.
 
     `row` is float32 [V] with a finite maximum, `params.temperature` above 0. Returns, on the device
-    of the row, the remaining ids, int64 [S] ascending, and their gaps, float64 [S]:
-    (logit - maximum) / temperature.
+    of the row, or on the CPU where that has no float64, the remaining ids, int64 [S] ascending, and
+    their gaps, float64 [S]: (logit - maximum) / temperature.
 
     The sets are those of transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
     and MinPLogitsWarper. Ties: top-k keeps every token that equals the k-th logit; top-p keeps, of
     equal logits at its border, the smaller ids.
     """
+    row = where_float64(row)
     maximum = row.max()
     ids = None
     if 0 < params.top_k < len(row):  # temperature does not change ranks: top-k may come first

@@ -17,9 +17,9 @@ import torch
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CheckpointError, ShardnetError, UnsupportedModelError
 from shardnet.model.kernels.linear import probe
+from shardnet.runtime.loading.loading import kv_room_blocks, set_compute_threads
 from shardnet.runtime.scheduling.kv_block_manager import common_prefix
 from shardnet.runtime.stage.executor import Executor
-from shardnet.runtime.stage.loading import kv_room_blocks, set_compute_threads
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel

@@ -8,8 +8,7 @@ knows nothing of nodes or plans.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from typing import assert_never
 
@@ -19,35 +18,32 @@ from shardnet.errors import (
     PeerFailedError,
     ShardnetError,
     UsageError,
-    internal_error,
-    where,
 )
 from shardnet.runtime.engine.counters import EngineCounters, EngineTotals
 from shardnet.runtime.engine.guide import Guide
 from shardnet.runtime.engine.live_request import LiveRequest
+from shardnet.runtime.engine.live_requests import LiveRequests
 from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, RequestEvent
+from shardnet.runtime.engine.restoring import Restoring
 from shardnet.runtime.engine.step_log import RequestProgress, StepLog
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, DraftSource, RingDrafts
-from shardnet.runtime.scheduling.scheduler import RingLimits, Scheduler
+from shardnet.runtime.scheduling.limits import RingLimits
+from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
     ComputedSequence,
     FinishReason,
     OperateSlot,
-    Outcome,
     RestorePrefix,
     SendStep,
-    SequenceFailed,
-    SequenceFinished,
     SequenceRequest,
     TokenSampled,
 )
 from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.runtime.stage.compute import StepFailed
-from shardnet.types import ANY_ROWS, CloseSequence, LiveState, OpenSequence, RowGroup, SequenceId
-
-_log = logging.getLogger(__name__)
+from shardnet.slot_operations import OpenSequence
+from shardnet.types import ANY_ROWS, LiveState, SequenceId
 
 SLOWDOWN = 2.2
 """A running sequence's tokens may take so many times as long while a prompt travels beside it."""
@@ -73,13 +69,12 @@ class Engine:
         clock_ns: Callable[[], int],
         prefixes: Prefixes | None = None,
     ) -> None:
-        self._prefixes = prefixes
-        self._restoring: set[asyncio.Task[None]] = set()
+        self._restoring = Restoring(prefixes=prefixes, scheduler=scheduler, on_end=self._pump)
         self._scheduler = scheduler
         scheduler.mixed_rows = min(scheduler.mixed_rows, FIRST_MIXED_ROWS)
         self.pipeline = make_pipeline(self._on_answered, self._on_failed)
         self._clock_ns = clock_ns
-        self._live: dict[SequenceId, LiveRequest] = {}
+        self._live = LiveRequests(scheduler=scheduler, clock_ns=clock_ns)
         self._next_sequence = 1
         self._step_cost = StepCost()
         self.log = StepLog(clock_ns())
@@ -118,7 +113,7 @@ class Engine:
             used_blocks=book.booked_blocks,
             room_blocks=book.room_blocks,
             room_slots=self._scheduler.room_slots,
-            restored_positions=self._prefixes.restored_positions if self._prefixes else 0,
+            restored_positions=self._restoring.n_positions,
         )
 
     @property
@@ -129,23 +124,7 @@ class Engine:
     @property
     def requests(self) -> list[RequestProgress]:
         """How far the requests are that live, in the order in which they came."""
-        ahead = {sequence_id: n for n, sequence_id in enumerate(self._scheduler.waiting)}
-        now_ns = self._clock_ns()
-        return [
-            RequestProgress(
-                sequence_id=sequence_id,
-                state=live.state,
-                n_prompt=len(live.request.prompt),
-                n_computed=min(live.n_computed, len(live.request.prompt)),
-                n_kept=live.n_kept,
-                n_tokens=live.n_tokens,
-                max_tokens=live.request.max_tokens,
-                age_s=(now_ns - live.submitted_ns) / 1e9,
-                priority=live.request.priority,
-                ahead=ahead.get(sequence_id, 0),
-            )
-            for sequence_id, live in self._live.items()
-        ]
+        return self._live.progress()
 
     def cancel(self, sequence_id: SequenceId) -> bool:
         """End a request with CancelledRequestError; return whether it lived."""
@@ -160,7 +139,7 @@ class Engine:
         when its deadline passes, and whatever ended the ring or the request.
         """
         request.check()
-        n_stored = await self._find_stored(request)
+        n_stored = 0 if self._is_suspended else await self._restoring.find(request)
         if self._broken is not None:
             raise self._broken
         speculation = request.speculation
@@ -200,9 +179,9 @@ class Engine:
         expiry = self._set_deadline(sequence_id, request)
         try:
             if request.made:
-                self._take_made(sequence_id, live)
+                self._live.take_made(sequence_id, live)
             self._pump()
-            self._report_queue_positions()
+            self._live.report_queue_positions()
             while True:
                 event = await live.events.get()
                 if isinstance(event, ShardnetError):
@@ -220,7 +199,7 @@ class Engine:
                 self._note_replayed(sequence_id)
             if self._scheduler.end(sequence_id):
                 self._pump()
-                self._report_queue_positions()
+                self._live.report_queue_positions()
 
     def drop_warm(self) -> None:
         """Free what is kept in KV caches for requests to come."""
@@ -269,8 +248,7 @@ class Engine:
             self._replayed |= {key for key, live in self._live.items() if live.state in ran}
         self._is_suspended, self._is_held = True, False
         waited_s = self.pipeline.abandon()
-        for restoring in self._restoring:
-            restoring.cancel()
+        self._restoring.cancel()
         self._scheduler.suspend()
         self._settled.set()
         for live in self._live.values():
@@ -296,7 +274,7 @@ class Engine:
         """
         if self._broken is not None:
             return
-        self.pipeline, self._prefixes = pipeline, prefixes
+        self.pipeline, self._restoring.prefixes = pipeline, prefixes
         self._on_replayed = on_replayed
         self.totals.begin_ring()
         for failed in self._scheduler.resume(ring):
@@ -310,7 +288,7 @@ class Engine:
                 self._scheduler.batch_exactly(sequence_id, is_bound)
         self._pump()
         self._scheduler.moved({})  # who does not run at once is computed again
-        self._report_queue_positions()
+        self._live.report_queue_positions()
         for live in self._live.values():
             live.report_wait()
         self._note_replayed(None)
@@ -329,48 +307,10 @@ class Engine:
         self._broken = error
         self._settled.set()
         self._replayed.clear()
-        for restoring in self._restoring:
-            restoring.cancel()
+        self._restoring.cancel()
         for sequence_id, live in self._live.items():
             self._scheduler.end(sequence_id)
             live.fail(error)
-
-    async def _find_stored(self, request: GenerationRequest) -> int:
-        """Return how many positions of the prompt to read from the stages' disks."""
-        if self._prefixes is None or self._is_suspended:
-            return 0
-        if request.deterministic or request.outputs.needs_whole_prompt:
-            return 0
-        held = self._scheduler.book.prefix(request.prompt)
-        return await self._prefixes.find(request.prompt, held.n_kept if held else 0)
-
-    async def _restore(self, prefixes: Prefixes, wanted: RestorePrefix) -> None:
-        """Have a prompt's beginning read from disk, and let its sequence begin in any case."""
-        sequence_id, n_positions = wanted.sequence_id, 0
-        live = self._live.get(sequence_id)
-        if live is not None:
-            prompt = live.request.prompt
-            n_positions = await prefixes.restore(sequence_id, prompt, wanted.n_positions)
-        if not self._scheduler.restored(sequence_id, n_positions) and n_positions:
-            await prefixes.forget(sequence_id)
-        self._pump()
-
-    def _take_made(self, sequence_id: SequenceId, live: LiveRequest) -> None:
-        """Report the tokens that a request came with; end it if they were all."""
-        request, is_over = live.request, False
-        live.report_queue_position(len(self._scheduler.waiting) - 1)
-        try:
-            for token in request.made:
-                is_over = live.take_token(token.token_id, token.logprobs, self._clock_ns())
-                if live.guide is not None:
-                    is_over |= live.guide.take(token.token_id)
-        except BaseException as error:
-            self._end_alone(sequence_id, live, error)
-            return
-        reason = self._scheduler.reason_to_end(sequence_id)
-        if is_over or reason is not None:
-            self._scheduler.end(sequence_id)
-            self._finish(sequence_id, FinishReason.STOP if is_over or reason is None else reason)
 
     def _drafter(
         self, request: GenerationRequest, ring_drafts: RingDrafts | None
@@ -415,10 +355,10 @@ class Engine:
         if live is None:
             return
         if error is not None:
-            self._end_alone(sequence_id, live, error)
+            self._live.end_alone(sequence_id, live, error)
         else:
             self._scheduler.end(sequence_id)
-            self._finish(sequence_id, FinishReason.STOP)
+            self._live.finish(sequence_id, FinishReason.STOP)
         self._pump()
 
     def _pump(self) -> None:
@@ -432,36 +372,17 @@ class Engine:
                 case SendStep(batch=batch):
                     self.pipeline.send(batch)
                 case OperateSlot(operation=operation):
-                    self._report_move(instruction)
+                    self._live.report_move(instruction, self.totals)
                     self.pipeline.operate(operation)
-                case RestorePrefix() if self._prefixes is not None:
-                    restoring = asyncio.create_task(self._restore(self._prefixes, instruction))
-                    self._restoring.add(restoring)
-                    restoring.add_done_callback(self._restoring.discard)
-                case RestorePrefix():  # nobody found anything
-                    self._scheduler.restored(instruction.sequence_id, 0)
+                case RestorePrefix():
+                    self._restoring.begin(instruction, self._live)
                 case _:
                     assert_never(instruction)
         if any(
             isinstance(instruction, OperateSlot) and isinstance(instruction.operation, OpenSequence)
             for instruction in instructions
         ):
-            self._report_queue_positions()
-
-    def _report_move(self, instruction: OperateSlot) -> None:
-        """Report to its request that a sequence starts, resumes or is paused."""
-        match instruction.operation:
-            case OpenSequence(sequence_id=sequence_id, n_kept=n_kept):
-                live = self._live[sequence_id]
-                was_paused = live.state is LiveState.PAUSED
-                if not was_paused:
-                    self.totals.add_prompt(len(live.request.prompt), n_kept)
-                live.move(LiveState.RESUMED if was_paused else LiveState.RUNNING, n_kept=n_kept)
-            case CloseSequence(sequence_id=sequence_id) if instruction.is_pause:
-                if sequence_id in self._live:
-                    self._live[sequence_id].move(LiveState.PAUSED)
-            case _:
-                pass
+            self._live.report_queue_positions()
 
     def _set_deadline(
         self, sequence_id: SequenceId, request: GenerationRequest
@@ -489,15 +410,8 @@ class Engine:
         self._scheduler.end(sequence_id)
         live.fail(error)
         self._pump()
-        self._report_queue_positions()
+        self._live.report_queue_positions()
         return True
-
-    def _report_queue_positions(self) -> None:
-        """Report to waiting requests how many are before them."""
-        for ahead, sequence_id in enumerate(self._scheduler.waiting):
-            live = self._live.get(sequence_id)
-            if live is not None:
-                live.report_queue_position(ahead)
 
     def _on_answered(self, answered: StepAnswered) -> None:
         for drafts in answered.answer.drafts:
@@ -508,17 +422,17 @@ class Engine:
         # What is sent next may make a sequence whose step has failed one like the others again.
         starts_anew = self._scheduler.starts_anew
         groups = [group for group in answered.batch.groups if not starts_anew(group.sequence_id)]
-        waits = any(map(self._may_stop, groups))
+        waits = any(map(self._live.may_stop, groups))
         if waits:
-            self._take_step(groups, answered)
-            self._deliver(outcomes, answered)
+            self._live.take_step(groups, answered)
+            self._live.deliver(outcomes, answered)
         self._pump()
         # The next step is on its way: what it need not wait for comes last.
         n_rows, n_sampled = answered.batch.n_rows, answered.batch.n_sampled
         if not waits:
             n_live = len(self._live)
-            self._take_step(groups, answered)
-            self._deliver(outcomes, answered)
+            self._live.take_step(groups, answered)
+            self._live.deliver(outcomes, answered)
             if len(self._live) < n_live:
                 self._pump()
         self._learn_cost(answered, n_rows, n_sampled)
@@ -529,23 +443,8 @@ class Engine:
                 self._note_replayed(outcome.sequence_id)
         self.log.add(answered, n_rows, n_sampled, n_tokens)
 
-    def _take_step(self, groups: Sequence[RowGroup], answered: StepAnswered) -> None:
-        """Give the requests of these groups of a step its time and outputs."""
-        for group in groups:
-            live = self._live.get(group.sequence_id)
-            if live is not None:
-                try:
-                    live.take_step(group, answered)
-                except BaseException as error:
-                    self._end_alone(group.sequence_id, live, error)
-
-    def _may_stop(self, group: RowGroup) -> bool:
-        """Say whether the text of a sequence may end it, or say what its next row may be."""
-        live = self._live.get(group.sequence_id)
-        return live is not None and (live.request.stops_by_text or live.guide is not None)
-
     def _on_failed(self, failed: StepFailed) -> None:
-        self._deliver(self._scheduler.on_step_failed(failed.step, failed.error), None)
+        self._live.deliver(self._scheduler.on_step_failed(failed.step, failed.error), None)
         self._pump()
 
     def _learn_cost(self, answered: StepAnswered, n_rows: int, n_sampled: int) -> None:
@@ -557,53 +456,6 @@ class Engine:
             self._step_cost.learn(n_rows, took_s)
             if n_sampled < n_rows:
                 self._scheduler.mix(n_sampled, self._step_cost, SLOWDOWN)
-        elif self._prefixes is not None and answered.answer.timings:
+        elif answered.answer.timings:
             slowest_us = max(timing.compute_us for timing in answered.answer.timings)
-            self._prefixes.learn(n_rows, slowest_us)
-
-    def _deliver(self, outcomes: list[Outcome], answered: StepAnswered | None) -> None:
-        for outcome in outcomes:
-            live = self._live.get(outcome.sequence_id)
-            if live is not None:
-                try:
-                    self._deliver_to(live, outcome, answered)
-                except BaseException as error:
-                    self._end_alone(outcome.sequence_id, live, error)
-
-    def _deliver_to(
-        self, live: LiveRequest, outcome: Outcome, answered: StepAnswered | None
-    ) -> None:
-        match outcome:
-            case TokenSampled(row=row):
-                logprobs = answered.answer.logprobs[row] if answered else None
-                stopped = live.take_token(outcome.token_id, logprobs, self._clock_ns())
-                if live.guide is not None and live.guide.take(outcome.token_id):
-                    stopped = True
-                if stopped:
-                    self._scheduler.end(outcome.sequence_id)
-                    self._finish(outcome.sequence_id, FinishReason.STOP)
-            case SequenceFinished(reason=reason):
-                if live.guide is not None and live.guide.settle():
-                    reason = FinishReason.STOP
-                self._finish(outcome.sequence_id, reason)
-            case SequenceFailed(error=error):
-                self._live.pop(outcome.sequence_id).fail(error)
-            case _:
-                assert_never(outcome)
-
-    def _end_alone(self, sequence_id: SequenceId, live: LiveRequest, error: BaseException) -> None:
-        """End a request by name whose text or outputs have failed: the others share the ring."""
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise error
-        if isinstance(error, ShardnetError):  # its text cannot be decoded
-            named = error
-        else:
-            named = internal_error("the text or outputs of a request", error)
-            _log.error("%s, raised in %s", named.message, where(error))
-            _log.debug("in full:", exc_info=error)
-        self._live.pop(sequence_id, None)
-        self._scheduler.end(sequence_id)
-        live.fail(named)
-
-    def _finish(self, sequence_id: SequenceId, reason: FinishReason) -> None:
-        self._live.pop(sequence_id).finish(reason, self._clock_ns())
+            self._restoring.learn(n_rows, slowest_us)

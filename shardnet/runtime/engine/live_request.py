@@ -25,7 +25,8 @@ from shardnet.runtime.engine.requests import (
 from shardnet.runtime.ring.pipeline import StepAnswered
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, RingDrafts
 from shardnet.runtime.scheduling.sequences import FinishReason
-from shardnet.types import LiveState, RowGroup, TokenLogprobs
+from shardnet.sampling_params import TokenLogprobs
+from shardnet.types import LiveState, RowGroup
 from shardnet.wire.messages.generation import MeanStageTime, Timing
 
 FEWEST_ALONE: Final = 16

@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardnet.errors import BusyError, CapacityError, RemoteProtocolError
+from shardnet.output_params import ALL_ROWS, OutputKind, OutputParams
 from shardnet.runtime.stage.compute import ScoredToken
-from shardnet.types import ALL_ROWS, OutputKind, OutputParams, SequenceId, TokenLogprobs
+from shardnet.sampling_params import TokenLogprobs
+from shardnet.types import SequenceId
 from shardnet.wire.payloads.rows import RowBlock
 
 MAX_OUTPUT_BYTES = 1 << 30

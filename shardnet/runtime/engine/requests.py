@@ -12,20 +12,14 @@ from typing import Protocol
 import msgspec
 
 from shardnet.errors import SamplingError
+from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.runtime.engine.guide import Constrained
 from shardnet.runtime.engine.outputs import OutputEvent
 from shardnet.runtime.ring.pipeline import StepAnswered
 from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, DraftSource
 from shardnet.runtime.scheduling.sequences import FinishReason
-from shardnet.types import (
-    MAX_STOP_IDS,
-    NO_OUTPUTS,
-    LiveState,
-    OutputParams,
-    RowGroup,
-    SamplingParams,
-    TokenLogprobs,
-)
+from shardnet.sampling_params import MAX_STOP_IDS, SamplingParams, TokenLogprobs
+from shardnet.types import LiveState, RowGroup
 from shardnet.wire.messages.generation import Timing
 from shardnet.wire.messages.traces import MAX_TRACED_STEPS, TracedStep
 

@@ -23,17 +23,10 @@ from shardnet.runtime.stage.compute import (
     StepComputed,
     StepFailed,
 )
+from shardnet.sampling_params import TokenLogprobs
+from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence
 from shardnet.transport.link import Link
-from shardnet.types import (
-    CloseSequence,
-    Epoch,
-    FreeSlot,
-    MicroBatch,
-    OpenSequence,
-    SequenceId,
-    StepId,
-    TokenLogprobs,
-)
+from shardnet.types import Epoch, MicroBatch, SequenceId, StepId
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.extras import (
     Drafts,
@@ -103,13 +96,13 @@ class LinkSource:
 
     def _input(self, frame: Frame) -> StageInput | None:
         """Read a frame; None for one that only goes with the next."""
-        _check_epoch(frame, self._epoch, self._link)
+        check_epoch(frame, self._epoch, self._link)
         extras = self._extras.before(frame)
         if frame.kind in (FrameKind.DATA, FrameKind.ERROR):
             # A stage may join when the ring has computed already: any step may be the first.
             if self._last_step and frame.step != self._last_step + 1:
                 raise RemoteProtocolError(
-                    f"{_name(self._link)} sent step {frame.step} after step {self._last_step}"
+                    f"{peer_name(self._link)} sent step {frame.step} after step {self._last_step}"
                 )
             self._last_step = frame.step
         match frame.kind:
@@ -124,7 +117,7 @@ class LinkSource:
                 self._extras.keep(frame)
                 return None
             case _:
-                raise _unexpected(frame, self._link)
+                raise unexpected(frame, self._link)
 
     def _step(self, step: StepData, extras: Extras) -> StepArrived:
         batch = step.batch
@@ -186,7 +179,7 @@ class TailLink:
             case FrameKind.ROWS:
                 self._rows.keep(frame)
             case _:
-                raise _unexpected(frame, self._link)
+                raise unexpected(frame, self._link)
         return None
 
 
@@ -292,7 +285,7 @@ class _PendingExtras:
         self._step, self._extras = 0, _NO_EXTRAS
         if step and (step != frame.step or frame.kind in (FrameKind.EXTRAS, FrameKind.ROWS)):
             raise RemoteProtocolError(
-                f"{_name(self._link)} sent EXTRAS of step {step} and then {frame.kind.name} of "
+                f"{peer_name(self._link)} sent EXTRAS of step {step} and then {frame.kind.name} of "
                 f"step {frame.step}"
             )
         return extras
@@ -317,8 +310,8 @@ class _PendingRows:
         self._n_bytes += len(frame.payload)
         if self._n_bytes > MAX_STEP_ROWS_BYTES:
             raise RemoteProtocolError(
-                f"{_name(self._link)} sent more than {MAX_STEP_ROWS_BYTES} bytes of ROWS for step "
-                f"{frame.step}"
+                f"{peer_name(self._link)} sent more than {MAX_STEP_ROWS_BYTES} bytes of ROWS for "
+                f"step {frame.step}"
             )
         self._step = frame.step
         self.blocks.append(read_rows(frame))
@@ -332,7 +325,7 @@ class _PendingRows:
 
     def _out_of_turn(self, frame: Frame) -> RemoteProtocolError:
         return RemoteProtocolError(
-            f"{_name(self._link)} sent ROWS of step {self._step} and then {frame.kind.name} of "
+            f"{peer_name(self._link)} sent ROWS of step {self._step} and then {frame.kind.name} of "
             f"step {frame.step}"
         )
 
@@ -372,21 +365,24 @@ def _answer(frame: Frame, extras: Extras, blocks: list[RowBlock]) -> StepAnswer:
     )
 
 
-def _name(link: Link) -> str:
+def peer_name(link: Link) -> str:
+    """Name the peer of a link and its address."""
     return f"{link.peer.name} ({link.peer_address})"
 
 
-def _check_epoch(frame: Frame, epoch: Epoch, link: Link) -> None:
+def check_epoch(frame: Frame, epoch: Epoch, link: Link) -> None:
+    """Raise RemoteProtocolError if a frame is of another epoch than its link."""
     if frame.epoch != epoch:
         raise RemoteProtocolError(
-            f"{_name(link)} sent {frame.kind.name} of epoch {frame.epoch} on a link of epoch "
+            f"{peer_name(link)} sent {frame.kind.name} of epoch {frame.epoch} on a link of epoch "
             f"{epoch}"
         )
 
 
-def _unexpected(frame: Frame, link: Link) -> RemoteProtocolError:
+def unexpected(frame: Frame, link: Link) -> RemoteProtocolError:
+    """Make the error of a frame that has no place on a link."""
     return RemoteProtocolError(
-        f"{_name(link)} sent {frame.kind.name}, which does not travel this way round the ring"
+        f"{peer_name(link)} sent {frame.kind.name}, which does not travel this way round the ring"
     )
 
 

@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from shardnet.errors import RemoteProtocolError, ShardnetError
+from shardnet.output_params import OutputKind, RoutingShape
 from shardnet.runtime.stage.compute import (
     Activations,
     ScoredToken,
@@ -27,18 +28,9 @@ from shardnet.runtime.stage.compute import (
     StepFailed,
 )
 from shardnet.runtime.stage.routing import join_routing
-from shardnet.types import (
-    CloseSequence,
-    Epoch,
-    FreeSlot,
-    MicroBatch,
-    OpenSequence,
-    OutputKind,
-    RoutingShape,
-    SlotOperation,
-    StepId,
-    TokenLogprobs,
-)
+from shardnet.sampling_params import TokenLogprobs
+from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
+from shardnet.types import Epoch, MicroBatch, StepId
 from shardnet.wire.messages.extras import StageExperts, StageTiming
 from shardnet.wire.payloads.rows import RowBlock
 

@@ -28,16 +28,8 @@ from shardnet.runtime.scheduling.sequences import (
     SequenceFailed,
     SequenceRequest,
 )
-from shardnet.types import (
-    BLOCK_POSITIONS,
-    STORED_PREFIX_POSITIONS,
-    CloseSequence,
-    FreeSlot,
-    OpenSequence,
-    SequenceId,
-    SlotId,
-    blocks_for,
-)
+from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence
+from shardnet.types import BLOCK_POSITIONS, STORED_PREFIX_POSITIONS, SequenceId, SlotId, blocks_for
 
 WARM_CONTEXTS = 4
 WARM_SHARE = 0.25

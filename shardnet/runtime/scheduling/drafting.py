@@ -12,7 +12,7 @@ from typing import Protocol
 
 from shardnet.errors import UsageError
 from shardnet.runtime.scheduling.step_cost import StepCost
-from shardnet.types import MAX_DRAFTS
+from shardnet.slot_operations import MAX_DRAFTS
 
 MAX_DRAFT_TOKENS = MAX_DRAFTS
 """Together with the newest token, the rows that a step computes for about the cost of one."""

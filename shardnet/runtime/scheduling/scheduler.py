@@ -16,16 +16,14 @@ Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
-import msgspec
-
-from shardnet.constraints import MAX_STEP_MASK_BYTES, RowMask, TokenMask
 from shardnet.errors import CapacityError, LocalProtocolError, ShardnetError
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
 from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, common_prefix
+from shardnet.runtime.scheduling.limits import MIXED_ROWS, RingLimits, StepLimits
+from shardnet.runtime.scheduling.row_chooser import RowChooser, Rows, row_masks
 from shardnet.runtime.scheduling.sequences import (
     ComputedSequence,
     FinishReason,
@@ -39,57 +37,7 @@ from shardnet.runtime.scheduling.sequences import (
     TokenSampled,
 )
 from shardnet.runtime.scheduling.step_cost import StepCost
-from shardnet.types import (
-    BLOCK_POSITIONS,
-    PREFILL_CHUNK_ROWS,
-    Epoch,
-    MicroBatch,
-    RowGroup,
-    SequenceId,
-    StepId,
-)
-
-MIXED_ROWS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Choices for the number of prompt rows batched with decode rows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLimits:
-    """Limits on the rows of one step.
-
-    `chunk_rows` prompt rows while no sequence decodes, at most `mixed_rows` beside decode rows. A
-    step of up to `cheap_rows` rows costs about as much as one row, so drafts fill it up to there.
-    `exact_rows` limits the batches of deterministic sequences (design decision 4); with ANY_ROWS
-    nothing needs to be limited.
-    """
-
-    chunk_rows: int = PREFILL_CHUNK_ROWS
-    mixed_rows: int = MIXED_ROWS[-1]
-    cheap_rows: int = 32
-    exact_rows: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RingLimits:
-    """What a ring gives its scheduler; for the fields see Scheduler."""
-
-    epoch: Epoch
-    n_stages: int
-    room_blocks: int
-    limits: StepLimits = field(default_factory=StepLimits)
-    prefix_seed: bytes | None = None
-
-
-class _Rows(msgspec.Struct, frozen=True, kw_only=True):
-    """The next `n_rows` rows of a sequence, the last of them `drafts`.
-
-    `masks` are those of its sampled rows, if its output is constrained.
-    """
-
-    sequence: LiveSequence
-    n_rows: int
-    drafts: tuple[int, ...] = ()
-    masks: tuple[TokenMask, ...] = ()
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, StepId
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,6 +64,7 @@ class Scheduler:
     mixed_rows: int = field(init=False)
     """Most prompt rows batched with decode rows at present."""
     _queue: AdmissionQueue = field(init=False)
+    _chooser: RowChooser = field(init=False)
     _steps: dict[StepId, tuple[tuple[RowGroup, LiveSequence, tuple[int, ...]], ...]] = field(
         default_factory=dict
     )
@@ -131,6 +80,9 @@ class Scheduler:
             state_slots=self.state_slots,
             chunk_rows=self.limits.chunk_rows,
             prefix_seed=self.prefix_seed,
+        )
+        self._chooser = RowChooser(
+            queue=self._queue, limits=self.limits, rewinds=self.state_slots is None
         )
         self.mixed_rows = self.limits.mixed_rows
 
@@ -173,27 +125,9 @@ class Scheduler:
         return len(self._steps)
 
     def computed(self) -> list[ComputedSequence]:
-        """List what running sequences have on every stage, and what can go on from there alone.
-
-        Where prompts are scored the tail keeps the row before the next one, and no other stage can
-        take its place.
-        """
-        found = []
-        for sequence in self._queue.running.values():
-            slot, outputs = sequence.slot, sequence.request.outputs
-            if slot is None or sequence.is_restoring:
-                continue
-            n_positions = min(slot.n_answered, slot.n_held)
-            is_scored = outputs.n_prompt_logprobs is not None and n_positions < sequence.n_prompt
-            if n_positions and not is_scored:
-                found.append(
-                    ComputedSequence(
-                        sequence_id=sequence.sequence_id,
-                        slot=slot.slot,
-                        token_ids=sequence.tokens[:n_positions],
-                    )
-                )
-        return found
+        """List what running sequences have on every stage; see LiveSequence.computed."""
+        found = (sequence.computed for sequence in self._queue.running.values())
+        return [computed for computed in found if computed is not None]
 
     def moved(self, n_positions: Mapping[SequenceId, int]) -> None:
         """Note what sequences have on every stage of the next ring; see AdmissionQueue.moved."""
@@ -214,6 +148,7 @@ class Scheduler:
         """
         self.epoch, self.n_stages, self.room_blocks = ring.epoch, ring.n_stages, ring.room_blocks
         self.limits, self.prefix_seed = ring.limits, ring.prefix_seed
+        self._chooser.limits = ring.limits
         self.mixed_rows = min(self.mixed_rows, self.limits.mixed_rows)
         return self._queue.move(ring.room_blocks, ring.prefix_seed)
 
@@ -319,134 +254,35 @@ class Scheduler:
         running = self._queue.running
         n_decoding = [sequence.is_decoding for sequence in running.values()].count(True)
         if not n_decoding:
-            rows = self._prompt_rows(self.limits.chunk_rows)
+            rows = self._chooser.prompt_rows(self.limits.chunk_rows)
             return self._send(rows, is_decode=False)
         if len(self._steps) >= self.n_stages:
             return False
         all_decode = n_decoding == len(running)
         if all_decode and not self._queue.ready:
             return False
-        decode = self._decode_rows(-(-n_decoding // self.n_stages))
+        chooser = self._chooser
+        decode = chooser.decode_rows(-(-n_decoding // self.n_stages))
         is_exact = any(rows.sequence.request.deterministic for rows in decode)
-        prompts = (
-            [] if is_exact or all_decode else self._prompt_rows(self.mixed_rows, beside=decode)
-        )
+        no_prompts = is_exact or all_decode
+        prompts = [] if no_prompts else chooser.prompt_rows(self.mixed_rows, beside=decode)
         return self._send([*decode, *prompts], is_decode=bool(decode))
 
-    def _decode_rows(self, share: int) -> list[_Rows]:
-        """Select the newest token's row of up to `share` sequences, each followed by its drafts."""
-        ready = (sequence for sequence in self._queue.ready.values() if sequence.may_travel)
-        chosen = [*islice(ready, share)]
-        is_exact = any(sequence.request.deterministic for sequence in chosen)
-        if is_exact:
-            chosen = chosen[: self.limits.exact_rows]
-        secured = [sequence for sequence in chosen if self._queue.secure_row(sequence)]
-        secured = [sequence for sequence in secured if sequence.slot is not None]
-        most = self.limits.exact_rows if is_exact else self.limits.cheap_rows
-        spare = max(0, most - len(secured))
-        rows: list[_Rows] = []
-        mask_bytes = 0
-        for n_left, sequence in zip(range(len(secured), 0, -1), secured, strict=True):
-            drafts, masks = _masked(sequence, self._drafts(sequence, spare // n_left))
-            if masks:
-                mask_bytes += sum(len(mask.data) for mask in masks)
-                if rows and mask_bytes > MAX_STEP_MASK_BYTES:
-                    break  # the others go with the next step
-            spare -= len(drafts)
-            rows.append(
-                _Rows(
-                    sequence=sequence,
-                    n_rows=1 + len(drafts),
-                    drafts=tuple(drafts),
-                    masks=tuple(masks),
-                )
-            )
-        return rows
-
-    def _drafts(self, sequence: LiveSequence, limit: int) -> Sequence[int]:
-        """Ask for drafts within what is left of the request, the context and the booked room.
-
-        What a constraint forces goes before what a drafter guesses.
-        """
-        request, slot = sequence.request, sequence.slot
-        if slot is None:
-            return ()
-        left = self._queue.longest_life(request) - len(sequence.tokens) - 1
-        room = slot.n_blocks * BLOCK_POSITIONS - sequence.n_sent - 1
-        limit = min(limit, left, room)
-        forced = request.guide.forced if request.guide and self.state_slots is None else None
-        for drafter in (forced, request.drafter):
-            if drafter is not None and limit > 0:
-                drafts = drafter.propose(sequence.tokens, limit)
-                if drafts:
-                    sequence.drafted_by = drafter
-                    return drafts
-        return ()
-
-    def _prompt_rows(self, budget: int, beside: Sequence[_Rows] = ()) -> list[_Rows]:
-        """Select prompt chunks in order of rank, up to `budget` rows.
-
-        A deterministic sequence is batched with no other.
-        """
-        rows: list[_Rows] = []
-        running = self._queue.running.values()
-        waiting = [s for s in running if s.is_prefilling and not s.is_restoring]
-        for sequence in sorted(waiting, key=lambda waiting: waiting.rank):
-            if sequence.request.deterministic:
-                if rows or beside:
-                    break
-                n_rows = self._exact_chunk(sequence)
-                if self._waits_for_mask(sequence, n_rows):
-                    continue
-                return [self._prompt_part(sequence, n_rows)]
-            n_rows = self._chunk(sequence, budget, len(sequence.tokens))
-            if self._waits_for_mask(sequence, n_rows):
-                continue
-            left = budget - sum(taken.n_rows for taken in rows)
-            if n_rows > left:
-                break
-            rows.append(self._prompt_part(sequence, n_rows))
-        return rows
-
-    def _samples(self, sequence: LiveSequence, n_rows: int) -> bool:
-        """Say whether the last of the next `n_rows` rows, drafts aside, samples a token."""
-        is_last = sequence.n_sent + n_rows == len(sequence.tokens)
-        return is_last and sequence.request.max_tokens > 0
-
-    def _waits_for_mask(self, sequence: LiveSequence, n_rows: int) -> bool:
-        return self._samples(sequence, n_rows) and not sequence.may_sample
-
-    def _prompt_part(self, sequence: LiveSequence, n_rows: int) -> _Rows:
-        masks = _masked(sequence, ())[1] if self._samples(sequence, n_rows) else ()
-        return _Rows(sequence=sequence, n_rows=n_rows, masks=tuple(masks))
-
-    def _chunk(self, sequence: LiveSequence, size: int, end: int) -> int:
-        """Count the rows to the next multiple of `size`, at most to `end`."""
-        return min((sequence.n_sent // size + 1) * size, end) - sequence.n_sent
-
-    def _exact_chunk(self, sequence: LiveSequence) -> int:
-        """Count the rows of the next chunk such that a replay gives the same bits."""
-        if sequence.n_sent < sequence.n_prompt:
-            return self._chunk(sequence, self.limits.chunk_rows, sequence.n_prompt)
-        return min(self.limits.exact_rows, len(sequence.tokens) - sequence.n_sent)
-
-    def _send(self, rows: Sequence[_Rows], *, is_decode: bool) -> bool:
+    def _send(self, rows: Sequence[Rows], *, is_decode: bool) -> bool:
         if not rows:
             return False
-        groups = [self._group(part) for part in rows]
+        groups = [self._chooser.group(part) for part in rows]
         step = StepId(self._next_step)
         self._next_step += 1
         token_ids = [
-            token
-            for part, group in zip(rows, groups, strict=True)
-            for token in self._inputs(part, group)
+            token for part, group in zip(rows, groups, strict=True) for token in part.inputs(group)
         ]
         batch = MicroBatch(
             epoch=self.epoch,
             step=step,
             groups=tuple(groups),
             token_ids=token_ids,
-            masks=tuple(_row_masks(rows, groups)),
+            masks=tuple(row_masks(rows, groups)),
         )
         self._steps[step] = tuple(
             (group, part.sequence, part.drafts) for group, part in zip(groups, rows, strict=True)
@@ -456,23 +292,7 @@ class Scheduler:
         self._queue.pending.append(SendStep(batch=batch, is_decode=is_decode))
         return True
 
-    def _group(self, rows: _Rows) -> RowGroup:
-        sequence = rows.sequence
-        assert sequence.slot is not None
-        makes_token = self._samples(sequence, rows.n_rows - len(rows.drafts))
-        return RowGroup(
-            sequence_id=sequence.sequence_id,
-            slot=sequence.slot.slot,
-            position=sequence.n_sent,
-            n_rows=rows.n_rows,
-            n_sampled=1 + len(rows.drafts) if makes_token else 0,
-        )
-
-    def _inputs(self, rows: _Rows, group: RowGroup) -> list[int]:
-        end = group.position + group.n_rows - len(rows.drafts)
-        return [*rows.sequence.tokens[group.position : end], *rows.drafts]
-
-    def _count_sent(self, rows: _Rows, group: RowGroup, *, is_alone: bool) -> None:
+    def _count_sent(self, rows: Rows, group: RowGroup, *, is_alone: bool) -> None:
         sequence, slot = rows.sequence, rows.sequence.slot
         assert slot is not None
         sequence.n_sent += group.n_rows
@@ -555,22 +375,3 @@ class Scheduler:
         if is_full or sequence.n_generated >= sequence.request.max_tokens:
             return FinishReason.LENGTH
         return None
-
-
-def _masked(
-    sequence: LiveSequence, drafts: Sequence[int]
-) -> tuple[Sequence[int], Sequence[TokenMask]]:
-    """Return the drafts up to the first that the sequence's constraint forbids, and the masks."""
-    guide = sequence.request.guide
-    if guide is None:
-        return drafts, ()
-    masks = guide.masks(drafts)
-    return drafts[: len(masks) - 1], masks
-
-
-def _row_masks(rows: Sequence[_Rows], groups: Sequence[RowGroup]) -> Iterator[RowMask]:
-    """Number the masks of a step by its sampled rows."""
-    first = 0
-    for part, group in zip(rows, groups, strict=True):
-        yield from (RowMask(first + place, mask) for place, mask in enumerate(part.masks))
-        first += group.n_sampled

@@ -14,16 +14,11 @@ import msgspec
 
 from shardnet.constraints import TokenMask
 from shardnet.errors import ShardnetError
+from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.runtime.scheduling.kv_block_manager import Slot
-from shardnet.types import (
-    NO_OUTPUTS,
-    MicroBatch,
-    OutputParams,
-    SamplingParams,
-    SequenceId,
-    SlotId,
-    SlotOperation,
-)
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import SlotOperation
+from shardnet.types import MicroBatch, SequenceId, SlotId
 
 _GREEDY: Final = SamplingParams()
 
@@ -249,3 +244,23 @@ class LiveSequence:
     def is_ready_to_decode(self) -> bool:
         """Whether the row of its newest token can be sent."""
         return self.n_sent == len(self.tokens) - 1 and self.n_generated > 0
+
+    @property
+    def computed(self) -> ComputedSequence | None:
+        """What it has on every stage, and what can go on from there alone; None for nothing.
+
+        Where prompts are scored the tail keeps the row before the next one, and no other stage can
+        take its place.
+        """
+        slot, outputs = self.slot, self.request.outputs
+        if slot is None or self.is_restoring:
+            return None
+        n_positions = min(slot.n_answered, slot.n_held)
+        is_scored = outputs.n_prompt_logprobs is not None and n_positions < self.n_prompt
+        if not n_positions or is_scored:
+            return None
+        return ComputedSequence(
+            sequence_id=self.sequence_id,
+            slot=slot.slot,
+            token_ids=self.tokens[:n_positions],
+        )

@@ -12,14 +12,9 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from shardnet.errors import ShardnetError
-from shardnet.types import (
-    MicroBatch,
-    SequenceId,
-    SlotOperation,
-    StepId,
-    TokenLogprobs,
-    WireDType,
-)
+from shardnet.sampling_params import TokenLogprobs
+from shardnet.slot_operations import SlotOperation
+from shardnet.types import MicroBatch, SequenceId, StepId, WireDType
 from shardnet.wire.messages.extras import StageExperts, StageTiming
 from shardnet.wire.payloads.rows import RowBlock
 
@@ -37,6 +32,14 @@ class Activations(msgspec.Struct, frozen=True, kw_only=True):
     dtype: WireDType
     width: int
     routing: Sequence[StageExperts] = ()
+
+
+class StageBroken(Exception):
+    """A stage can compute nothing any more: a node that it spans is lost. `error` says why."""
+
+    def __init__(self, error: ShardnetError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class ScoredToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +90,7 @@ class StageCompute(Protocol):
 
         `activations` is None on the first stage, which embeds the token ids. The last stage
         returns Samples. Raises CapacityError if the KV cache is full, ShardnetError for inputs
-        that do not fit the model.
+        that do not fit the model, StageBroken if there is no stage any more.
         """
 
     def reset(self) -> None:

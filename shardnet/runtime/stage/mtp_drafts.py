@@ -23,7 +23,8 @@ from shardnet.model.sampling.penalties import RowContext, needs_context
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.sampling.token_history import TokenHistory
 from shardnet.runtime.stage.compute import SequenceDrafts
-from shardnet.types import MicroBatch, OpenSequence, RowGroup, SlotId
+from shardnet.slot_operations import OpenSequence
+from shardnet.types import MicroBatch, RowGroup, SlotId
 
 
 class MtpModel(Protocol):

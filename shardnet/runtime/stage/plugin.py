@@ -17,7 +17,7 @@ from shardnet.types import DType
 if TYPE_CHECKING:
     from shardnet.checkpoint.checkpoint import Checkpoint
     from shardnet.model.sampling.sampler import Sampler
-    from shardnet.runtime.stage.loading import StageOrder
+    from shardnet.runtime.stage.stage_order import StageOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

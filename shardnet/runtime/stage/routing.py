@@ -12,15 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.types import (
-    NO_EXPERT,
-    LayerRange,
-    MicroBatch,
-    OutputKind,
-    RoutingShape,
-    RowGroup,
-    SequenceId,
-)
+from shardnet.output_params import NO_EXPERT, OutputKind, RoutingShape
+from shardnet.types import LayerRange, MicroBatch, RowGroup, SequenceId
 from shardnet.wire.messages.extras import StageExperts
 from shardnet.wire.payloads.rows import RowBlock
 

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from shardnet.model.kernels.codec import to_bytes
 from shardnet.model.sampling.sampler import Sampler
+from shardnet.output_params import OutputKind
 from shardnet.runtime.stage.compute import ScoredToken
-from shardnet.types import OpenSequence, OutputKind, RowGroup, SlotId
+from shardnet.slot_operations import OpenSequence
+from shardnet.types import RowGroup, SlotId
 from shardnet.wire.payloads.rows import RowBlock
 
 _PIECE_ROWS = 64

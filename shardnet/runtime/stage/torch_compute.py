@@ -25,20 +25,11 @@ from shardnet.runtime.stage.compute import Activations, Samples, StepArrived, St
 from shardnet.runtime.stage.mtp_drafts import MtpDrafts
 from shardnet.runtime.stage.routing import routing_table
 from shardnet.runtime.stage.sampling_stage import SamplingStage
+from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
 from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
 from shardnet.stage.slot_moves import SlotMoves
 from shardnet.stage.stage_model import Run, StageModel
-from shardnet.types import (
-    BLOCK_POSITIONS,
-    CloseSequence,
-    FreeSlot,
-    MicroBatch,
-    OpenSequence,
-    SequenceId,
-    SlotId,
-    SlotOperation,
-    WireDType,
-)
+from shardnet.types import BLOCK_POSITIONS, MicroBatch, SequenceId, SlotId, WireDType
 from shardnet.wire.messages.extras import StageExperts
 
 

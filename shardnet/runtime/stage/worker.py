@@ -14,11 +14,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from shardnet.errors import CapacityError, ShardnetError, internal_error, where, without_frames
+from shardnet.errors import (
+    CapacityError,
+    LostShardError,
+    ShardnetError,
+    internal_error,
+    where,
+    without_frames,
+)
 from shardnet.runtime.processors.alertness import Alertness
 from shardnet.runtime.stage.compute import (
     AnyThreadCompute,
     PassCompute,
+    StageBroken,
     StageCompute,
     StageInput,
     StageOutput,
@@ -28,15 +36,9 @@ from shardnet.runtime.stage.compute import (
     StepResult,
 )
 from shardnet.runtime.stage.executor import Executor
+from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence
 from shardnet.threads import contained
-from shardnet.types import (
-    PREFILL_CHUNK_ROWS,
-    CloseSequence,
-    FreeSlot,
-    OpenSequence,
-    SequenceId,
-    StepId,
-)
+from shardnet.types import PREFILL_CHUNK_ROWS, SequenceId, StepId
 from shardnet.wire.messages.extras import StageTiming
 
 log = logging.getLogger(__name__)
@@ -286,6 +288,8 @@ class StageWorker:
         results: Sequence[StepResult]
         try:
             results = self._together.compute_pass(steps)
+        except LostShardError:  # no step can be computed any more
+            raise
         except Exception as error:  # as in `_computed`, for all of them
             results = [self._named(first, error)] * len(steps)
         return [self._output(*pair, started_ns) for pair in zip(steps, results, strict=True)]
@@ -293,6 +297,10 @@ class StageWorker:
     def _computed(self, arrived: StepArrived) -> StepResult:
         try:
             return self._compute.compute(arrived.batch, arrived.activations)
+        except StageBroken as broken:  # no step will be computed here: the ring ends
+            raise broken.error from None
+        except LostShardError:  # no step can be computed any more
+            raise
         except Exception as error:  # its sequences end, the ring goes on
             return self._named(arrived, error)
 

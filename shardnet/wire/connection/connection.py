@@ -111,7 +111,14 @@ class LinkState(enum.StrEnum):
 _HANDSHAKE_KINDS: Final = frozenset({FrameKind.HELLO, FrameKind.ERROR})
 _COMMON_KINDS: Final = frozenset({FrameKind.HEARTBEAT, FrameKind.ERROR, FrameKind.BYE})
 _DATA_KINDS: Final = frozenset(
-    {FrameKind.DATA, FrameKind.TOKENS, FrameKind.EXTRAS, FrameKind.SEQUENCE, FrameKind.ROWS}
+    {
+        FrameKind.DATA,
+        FrameKind.TOKENS,
+        FrameKind.EXTRAS,
+        FrameKind.SEQUENCE,
+        FrameKind.ROWS,
+        FrameKind.PART,
+    }
 )
 _STEP_KINDS: Final = {int(kind): kind for kind in (FrameKind.DATA, FrameKind.TOKENS)}
 _PURPOSE_KINDS: Final[Mapping[Purpose, frozenset[FrameKind]]] = {

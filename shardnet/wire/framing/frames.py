@@ -51,6 +51,7 @@ class FrameKind(enum.IntEnum):
     SEQUENCE = 9
     BULK = 10
     ROWS = 11
+    PART = 12
 
 
 _KIND_OF_NUMBER: Final = {int(kind): kind for kind in FrameKind}
@@ -88,6 +89,8 @@ class Limits:
     bulk_payload_bytes: int = 1 * MIB
     rows_meta_bytes: int = 24
     rows_payload_bytes: int = 16 * MIB
+    part_meta_bytes: int = 16
+    part_payload_bytes: int = 256 * MIB
     table: Mapping[FrameKind, tuple[int, int]] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -114,6 +117,8 @@ class Limits:
                 return self.bulk_meta_bytes, self.bulk_payload_bytes
             case FrameKind.ROWS:
                 return self.rows_meta_bytes, self.rows_payload_bytes
+            case FrameKind.PART:
+                return self.part_meta_bytes, self.part_payload_bytes
             case FrameKind.HEARTBEAT | FrameKind.BYE:
                 return 0, 0
 

@@ -13,13 +13,9 @@ from msgspec import Meta
 
 from shardnet import constraints
 from shardnet.errors import RemoteProtocolError
-from shardnet.types import (
-    BLOCK_KEY_BYTES,
-    MAX_LOGPROBS,
-    MAX_STORED_BLOCKS,
-    OutputParams,
-    SamplingParams,
-)
+from shardnet.output_params import OutputParams
+from shardnet.sampling_params import MAX_LOGPROBS, SamplingParams
+from shardnet.types import BLOCK_KEY_BYTES, MAX_STORED_BLOCKS
 from shardnet.wire.framing.frames import Frame
 
 U32_MAX: Final = 2**32 - 1

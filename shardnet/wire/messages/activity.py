@@ -16,8 +16,10 @@ from shardnet.wire.framing.schema import (
     MAX_STAGES,
     U32,
     U64,
+    Address,
     Count,
     Explanation,
+    Figure,
     Moment,
     Name,
     PathText,
@@ -33,7 +35,7 @@ from shardnet.wire.framing.schema import (
 )
 from shardnet.wire.messages.diagnostics import RingLoad
 from shardnet.wire.messages.extras import Microseconds, StageTiming
-from shardnet.wire.messages.plans import PlanReply
+from shardnet.wire.messages.plans import ModelChoice, PlanReply
 
 MAX_STEPS_SEEN: Final = 1024
 MAX_REQUESTS_SEEN: Final = 1024
@@ -125,13 +127,31 @@ class RecoverySeen(Strict, frozen=True, kw_only=True):
     error: Explanation = ""
 
 
+class RingBehind(Strict, frozen=True, kw_only=True):
+    """One of several rings behind a head: its nodes in order, and how it is.
+
+    `why` says why it takes no requests now, "" while it does. It has `n_requests` now, and took
+    `n_taken_over` from rings that were lost.
+    """
+
+    node: Name
+    address: Address
+    names: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
+    why: Explanation = ""
+    n_requests: U32 = 0
+    n_taken_over: Count = 0
+    load: RingLoad | None = None
+    predicted_tok_s: Figure | None = None
+
+
 class RingActivity(Tagged, frozen=True, kw_only=True):
     """Answers GetActivity. `ring` is the name of the ring, "" without one.
 
     `plan` is there unless the asking side knows the ring. `age_us` is the time since it was built,
     by the clock of `steps`, which has the newest ones, oldest first. `opening` is another one.
     While it `is_recovering` it is lost, and requests wait for another one. `recoveries` are those
-    of this node, oldest first.
+    of this node, oldest first. `rings` are those behind this head where there are several, its own
+    first.
     """
 
     request: RequestId
@@ -151,6 +171,29 @@ class RingActivity(Tagged, frozen=True, kw_only=True):
     recoveries: Annotated[list[RecoverySeen], Meta(max_length=MAX_RECOVERIES_SEEN)] = msgspec.field(
         default_factory=list
     )
+
+    rings: Annotated[list[RingBehind], Meta(max_length=MAX_STAGES)] = msgspec.field(
+        default_factory=list
+    )
+
+
+class KeepRing(Tagged, frozen=True, kw_only=True):
+    """Have the head of a ring build it for `choice`, keep it, and tell how it is until cancelled.
+
+    Answered by NodeProgress while it is built, PlanReply, and RingKept again and again; by Failed
+    when the ring is over. Requests without nodes of their own are then redirected to the sender.
+    """
+
+    request: RequestId
+    choice: ModelChoice
+
+
+class RingKept(Tagged, frozen=True, kw_only=True):
+    """Answers KeepRing: what the ring has in hand. While it `is_recovering` others should do it."""
+
+    request: RequestId
+    load: RingLoad
+    is_recovering: bool = False
 
 
 class CancelSequence(Tagged, frozen=True, kw_only=True):

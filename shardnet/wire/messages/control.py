@@ -23,7 +23,13 @@ from shardnet.wire.framing.schema import (
     decode,
     encode,
 )
-from shardnet.wire.messages.activity import CancelSequence, GetActivity, RingActivity
+from shardnet.wire.messages.activity import (
+    CancelSequence,
+    GetActivity,
+    KeepRing,
+    RingActivity,
+    RingKept,
+)
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.deputies import (
     CopiedTo,
@@ -165,6 +171,8 @@ ControlMessage = (
     | GetActivity
     | RingActivity
     | CancelSequence
+    | KeepRing
+    | RingKept
     | NodeProgress
     | Generate
     | CopiedTo

@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from shardnet.types import MAX_LOGPROBS
+from shardnet.sampling_params import MAX_LOGPROBS
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
     U32,

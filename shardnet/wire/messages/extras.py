@@ -14,7 +14,8 @@ from msgspec import Meta
 
 from shardnet.constraints import MAX_MASK_BYTES, MaskForm, RowMask, TokenMask
 from shardnet.errors import RemoteProtocolError
-from shardnet.types import MAX_DRAFTS, MAX_LOGPROBS
+from shardnet.sampling_params import MAX_LOGPROBS
+from shardnet.slot_operations import MAX_DRAFTS
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import (
     MAX_LAYERS,

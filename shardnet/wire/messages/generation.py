@@ -13,7 +13,8 @@ from msgspec import Meta
 
 from shardnet import constraints
 from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS
-from shardnet.types import MAX_LOGPROBS, LiveState
+from shardnet.sampling_params import MAX_LOGPROBS
+from shardnet.types import LiveState
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
     U32,
@@ -68,7 +69,7 @@ class Generate(Tagged, frozen=True, kw_only=True):
     `deadline_s` counts from when the ring has the request. Fields of `sampling` that are named in
     `recommended` are as the model's makers recommend, if they do. All of the output matches
     `constraint`. With `trace` TracePieces precede Finished. With a `key` it is copied to a deputy,
-    and Resume finds it by that.
+    and Resume finds it by that. The answer begins with the tokens `made`, which are not sent again.
     """
 
     request: RequestId
@@ -101,6 +102,7 @@ class Generate(Tagged, frozen=True, kw_only=True):
     constraint: Constraint | None = None
     trace: bool = False
     key: RequestKey = ""
+    made: TokenIds = msgspec.field(default_factory=list)
 
 
 class StateChanged(Tagged, frozen=True, kw_only=True):

@@ -46,7 +46,8 @@ class PeerRole(enum.Enum):
 class Hello(Strict, frozen=True, kw_only=True):
     """The first frame of each side: who it is and what the link is for.
 
-    On data links `ring` and `epoch` name the ring and `rank` is the sender's.
+    On data links `ring` and `epoch` name the ring and `rank` is the sender's. Between the nodes of
+    one stage `shard` is which part of it the sender has.
     """
 
     purpose: Purpose
@@ -57,6 +58,7 @@ class Hello(Strict, frozen=True, kw_only=True):
     ring: Name = ""
     epoch: U32 = 0
     rank: Rank = 0
+    shard: Rank | msgspec.UnsetType = msgspec.UNSET
 
 
 class ErrorReport(Strict, frozen=True, kw_only=True):

@@ -116,6 +116,13 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     arithmetic: Name = ""
 
 
+class PlannedRing(Strict, frozen=True, kw_only=True):
+    """One of several rings behind one head: its stages, and what is predicted of it alone."""
+
+    stages: Annotated[list[PlannedStage], Meta(max_length=MAX_STAGES)]
+    predicted_tok_s: Figure | None = None
+
+
 class PlannedStandby(Strict, frozen=True, kw_only=True):
     """A node that holds the `layers` of the stage `rank` too, in case that its node is lost.
 
@@ -186,7 +193,8 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
 
     `wire` is there in answer to a PlanRequest that asks for a wire dtype, `recommended` where the
     model's makers recommend how to sample. `warnings` say what is dubious about the model as it was
-    chosen.
+    chosen. Where several `rings` are behind one head, `stages` are those of the first, and what is
+    predicted is what all give together; [] is one ring.
     """
 
     request: RequestId
@@ -216,6 +224,9 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     arith: ArithName = "fast"
     exact: RingExactness | None = None
     standbys: Annotated[list[PlannedStandby], Meta(max_length=MAX_STAGES)] = msgspec.field(
+        default_factory=list
+    )
+    rings: Annotated[list[PlannedRing], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
     )
 

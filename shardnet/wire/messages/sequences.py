@@ -11,18 +11,11 @@ from typing import Annotated, assert_never
 import msgspec
 from msgspec import Meta
 
-from shardnet import types
-from shardnet.types import (
-    MAX_DRAFTS,
-    MAX_LOGIT_BIASES,
-    MAX_STOP_IDS,
-    MAX_TEMPERATURE,
-    OutputParams,
-    SamplingParams,
-    SequenceId,
-    SlotId,
-    SlotOperation,
-)
+from shardnet import slot_operations
+from shardnet.output_params import OutputParams
+from shardnet.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS, MAX_TEMPERATURE, SamplingParams
+from shardnet.slot_operations import MAX_DRAFTS, SlotOperation
+from shardnet.types import SequenceId, SlotId
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import (
     U32,
@@ -42,7 +35,7 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 
 class Sampling(Travelling[SamplingParams], frozen=True, kw_only=True):
-    """The fields of `types.SamplingParams`, as they travel."""
+    """The fields of `SamplingParams`, as they travel."""
 
     temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] = 0.0
     top_k: U32 = 0
@@ -73,7 +66,7 @@ class RecommendedSampling(Strict, frozen=True, kw_only=True):
 
 
 class Outputs(Travelling[OutputParams], frozen=True, kw_only=True):
-    """The fields of `types.OutputParams`, as they travel."""
+    """The fields of `OutputParams`, as they travel."""
 
     n_prompt_logprobs: NLogprobs | None = None
     logit_rows: U32 | None = None
@@ -107,9 +100,9 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
     is_restored: bool = False
     n_drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
 
-    def operation(self) -> types.OpenSequence:
+    def operation(self) -> slot_operations.OpenSequence:
         """Return the operation; its parameters are unchecked."""
-        return types.OpenSequence(
+        return slot_operations.OpenSequence(
             sequence_id=SequenceId(self.sequence_id),
             slot=SlotId(self.slot),
             sampling=self.sampling.params(),
@@ -134,9 +127,9 @@ class CloseSequence(Tagged, frozen=True, kw_only=True):
     n_kept: Positions = 0
     stored: BlockKeys = ()
 
-    def operation(self) -> types.CloseSequence:
+    def operation(self) -> slot_operations.CloseSequence:
         """Return the operation."""
-        return types.CloseSequence(
+        return slot_operations.CloseSequence(
             sequence_id=SequenceId(self.sequence_id),
             slot=SlotId(self.slot),
             n_kept=self.n_kept,
@@ -149,20 +142,20 @@ class FreeSlot(Tagged, frozen=True, kw_only=True):
 
     slot: U32
 
-    def operation(self) -> types.FreeSlot:
+    def operation(self) -> slot_operations.FreeSlot:
         """Return the operation."""
-        return types.FreeSlot(slot=SlotId(self.slot))
+        return slot_operations.FreeSlot(slot=SlotId(self.slot))
 
 
 SequenceMessage = OpenSequence | CloseSequence | FreeSlot
-"""How a `types.SlotOperation` travels. Outside of this module only the operation is used."""
+"""How a `SlotOperation` travels. Outside of this module only the operation is used."""
 
 _decoder: msgspec.msgpack.Decoder[SequenceMessage] = msgspec.msgpack.Decoder(SequenceMessage)
 
 
 def _message(operation: SlotOperation) -> SequenceMessage:
     match operation:
-        case types.OpenSequence():
+        case slot_operations.OpenSequence():
             return OpenSequence(
                 sequence_id=operation.sequence_id,
                 slot=operation.slot,
@@ -175,14 +168,14 @@ def _message(operation: SlotOperation) -> SequenceMessage:
                 is_restored=operation.is_restored,
                 n_drafts=operation.n_drafts,
             )
-        case types.CloseSequence():
+        case slot_operations.CloseSequence():
             return CloseSequence(
                 sequence_id=operation.sequence_id,
                 slot=operation.slot,
                 n_kept=operation.n_kept,
                 stored=operation.stored,
             )
-        case types.FreeSlot(slot=slot):
+        case slot_operations.FreeSlot(slot=slot):
             return FreeSlot(slot=slot)
         case _:
             assert_never(operation)

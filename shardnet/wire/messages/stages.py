@@ -54,7 +54,9 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     it takes the stage into use. Where that is to come when the node named `stands_for` is lost, it
     is freed when the head is. Activations are sent in `wire_dtype`, and received in
     `received_dtype`, "" for the same. The ring is in the place of one that the node `instead_of`
-    leads, "" for none: of that node orders of smaller epochs are refused from then on.
+    leads, "" for none: of that node orders of smaller epochs are refused from then on. A stage that
+    spans the `shard_nodes` is cut over them; this node has part `shard` of each linear, and the
+    parts travel in `gather_dtype`, "" for as they are.
     """
 
     request: RequestId
@@ -80,6 +82,9 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     received_dtype: Name = ""
     arith: ArithName = "fast"
     instead_of: Name = ""
+    shard_nodes: Addresses = msgspec.field(default_factory=list)
+    shard: Rank = 0
+    gather_dtype: Name = ""
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):

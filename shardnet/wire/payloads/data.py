@@ -30,13 +30,13 @@ _TIMING: Final = struct.Struct("<4Q")
 TOKEN_BYTES: Final = 4
 """What the tail sends the head for each sampled row."""
 
-_CODE_OF_DTYPE: Final = {
+CODE_OF_DTYPE: Final = {
     WireDType.FLOAT32: 1,
     WireDType.FLOAT16: 2,
     WireDType.BFLOAT16: 3,
     WireDType.INT8: 4,
 }
-_DTYPE_OF_CODE: Final = {code: dtype for dtype, code in _CODE_OF_DTYPE.items()}
+DTYPE_OF_CODE: Final = {code: dtype for dtype, code in CODE_OF_DTYPE.items()}
 
 
 class StepData(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ def data_frame(step: StepData) -> Frame:
     Raises LocalProtocolError when the peer would refuse the frame.
     """
     batch = step.batch
-    code, n_timings = _CODE_OF_DTYPE[step.dtype], len(step.timings)
+    code, n_timings = CODE_OF_DTYPE[step.dtype], len(step.timings)
     if len(batch.token_ids) == 1:
         one = _one_row_frame(step, code)
         if one is not None:
@@ -184,7 +184,7 @@ def _read_one_row(frame: Frame) -> StepData | None:
     fields = _ONE_ROW.unpack_from(meta)
     n_groups, code, n_timings, n_rows, width = fields[:5]
     sequence_id, slot, position, rows, n_sampled, token = fields[5:]
-    dtype = _DTYPE_OF_CODE.get(code)
+    dtype = DTYPE_OF_CODE.get(code)
     if not n_groups == n_rows == rows == 1 or n_sampled > 1 or dtype is None or not width:
         return None
     if len(meta) != _ONE_ROW.size + n_timings * _TIMING.size or position == U32_MAX:
@@ -225,8 +225,8 @@ def _read_meta(frame: Frame) -> StepData:
             f"its meta has {len(meta)} bytes; {n_groups} groups, {n_rows} rows and {n_timings} "
             f"timings need {expected}"
         )
-    if code not in _DTYPE_OF_CODE:
-        raise _MalformedMeta(f"dtype code {code} is not one of {sorted(_DTYPE_OF_CODE)}")
+    if code not in DTYPE_OF_CODE:
+        raise _MalformedMeta(f"dtype code {code} is not one of {sorted(DTYPE_OF_CODE)}")
     tokens_start = _HEAD.size + n_groups * _GROUP.size
     groups = []
     for unpacked in _GROUP.iter_unpack(meta[_HEAD.size : tokens_start]):
@@ -250,7 +250,7 @@ def _read_meta(frame: Frame) -> StepData:
         raise _MalformedMeta(f"its groups do not add up to {n_rows} rows")
     return StepData(
         batch=batch,
-        dtype=_DTYPE_OF_CODE[code],
+        dtype=DTYPE_OF_CODE[code],
         width=width,
         payload=frame.payload,
         timings=_timings(meta[timings_start:]),

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
-from shardnet.types import OutputKind, SequenceId
+from shardnet.output_params import OutputKind
+from shardnet.types import SequenceId
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind, Limits
 from shardnet.wire.framing.schema import U32_MAX
 

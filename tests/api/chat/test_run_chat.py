@@ -18,7 +18,7 @@ from shardnet.api.chat_formats.deltas import (
     ToolCallStarted,
 )
 from shardnet.constraints import Constraint
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages import generation
 from shardnet.wire.messages.plans import ModelChoice
 

@@ -12,7 +12,7 @@ import pytest
 from support.servers.asgi_client import ask
 from support.servers.http_app import served
 
-from shardnet.types import ALL_ROWS, OutputParams
+from shardnet.output_params import ALL_ROWS, OutputParams
 
 PATH = "/v1/embeddings"
 

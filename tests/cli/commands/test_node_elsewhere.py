@@ -19,7 +19,7 @@ import pytest
 
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.local_nodes import LocalNodes
-from shardnet.cluster.machine.profile import find_device, find_isa
+from shardnet.cluster.machine.profile import find_devices, find_isa
 from shardnet.model.kernels import library
 from shardnet_cli.commands import node as module
 from shardnet_cli.flags.cluster_access import Access
@@ -53,7 +53,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import shardnet.cluster.discovery.discovery  # other people's modules may need them
     import shardnet.cluster.node.node  # noqa: F401
 
-    find_device("cpu")
+    find_devices("cpu")
     for owner, names in MISSING.items():
         for name in names:
             monkeypatch.delattr(owner, name, raising=False)

@@ -12,7 +12,7 @@ import pytest
 
 from shardnet.api.events import GenerationEvent, RequestState
 from shardnet.errors import CapacityError, UsageError
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import PlanReply
 from shardnet.wire.messages.sequences import RecommendedSampling
 from shardnet_cli.commands.chat import _do

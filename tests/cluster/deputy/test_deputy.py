@@ -17,9 +17,10 @@ from shardnet.api.client import Client, connect
 from shardnet.api.events import RequestState
 from shardnet.cluster.node.node import Node, running
 from shardnet.errors import LinkError, PeerFailedError, SupersededError
+from shardnet.sampling_params import SamplingParams
 from shardnet.transport.link import Link
 from shardnet.transport.listener import Listener
-from shardnet.types import NodeId, SamplingParams
+from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
 SAMPLED = SamplingParams(temperature=0.8, seed=7, repetition_penalty=1.2, n_logprobs=2)

@@ -12,9 +12,9 @@ from typing import Any, Literal, cast
 import pytest
 
 from shardnet.cluster.head.head import Head
-from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.head.ring_builder import RingBuilder
-from shardnet.cluster.ring.stage_host import StageHost
+from shardnet.cluster.member.stage_host import StageHost
+from shardnet.cluster.planning.planning import Planner
 from shardnet.errors import (
     BusyError,
     CheckpointError,

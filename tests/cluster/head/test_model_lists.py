@@ -18,9 +18,9 @@ from shardnet import __version__
 from shardnet.api.client import Client, connect
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.head import model_lists
-from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.node.node import listening
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.planning.planning import Planner
 from shardnet.errors import CheckpointError, ShardnetError, UsageError
 from shardnet.transport import tcp
 from shardnet.wire.messages.control import Done

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from shardnet.cluster.head import planning
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
-from shardnet.cluster.head.planning import Planner
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED
+from shardnet.cluster.planning import planning
+from shardnet.cluster.planning.planning import Planner
 from shardnet.errors import BusyError, CheckpointError, DiskSilentError
-from shardnet.runtime.stage.loading import ModelFacts
+from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.types import Arith, DType, NodeId
 from shardnet.wire.messages.plans import ModelChoice
 

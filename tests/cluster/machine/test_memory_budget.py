@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from shardnet.cluster.machine.profile import MEMORY_SHARE, Device, MemoryBudget
-from shardnet.runtime.stage.loading import release_freed_memory
+from shardnet.runtime.loading.loading import release_freed_memory
 
 GIB = 2**30
 
 
 def test_what_torch_keeps_for_itself_is_there_to_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a GPU that was unloaded would look full, and the next model would not fit."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 70 * GIB)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 6 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 70 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 6 * GIB)
     budget = MemoryBudget(
         device=Device(kind="cuda", description="cuda", dtypes=()), asked_bytes=None
     )

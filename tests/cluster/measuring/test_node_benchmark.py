@@ -17,9 +17,9 @@ from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import Device, MemoryBudget
 from shardnet.cluster.measuring.figure_cache import FigureCache
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
-from shardnet.cluster.ring.ring_membership import RingMembership
-from shardnet.cluster.ring.stage_host import StageHost
-from shardnet.cluster.ring.stage_orders import StageOrders
+from shardnet.cluster.member.ring_membership import RingMembership
+from shardnet.cluster.member.stage_host import StageHost
+from shardnet.cluster.member.stage_orders import StageOrders
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import (

@@ -19,7 +19,7 @@ from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
 from shardnet.cluster.node.node import running
 from shardnet.cluster.peers.control_link import ControlLink, ControlRequest, Incoming, Notice
 from shardnet.errors import RemoteProtocolError, ShardnetError
-from shardnet.runtime.stage.loading import ModelFacts, identify
+from shardnet.runtime.loading.model_facts import ModelFacts, identify
 from shardnet.transport.memory import memory_pair
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.activity import RingActivity

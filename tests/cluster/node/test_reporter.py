@@ -18,6 +18,7 @@ from shardnet import __version__
 from shardnet.api.client import Client, connect
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import Device, MemoryBudget
+from shardnet.cluster.member import dialer
 from shardnet.cluster.node import reporter
 from shardnet.cluster.node.node import Node, listening
 from shardnet.cluster.node.reporter import free_bytes
@@ -25,7 +26,6 @@ from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers import node_directory
 from shardnet.cluster.peers.clocks import clock_ahead
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.cluster.ring import dialer
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import AuthenticationError, ShardnetError
 from shardnet.transport import tcp

@@ -16,7 +16,8 @@ from support.soak import cases
 from shardnet.api.client import Client, connect
 from shardnet.cluster.node.node import Node, listening
 from shardnet.errors import PeerFailedError
-from shardnet.types import NodeId, SamplingParams
+from shardnet.sampling_params import SamplingParams
+from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
 PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3)

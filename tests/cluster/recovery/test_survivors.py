@@ -19,7 +19,8 @@ from shardnet.cluster.machine.profile import MemoryBudget
 from shardnet.cluster.node.node import Node, listening
 from shardnet.cluster.recovery import node_watch, returns
 from shardnet.errors import PlanError, ShardnetError
-from shardnet.types import NodeId, SamplingParams
+from shardnet.sampling_params import SamplingParams
+from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
 MEMORY_BYTES = 42 << 20

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardnet.cluster.member.stage_orders import PhaseProgress
 from shardnet.cluster.ring import ring as ring_module
-from shardnet.cluster.ring.ring import Ring, RingSpec
-from shardnet.cluster.ring.stage_port import PhaseProgress, StagePort
+from shardnet.cluster.ring.ring import Ring
+from shardnet.cluster.ring.ring_spec import RingSpec
+from shardnet.cluster.ring.stage_port import StagePort
 from shardnet.errors import BusyError, CapacityError, PeerFailedError, ShardnetError, TakenError
 from shardnet.runtime.ring.pipeline import Pipeline, StuckStage
 from shardnet.types import Arith, DType, Epoch, LayerRange, NodeId, StepId, WireDType

@@ -14,7 +14,7 @@ from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.ring.tracing import trace_pieces
 from shardnet.errors import ShardnetError
 from shardnet.runtime.engine.requests import StepTrace
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.extras import StageTiming
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice

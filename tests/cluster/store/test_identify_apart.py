@@ -13,7 +13,7 @@ from support.hostile.small_files import GOOD, safetensors
 from shardnet.cluster.store import identify_apart as apart
 from shardnet.errors import CheckpointError
 from shardnet.guard.helper_process import HelperProcess
-from shardnet.runtime.stage.loading import identify
+from shardnet.runtime.loading.model_facts import identify
 
 
 def make(folder: Path, base: str = "safetensors", **more: bytes) -> Path:

@@ -16,7 +16,9 @@ from shardnet.errors import UnsupportedModelError
 from shardnet.model.config.fields import MAX_UNKNOWN
 from shardnet.model.families.registry import FAMILIES, parse_config
 from shardnet.model.families.wrappers import WRAPPERS
-from shardnet.runtime.stage.loading import StageOrder, identify, identify_at, load
+from shardnet.runtime.loading.loading import load
+from shardnet.runtime.loading.model_facts import identify, identify_at
+from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.types import DType, LayerRange
 
 TRANSFORMERS_4: dict[str, Any] = {

@@ -24,7 +24,7 @@ from transformers import (
 from shardnet.errors import NumericalError, SamplingError
 from shardnet.model.sampling.penalties import RowContext, change_logits
 from shardnet.model.sampling.sampler import Sampler, SampleRow, surviving_tokens
-from shardnet.types import MAX_LOGIT_BIASES, SamplingParams
+from shardnet.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 
 VOCAB = 60
 

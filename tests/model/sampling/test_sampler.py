@@ -14,17 +14,13 @@ from support.oracles.plain_noise import plain_noise
 from support.protocol.sampling_section import rows_of, sampling_section
 from support.soak import examples
 from torch import Tensor
-from transformers import (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from shardnet.errors import CheckpointError, NumericalError, ShardnetError
 from shardnet.model.sampling.logprobs import rows_logprobs
 from shardnet.model.sampling.penalties import RowContext
 from shardnet.model.sampling.sampler import CUT, Sampler, SampleRow, surviving_tokens
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 
 INFINITY = math.inf
 

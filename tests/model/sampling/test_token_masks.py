@@ -13,7 +13,7 @@ from shardnet.errors import NumericalError
 from shardnet.model.sampling.penalties import RowContext
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.sampling.token_masks import forbidden_tokens, pack_mask
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 
 
 def bits_of(allowed: np.ndarray) -> bytes:

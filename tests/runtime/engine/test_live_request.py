@@ -10,7 +10,8 @@ from shardnet.runtime.engine.live_request import ALONE_POSITIONS, FEWEST_ALONE, 
 from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, TextAssembler
 from shardnet.runtime.ring.pipeline import StepAnswer, StepAnswered
 from shardnet.runtime.scheduling.sequences import FinishReason
-from shardnet.types import Epoch, MicroBatch, RowGroup, SamplingParams, SequenceId, SlotId, StepId
+from shardnet.sampling_params import SamplingParams
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 from shardnet.wire.messages.extras import StageTiming
 
 PROMPT = (1, 2, 3)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardnet.errors import BusyError, CapacityError, RemoteProtocolError, SamplingError
+from shardnet.output_params import ALL_ROWS, OutputKind, OutputParams
 from shardnet.runtime.engine.outputs import (
     OutputBudget,
     OutputCollector,
@@ -20,7 +21,8 @@ from shardnet.runtime.engine.outputs import (
     output_bytes,
 )
 from shardnet.runtime.stage.compute import ScoredToken
-from shardnet.types import ALL_ROWS, OutputKind, OutputParams, SequenceId, TokenLogprobs
+from shardnet.sampling_params import TokenLogprobs
+from shardnet.types import SequenceId
 from shardnet.wire.payloads.rows import RowBlock
 
 SEQUENCE = SequenceId(1)

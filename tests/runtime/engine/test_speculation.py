@@ -23,9 +23,12 @@ from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.runtime.engine.draft_model import DraftModel, load_draft_model
 from shardnet.runtime.engine.requests import GenerationRequest, Speculation
 from shardnet.runtime.scheduling.drafting import DraftSource, NgramDrafts
-from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
+from shardnet.runtime.scheduling.limits import StepLimits
+from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.stage.compute import Activations, Samples
-from shardnet.types import DType, Epoch, MicroBatch, OpenSequence, SamplingParams, SlotOperation
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import OpenSequence, SlotOperation
+from shardnet.types import DType, Epoch, MicroBatch
 
 NGRAM = Speculation(make_draft_source=lambda wake: NgramDrafts())
 

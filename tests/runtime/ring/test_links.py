@@ -10,6 +10,7 @@ import pytest
 
 from shardnet.constraints import MaskForm, RowMask, TokenMask
 from shardnet.errors import CapacityError, RemoteProtocolError
+from shardnet.output_params import OutputKind
 from shardnet.runtime.ring import links
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink
 from shardnet.runtime.ring.pipeline import StepAnswer
@@ -21,20 +22,11 @@ from shardnet.runtime.stage.compute import (
     StepComputed,
     StepFailed,
 )
+from shardnet.sampling_params import TokenLogprobs
+from shardnet.slot_operations import CloseSequence
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
-from shardnet.types import (
-    CloseSequence,
-    Epoch,
-    MicroBatch,
-    OutputKind,
-    RowGroup,
-    SequenceId,
-    SlotId,
-    StepId,
-    TokenLogprobs,
-    WireDType,
-)
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.extras import (
     Extras,

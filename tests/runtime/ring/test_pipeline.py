@@ -22,18 +22,9 @@ from shardnet.runtime.stage.compute import (
     StepComputed,
     StepFailed,
 )
-from shardnet.types import (
-    Epoch,
-    MicroBatch,
-    OpenSequence,
-    RowGroup,
-    SamplingParams,
-    SequenceId,
-    SlotId,
-    StepId,
-    TokenLogprobs,
-    WireDType,
-)
+from shardnet.sampling_params import SamplingParams, TokenLogprobs
+from shardnet.slot_operations import OpenSequence
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 
 SECOND_NS = 10**9
 

@@ -12,7 +12,7 @@ from support.soak import cases
 
 from shardnet.errors import CapacityError, SamplingError, ShardnetError, UsageError
 from shardnet.runtime.engine.requests import GenerationRequest, TokenGenerated
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 
 DEADLINE_S = 60.0
 

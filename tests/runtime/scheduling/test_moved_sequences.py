@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from shardnet.runtime.scheduling.scheduler import RingLimits, Scheduler
+from shardnet.output_params import OutputParams
+from shardnet.runtime.scheduling.limits import RingLimits
+from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import OperateSlot, SendStep, SequenceRequest
-from shardnet.types import Epoch, OpenSequence, OutputParams, SequenceId
+from shardnet.slot_operations import OpenSequence
+from shardnet.types import Epoch, SequenceId
 
 ONE, TWO, SCORED = SequenceId(1), SequenceId(2), SequenceId(3)
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from support.rings.toy_ring import STOP_ID, ToyRing, next_token, text_of
 
 from shardnet.errors import BusyError, CapacityError, LocalProtocolError, ShardnetError, UsageError
-from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
+from shardnet.runtime.scheduling.limits import StepLimits
+from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
     FinishReason,
     OperateSlot,
@@ -21,15 +22,8 @@ from shardnet.runtime.scheduling.sequences import (
     TokenSampled,
 )
 from shardnet.runtime.scheduling.step_cost import StepCost
-from shardnet.types import (
-    BLOCK_POSITIONS,
-    CloseSequence,
-    Epoch,
-    FreeSlot,
-    OpenSequence,
-    SequenceId,
-    StepId,
-)
+from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence
+from shardnet.types import BLOCK_POSITIONS, Epoch, SequenceId, StepId
 
 CONTEXT = 1024
 LIMITS = StepLimits(chunk_rows=64, mixed_rows=32, cheap_rows=8, exact_rows=4)

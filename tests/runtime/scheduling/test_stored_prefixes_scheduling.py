@@ -14,7 +14,8 @@ from shardnet.runtime.scheduling.sequences import (
     SendStep,
     SequenceRequest,
 )
-from shardnet.types import CloseSequence, Epoch, OpenSequence, SequenceId
+from shardnet.slot_operations import CloseSequence, OpenSequence
+from shardnet.types import Epoch, SequenceId
 
 ONE, TWO = SequenceId(1), SequenceId(2)
 PROMPT = tuple(range(700))

@@ -17,8 +17,8 @@ from support.rings import fake_ring
 
 import shardnet
 from shardnet.runtime.engine.requests import GenerationRequest
+from shardnet.sampling_params import SamplingParams
 from shardnet.transport.link import LinkOptions
-from shardnet.types import SamplingParams
 
 PACKAGE = str(Path(shardnet.__file__).parent)
 N_STAGES = 3

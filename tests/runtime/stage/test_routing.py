@@ -11,18 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardnet.errors import RemoteProtocolError
+from shardnet.output_params import OutputKind, RoutingShape
 from shardnet.runtime.stage.routing import join_routing, routing_table
-from shardnet.types import (
-    Epoch,
-    LayerRange,
-    MicroBatch,
-    OutputKind,
-    RoutingShape,
-    RowGroup,
-    SequenceId,
-    SlotId,
-    StepId,
-)
+from shardnet.types import Epoch, LayerRange, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 from shardnet.wire.messages.extras import Extras, StageExperts, extras_frame
 
 SHAPE = RoutingShape(n_layers=3, top_k=2)

@@ -10,15 +10,9 @@ from support.rings.torch_rings import TorchStages
 
 from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_cache import KvCache
-from shardnet.types import (
-    BLOCK_POSITIONS,
-    CloseSequence,
-    LayerRange,
-    OpenSequence,
-    SamplingParams,
-    SequenceId,
-    SlotId,
-)
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import CloseSequence, OpenSequence
+from shardnet.types import BLOCK_POSITIONS, LayerRange, SequenceId, SlotId
 
 NO_MEMORY = [
     MemoryError(),

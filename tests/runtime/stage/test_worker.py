@@ -22,17 +22,9 @@ from shardnet.runtime.stage.compute import (
 )
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.worker import StageWorker
-from shardnet.types import (
-    Epoch,
-    FreeSlot,
-    MicroBatch,
-    RowGroup,
-    SamplingParams,
-    SequenceId,
-    SlotId,
-    StepId,
-    WireDType,
-)
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import FreeSlot
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 
 DEADLINE_S = 30.0
 

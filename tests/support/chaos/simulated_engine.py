@@ -20,6 +20,7 @@ from support.rings.rings import NoText
 from support.rings.toy_ring import VOCABULARY, ToyStage, next_token
 
 from shardnet.errors import CancelledRequestError, CapacityError, DeadlineError, ShardnetError
+from shardnet.output_params import ALL_ROWS, OutputKind, OutputParams
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.outputs import PromptLogprobsReady, RowsReady
 from shardnet.runtime.engine.requests import (
@@ -30,21 +31,12 @@ from shardnet.runtime.engine.requests import (
     TokenGenerated,
 )
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswer
-from shardnet.runtime.scheduling.scheduler import RingLimits, Scheduler, StepLimits
+from shardnet.runtime.scheduling.limits import RingLimits, StepLimits
+from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.stage.compute import ScoredToken, StepArrived, StepFailed
-from shardnet.types import (
-    ALL_ROWS,
-    ANY_ROWS,
-    BLOCK_POSITIONS,
-    Epoch,
-    MicroBatch,
-    OpenSequence,
-    OutputKind,
-    OutputParams,
-    SamplingParams,
-    SequenceId,
-    TokenLogprobs,
-)
+from shardnet.sampling_params import SamplingParams, TokenLogprobs
+from shardnet.slot_operations import OpenSequence
+from shardnet.types import ANY_ROWS, BLOCK_POSITIONS, Epoch, MicroBatch, SequenceId
 from shardnet.wire.payloads.rows import RowBlock
 
 CONTEXT = 6 * BLOCK_POSITIONS

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from shardnet.api import Client, GenerationOptions, GenerationResult, ModelChoice, Prompt
 from shardnet.errors import ShardnetError
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 
 WORDS = (
     "the morning Elizabeth walked to Meryton letter arrived nobody could have supposed "

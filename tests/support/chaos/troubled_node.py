@@ -27,7 +27,7 @@ from typing import Any
 
 from support.chaos.switch import PREFACE, REACHED, VARIABLE
 
-from shardnet.cluster.ring.ring_membership import RingMembership
+from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.runtime.engine.engine import Engine
 from shardnet.transport import loop as loops
 from shardnet.transport import tcp

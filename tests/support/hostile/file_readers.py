@@ -12,7 +12,7 @@ from pathlib import Path
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import TensorFiles
 from shardnet.errors import CheckpointError, UsageError
-from shardnet.runtime.stage.loading import stamp
+from shardnet.runtime.loading.model_facts import stamp
 from shardnet.tokenizers.backends.added_tokens import read_added_tokens
 from shardnet.tokenizers.backends.token_files import read_lines, read_object
 from shardnet.tokenizers.chat.chat_template import ChatTemplate

@@ -54,6 +54,7 @@ from shardnet.wire.messages.handshake import (
 from shardnet.wire.messages.membership import Ping
 from shardnet.wire.messages.sequences import SequenceMessage, read_sequence
 from shardnet.wire.payloads.data import read_data, read_tokens
+from shardnet.wire.payloads.parts import read_part
 from shardnet.wire.payloads.rows import read_rows
 
 SLOW_S: Final = 0.5
@@ -78,6 +79,7 @@ READERS: Final[dict[FrameKind, Callable[[Frame], object]]] = {
     FrameKind.SEQUENCE: read_sequence,
     FrameKind.BULK: read_bulk,
     FrameKind.ROWS: read_rows,
+    FrameKind.PART: read_part,
 }
 PURPOSES: Final[dict[int, Purpose]] = {
     FrameKind.CONTROL: Purpose.CONTROL,

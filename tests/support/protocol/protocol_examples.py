@@ -6,18 +6,10 @@ import hashlib
 import struct
 
 from shardnet.errors import BusyError
-from shardnet.types import (
-    Epoch,
-    MicroBatch,
-    OpenSequence,
-    OutputKind,
-    RowGroup,
-    SamplingParams,
-    SequenceId,
-    SlotId,
-    StepId,
-    WireDType,
-)
+from shardnet.output_params import OutputKind
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import OpenSequence
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.bulk import (
     Digests,
@@ -40,6 +32,7 @@ from shardnet.wire.messages.generation import Cancel
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame, hello_frame
 from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import StepData, data_frame, tokens_frame
+from shardnet.wire.payloads.parts import ShardPart, part_frame
 from shardnet.wire.payloads.rows import RowBlock, rows_frames
 
 HELLO = Hello(
@@ -105,6 +98,15 @@ ROWS = RowBlock(
     payload=struct.pack("<2f", 2.0, -0.25),
 )
 
+PART = ShardPart(
+    number=5,
+    shard=1,
+    dtype=WireDType.FLOAT32,
+    n_rows=1,
+    width=2,
+    payload=struct.pack("<2f", 2.0, -0.25),
+)
+
 MODEL_ID = hashlib.sha256(b"model").hexdigest()
 
 EXAMPLES: dict[str, Frame] = {
@@ -138,4 +140,5 @@ EXAMPLES: dict[str, Frame] = {
     ),
     "bulk-piece": bulk_frame(Piece(request=2), b"weights"),
     "rows": rows_frames(ROWS, epoch=3, step=7)[0],
+    "part": part_frame(PART, epoch=3, step=7),
 }

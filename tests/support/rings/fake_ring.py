@@ -17,21 +17,13 @@ from support.rings.rings import SMALLEST, NoText, running_ring
 from shardnet.errors import ShardnetError
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, TokenGenerated
-from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
+from shardnet.runtime.scheduling.limits import StepLimits
+from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.stage.compute import Activations, Samples
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
 from shardnet.transport.link import Link, LinkOptions
-from shardnet.types import (
-    CloseSequence,
-    Epoch,
-    FreeSlot,
-    MicroBatch,
-    OpenSequence,
-    SamplingParams,
-    SequenceId,
-    SlotId,
-    SlotOperation,
-    WireDType,
-)
+from shardnet.types import Epoch, MicroBatch, SequenceId, SlotId, WireDType
 
 VOCAB = 50
 WIDTH = 8192

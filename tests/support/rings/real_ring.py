@@ -20,9 +20,11 @@ from shardnet.runtime.engine.requests import (
     Speculation,
     TokenGenerated,
 )
-from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
+from shardnet.runtime.scheduling.limits import StepLimits
+from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.stage.torch_compute import TorchCompute
-from shardnet.types import Epoch, SamplingParams, WireDType
+from shardnet.sampling_params import SamplingParams
+from shardnet.types import Epoch, WireDType
 
 N_LAYERS = 4
 CONTEXT = 512

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from shardnet.errors import ShardnetError
+from shardnet.output_params import RoutingShape
 from shardnet.runtime.engine.engine import Engine, MakePipeline
 from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
@@ -19,7 +20,7 @@ from shardnet.runtime.stage.worker import StageSink, StageSource, StageWorker
 from shardnet.transport import tcp
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
-from shardnet.types import Epoch, RoutingShape
+from shardnet.types import Epoch
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
 SMALLEST = LinkOptions(receive_frames=1, socket_buffer_bytes=2048)

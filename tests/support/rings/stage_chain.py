@@ -82,6 +82,7 @@ class StageChain:
         context: int | None = None,
         kv_dtype: KvDType = KvDType.AUTO,
         capture: Capture | None = None,
+        device: torch.device = CPU,
         *,
         has_mtp: bool = False,
     ) -> StageChain:
@@ -96,7 +97,7 @@ class StageChain:
                     checkpoint,
                     layers,
                     choice=choice,
-                    device=CPU,
+                    device=device,
                     room_blocks=ROOM_BLOCKS,
                     progress=lambda done, total: None,
                     context=context,

@@ -15,6 +15,7 @@ from support.rings.stage_chain import StageChain
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.sampling.sampler import Sampler
+from shardnet.output_params import RoutingShape
 from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
@@ -22,11 +23,15 @@ from shardnet.runtime.engine.requests import (
     RequestEvent,
     TokenGenerated,
 )
-from shardnet.runtime.scheduling.scheduler import Scheduler, StepLimits
+from shardnet.runtime.loading.loading import load
+from shardnet.runtime.scheduling.limits import StepLimits
+from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.stage.compute import Samples, StageCompute
-from shardnet.runtime.stage.loading import StageOrder, load
 from shardnet.runtime.stage.plugin import ComputePlugin
+from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.runtime.stage.torch_compute import TorchCompute
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import OpenSequence
 from shardnet.types import (
     STATE_SLOTS,
     DType,
@@ -34,10 +39,7 @@ from shardnet.types import (
     KvDType,
     LayerRange,
     MicroBatch,
-    OpenSequence,
-    RoutingShape,
     RowGroup,
-    SamplingParams,
     SequenceId,
     SlotId,
     StepId,

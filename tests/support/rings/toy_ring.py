@@ -22,17 +22,8 @@ from shardnet.runtime.scheduling.sequences import (
     SequenceFinished,
     TokenSampled,
 )
-from shardnet.types import (
-    CloseSequence,
-    FreeSlot,
-    MicroBatch,
-    OpenSequence,
-    RowGroup,
-    SequenceId,
-    SlotId,
-    SlotOperation,
-    blocks_for,
-)
+from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
+from shardnet.types import MicroBatch, RowGroup, SequenceId, SlotId, blocks_for
 
 Operation = TypeVar("Operation", OpenSequence, CloseSequence, FreeSlot)
 

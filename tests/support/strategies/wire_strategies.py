@@ -9,17 +9,9 @@ import msgspec
 from hypothesis import strategies as st
 from support.strategies.msgspec_strategies import values
 
-from shardnet.types import (
-    Epoch,
-    MicroBatch,
-    OutputKind,
-    RowGroup,
-    SequenceId,
-    SlotId,
-    SlotOperation,
-    StepId,
-    WireDType,
-)
+from shardnet.output_params import OutputKind
+from shardnet.slot_operations import SlotOperation
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 from shardnet.wire.connection.connection import Event, HelloAnswer, LinkConnection
 from shardnet.wire.framing.frames import Frame, FrameKind, Limits
 from shardnet.wire.messages.bulk import BulkMessage, Piece, bulk_frame
@@ -28,6 +20,7 @@ from shardnet.wire.messages.extras import Extras, StageTiming, extras_frame
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.sequences import SequenceMessage, sequence_frame
 from shardnet.wire.payloads.data import StepData, data_frame, tokens_frame
+from shardnet.wire.payloads.parts import ShardPart, part_frame
 from shardnet.wire.payloads.rows import RowBlock, rows_frames
 
 U32 = st.integers(0, 2**32 - 1)
@@ -92,6 +85,20 @@ def row_blocks(draw: st.DrawFn) -> RowBlock:
     )
 
 
+@st.composite
+def shard_parts(draw: st.DrawFn) -> ShardPart:
+    n_rows, width = draw(st.integers(1, 3)), draw(st.integers(1, 200))
+    dtype = draw(st.sampled_from(WireDType))
+    return ShardPart(
+        number=draw(U32),
+        shard=draw(st.integers(0, 255)),
+        dtype=dtype,
+        n_rows=n_rows,
+        width=width,
+        payload=draw(st.binary(min_size=1, max_size=1)) * (n_rows * dtype.row_bytes(width)),
+    )
+
+
 def slot_operations() -> st.SearchStrategy[SlotOperation]:
     return values(SequenceMessage).map(lambda message: message.operation())
 
@@ -114,6 +121,7 @@ def data_link_frames() -> st.SearchStrategy[Frame]:
         st.builds(sequence_frame, slot_operations(), epoch=U32),
         st.builds(extras_frame, values(Extras), epoch=U32, step=U64),
         st.builds(lambda block, **where: rows_frames(block, **where)[0], row_blocks(), **_WHERE),
+        st.builds(part_frame, shard_parts(), **_WHERE),
         st.builds(Frame, kind=st.just(FrameKind.HEARTBEAT), epoch=U32, step=U64),
     )
 

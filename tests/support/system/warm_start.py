@@ -32,7 +32,7 @@ from typing import IO
 PRELOADED = [
     "torch",
     "shardnet.cluster.node.node",
-    "shardnet.cluster.ring.stage_host",
+    "shardnet.cluster.member.stage_host",
     "shardnet_cli.main",
     "zeroconf.asyncio",
     *(f"shardnet_cli.commands.{name}" for name in ("node", "generate", "plan", "status", "chat")),

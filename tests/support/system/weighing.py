@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.cluster.head.model_shape import model_shape
 from shardnet.cluster.placement.figures import ModelShape
+from shardnet.cluster.planning.model_shape import model_shape
 from shardnet.model.kernels.linear import probe
 from shardnet.types import DType
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from support.strategies.wire_strategies import feed, hello, joined
 
 from shardnet.errors import DamagedFrameError
-from shardnet.types import FreeSlot, SlotId
+from shardnet.slot_operations import FreeSlot
+from shardnet.types import SlotId
 from shardnet.wire.connection.connection import (
     FrameReceived,
     HelloReceived,

@@ -203,6 +203,7 @@ def test_each_purpose_has_its_kinds(purpose: Purpose, kind: FrameKind) -> None:
             FrameKind.EXTRAS,
             FrameKind.SEQUENCE,
             FrameKind.ROWS,
+            FrameKind.PART,
         },
         Purpose.BULK: {FrameKind.BULK},
     }

@@ -13,7 +13,7 @@ from support.strategies.msgspec_strategies import values
 from support.strategies.wire_strategies import encoded, hello
 
 from shardnet.errors import PlanError, RemoteProtocolError, ShardnetError
-from shardnet.types import SamplingParams
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.framing.frames import Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages.bulk import BulkMessage, FetchSkeleton, Piece, bulk_frame, read_bulk
 from shardnet.wire.messages.control import (

@@ -12,7 +12,8 @@ from msgspec import structs
 from support.strategies.wire_strategies import row_blocks
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
-from shardnet.types import OutputKind, SequenceId
+from shardnet.output_params import OutputKind
+from shardnet.types import SequenceId
 from shardnet.wire.framing.frames import Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.payloads.rows import RowBlock, read_rows, rows_frames
 

@@ -8,6 +8,7 @@
 
 #include <stddef.h>
 
+#include "gather.h"
 #include "vectors.h"
 
 #if defined(__clang__)
@@ -90,6 +91,7 @@ struct attention_call {
     void *projected;       /* queries, keys and values, scratch [n_rows, n_heads + 2 * n_kv_heads, head_size] */
     int64_t n_rotated;
     struct attend attend; /* its queries are those in `projected` */
+    struct joined joined; /* around the output */
 };
 
 struct mlp_call {
@@ -99,6 +101,7 @@ struct mlp_call {
     void *projected; /* gate and up, scratch [n_rows, 2 * n_inner] */
     void *activated; /* scratch [n_rows, n_inner] */
     int64_t n_inner;
+    struct joined joined; /* around `down` */
     int32_t activation;
 };
 
@@ -176,6 +179,20 @@ static void multiply(struct linear *p, const struct residual *residual, int8_t *
     shardnet_linear(p);
 }
 
+/* Multiplies rows to `inner`, where they are cut over shards with the others'. */
+static void multiply_joined(struct linear *p, const struct residual *residual, int8_t *scratch,
+                            const struct joined *joined, const void *rows) {
+    const struct gather *gather = joined->gather;
+    if (!gather) {
+        multiply(p, residual, scratch, rows, residual->inner);
+        return;
+    }
+    const int64_t item = residual->is_bf16 ? 2 : 4;
+    gather->join(gather, rows, joined->rows, residual->n_rows, joined->in_ends, item);
+    multiply(p, residual, scratch, joined->rows, joined->part);
+    gather->join(gather, joined->part, residual->inner, residual->n_rows, joined->out_ends, item);
+}
+
 /* Pieces are large enough to be worth waking a thread for. */
 #define ROWS_AT_ONCE 8
 #define WORK_AT_ONCE 65536
@@ -225,7 +242,7 @@ void shardnet_attention(struct attention_call *call, int32_t parts) {
         attend(&call->attend);
     }
     if (parts & AFTER) {
-        multiply(call->output, residual, call->scratch, call->attend.attended, residual->inner);
+        multiply_joined(call->output, residual, call->scratch, &call->joined, call->attend.attended);
         add_residual(steps, residual);
     }
 }
@@ -237,7 +254,7 @@ void shardnet_mlp(struct mlp_call *call) {
     const struct steps *steps = steps_for(&residual->team);
     multiply(call->gate_up, residual, call->scratch, normalize(steps, residual), call->projected);
     shardnet_parallel_for(&residual->team, steps->activate, call, residual->n_rows, ROWS_AT_ONCE);
-    multiply(call->down, residual, call->scratch, call->activated, residual->inner);
+    multiply_joined(call->down, residual, call->scratch, &call->joined, call->activated);
     add_residual(steps, residual);
 }
 

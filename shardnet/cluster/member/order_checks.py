@@ -1,0 +1,50 @@
+"""Check an order of a head against this node, before anything is made of it. Pure.
+
+Knows what a node can tell from the order alone. That the model has the layers and the context is
+checked when its files are open (runtime/loading/loading.py).
+"""
+
+from __future__ import annotations
+
+from shardnet.errors import UsageError
+from shardnet.types import DType, LayerRange, WireDType
+from shardnet.wire.messages.stages import LoadStage
+
+
+def check_threads(threads: int, most: int) -> None:
+    """Raise UsageError for an order of more threads than `most`."""
+    if threads > most:
+        raise UsageError(
+            f"{threads} threads were ordered, and this node may use {most}",
+            remedy="lower --threads, or leave it out",
+        )
+
+
+def check_load_order(order: LoadStage, most_threads: int) -> None:
+    """Raise UsageError for a stage that cannot be a part of any ring, or not on this node.
+
+    The node may compute with `most_threads` threads.
+    """
+    check_threads(order.threads, most_threads)
+    DType.named(order.dtype)
+    WireDType.named(order.wire_dtype)
+    WireDType.named(order.received_dtype or order.wire_dtype)
+    n_layers = len(LayerRange(*order.layers))
+    first_layer, _ = order.layers
+    faults = {
+        "its ring has no name": not order.ring,
+        f"rank {order.rank} of {order.n_stages} stages": order.rank >= order.n_stages,
+        f"{len(order.addresses)} addresses for {order.n_stages} stages": (
+            len(order.addresses) != order.n_stages
+        ),
+        f"layer {first_layer} is the first one of rank {order.rank}": (
+            (first_layer == 0) != (order.rank == 0)
+        ),
+        f"{order.streamed_layers} of {n_layers} layers are to be streamed": (
+            order.streamed_layers > n_layers
+        ),
+        "a context of 0 positions": order.context == 0,
+    }
+    for fault, holds in faults.items():
+        if holds:
+            raise UsageError(f"a stage was ordered that no ring has: {fault}")

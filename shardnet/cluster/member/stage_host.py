@@ -1,0 +1,718 @@
+"""The stage of this node: loaded, joined to a ring, freed.
+
+Knows that a node has at most one stage and one ring membership at a time. Heads command it.
+Must not plan, nor know clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from msgspec.structs import replace
+
+from shardnet.cluster.member.ring_membership import DialData, OnBroken, RingMembership
+from shardnet.cluster.store.disk_jobs import DiskJobs
+from shardnet.errors import (
+    BusyError,
+    PeerFailedError,
+    ShardnetError,
+    SupersededError,
+    TakenError,
+    UsageError,
+)
+from shardnet.runtime.loading.joined import join
+from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
+from shardnet.runtime.loading.loading import load, release_freed_memory, set_compute_threads
+from shardnet.runtime.ring.pipeline import Pipeline
+from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.plugin import ComputePlugin
+from shardnet.runtime.stage.progress import ProgressReporter
+from shardnet.runtime.stage.stage_order import StageOrder
+from shardnet.stage.pack_cache import drop_pages
+from shardnet.transport.link import Link
+from shardnet.transport.loop import finish
+from shardnet.types import Epoch, LayerRange, WireDType
+from shardnet.wire.messages.diagnostics import PrefixState, StageState, StandbyState
+from shardnet.wire.messages.handshake import Hello
+from shardnet.wire.messages.stages import LoadStage
+
+if TYPE_CHECKING:  # it imports torch
+    from shardnet.stage.prefixes.prefix_store import PrefixStore
+    from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
+    from shardnet.stage.slot_moves import SlotMoves
+
+T = TypeVar("T")
+
+LOAD_SILENCE_S = 30.0
+"""How long loading may make no progress: as long as a head waits for a sign of it."""
+SETTLE_PREFIXES_S = 10.0
+"""How long a stage that is freed waits for finished prompts to be on disk."""
+MAX_SUPERSEDED = 64
+"""Former heads that are remembered."""
+CLOSE_S = 2.0
+"""How long a node that leaves waits for a thread, before it leaves the thread behind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """A stage that is ready for a ring to come; it may be the one that is in use.
+
+    If that comes when the node `stands_for` is lost, the stage is a standby.
+    """
+
+    ring: str
+    stage: LoadedStage
+    stands_for: str
+
+
+class StageHost:
+    """Holds at most one loaded stage and one ring membership. `dial` opens its data links.
+
+    While that ring goes on, a second stage may be made ready for the ring that replaces it.
+
+    Quantised weights are kept below the folder `packs`, finished prompts in `prefixes`. A `plugin`
+    computes in place of torch. `may_spin` is asked for each ring, whether to spin while steps are
+    awaited. `node` is this node: its own orders it takes while it drains, since requests that it
+    leads may need another ring.
+    """
+
+    def __init__(
+        self,
+        *,
+        dial: DialData,
+        node: str = "",
+        packs: Path | None = None,
+        prefixes: PrefixStore | None = None,
+        plugin: ComputePlugin | None = None,
+        may_spin: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._dial = dial
+        self._node = node
+        self._may_spin = may_spin
+        self._packs = packs
+        self._plugin = plugin
+        self._prefixes = prefixes
+        self._prefix_disk = DiskJobs("shardnet-prefix-reader", silence_s=LOAD_SILENCE_S)
+        self._compute = Executor("shardnet-compute")
+        self._loader = DiskJobs("shardnet-load", niceness=10, silence_s=LOAD_SILENCE_S)
+        self._changing = asyncio.Lock()
+        self._work: ProgressReporter | None = None
+        """Progress of the current load or measurement."""
+        self._is_closing = False
+        self.is_draining = False
+        """Whether this node takes no more stages of other heads."""
+        self.rests = ""
+        """Why this node takes no stages now, "" while it does."""
+        self.loaded: LoadedStage | None = None
+        self.membership: RingMembership | None = None
+        self._prepared: _Prepared | None = None
+        self._is_preparing = False
+        self._superseded: dict[str, int] = {}
+        """Former heads, and the epochs of the rings that took the place of theirs."""
+
+    def state(self) -> StageState | None:
+        """Describe the loaded stage and its place in a ring, for people."""
+        prepared = self._prepared
+        standby = None if prepared is None else _standby_state(prepared, self.loaded)
+        loaded = self.loaded or (prepared.stage if standby and prepared else None)
+        membership = self.membership
+        if loaded is None:
+            return None
+        state = StageState(
+            model=loaded.order.model,
+            layers=(loaded.order.layers.start, loaded.order.layers.end),
+            dtype=loaded.order.dtype.value,
+            kernel=loaded.kernel,
+            weight_bytes=loaded.weight_bytes,
+            room_blocks=loaded.room_blocks,
+            used_blocks=loaded.compute.used_blocks,
+            prefixes=_prefix_state(loaded.prefixes),
+            standby=standby,
+        )
+        if membership is None or membership.is_over:
+            return state
+        return replace(
+            state,
+            n_open=membership.n_open,
+            rank=membership.rank,
+            n_stages=len(membership.addresses),
+            epoch=membership.epoch,
+            head=membership.owner,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights that are loaded, for this ring and for one to come."""
+        stages = [self.loaded, self._prepared.stage if self._prepared is not None else None]
+        parts = {id(p): p for s in stages if s is not None for p in s.parts or (s,)}
+        return sum(part.weight_bytes for part in parts.values())
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """(epoch, last completed step), for heartbeats."""
+        return (self.membership.epoch, self.membership.last_step) if self.membership else (0, 0)
+
+    async def enter_ring(
+        self,
+        message: LoadStage,
+        *,
+        owner: str,
+        owner_name: str,
+        on_broken: OnBroken,
+    ) -> RingMembership:
+        """Become a member of the ring of `message`, and leave the ring that this node was in.
+
+        No other head may use this node until that ring is built. The former ring is ended with an
+        error. `owner` is the head's node id, `owner_name` its display name. Raises BusyError while
+        sequences of another head are open, TakenError while another one builds its ring,
+        PeerFailedError when this node leaves, SupersededError if another node leads in its place.
+        """
+        self._check_not_draining(owner)
+        self._check_not_superseded(owner, message.epoch)
+        self._refuse_others(owner)  # whose loading keeps the lock for long
+        if self._is_preparing and self._work is not None:
+            self._work.cancel(PeerFailedError(f"ring {message.ring} came before it was ready"))
+        async with self._changing:
+            self._check_not_closing()
+            self._refuse_others(owner)
+            self._check_not_superseded(owner, message.epoch)
+            if message.instead_of:
+                self._superseded.pop(message.instead_of, None)
+                self._superseded[message.instead_of] = message.epoch
+                if len(self._superseded) > MAX_SUPERSEDED:
+                    del self._superseded[next(iter(self._superseded))]
+            if self.membership is not None and self.membership.ring != message.ring:
+                self.membership.revoke(PeerFailedError(f"the node joined ring {message.ring}"))
+            await self._leave()
+            self.membership = RingMembership(
+                ring=message.ring,
+                epoch=Epoch(message.epoch),
+                rank=message.rank,
+                addresses=tuple(message.addresses),
+                model=message.model,
+                owner=owner,
+                owner_name=owner_name,
+                dial=self._dial,
+                on_broken=on_broken,
+                may_spin=self._may_spin,
+            )
+            return self.membership
+
+    def head_lost(self, ring: str) -> None:
+        """Note that the head of `ring` is lost: a ring that it was building will never be built."""
+        if self.membership is not None and self.membership.ring == ring:
+            self.membership.lose_owner()
+
+    async def leave_ring(self, membership: RingMembership) -> None:
+        """End `membership`, unless another one has replaced it already."""
+        async with self._changing:
+            if self.membership is membership:
+                await self._leave()
+
+    async def load(
+        self,
+        membership: RingMembership,
+        order: StageOrder,
+        *,
+        sent: WireDType,
+        received: WireDType,
+        threads: int,
+        memory_bytes: int,
+        on_progress: Callable[[int, int], None],
+    ) -> tuple[LoadedStage, bool]:
+        """Have the stage of `order` loaded for `membership`.
+
+        Returns the stage and whether it was there already. A stage of another order is freed first;
+        for other wire dtypes, `sent` and `received`, it need not be. Raises what loading raises,
+        and PeerFailedError when another ring has taken this node meanwhile or this node shuts down;
+        then nothing of this order is left loaded.
+        """
+        async with self._changing:
+            self._check_not_closing()
+            if self.membership is not membership:
+                raise PeerFailedError(
+                    f"this node is no member of ring {membership.ring} any more", remedy="ask again"
+                )
+            await self._compute.run(lambda: set_compute_threads(threads))
+            set_compute_threads(threads)  # of this thread, which may compute short steps itself
+            reused = self._take_prepared(membership.ring, order) or await self._fits(order)
+            if self.loaded is None or not reused:
+                kept = self.loaded.kept if self.loaded is not None else None
+                await self._free()
+                loading = self._load(order, memory_bytes, on_progress, kept=kept)
+                del kept  # what the next stage does not take is to be freed
+                self.loaded = await loading
+            compute = self.loaded.compute
+            await self._compute.run(lambda: compute.use_wire(sent, received))
+            membership.is_loaded = True
+            return self.loaded, reused
+
+    async def prepare(
+        self,
+        ring: str,
+        owner: str,
+        order: StageOrder,
+        *,
+        memory_bytes: int,
+        on_progress: Callable[[int, int], None],
+        stands_for: str = "",
+    ) -> tuple[LoadedStage, bool]:
+        """Have the stage of `order` loaded for a ring to come, while this node's ring goes on.
+
+        Layers that are here are kept. `load` for that ring takes it. Returns the stage and whether
+        it was here. `stands_for` is the node whose loss brings that ring, "" for none. Raises
+        CapacityError if both do not fit, what loading raises, and as `enter_ring`.
+        """
+        self._check_not_draining(owner)
+        self._refuse_others(owner)
+        async with self._changing:
+            self._check_not_closing()
+            self._refuse_others(owner)
+            stage = await self._held(order)
+            was_here = stage is not None
+            if self._prepared is not None and self._prepared.ring != ring:
+                await self.forget_arrivals()
+            self._prepared = None
+            self._is_preparing = True
+            try:
+                if stage is None:
+                    stage = await self._grown(order, memory_bytes, on_progress)
+                if stage is None:
+                    held_bytes = self.loaded.weight_bytes if self.loaded is not None else 0
+                    kept = self.loaded.kept if self.loaded is not None else None
+                    stage = await self._load(order, memory_bytes, on_progress, held_bytes, kept)
+            finally:
+                self._is_preparing = False
+            self._prepared = _Prepared(ring=ring, stage=stage, stands_for=stands_for)
+            return stage, was_here
+
+    async def _held(self, order: StageOrder) -> LoadedStage | None:
+        """Return the stage of `order` if it is here: in use, a part of that, or made ready."""
+        stages = [self.loaded, self._prepared.stage if self._prepared is not None else None]
+        for stage in stages:
+            if stage is not None:
+                found = await self._loader.run(order.folder, partial(stage.part, order))
+                if found is not None:
+                    return found
+        return None
+
+    async def _grown(
+        self, order: StageOrder, memory_bytes: int, on_progress: Callable[[int, int], None]
+    ) -> LoadedStage | None:
+        """Load what the stage in use lacks of `order`, and join both; None if it is no part."""
+        own = self.loaded
+        if own is None:
+            return None
+        lacking = await self._loader.run(order.folder, partial(own.lacks, order))
+        if not lacking:
+            return None
+        stages, left_bytes = [own], memory_bytes - own.weight_bytes
+        for part in lacking:
+            stages.append(await self._load(part, left_bytes, on_progress))
+            left_bytes -= stages[-1].weight_bytes
+        return join(order, stages)
+
+    def _take_prepared(self, ring: str, order: StageOrder) -> bool:
+        """Put the stage that was made ready for a ring into use, if it is that of `order`."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared.ring != ring or prepared.stage.order != order:
+            return False
+        old, self.loaded = self.loaded, prepared.stage
+        if old is not None and old is not prepared.stage:
+            self._retire(old, prepared.stage)
+        return True
+
+    def _retire(self, old: LoadedStage, new: LoadedStage) -> None:
+        """Free a stage while the next one begins to work; the ring does not wait for it."""
+        kept = _prefixes_of(new)
+        for prefixes in _prefixes_of(old):
+            if prefixes not in kept:
+
+                def settle(prefixes: StagePrefixes = prefixes) -> None:
+                    prefixes.settle(SETTLE_PREFIXES_S)
+                    prefixes.close()
+
+                folder = prefixes.files.store.folder
+                self._prefix_disk.submit(folder, settle).add_done_callback(_looked_at)
+        self._loader.submit("freed memory", release_freed_memory).add_done_callback(_looked_at)
+
+    def drop_prepared(self, ring: str) -> None:
+        """Free what was made ready for a ring that does not come."""
+        if self._prepared is not None and self._prepared.ring == ring:
+            self._prepared = None
+
+    async def drop_standby(self) -> None:
+        """Free what was made ready for the loss of another node."""
+        if self._prepared is not None and self._prepared.stands_for:
+            self._prepared = None
+            await self._release_freed_memory()
+
+    def moves_of(self, ring: str, epoch: int) -> SlotMoves:
+        """Return what moves sequences from this node's stage; for jobs on the compute thread.
+
+        Raises UsageError unless this node is a member of that ring and its stage can give them.
+        """
+        self._membership(ring, epoch)
+        return _moves(self.loaded)
+
+    def prepared_layers(self, ring: str) -> LayerRange:
+        """Return the layers of the stage that is ready for a ring, or raise UsageError."""
+        return self._prepared_for(ring).order.layers
+
+    async def on_moves(self, ring: str, epoch: int, job: Callable[[SlotMoves], T]) -> T:
+        """Run `job` with what sequences hold on this node's stage, on the compute thread.
+
+        Raises as `moves_of`, and what `job` raises.
+        """
+        return await self._compute.run(partial(job, self.moves_of(ring, epoch)))
+
+    async def on_arrivals(self, ring: str, job: Callable[[SlotMoves], T]) -> T:
+        """Run `job` with what arrives for the stage that is ready for a ring.
+
+        On the compute thread. Raises UsageError if no stage is ready, and what `job` raises.
+        """
+        return await self._compute.run(partial(job, _moves(self._prepared_for(ring))))
+
+    async def forget_arrivals(self) -> None:
+        """Drop what has arrived and was not opened."""
+        stages = {self.loaded, self._prepared.stage if self._prepared else None}
+        for moves in [stage.moves for stage in stages if stage is not None]:
+            if moves is not None:
+                await self._compute.run(moves.forget)
+
+    def _prepared_for(self, ring: str) -> LoadedStage:
+        if self._prepared is None or self._prepared.ring != ring:
+            raise UsageError(f"no stage is ready here for ring {ring}", remedy="ask again")
+        return self._prepared.stage
+
+    async def on_prefixes(
+        self, ring: str, epoch: int, job: Callable[[StagePrefixes], T], *, is_long: bool
+    ) -> T:
+        """Run `job` with the prefixes of this node's stage, on a thread that reads files.
+
+        A job that `is_long` waits for others of its kind, and holds up no short one.
+
+        Raises UsageError unless this node is a member of that ring and keeps prefixes, what `job`
+        raises, and DiskSilentError if the disk does not answer.
+        """
+        self._membership(ring, epoch)
+        prefixes = self.loaded.prefixes if self.loaded is not None else None
+        if prefixes is None:
+            raise UsageError("this node keeps no prefixes of this model on disk")
+        folder = prefixes.files.store.folder
+        place = folder if is_long else f"the list of {folder}"
+        return await self._prefix_disk.run(place, partial(job, prefixes))
+
+    async def measure(
+        self,
+        job: Callable[[Callable[[], None]], T],
+        on_progress: Callable[[int, int], None],
+    ) -> T:
+        """Run `job`, which computes, on the compute thread. It calls what it is given in between.
+
+        Raises BusyError when sequences are open here, also when one is opened meanwhile, what `job`
+        raises, and PeerFailedError when this node shuts down. When cancelled, waits until the
+        thread has stopped.
+        """
+        async with self._changing:
+            self._check_not_closing()
+            self.check_idle()
+            reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
+
+            def tick() -> None:
+                self.check_idle()
+                reporter.report(0, 1)
+
+            try:
+                return await self._to_its_end(self._compute.submit(lambda: job(tick)), reporter)
+            finally:
+                await self._release_freed_memory()
+
+    async def drop_caches(self) -> None:
+        """Give back memory that holds only what can be made or read again.
+
+        What sequences have is none of that, nor what the head keeps for those to come.
+        """
+        loaded, packs = self.loaded, self._packs
+        if loaded is not None and loaded.prefixes is not None:
+            loaded.prefixes.stop_writing()
+
+        def drop() -> None:
+            if packs is not None and (loaded is None or not loaded.order.n_streamed):
+                drop_pages(packs)
+            release_freed_memory()
+
+        with contextlib.suppress(ShardnetError):  # the disk hangs, or this node leaves
+            await self._loader.run("dropped caches", drop)
+
+    async def wait_for_compute(self) -> None:
+        """Wait until the compute thread is free, as each step does.
+
+        Raises BusyError if it is in use, PeerFailedError when this node shuts down.
+        """
+        self._check_not_closing()
+        self.check_idle()
+        await self._compute.run(lambda: None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether sequences are open here."""
+        return self.membership is not None and self.membership.is_busy
+
+    def check_idle(self) -> None:
+        """Raise BusyError while sequences are open here."""
+        if self.membership is not None and self.membership.is_busy:
+            raise generating_with(self.membership.model)
+
+    async def join(self, ring: str, epoch: int, pipeline: Pipeline | None = None) -> None:
+        """Connect to both neighbours in `ring` and start to work; see RingMembership.join."""
+        membership = self._membership(ring, epoch)
+        if self.loaded is None or not membership.is_loaded:
+            raise UsageError(f"ring {ring} was asked to connect before its stage was loaded")
+        await membership.join(self.loaded.compute, self._compute, pipeline)
+
+    def check_hello(self, hello: Hello) -> None:
+        """Raise UsageError if `hello` is not that of the stage before this one in its ring."""
+        self._membership(hello.ring, hello.epoch).check_hello(hello)
+
+    def accept(self, link: Link) -> None:
+        """Take a data link. Raises UsageError if it is not from the stage before this one."""
+        self._membership(link.peer.ring, link.peer.epoch).accept(link)
+
+    async def unload(self, owner: str) -> None:
+        """Leave the ring and free the weights.
+
+        Raises BusyError while sequences of another head than `owner` are open.
+        """
+        async with self._changing:
+            self._refuse_if_busy(owner)
+            await self._leave()
+            await self._free()
+
+    async def close(self) -> None:
+        """Leave the ring, free the weights and end the threads; what is loaded just now is not.
+
+        Threads that hang, on a disk or in a computation, are left behind after CLOSE_S each.
+        """
+        self._is_closing = True
+        if self._work is not None:
+            self._work.cancel(_leaving())
+        for give_up in (self._loader.close, self._compute.close, self._prefix_disk.close):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S), self._changing:
+                    await self._leave()
+                    if self.loaded is not None:
+                        await self._settle_prefixes(self.loaded)
+                    self.loaded = None
+            give_up()
+
+    async def _settle_prefixes(self, loaded: LoadedStage) -> None:
+        """Let finished prompts reach the disk before their memory is wanted for something else."""
+        for prefixes in _prefixes_of(loaded):
+            folder = prefixes.files.store.folder
+            try:
+                with contextlib.suppress(ShardnetError):  # the disk hangs, or this node leaves
+                    await self._prefix_disk.run(folder, partial(prefixes.settle, SETTLE_PREFIXES_S))
+            finally:
+                prefixes.close()
+
+    async def _fits(self, order: StageOrder) -> bool:
+        """Say whether the loaded stage is the one that `order` would give."""
+        if self.loaded is None:
+            return False
+        return await self._loader.run(order.folder, partial(self.loaded.fits, order))
+
+    async def _load(
+        self,
+        order: StageOrder,
+        memory_bytes: int,
+        on_progress: Callable[[int, int], None],
+        held_bytes: int = 0,
+        kept: KeptWeights | None = None,
+    ) -> LoadedStage:
+        """Load on the loading thread. When cancelled, wait until the thread has stopped."""
+        reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
+        try:
+            return await self._to_its_end(
+                self._loader.submit(
+                    order.folder,
+                    lambda: load(
+                        order,
+                        memory_bytes,
+                        reporter.report,
+                        self._packs,
+                        self._plugin,
+                        self._prefixes,
+                        held_bytes,
+                        kept,
+                    ),
+                    alive=lambda: reporter.n_reports,
+                ),
+                reporter,
+            )
+        except asyncio.CancelledError:
+            await finish(self._release_freed_memory())
+            raise
+
+    async def _release_freed_memory(self) -> None:
+        with contextlib.suppress(PeerFailedError):  # this node leaves, and takes it along
+            await self._loader.run("freed memory", release_freed_memory)
+
+    async def _to_its_end(self, running: asyncio.Future[T], reporter: ProgressReporter) -> T:
+        """Wait for a job on a thread. When cancelled, cancel the job and wait for its end."""
+        self._work = reporter
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            reporter.cancel()
+            try:
+                await finish(_ended(running))
+            finally:
+                del running  # with what it has made: the memory may be wanted while this travels
+            raise
+        finally:
+            self._work = None
+
+    def _check_not_superseded(self, owner: str, epoch: int) -> None:
+        """Raise SupersededError for an order of a head from before another took its place."""
+        if epoch < self._superseded.get(owner, 0):
+            raise SupersededError(
+                "another node leads this ring since its head was lost", remedy="ask again"
+            )
+
+    def _check_not_draining(self, owner: str) -> None:
+        if self.is_draining and owner != self._node:
+            raise draining()
+        if self.rests:
+            raise resting(self.rests)
+
+    def _check_not_closing(self) -> None:
+        if self._is_closing:
+            raise _leaving()
+
+    def _membership(self, ring: str, epoch: int) -> RingMembership:
+        if self.membership is None or (self.membership.ring, self.membership.epoch) != (
+            ring,
+            epoch,
+        ):
+            raise UsageError(
+                f"this node is no member of ring {ring} epoch {epoch}: it has joined another "
+                "ring, or never joined this one",
+                remedy="ask again",
+            )
+        return self.membership
+
+    def _refuse_if_busy(self, owner: str) -> None:
+        """Raise BusyError while sequences of another head than `owner` are open."""
+        if (
+            self.membership is not None
+            and self.membership.is_busy
+            and self.membership.owner != owner
+        ):
+            raise generating_with(self.membership.model)
+
+    def _refuse_others(self, owner: str) -> None:
+        """Raise as `_refuse_if_busy`, and TakenError while another head builds a ring here."""
+        self._refuse_if_busy(owner)
+        if (
+            self.membership is not None
+            and self.membership.is_forming
+            and self.membership.owner != owner
+        ):
+            raise TakenError(
+                f"this node is loading {self.membership.model} for {self.membership.owner_name}",
+                remedy="wait until that ends, or stop the command that asked for it",
+            )
+
+    async def _leave(self) -> None:
+        if self.membership is not None:
+            await self.membership.leave()
+            self.membership = None
+
+    async def _free(self) -> None:
+        self._prepared = None
+        if self.loaded is not None:
+            await self._settle_prefixes(self.loaded)
+            self.loaded = None
+            await self._release_freed_memory()
+
+
+def _prefix_state(prefixes: StagePrefixes | None) -> PrefixState | None:
+    if prefixes is None:
+        return None
+    store = prefixes.files.store
+    return PrefixState(
+        used_bytes=store.used_bytes,
+        limit_bytes=store.limit_bytes,
+        saved_positions=prefixes.figures.saved,
+        restored_positions=prefixes.figures.restored,
+        bytes_per_s=store.bytes_per_s,
+    )
+
+
+def _prefixes_of(stage: LoadedStage) -> list[StagePrefixes]:
+    parts = stage.parts or (stage,)
+    return [part.prefixes for part in parts if part.prefixes is not None]
+
+
+def _standby_state(prepared: _Prepared, loaded: LoadedStage | None) -> StandbyState | None:
+    if not prepared.stands_for:
+        return None
+    stage = prepared.stage
+    parts = [part for part in stage.parts or (stage,) if part is not loaded]
+    if loaded is not None:
+        parts = [part for part in parts if part not in loaded.parts]
+    return StandbyState(
+        node=prepared.stands_for,
+        layers=(parts[0].order.layers.start, parts[-1].order.layers.end) if parts else (0, 0),
+        weight_bytes=sum(part.weight_bytes for part in parts),
+    )
+
+
+def _moves(stage: LoadedStage | None) -> SlotMoves:
+    """Return what moves sequences to and from a stage. Raises UsageError where nothing can."""
+    if stage is None or stage.moves is None:
+        raise UsageError(
+            "the stage of this node cannot move its KV cache", remedy="let it be computed again"
+        )
+    return stage.moves
+
+
+def _looked_at(job: asyncio.Future[None]) -> None:
+    """Retrieve the error of a job that nobody waits for: the disk hangs, or this node leaves."""
+    if not job.cancelled():
+        job.exception()
+
+
+def generating_with(model: str) -> BusyError:
+    """Make the BusyError of a node that is generating with `model`."""
+    return BusyError(
+        f"this node is generating with {model}", remedy="wait until that ends, or stop it"
+    )
+
+
+def draining() -> PeerFailedError:
+    """Make the error of a node that takes nothing more."""
+    return PeerFailedError("this node is draining, and ends soon", remedy="ask another node")
+
+
+def resting(why: str) -> PeerFailedError:
+    """Make the error of a node that takes nothing now."""
+    return PeerFailedError(f"this node takes part in no ring now: {why}", remedy="ask another node")
+
+
+def _leaving() -> PeerFailedError:
+    return PeerFailedError("this node is leaving", remedy="start it again, or ask without it")
+
+
+async def _ended(running: asyncio.Future[T]) -> None:
+    """Wait for the end of a cancelled job, and discard its result."""
+    await asyncio.wait([running])
+    if not running.cancelled():
+        running.exception()

@@ -1,0 +1,279 @@
+"""Carry out the orders of heads, this node's own among them, for the stage of this node.
+
+Knows how a LoadStage becomes a loaded stage within this node's memory, and what is reported to the
+head. Must not plan, nor know clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
+from shardnet.cluster.machine.profile import Device, MemoryBudget, available_cores
+from shardnet.cluster.member.order_checks import check_load_order
+from shardnet.cluster.member.ring_membership import OnBroken, RingMembership
+from shardnet.cluster.member.stage_host import StageHost
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.sharing.sharing import Sharing
+from shardnet.errors import ShardnetError
+from shardnet.model.config.quantization import Quantization
+from shardnet.runtime.loading.loaded_stage import LoadedStage
+from shardnet.runtime.stage.stage_order import StageOrder
+from shardnet.transport.loop import finish
+from shardnet.types import Arith, DType, KvDType, LayerRange, NodeId, WireDType
+from shardnet.wire.framing.schema import Phase
+from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.handshake import explanation
+from shardnet.wire.messages.stages import (
+    ConnectRing,
+    LoadProgress,
+    LoadStage,
+    RingBroken,
+    StageReady,
+    UnloadStage,
+)
+
+PhaseProgress = Callable[[Phase, int, int], None]
+"""Takes (what is done, bytes done, bytes in all)."""
+
+Watch = Callable[[ControlLink, Callable[[ShardnetError], None]], Callable[[], None]]
+"""Calls a function when the node of a link is lost; returns what ends the watch."""
+
+
+class StageOrders:
+    """Carries orders out on `host`, with weights that `sharing` brings.
+
+    `asked_threads` 0 means a share of the machine's cores. `watch` reports that a head is lost,
+    `latest` returns the link that has replaced one to it.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: StageHost,
+        sharing: Sharing,
+        budget: MemoryBudget,
+        asked_threads: int,
+        local_nodes: LocalNodes,
+        watch: Watch,
+        latest: Callable[[ControlLink], ControlLink],
+        log: Callable[[str], None],
+    ) -> None:
+        self._host = host
+        self._sharing = sharing
+        self._budget = budget
+        self._asked_threads = asked_threads
+        self._local_nodes = local_nodes
+        self._watch = watch
+        self._latest = latest
+        self._stop_watching: Callable[[], None] = lambda: None
+        self._stop_standing_by: Callable[[], None] = lambda: None
+        self._log = log
+
+    def register(self, handlers: MessageHandlers) -> None:
+        """Register the orders of heads but LoadStage, which the node's own ring may forbid."""
+        handlers.register(ConnectRing, self._connect_for)
+        handlers.register(UnloadStage, self._unload_for)
+
+    async def _connect_for(self, control: ControlLink, message: ConnectRing) -> None:
+        await self._host.join(message.ring, message.epoch)
+        control.send(Done(request=message.request))
+
+    async def _unload_for(self, control: ControlLink, message: UnloadStage) -> None:
+        await self.unload(control.link.peer.node, message.ring)
+        control.send(Done(request=message.request))
+
+    @property
+    def device(self) -> Device:
+        """The device that computes here."""
+        return self._budget.device
+
+    @property
+    def threads(self) -> int:
+        """Threads a stage computes with: as configured, or a share among this machine's nodes."""
+        if self._asked_threads:
+            return self._asked_threads
+        return share_of_cores(available_cores(), len(self._local_nodes.list()))
+
+    @property
+    def most_threads(self) -> int:
+        """Threads that others may order a stage to compute with: this machine's cores."""
+        return max(available_cores(), self._asked_threads)
+
+    def memory_bytes(self) -> int:
+        """Return the bytes that a stage of this node may take, its loaded one included."""
+        return self._budget.total_bytes(
+            used_bytes=self._host.weight_bytes,
+            n_nodes_here=len(self._local_nodes.list()),
+        )
+
+    def free_bytes(self) -> int:
+        """Return the bytes left beside what is loaded, at most what the device has free."""
+        left = self.memory_bytes() - self._host.weight_bytes
+        return max(0, min(left, self._budget.available_bytes()))
+
+    async def load_for(self, control: ControlLink, message: LoadStage) -> None:
+        """Carry out a peer's order; send it progress, the reply, and RingBroken if the ring breaks.
+
+        Raises what `load` raises.
+        """
+
+        def progress(phase: Phase, done_bytes: int, total_bytes: int) -> None:
+            if not control.link.closed:
+                control.send(
+                    LoadProgress(
+                        request=message.request,
+                        done_bytes=done_bytes,
+                        total_bytes=total_bytes,
+                        phase=phase,
+                    )
+                )
+
+        def broken(error: ShardnetError, silent: NodeId | None) -> None:
+            head = self._latest(control)
+            if not head.link.closed:
+                head.send(
+                    RingBroken(
+                        ring=message.ring,
+                        epoch=message.epoch,
+                        code=error.code,
+                        message=explanation(error),
+                        silent=silent or "",
+                    )
+                )
+
+        def entered() -> None:
+            self._stop_watching()
+            self._stop_watching = self._watch(control, lambda _: self._host.head_lost(message.ring))
+
+        owner = control.link.peer.node
+        if message.stands_for:
+            self._stop_standing_by()
+            drop = self._host.drop_prepared
+            self._stop_standing_by = self._watch(control, lambda _: drop(message.ring))
+        ready = await self.load(
+            message,
+            owner=owner,
+            owner_name=control.peer_name,
+            progress=progress,
+            broken=broken,
+            entered=entered,
+        )
+        control.send(ready)
+
+    async def load(
+        self,
+        message: LoadStage,
+        *,
+        owner: str,
+        owner_name: str,
+        progress: PhaseProgress,
+        broken: OnBroken,
+        entered: Callable[[], None] = lambda: None,
+    ) -> StageReady:
+        """Have the stage of `message` loaded for the head `owner`, called `owner_name`.
+
+        This node is a member of the head's ring from then on: `entered` is called, and `progress`
+        for the first time. Weights that this node lacks are fetched first. `broken` is called if
+        the ring breaks later. Raises what check_load_order raises, and what StageHost.enter_ring,
+        Sharing.folder and StageHost.load raise; the membership is over then.
+        """
+        check_load_order(message, self.most_threads)
+        if message.beside:
+            return await self._prepare(message, owner, progress)
+        sent = WireDType.named(message.wire_dtype)
+        received = WireDType.named(message.received_dtype) if message.received_dtype else sent
+
+        def left(error: ShardnetError, silent: NodeId | None) -> None:
+            self._log(f"left the ring of {message.model}: {error}")
+            broken(error, silent)
+
+        membership = await self._host.enter_ring(
+            message, owner=owner, owner_name=owner_name, on_broken=left
+        )
+        async with AsyncExitStack() as unless_it_is_loaded:
+            unless_it_is_loaded.push_async_callback(self._leave_ring, membership)
+            entered()
+            progress("loading", 0, 0)
+            folder = await self._sharing.folder(message, partial(progress, "fetching"))
+            threads = message.threads or self.threads
+            loaded, reused = await self._host.load(
+                membership,
+                self._order(message, folder),
+                sent=sent,
+                received=received,
+                threads=threads,
+                memory_bytes=self.memory_bytes(),
+                on_progress=partial(progress, "loading"),
+            )
+            unless_it_is_loaded.pop_all()
+        self._log(
+            f"{'kept' if reused else 'loaded'} {loaded.order.layers.words} of {message.model} "
+            f"({loaded.weight_bytes / 2**20:.1f} MiB, {loaded.kernel}, {threads} threads)"
+        )
+        return _ready(message, loaded, reused)
+
+    async def _prepare(self, message: LoadStage, owner: str, progress: PhaseProgress) -> StageReady:
+        """Load a stage for a ring to come. Raises as `load`; then nothing has changed."""
+        progress("loading", 0, 0)
+        folder = await self._sharing.folder(message, partial(progress, "fetching"))
+        stage, in_use = await self._host.prepare(
+            message.ring,
+            owner,
+            self._order(message, folder),
+            memory_bytes=self.memory_bytes(),
+            on_progress=partial(progress, "loading"),
+            stands_for=message.stands_for,
+        )
+        awaited = f"if {message.stands_for} is lost" if message.stands_for else "for the next plan"
+        self._log(f"{stage.order.layers.words} of {message.model} are ready {awaited}")
+        return _ready(message, stage, in_use)
+
+    async def unload(self, owner: str, ring: str) -> None:
+        """Free the stage of `ring`, unless this node is a member of another ring by now.
+
+        What was loaded beside it for `ring` is freed in any case.
+        """
+        self._host.drop_prepared(ring)
+        if self._host.membership is not None and self._host.membership.ring != ring:
+            return
+        await self._host.unload(owner)
+        self._sharing.release()
+        self._log("freed the stage")
+
+    async def _leave_ring(self, membership: RingMembership) -> None:
+        await finish(self._host.leave_ring(membership))
+
+    def _order(self, message: LoadStage, folder: Path) -> StageOrder:
+        return StageOrder(
+            model=message.model,
+            folder=folder,
+            model_id=message.model_id,
+            layers=LayerRange(*message.layers),
+            dtype=DType.named(message.dtype),
+            context=message.context,
+            is_tail=message.rank == message.n_stages - 1,
+            device=self._budget.device.kind,
+            quantization=Quantization.named(message.quant),
+            kv_dtype=KvDType(message.kv_dtype),
+            n_streamed=message.streamed_layers,
+            ignore_unknown=message.ignore_unknown_config,
+            arith=self.device.arith(Arith(message.arith)),
+        )
+
+
+def _ready(message: LoadStage, loaded: LoadedStage, reused: bool) -> StageReady:
+    return StageReady(
+        request=message.request,
+        weight_bytes=loaded.weight_bytes,
+        room_blocks=loaded.room_blocks,
+        reused=reused,
+        kernel=loaded.kernel,
+        load_s=loaded.load_s,
+        exact_rows=loaded.exact_rows,
+        arithmetic=loaded.arithmetic,
+    )

@@ -1,0 +1,204 @@
+"""Stages that span several nodes, each with a part of every linear: what they cost, when they pay.
+
+A row passes through such a stage as if it were one node that computes a part of the time and waits
+for the others' parts at every gather. Pure. Must not know how parts travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from shardnet.cluster.placement.estimate import ASSUMED_LINK, measured_link, paces_of
+from shardnet.cluster.placement.figures import (
+    MARGIN,
+    CandidateNode,
+    Exclusion,
+    Gathers,
+    Links,
+    LinkSpeed,
+    ModelShape,
+    Objective,
+    Placement,
+    StageSpeed,
+)
+from shardnet.cluster.placement.placement import place_exactly
+from shardnet.cluster.placement.words import LISTED
+from shardnet.errors import PlanError
+
+SPAN_SIZES = (2, 4, 8)
+"""Over how many nodes a stage may span without being asked to."""
+SPAN_GAIN = 0.15
+"""What a token must at least be faster by: a stage that spans two nodes is lost with either."""
+_PREFILL_ROWS = 256
+
+
+def gather_s(link: LinkSpeed, n_shards: int, n_bytes: int, n_rows: int = 1) -> float:
+    """Return the seconds of a gather of `n_bytes` per row in all parts, over links like `link`.
+
+    A whole round trip: nobody goes on before the slower of both ways has arrived, and its bytes
+    have passed two loops and woken a thread. A node sends its part to each of the others.
+    """
+    return link.round_trip_s + link.send_s(n_rows * n_bytes * (n_shards - 1) // n_shards)
+
+
+def spanning(shape: ModelShape, nodes: Sequence[CandidateNode], links: Links) -> CandidateNode:
+    """Return what a stage that spans `nodes` is to the planner; the first is the ring's member.
+
+    Parts are equal, so it is as fast as the slowest of them. Links that were not measured are
+    assumed to be like the slowest one that was. Raises PlanError for a model that cannot be cut so.
+    """
+    gathers = shape.gathers
+    if gathers is None:
+        raise PlanError(
+            "a stage of this model cannot span several nodes", remedy="use --nodes-per-stage 1"
+        )
+    link, n_shards = _slowest(nodes, links), len(nodes)
+    has_speed = all(node.speed is not None for node in nodes)
+    room_bytes = n_shards * min(node.memory_bytes for node in nodes)
+    again_bytes = (n_shards - 1) * int(shape.activation_bytes * (1 + MARGIN))
+    return replace(
+        nodes[0],
+        name="+".join(node.name for node in nodes[:LISTED]),
+        memory_bytes=max(0, room_bytes - again_bytes),  # each has all activations
+        speed=_speed(shape, gathers, nodes, link) if has_speed else None,
+        lacking=max((node.lacking for node in nodes), key=sum),
+        shards=tuple(node.node for node in nodes[1:]),
+    )
+
+
+def grouped(
+    shape: ModelShape, nodes: Sequence[CandidateNode], links: Links, n_shards: int
+) -> list[CandidateNode]:
+    """Join every `n_shards` consecutive nodes to one that a stage spans.
+
+    Raises PlanError where they do not come out even, and as `spanning`.
+    """
+    if len(nodes) % n_shards:
+        raise PlanError(
+            f"--nodes-per-stage {n_shards}: {len(nodes)} nodes make no stages of {n_shards}",
+            remedy=f"name a multiple of {n_shards} nodes",
+        )
+    starts = range(0, len(nodes), n_shards)
+    return [spanning(shape, nodes[start : start + n_shards], links) for start in starts]
+
+
+def weigh_spans(
+    shape: ModelShape,
+    candidates: Sequence[CandidateNode],
+    links: Links,
+    objective: Objective,
+    best: Placement,
+) -> Placement:
+    """Return the placement of one stage that spans nodes if that pays, else `best`; both say why.
+
+    It must have been measured, as must `best`, and make each token of one sequence faster by
+    SPAN_GAIN. Throughput is never better for it: the ring's stages work side by side as it is.
+    """
+    if objective is not Objective.LATENCY or best.predicted_tok_s is None or not shape.gathers:
+        return best
+    spans = [
+        (placed, members)
+        for n_shards in SPAN_SIZES
+        for members in _groups(candidates, n_shards)
+        if (placed := _placed(shape, members, links)) is not None
+    ]
+    if not spans:
+        return best
+    span, members = max(spans, key=lambda found: found[0].predicted_tok_s or 0.0)
+    rate = span.predicted_tok_s or 0.0
+    names, words = _names(members), _gather_words(shape, members, links)
+    ring = _names([c for c in candidates if c.node in {stage.node for stage in best.stages}])
+    if rate * (1 - SPAN_GAIN) < best.predicted_tok_s:
+        slower = "slower" if rate < best.predicted_tok_s else "hardly faster"
+        cut = f"each layer cut over {names} would be {slower}: about {rate:.1f} tokens/s"
+        return replace(best, why=f"{best.why}; {cut}, since {words}")
+    inside = {member.node for member in members}
+    return replace(
+        span,
+        left_out=tuple(
+            Exclusion(node=c.node, why="each layer is cut over the nodes that gain by it")
+            for c in candidates
+            if c.node not in inside
+        ),
+        why=f"each layer cut over {names}: about {rate:.1f} tokens/s, though {words}; "
+        f"on {ring}: about {best.predicted_tok_s:.1f} tokens/s",
+    )
+
+
+def _groups(candidates: Sequence[CandidateNode], n: int) -> list[list[CandidateNode]]:
+    """Return groups of `n` measured nodes: the fastest, and each with the one that was asked."""
+    able = [c for c in candidates if c.speed is not None and not any(c.lacking)]
+    if len(able) < n:
+        return []
+    by_speed = sorted(able, key=lambda c: c.speed.layer_s if c.speed else 0.0)
+    chosen = by_speed[:n]
+    asked = candidates[0]
+    groups = [chosen]
+    if asked in able and asked not in chosen:
+        groups.append([asked, *chosen[:-1]])
+    if n == 2:
+        pairs = map(list, combinations(by_speed[:LISTED], 2))
+        groups += [pair for pair in pairs if pair not in groups]
+    return [sorted(group, key=lambda c: c is not asked) for group in groups]
+
+
+def _placed(shape: ModelShape, members: Sequence[CandidateNode], links: Links) -> Placement | None:
+    """Place the model on one stage that spans `members`; None where it does not fit or a link
+    between them was not measured."""
+    if any(measured_link(links, *pair) is None for pair in combinations(members, 2)):
+        return None
+    try:
+        return place_exactly(shape, [spanning(shape, members, links)])
+    except PlanError:
+        return None
+
+
+def _speed(
+    shape: ModelShape, gathers: Gathers, nodes: Sequence[CandidateNode], link: LinkSpeed
+) -> StageSpeed:
+    """Return the speed of a stage that spans `nodes`, whose links are like `link`."""
+    n_shards = len(nodes)
+    speeds = [pace.speed for pace in paces_of(shape, nodes)]
+
+    def joined_s(sizes: Sequence[int], n_rows: int = 1) -> float:
+        return sum(gather_s(link, n_shards, n_bytes, n_rows) for n_bytes in sizes)
+
+    return StageSpeed(
+        layer_s=max(s.layer_s for s in speeds) / n_shards + joined_s(gathers.layer_bytes),
+        layer_256_s=max(s.layer_256_s for s in speeds) / n_shards
+        + joined_s(gathers.layer_bytes, _PREFILL_ROWS),
+        embed_s=max(s.embed_s for s in speeds) + joined_s([gathers.embedding_bytes]),
+        head_s=max(s.head_s for s in speeds) / n_shards + joined_s([gathers.head_bytes]),
+        step_s=speeds[0].step_s,
+        is_steady=all(s.is_steady for s in speeds),
+    )
+
+
+def _slowest(nodes: Sequence[CandidateNode], links: Links) -> LinkSpeed:
+    """Return the worst figures of the links between `nodes`, or of all links."""
+    own = [measured_link(links, *pair) for pair in combinations(nodes, 2)]
+    known = [link for link in own if link is not None] or [*links.values()] or [ASSUMED_LINK]
+    return LinkSpeed(
+        round_trip_s=max(link.round_trip_s for link in known),
+        bytes_per_s=min(link.bytes_per_s for link in known),
+        is_steady=all(link.is_steady for link in known),
+    )
+
+
+def _gather_words(shape: ModelShape, members: Sequence[CandidateNode], links: Links) -> str:
+    """Say how often a token waits for the others' parts, and how long in all."""
+    gathers = shape.gathers
+    assert gathers is not None
+    sizes = [*gathers.layer_bytes * shape.n_layers, gathers.embedding_bytes, gathers.head_bytes]
+    link, n_shards = _slowest(members, links), len(members)
+    total_s = sum(gather_s(link, n_shards, n_bytes) for n_bytes in sizes)
+    return (
+        f"its {len(sizes)} gathers take {total_s * 1e3:.3g} ms per token "
+        f"({link.round_trip_s * 1e3:.2g} ms there and back, {link.bytes_per_s / 1e6:.3g} MB/s)"
+    )
+
+
+def _names(nodes: Sequence[CandidateNode]) -> str:
+    return "+".join(node.name for node in nodes[:LISTED])

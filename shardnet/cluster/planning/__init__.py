@@ -1,0 +1,1 @@
+"""From a request to the plan of a ring."""

@@ -1,0 +1,165 @@
+"""What a model weighs, for the planner: from its config and dtypes to a ModelShape.
+
+Knows the memory estimate of a stage. Pure. Must not know nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shardnet.cluster.placement.figures import Gathers, ModelShape, QuantizedSizes, Streaming
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.quantization import Quantization
+from shardnet.stage.estimate.memory_estimate import (
+    WeightForm,
+    activation_peak_bytes,
+    embedding_weight_bytes,
+    head_weight_bytes,
+    kv_block_bytes,
+    layer_read_bytes,
+    layer_scratch_bytes,
+    layer_stream_bytes,
+    layers_weight_bytes,
+    state_bytes,
+    tied_weight_bytes,
+    waiting_bytes,
+)
+from shardnet.stage.estimate.packed_sizes import PackedSizes
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    PREFILL_CHUNK_ROWS,
+    DType,
+    KvDType,
+    LayerRange,
+    WireDType,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationChoice:
+    """What of a model is quantised: linear weights, keys and values."""
+
+    weights: Quantization | None = None
+    kv_dtype: KvDType = KvDType.AUTO
+
+    def more(self) -> Iterator[tuple[tuple[str, ...], QuantizationChoice]]:
+        """List every further quantisation with its flags: first one flag, then two at once."""
+        kinds = [] if self.weights else list(Quantization)
+        weights = [((f"--quant {kind.value}",), replace(self, weights=kind)) for kind in kinds]
+        yield from weights
+        if self.kv_dtype is KvDType.AUTO:
+            flag = f"--kv-dtype {KvDType.INT8.value}"
+            yield (flag,), replace(self, kv_dtype=KvDType.INT8)
+            for flags, one in weights:
+                yield (*flags, flag), replace(one, kv_dtype=KvDType.INT8)
+
+
+UNQUANTIZED = QuantizationChoice()
+
+
+def model_shape(
+    config: ModelConfig,
+    dtype: DType,
+    context: int,
+    wire_dtype: WireDType | None = None,
+    quantization: QuantizationChoice = UNQUANTIZED,
+    stored: DType | None = None,
+    packed: PackedSizes | None = None,
+    gather_dtype: WireDType | None = None,
+) -> ModelShape:
+    """Compute the sizes of a model in `dtype` with one sequence of `context` positions.
+
+    `wire_dtype` is that of activations between stages, None for `dtype`. `stored` is that of linear
+    weights in memory, None for `dtype`, except for those `packed`, which stay as they are stored.
+    `gather_dtype` is that of parts between the nodes of one stage, None for `dtype`.
+    The shape also has the sizes with more of the model quantised than in `quantization`.
+    """
+    form = WeightForm(
+        dtype=dtype, quantization=quantization.weights, linear_dtype=stored, packed=packed
+    )
+    weights = _quantized_sizes(config, form, context, quantization.kv_dtype)
+    return ModelShape(
+        n_layers=config.n_layers,
+        layer_bytes=weights.layer_bytes,
+        spared_bytes=weights.spared_bytes,
+        embedding_bytes=embedding_weight_bytes(config, form),
+        head_bytes=weights.head_bytes,
+        hop_bytes=(wire_dtype or WireDType.own(dtype)).row_bytes(config.hidden_size),
+        context=context,
+        kv_block_bytes=weights.kv_block_bytes,
+        activation_bytes=weights.activation_bytes,
+        activation_position_bytes=weights.activation_position_bytes,
+        state_bytes=weights.state_bytes,
+        layer_read_bytes=layer_read_bytes(config, form),
+        tied_bytes=weights.tied_bytes,
+        streaming=Streaming(
+            read_bytes=layer_stream_bytes(config, form),
+            working_bytes=layer_scratch_bytes(config, form)
+            + waiting_bytes(config, PREFILL_CHUNK_ROWS, dtype, context),
+        ),
+        quantized_sizes=tuple(
+            _quantized_sizes(
+                config, replace(form, quantization=more.weights), context, more.kv_dtype, flags
+            )
+            for flags, more in quantization.more()
+        ),
+        gathers=_gathers(config, gather_dtype or WireDType.own(dtype)),
+    )
+
+
+def _gathers(config: ModelConfig, wire: WireDType) -> Gathers:
+    """Compute what the nodes of a stage tell each other of one row.
+
+    In a layer: the heads' outputs, what the output projection makes of them, the activated columns
+    of the MLP or of the chosen experts, and what the down projection makes of those.
+    """
+    latent, experts = config.latent, config.experts
+    heads = config.n_heads * (latent.value_size if latent else config.head_size)
+    inner = config.intermediate_size
+    if experts is not None:
+        inner = experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
+    columns = (heads, config.hidden_size, inner, config.hidden_size)
+    return Gathers(
+        layer_bytes=tuple(map(wire.row_bytes, columns)),
+        embedding_bytes=wire.row_bytes(config.hidden_size),
+        head_bytes=wire.row_bytes(config.vocab_size),
+    )
+
+
+def _quantized_sizes(
+    config: ModelConfig,
+    form: WeightForm,
+    context: int,
+    kv_dtype: KvDType,
+    flags: tuple[str, ...] = (),
+) -> QuantizedSizes:
+    """Compute the sizes that quantisation can change. `flags` ask for what `form` has."""
+    one_layer, dtype = LayerRange(config.n_layers - 1, config.n_layers), form.dtype
+    each_layer = [LayerRange(layer, layer + 1) for layer in range(config.n_layers)]
+
+    def activation_bytes(positions: int) -> int:
+        rows = PREFILL_CHUNK_ROWS
+        return activation_peak_bytes(config, one_layer, rows, dtype, positions, kv_dtype)
+
+    # The peak is convex in the context: linear interpolation from one block never underestimates.
+    n_more = max(0, context - BLOCK_POSITIONS)
+    layers = layers_weight_bytes(config, form)
+    more_bytes = activation_bytes(context) - activation_bytes(context - n_more)
+    return QuantizedSizes(
+        flags=flags,
+        layer_bytes=max(layers),
+        spared_bytes=_spared(layers),
+        head_bytes=head_weight_bytes(config, form),
+        tied_bytes=tied_weight_bytes(form),
+        kv_block_bytes=max(kv_block_bytes(config, n, dtype, kv_dtype) for n in each_layer),
+        state_bytes=max(state_bytes(config, n, dtype) for n in each_layer),
+        activation_bytes=activation_bytes(context),
+        activation_position_bytes=more_bytes // max(1, n_more),
+    )
+
+
+def _spared(layers: Sequence[int]) -> tuple[int, ...]:
+    """Return how many bytes less than the largest layer each one takes; () if all are equal."""
+    most = max(layers)
+    return tuple(most - n_bytes for n_bytes in layers) if min(layers) < most else ()

@@ -1,0 +1,450 @@
+"""From candidates, model and figures to a plan: the step of planning that decides. Pure.
+
+Knows how a choice becomes a call of the planner (cluster/placement). Must not gather anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from types import MappingProxyType
+
+from msgspec import structs
+
+from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
+from shardnet.cluster.placement.figures import (
+    CandidateNode,
+    Exclusion,
+    Links,
+    ModelShape,
+    Objective,
+    Placement,
+)
+from shardnet.cluster.placement.placement import place, place_exactly, place_streaming
+from shardnet.cluster.placement.rings import Division, divide
+from shardnet.cluster.placement.room import fits_somehow
+from shardnet.cluster.placement.words import LISTED
+from shardnet.cluster.planning.model_shape import UNQUANTIZED, QuantizationChoice, model_shape
+from shardnet.cluster.planning.plan import Plan, silent_words
+from shardnet.cluster.planning.ring_dtypes import (
+    NodeForm,
+    narrow_hops,
+    node_ariths,
+    node_form,
+    settle_arith,
+    settle_dtype,
+    settle_wires,
+)
+from shardnet.cluster.sharing.replica_sources import ReplicaSource
+from shardnet.errors import PlanError, UsageError
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.quantization import Quantization
+from shardnet.runtime.loading.model_facts import ModelFacts
+from shardnet.stage.estimate.memory_estimate import graph_bytes
+from shardnet.stage.estimate.stored_dtype import check_streamable, is_streamable
+from shardnet.types import Arith, DType, KvDType, LayerRange, NodeId, WireDType, parse_wires
+from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.plans import LeftOut, ModelChoice
+
+Holdings = Mapping[NodeId, ReplicaSource]
+"""What nodes have of a model."""
+NO_HOLDINGS: Holdings = MappingProxyType({})
+
+
+def make_plan(
+    choice: ModelChoice,
+    facts: ModelFacts,
+    nodes: Sequence[NodeInfo],
+    measured: Measured = NOTHING_MEASURED,
+    silent: Sequence[LeftOut] = (),
+    holdings: Holdings = NO_HOLDINGS,
+    arith: Arith | None = None,
+) -> Plan:
+    """Plan `choice` over `nodes`: exactly these if the choice names nodes, else the best of them.
+
+    The first node is the one that was asked. What was not measured is assumed as
+    placement/estimate.py says. `holdings` say what nodes have of the model; one that is not there
+    is taken to have all. The `silent` nodes would be candidates if they had answered: the
+    plan, or the error, names them. `arith` is that of the figures, None for what these nodes
+    settle on.
+
+    Raises PlanError if the model does not fit, UsageError for a context that the model does not
+    have and for an unknown dtype.
+    """
+    objective = Objective(choice.optimise) if choice.optimise else Objective.LATENCY
+    context = _context(choice, facts.config)
+    dtype = settle_dtype(choice.dtype, facts.config, nodes)
+    arith = arith or settle_arith(choice.arith, nodes)
+    wires = parse_wires(choice.wire_dtype)
+    quantization = QuantizationChoice(
+        weights=Quantization.named(choice.quant), kv_dtype=KvDType(choice.kv_dtype)
+    )
+    forms = _forms(facts, nodes, dtype, choice.arith, arith)
+    shapes = _Shapes(
+        facts=facts,
+        context=context,
+        wire=wires.every or WireDType.own(dtype),
+        quantization=quantization,
+        narrow_hops=narrow_hops(
+            wires,
+            dtype,
+            nodes,
+            measured.links,
+            facts.config.hidden_size,
+            in_order=bool(choice.nodes),
+        ),
+    )
+    disks = {told.node: told.disk_bytes_per_s for told in measured.reports}
+    shape = shapes.of(forms[NodeId(nodes[0].node)])
+    candidates = [
+        _fetching(candidate, facts, holdings, measured.links)
+        for candidate in _candidates(
+            facts, dtype, quantization.weights, nodes, measured, disks, shapes, forms
+        )
+    ]
+    division = None
+    if objective is Objective.THROUGHPUT and _may_divide(choice, nodes):
+        division = divide(shape, candidates, measured.links)
+    if division is not None:
+        named = structs.replace(choice, dtype=dtype.value)
+        return _divided(division, named, facts, nodes, measured, silent, holdings, arith)
+    try:
+        placement = _placed(choice, facts, shape, forms, candidates, measured.links, objective)
+    except PlanError as error:
+        if silent:
+            message = f"{error.message}; {silent_words(silent)}"
+            raise PlanError(message, remedy=error.remedy) from None
+        raise
+    by_node = {node.node: node for node in nodes}
+    ring = tuple(by_node[stage.node] for stage in placement.stages)
+    on_ring = settle_wires(choice.wire_dtype, dtype, ring, measured.links)
+    plan = Plan(
+        choice=choice,
+        facts=facts,
+        dtype=dtype,
+        arith=arith,
+        forms=tuple(forms[stage.node] for stage in placement.stages),
+        wires=on_ring,
+        wire_saved_s=_saved_s(placement, measured.links, dtype, on_ring, facts.config.hidden_size),
+        context=context,
+        nodes=ring,
+        placement=placement,
+        left_out_names={NodeId(node.node): node.name for node in nodes},
+        measured=measured,
+        objective=objective,
+        chunk_s=_chunk_s(placement, shape, measured, disks),
+        silent=tuple(silent),
+        holders=tuple(source.node for source in _holders(facts, holdings)),
+    )
+    if not choice.standby:
+        return plan
+    return plan.with_standbys([node for node in nodes if node not in ring])
+
+
+def _may_divide(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> bool:
+    """Say whether several rings may do what is asked for: nothing fixes one, and others reach all
+    nodes.
+    """
+    is_fixed = choice.nodes or choice.layers or choice.stream_layers
+    return not is_fixed and all(node.address for node in nodes)
+
+
+def _divided(
+    division: Division,
+    choice: ModelChoice,
+    facts: ModelFacts,
+    nodes: Sequence[NodeInfo],
+    measured: Measured,
+    silent: Sequence[LeftOut],
+    holdings: Holdings,
+    arith: Arith,
+) -> Plan:
+    """Plan each ring as if its nodes had been named, so that all compute the same bits.
+
+    The first is that of which the asked node is the head, if there is one.
+    """
+    known = {node.node: node for node in nodes}
+    if arith is Arith.PORTABLE:
+        choice = structs.replace(choice, arith=arith.value)
+
+    def planned(ring: Sequence[CandidateNode]) -> Plan:
+        infos = [known[candidate.node] for candidate in ring]
+        named = structs.replace(choice, nodes=[info.address for info in infos])
+        return make_plan(named, facts, infos, measured, (), holdings, arith)
+
+    asked = nodes[0].node
+    first, *beside = sorted(map(planned, division.rings), key=lambda p: p.nodes[0].node != asked)
+    members = {node.node for ring in (first, *beside) for node in ring.nodes}
+    left_out = tuple(
+        Exclusion(node=NodeId(node.node), why="no faster with it, as far as is known")
+        for node in nodes
+        if node.node not in members
+    )
+    return replace(
+        first,
+        beside=tuple(beside),
+        placement=replace(first.placement, left_out=left_out, why=division.why),
+        left_out_names={NodeId(node.node): node.name for node in nodes},
+        silent=tuple(silent),
+    )
+
+
+def plan_again(
+    choice: ModelChoice,
+    facts: ModelFacts,
+    nodes: Sequence[NodeInfo],
+    measured: Measured,
+    silent: Sequence[LeftOut],
+    holdings: Holdings,
+    arith: Arith,
+) -> Plan:
+    """Plan as `make_plan`, with the first node as head, which has the requests.
+
+    If the choice names nodes, `nodes` are those of them that are left.
+    """
+    head, *others = nodes
+
+    def exactly(ring: Sequence[NodeInfo]) -> Plan:
+        named = structs.replace(choice, nodes=[node.address for node in ring])
+        return make_plan(named, facts, ring, measured, silent, holdings, arith)
+
+    if choice.nodes:
+        return exactly(nodes)
+    plan = make_plan(choice, facts, nodes, measured, silent, holdings, arith)
+    if plan.nodes[0].node == head.node:
+        return plan
+    chosen = [node for node in plan.nodes if node.node != head.node]
+    for ring in ([head, *chosen], [head, *chosen[1:]]):
+        with contextlib.suppress(PlanError):
+            return exactly(ring)
+    return exactly([head, *others])
+
+
+def fits(facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
+    """Estimate whether a model fits the memory of some ring of `nodes`, with no flag given.
+
+    By memory alone, as if nothing had been measured: no speed is looked at.
+    """
+    dtype = settle_dtype("auto", facts.config, nodes)
+    arith = settle_arith("auto", nodes)
+    shapes = _Shapes(
+        facts=facts,
+        context=facts.config.default_context,
+        wire=WireDType.own(dtype),
+        quantization=UNQUANTIZED,
+        narrow_hops={},
+    )
+    forms = _forms(facts, nodes, dtype, "auto", arith)
+    candidates = _candidates(facts, dtype, None, nodes, NOTHING_MEASURED, {}, shapes, forms)
+    shape = shapes.of(NodeForm(dtype=dtype, linear=dtype, arithmetic="", by_library=False))
+    return fits_somehow([candidate.held(shape) for candidate in candidates])
+
+
+def _forms(
+    facts: ModelFacts,
+    nodes: Sequence[NodeInfo],
+    dtype: DType,
+    requested: str,
+    arith: Arith,
+) -> dict[NodeId, NodeForm]:
+    """Tell in which form each node holds the model in a ring of `dtype` and `arith`."""
+    ariths, linear = node_ariths(requested, arith, nodes), facts.linear_dtype
+    return {
+        (node := NodeId(info.node)): node_form(info, dtype, ariths[node], facts.config, linear)
+        for info in nodes
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shapes:
+    """The sizes of a model in each form in which nodes hold it, each computed once."""
+
+    facts: ModelFacts
+    context: int
+    wire: WireDType
+    quantization: QuantizationChoice
+    narrow_hops: Mapping[tuple[NodeId, NodeId], int]
+    _known: dict[tuple[DType, DType], ModelShape] = field(default_factory=dict)
+
+    def of(self, form: NodeForm) -> ModelShape:
+        """Return the sizes on a node that holds the model so."""
+        dtypes = (form.dtype, form.linear)
+        if dtypes not in self._known:
+            self._known[dtypes] = self._made(form)
+        return self._known[dtypes]
+
+    def _made(self, form: NodeForm) -> ModelShape:
+        facts = self.facts
+        shape = model_shape(
+            facts.config,
+            form.dtype,
+            self.context,
+            self.wire,
+            self.quantization,
+            form.linear,
+            facts.packed,
+        )
+        is_quantised = self.quantization.weights is not None
+        streams = is_quantised or is_streamable(facts.stored_dtype, facts.packed, form.linear)
+        streaming = shape.streaming if streams else None
+        return replace(shape, streaming=streaming, narrow_hops=self.narrow_hops)
+
+
+def _candidates(
+    facts: ModelFacts,
+    dtype: DType,
+    quantization: Quantization | None,
+    nodes: Sequence[NodeInfo],
+    measured: Measured,
+    disks: Mapping[str, float | None],
+    shapes: _Shapes,
+    forms: Mapping[NodeId, NodeForm],
+) -> list[CandidateNode]:
+    """Describe the nodes to the planner. A GPU keeps memory for CUDA graphs."""
+    graphs_bytes = graph_bytes(
+        facts.config, dtype, quantization, is_packed=facts.packed is not None
+    )
+    return [
+        CandidateNode(
+            node=NodeId(node.node),
+            name=node.name,
+            memory_bytes=max(0, node.memory_bytes - graphs_bytes * node.device.startswith("cuda")),
+            speed=measured.speeds.get(NodeId(node.node)),
+            disk_bytes_per_s=disks.get(node.node),
+            shape=shapes.of(forms[NodeId(node.node)]),
+        )
+        for node in nodes
+    ]
+
+
+def _fetching(
+    candidate: CandidateNode, facts: ModelFacts, holdings: Holdings, links: Links
+) -> CandidateNode:
+    """Add what a node lacks of the model, and the best measured rate from a node that has it."""
+    own = holdings.get(candidate.node)
+    lacking = () if own is None else own.lacking_bytes(facts.model_id, facts.layers.size_bytes)
+    if not any(lacking):
+        return candidate
+    ways = [(source.node, candidate.node) for source in _holders(facts, holdings)]
+    measured = [links.get(way) or links.get(way[::-1]) for way in ways]
+    rates = [link.bytes_per_s for link in measured if link is not None]
+    return replace(candidate, lacking=lacking, fetch_bytes_per_s=max(rates, default=None))
+
+
+def _holders(facts: ModelFacts, holdings: Holdings) -> list[ReplicaSource]:
+    """Return the nodes with the whole model, else those with parts of it."""
+    having = [source for source in holdings.values() if source.model_id == facts.model_id]
+    return [source for source in having if source.is_complete] or having
+
+
+def _placed(
+    choice: ModelChoice,
+    facts: ModelFacts,
+    shape: ModelShape,
+    forms: Mapping[NodeId, NodeForm],
+    candidates: Sequence[CandidateNode],
+    links: Links,
+    objective: Objective,
+) -> Placement:
+    """Place the model with as little streaming as `choice` allows. Raises as make_plan."""
+    layers = [LayerRange(start, end) for start, end in choice.layers] or None
+    exactly = bool(choice.nodes or layers)
+    if layers is not None and not choice.nodes:
+        if len(layers) > len(candidates):
+            raise _too_few_nodes(len(layers), candidates)
+        candidates = candidates[: len(layers)]
+
+    def resident() -> Placement:
+        if exactly:
+            return place_exactly(shape, candidates, layers, links, objective)
+        return place(shape, candidates, links, objective)
+
+    def streaming(n_streamed: int | None) -> Placement | None:
+        if all(candidate.held(shape).shape.streaming is None for candidate in candidates):
+            linear = forms[candidates[0].node].linear
+            check_streamable(facts.path, facts.stored_dtype, facts.packed, linear)
+        return place_streaming(
+            shape, candidates, layers, links, objective, exactly=exactly, n_streamed=n_streamed
+        )
+
+    if not choice.stream_layers:
+        return resident()
+    if choice.stream_layers != "auto" and choice.stream_layers > shape.n_layers:
+        raise UsageError(
+            f"--stream-layers {choice.stream_layers}: the model has {shape.n_layers} layers",
+            remedy=f"give {shape.n_layers} or fewer, or auto for as few as needed",
+        )
+    if choice.stream_layers == "auto":
+        try:
+            return resident()
+        except PlanError:
+            placement = streaming(None)
+            if placement is None:
+                raise
+            return placement
+    placement = streaming(choice.stream_layers)
+    if placement is None:
+        raise PlanError(
+            f"--stream-layers {choice.stream_layers}: the other layers do not fit these nodes",
+            remedy="use --stream-layers auto",
+        )
+    return placement
+
+
+def _too_few_nodes(n_ranges: int, candidates: Sequence[CandidateNode]) -> PlanError:
+    known = "only one node is known"
+    if len(candidates) > 1:
+        names = ", ".join(candidate.name for candidate in candidates[:LISTED])
+        known = f"only {len(candidates)} nodes are known ({names})"
+    return PlanError(
+        f"--layers has {n_ranges} ranges, one for each node, and {known}",
+        remedy=f"name {n_ranges} nodes with --nodes, start them with --local {n_ranges}, or give "
+        "fewer ranges",
+    )
+
+
+def _context(choice: ModelChoice, config: ModelConfig) -> int:
+    if choice.context > config.max_positions:
+        raise UsageError(f"--context {choice.context}: {config.limit_words}")
+    return choice.context or config.default_context
+
+
+def _chunk_s(
+    placement: Placement,
+    shape: ModelShape,
+    measured: Measured,
+    disks: Mapping[str, float | None],
+) -> float | None:
+    """Return the seconds that a chunk takes in all stages, reading from their disks included.
+
+    None if a stage, or the disk that it streams from, was not measured.
+    """
+    total_s = 0.0
+    for stage in placement.stages:
+        speed, read_bytes = measured.speeds.get(stage.node), shape.read_bytes(stage.n_streamed)
+        bytes_per_s = disks.get(stage.node)
+        if speed is None or (read_bytes and not bytes_per_s):
+            return None
+        total_s += len(stage.layers) * speed.layer_256_s + speed.embed_s + speed.head_s
+        if bytes_per_s:
+            total_s += read_bytes / bytes_per_s
+    return total_s
+
+
+def _saved_s(
+    placement: Placement, links: Links, dtype: DType, wires: Sequence[WireDType], width: int
+) -> float | None:
+    """Return the seconds that `wires` save on all links of a row's way, against the ring's dtype.
+
+    None if one of them was not measured.
+    """
+    total_s, own_bytes = 0.0, WireDType.own(dtype).row_bytes(width)
+    hops = pairwise(stage.node for stage in placement.stages)
+    for (sender, receiver), wire in zip(hops, wires, strict=True):
+        link = links.get((sender, receiver)) or links.get((receiver, sender))
+        if link is None:
+            return None
+        total_s += link.send_s(own_bytes - wire.row_bytes(width))
+    return total_s

@@ -1,0 +1,321 @@
+"""A plan with everything a ring needs to be built from it, and the message that describes it.
+
+Must not know how a plan is made (placing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from msgspec import structs
+
+from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, WRONG_BY, Measured, StageRun
+from shardnet.cluster.placement.figures import Exclusion, Objective, Placement
+from shardnet.cluster.placement.standbys import Standby, choose_standbys, without_stage
+from shardnet.cluster.placement.words import LISTED
+from shardnet.cluster.planning.ring_dtypes import NodeForm, exactness, unused_links, wire_name
+from shardnet.model.config.quantization import Quantization
+from shardnet.runtime.loading.model_facts import ModelFacts
+from shardnet.types import Arith, DType, Epoch, NodeId, WireDType
+from shardnet.wire.messages.deputies import RingNode, StandBy
+from shardnet.wire.messages.generation import Timing
+from shardnet.wire.messages.handshake import explanation
+from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.plans import (
+    LeftOut,
+    ModelChoice,
+    NarrowWire,
+    PlannedRing,
+    PlannedStage,
+    PlannedStandby,
+    PlanReply,
+)
+from shardnet.wire.messages.sequences import RecommendedSampling
+
+INT4_COSTS: Final = (
+    "--quant int4 costs quality: on two small real models perplexity rose by 26 % and by 43 %, "
+    "with int8 by 0.5 % on the first; --quant int8 is recommended"
+)
+"""The figures are those of docs/benchmarks.md."""
+
+FAR_OFF: Final = 1.2
+"""A prediction of tokens per second that is off by more is learned from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A plan with everything a ring needs to be built from it.
+
+    `arith` is the ring's arithmetic, `forms` are those in which its nodes hold the model, `wires`
+    the dtypes of its links from stage to stage. `wire_saved_s`: seconds per token that the wire
+    dtype saves on all links together, against sending in the ring's dtype; None where a link was
+    not measured. `chunk_s`: predicted seconds of a whole prompt chunk in all stages together,
+    without the links; None where a stage was not measured. `silent` nodes did not report their
+    state in time. `holders` are the nodes that have the model, among the candidates.
+    `spares` are nodes beside the ring that may stand by, and `standbys` say who does. `beside` are
+    the plans of the other rings behind the same head.
+    """
+
+    choice: ModelChoice
+    facts: ModelFacts
+    dtype: DType
+    arith: Arith
+    forms: tuple[NodeForm, ...]
+    wires: tuple[WireDType, ...]
+    wire_saved_s: float | None
+    context: int
+    nodes: tuple[NodeInfo, ...]
+    placement: Placement
+    left_out_names: dict[NodeId, str]
+    measured: Measured = NOTHING_MEASURED
+    objective: Objective = Objective.LATENCY
+    chunk_s: float | None = None
+    silent: tuple[LeftOut, ...] = ()
+    holders: tuple[NodeId, ...] = ()
+    standbys: tuple[Standby, ...] = ()
+    spares: tuple[NodeInfo, ...] = ()
+    beside: tuple[Plan, ...] = ()
+
+    @property
+    def rings(self) -> tuple[Plan, ...]:
+        """The plans of all rings behind this head, its own first."""
+        return (self, *self.beside)
+
+    @property
+    def members(self) -> tuple[NodeInfo, ...]:
+        """The nodes of all rings."""
+        return tuple(node for ring in self.rings for node in ring.nodes)
+
+    def with_standbys(self, spares: Sequence[NodeInfo] = ()) -> Plan:
+        """Return this plan with who stands by for whom, of its nodes and those beside it."""
+        memory = {NodeId(node.node): node.memory_bytes for node in (*self.nodes, *spares)}
+        return replace(
+            self,
+            choice=structs.replace(self.choice, standby="auto"),
+            standbys=choose_standbys(self.placement.stages, memory),
+            spares=tuple(spares),
+        )
+
+    def without_stage(self, standby: Standby) -> Plan:
+        """Return the plan of the ring that goes on when the stage of `standby` is lost."""
+        nodes, forms, wires = [*self.nodes], [*self.forms], [*self.wires]
+        spare = next((node for node in self.spares if node.node == standby.node), None)
+        if spare is not None:
+            nodes[standby.rank] = spare
+        else:
+            ranks = [rank for rank, node in enumerate(nodes) if node.node == standby.node]
+            del wires[min(standby.rank, *ranks)]
+            del nodes[standby.rank], forms[standby.rank]
+        plan = replace(
+            self,
+            nodes=tuple(nodes),
+            forms=tuple(forms),
+            wires=tuple(wires),
+            placement=without_stage(self.placement, standby),
+        )
+        return plan.with_standbys([node for node in self.spares if node is not spare])
+
+    def instead_of(self, opened: Plan, former: Plan, without: Mapping[NodeId, str]) -> Plan:
+        """Return this plan for a ring that replaces that of `former`, for what `opened` was for.
+
+        Nodes of theirs that are not there, or are left out for a reason in `without`, are named.
+        """
+        told = {*self.left_out_names, *(out.node for out in self.silent)}
+        known = {node.node: node for node in (*opened.nodes, *former.nodes)}
+        missing = [node for node in known.values() if node.node not in told]
+        out = [
+            Exclusion(node=NodeId(node.node), why=without.get(NodeId(node.node), "it was lost"))
+            for node in missing
+        ]
+        names = {NodeId(node.node): node.name for node in missing}
+        return replace(
+            self,
+            choice=opened.choice,
+            placement=replace(self.placement, left_out=(*self.placement.left_out, *out)),
+            left_out_names=self.left_out_names | names,
+        )
+
+    def stand_by(self, epoch: Epoch) -> StandBy:
+        """Say what the deputy of a ring with this plan needs to know."""
+        return StandBy(
+            epoch=epoch,
+            choice=self.choice,
+            dtype=self.dtype.value,
+            arith=self.arith.value,
+            context=self.context,
+            nodes=[RingNode(node=node.node, address=node.address) for node in self.nodes],
+        )
+
+    @property
+    def why(self) -> str:
+        """Why this plan was chosen, and which nodes could not be asked."""
+        words = self.placement.why
+        return f"{words}; {silent_words(self.silent)}" if self.silent else words
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is dubious about the model as it was chosen, one line each."""
+        found = []
+        if self.facts.unknown_keys:
+            found.append(ignored_words(self.facts.unknown_keys))
+        if unused := unused_links(self.choice.wire_dtype, self.nodes):
+            found.append(f"--wire-dtype: {', '.join(unused[:LISTED])} is no link of this ring")
+        packed = self.facts.packed
+        is_4_bit = packed is not None and packed.nearest is Quantization.INT4
+        if self.choice.quant == Quantization.INT4.value and not is_4_bit:
+            found.append(INT4_COSTS)
+        return found
+
+    @property
+    def narrowed(self) -> dict[int, WireDType]:
+        """First layers of the stages before which a wire rounds, each with that wire's dtype."""
+        own, stages = WireDType.own(self.dtype), self.placement.stages[1:]
+        borders = zip((stage.layers.start for stage in stages), self.wires, strict=True)
+        return {border: wire for border, wire in borders if wire is not own}
+
+    def disproved_by(self, alone_s: Sequence[float], timing: Timing) -> list[StageRun]:
+        """List the stages of which a generation says otherwise than the plan.
+
+        `alone_s` are the seconds that each stage took for one token. The head is listed too where
+        the tokens per second were predicted FAR_OFF times too high or low: for its fixed step.
+        """
+        stages = self.placement.stages
+        if len(alone_s) != len(stages) or any(stage.n_streamed for stage in stages):
+            return []
+        predicted_s = [stage.compute_s for stage in stages]
+        tok_s, told_tok_s = timing.decode_tok_s, self.placement.predicted_tok_s
+        is_off = (
+            self.objective is Objective.LATENCY
+            and told_tok_s is not None
+            and tok_s > 0
+            and _differ(tok_s, told_tok_s, FAR_OFF)
+        )
+        beside_ms = sum(stage.compute_ms + stage.wire_ms for stage in timing.per_stage)
+        step_s = max(0.0, 1 / tok_s - beside_ms / 1e3) if is_off else None
+        return [
+            StageRun(
+                node=stage.node,
+                layers=stage.layers,
+                compute_s=took_s,
+                step_s=step_s if rank == 0 else None,
+            )
+            for rank, (stage, took_s, told_s) in enumerate(
+                zip(stages, alone_s, predicted_s, strict=True)
+            )
+            if told_s is not None
+            and (_differ(took_s, told_s, WRONG_BY) or (rank == 0 and step_s is not None))
+        ]
+
+    def _sources(self, node: NodeId) -> list[str]:
+        """Name the nodes that `node` may fetch from, at most LISTED."""
+        return [self.left_out_names[other] for other in self.holders if other != node][:LISTED]
+
+    def reply(self, request: int, wire: NarrowWire | None = None) -> PlanReply:
+        """Make the message for a client. `wire` says what a narrower wire saves and costs."""
+        recommended: dict[str, Any] = dict(self.facts.recommended)
+        return PlanReply(
+            request=request,
+            model=self.choice.model,
+            model_id=self.facts.model_id,
+            dtype=self.dtype.value,
+            wire_dtype=wire_name(self.wires, self.dtype),
+            context=self.context,
+            stages=self._stages(),
+            left_out=[
+                LeftOut(node=out.node, name=self.left_out_names[out.node], why=out.why)
+                for out in self.placement.left_out
+            ]
+            + list(self.silent),
+            predicted_tok_s=_sum(ring.placement.predicted_tok_s for ring in self.rings),
+            why=explanation(self.why),
+            optimise=self.objective.value,
+            nodes=list(self.measured.reports),
+            links=self.measured.ways,
+            wire=wire,
+            quant=self.choice.quant,
+            kv_dtype=self.choice.kv_dtype,
+            warnings=[explanation(warning) for warning in self.warnings],
+            recommended=RecommendedSampling(**recommended) if recommended else None,
+            arith=self.arith.value,
+            exact=exactness(
+                self.members,
+                [form for ring in self.rings for form in ring.forms],
+                self.dtype,
+                [wire for ring in self.rings for wire in ring.wires],
+            ),
+            standbys=[self._planned(standby) for standby in self.standbys],
+            rings=[
+                PlannedRing(stages=ring._stages(), predicted_tok_s=ring.placement.predicted_tok_s)
+                for ring in self.rings
+                if self.beside
+            ],
+        )
+
+    def _stages(self) -> list[PlannedStage]:
+        return [
+            PlannedStage(
+                rank=rank,
+                node=node.node,
+                name=node.name,
+                address=node.address,
+                layers=(stage.layers.start, stage.layers.end),
+                weight_bytes=stage.weight_bytes,
+                kv_bytes=stage.kv_bytes,
+                compute_ms=_ms(stage.compute_s),
+                hop_ms=_ms(stage.hop_s),
+                streamed_layers=stage.n_streamed,
+                fetch_bytes=stage.fetch_bytes,
+                fetch_s=stage.fetch_s,
+                fetch_from=self._sources(stage.node) if stage.fetch_bytes else [],
+                dtype=form.dtype.value,
+                weight_dtype=form.linear.value,
+                wire_dtype=self.wires[rank].value if rank < len(self.wires) else "",
+                arithmetic=form.arithmetic,
+            )
+            for rank, (node, stage, form) in enumerate(
+                zip(self.nodes, self.placement.stages, self.forms, strict=True)
+            )
+        ]
+
+    def _planned(self, standby: Standby) -> PlannedStandby:
+        layers = self.placement.stages[standby.rank].layers
+        return PlannedStandby(
+            rank=standby.rank,
+            node=standby.node,
+            name=self.left_out_names.get(standby.node, standby.node),
+            layers=(layers.start, layers.end),
+            weight_bytes=standby.weight_bytes,
+            kv_bytes=standby.kv_bytes,
+        )
+
+
+def ignored_words(unknown: Sequence[str]) -> str:
+    """Name the keys of a config that are ignored."""
+    return (
+        f"--ignore-unknown-config: what the model computes may be wrong, since its config has "
+        f"{', '.join(unknown)}, which shardnet does not know"
+    )
+
+
+def _differ(a: float, b: float, times: float) -> bool:
+    return not a / times <= b <= a * times
+
+
+def _sum(rates: Iterable[float | None]) -> float | None:
+    """Add rates, None if one of them is not known."""
+    known = [*rates]
+    return None if None in known else sum(rate for rate in known if rate is not None)
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def silent_words(silent: Sequence[LeftOut]) -> str:
+    """Name the nodes that did not report their state in time, at most LISTED of them."""
+    told = [out.name for out in silent[:LISTED]]
+    if len(silent) > LISTED:
+        told.append(f"and {len(silent) - LISTED} more nodes")
+    return f"left out since they did not report their state: {', '.join(told)}"

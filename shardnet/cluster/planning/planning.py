@@ -1,0 +1,394 @@
+"""From what a client asks for to a plan, step by step: each takes what the step before it returned.
+
+    find_candidates → identify → measure → place      here
+    → build the ring (head/ring_builder.py) → run the request (head/clients.py)
+
+Candidates come before the model, since the node that would be head is the one to look for it.
+Knows the order of the steps and whom they ask. Must not load anything or start a ring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from msgspec import structs
+
+from shardnet.checkpoint.hub_cache import HubName
+from shardnet.cluster.download.pulling import pull_beside
+from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured, OnMeasured, StageRun
+from shardnet.cluster.measuring.measurement_service import MeasurementService
+from shardnet.cluster.peers.node_directory import NodeDirectory
+from shardnet.cluster.planning.placing import Holdings, make_plan, plan_again
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.planning.ring_dtypes import node_ariths, settle_arith, settle_dtype
+from shardnet.cluster.sharing.sharing import Sharing
+from shardnet.cluster.store.disk_jobs import DiskJobs
+from shardnet.errors import BusyError, CheckpointError, DiskSilentError, PlanError, ShardnetError
+from shardnet.runtime.loading.model_facts import ModelFacts
+from shardnet.types import Arith, DType, NodeId
+from shardnet.wire.messages.deputies import StandBy
+from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.plans import LeftOut, ModelChoice
+
+REPLAN_STATUS_S = 2.0
+"""How long a node may take to tell its state while requests wait for another ring."""
+KNOWN_S = 1.0
+"""How long a deputy waits for figures of nodes, which have most of them from the plan before."""
+CHECK_S = 0.5
+"""How long a ring that stands waits to learn that its checkpoint has not changed."""
+
+
+MOST_NAMED = 8
+"""Nodes that an error names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """Another node is or would be the head of a ring with `model`: the client should ask there."""
+
+    address: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCandidates:
+    """What a client asks for, and the nodes that may do it. The first one is asked to be head."""
+
+    choice: ModelChoice
+    nodes: tuple[NodeInfo, ...]
+    silent: tuple[LeftOut, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdentifiedModel:
+    """The model that the choice means, and how the candidates would compute it."""
+
+    candidates: PlanCandidates
+    facts: ModelFacts
+    dtype: DType
+    arith: Arith
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFigures:
+    """What the candidates and their links have measured of the model, and what they have of it."""
+
+    model: IdentifiedModel
+    measured: Measured
+    holdings: Holdings
+
+
+class Planner:
+    """Plans for clients of `node`. `threads` compute plans: a strange model's takes seconds."""
+
+    def __init__(
+        self,
+        *,
+        node: NodeId,
+        directory: NodeDirectory,
+        sharing: Sharing,
+        measuring: MeasurementService,
+        threads: DiskJobs,
+        log: Callable[[str], None],
+    ) -> None:
+        self._node = node
+        self._directory = directory
+        self._sharing = sharing
+        self._measuring = measuring
+        self._threads = threads
+        self._log = log
+
+    async def plan(
+        self,
+        choice: ModelChoice,
+        on_measured: OnMeasured,
+        *,
+        measure_one: bool = False,
+        again: bool = False,
+        without: Collection[str] = (),
+    ) -> Plan | Elsewhere:
+        """Plan `choice` without the nodes `without`, or name the node that would be its head.
+
+        `on_measured`, `measure_one` and `again` as in `measure`. Raises PlanError, CheckpointError,
+        UsageError or LinkError if there can be no plan.
+        """
+        candidates = await self.find_candidates(choice, without)
+        if choice.nodes and candidates.nodes[0].node != self._node:
+            return Elsewhere(address=candidates.nodes[0].address, model=choice.model)
+        model = await self.identify(candidates)
+
+        async def placed(arith: Arith) -> Plan:
+            settled = replace(model, arith=arith)
+            figures = await self.measure(settled, on_measured, measure_one=measure_one, again=again)
+            return await self._threads.run(f"planning {choice.model}", partial(place, figures))
+
+        plan = await _settled(choice.arith, model.arith, placed)
+        if plan.nodes[0].node != self._node:
+            return Elsewhere(address=plan.nodes[0].address, model=choice.model)
+        return plan
+
+    async def replan(
+        self,
+        opened: Plan,
+        now: Plan,
+        without: Mapping[NodeId, str],
+        *,
+        measures: bool = False,
+    ) -> Plan:
+        """Plan again what `opened` was planned for, led by this node.
+
+        `now` is the plan of the ring to replace, whose dtype and arithmetic are kept, and its
+        figures too unless the nodes are to be measured. Of nodes that the client named those are
+        used that are there. Nodes in `without` are left out for the reason given. Raises PlanError
+        if the nodes that are there cannot do it.
+        """
+        choice, facts = opened.choice, opened.facts
+        found = await self._directory.candidates((), REPLAN_STATUS_S, leads=True)
+        nodes = tuple(info for info in found.nodes if info.node not in without)
+        if choice.nodes:
+            named = {**_named_nodes(opened, nodes)}
+            if measures:
+                named |= await self._called_at([a for a in choice.nodes if a not in named], without)
+            nodes = _all_or_some(opened, named)
+        holdings = await self._sharing.holdings(facts, choice.model, nodes)
+        asked = structs.replace(choice, dtype=now.dtype.value, context=now.context)
+        measured = now.measured
+        if measures:
+            measured = await self._measuring.measured(
+                nodes,
+                choice,
+                facts,
+                now.dtype,
+                node_ariths(choice.arith, now.arith, nodes),
+                on_measured=lambda done, total: None,
+            )
+
+        def planned() -> Plan:
+            return plan_again(asked, facts, nodes, measured, found.silent, holdings, now.arith)
+
+        plan = await self._threads.run(f"planning {choice.model}", planned)
+        return plan.instead_of(opened, now, without)
+
+    async def plan_instead(self, told: StandBy, without: Mapping[NodeId, str]) -> Plan:
+        """Plan what a head that is lost has led, for a ring that this node leads.
+
+        `told` is what the head said of its plan. Nodes in `without` are left out. Raises PlanError
+        if the nodes that are there cannot do it.
+        """
+        choice = told.choice
+        facts = await self.look_up(choice.model)
+        found = await self._directory.candidates((), REPLAN_STATUS_S, leads=True)
+        nodes = tuple(info for info in found.nodes if info.node not in without)
+        if choice.nodes:
+            places = {place.node: place.address for place in told.nodes}
+            nodes = tuple(
+                structs.replace(info, address=places[info.node])
+                for info in nodes
+                if info.node in places
+            )
+        asked = structs.replace(choice, dtype=told.dtype, context=told.context)
+        dtype, arith = DType.named(told.dtype), Arith(told.arith)
+        measured = NOTHING_MEASURED
+        with contextlib.suppress(ShardnetError, TimeoutError):
+            async with asyncio.timeout(KNOWN_S):
+                measured = await self._measuring.measured(
+                    nodes,
+                    choice,
+                    facts,
+                    dtype,
+                    node_ariths(choice.arith, arith, nodes),
+                    on_measured=lambda done, total: None,
+                )
+        holdings = await self._sharing.holdings(facts, choice.model, nodes)
+
+        def planned() -> Plan:
+            return plan_again(asked, facts, nodes, measured, found.silent, holdings, arith)
+
+        plan = await self._threads.run(f"planning {choice.model}", planned)
+        ring = [node.address for node in plan.nodes] if choice.nodes else []
+        return replace(plan, choice=structs.replace(choice, nodes=ring))
+
+    async def _called_at(
+        self, addresses: Sequence[str], without: Collection[str]
+    ) -> dict[str, NodeInfo]:
+        """Find the nodes at addresses: one that was started again has another id."""
+        found: dict[str, NodeInfo] = {}
+        for address in addresses:
+            with contextlib.suppress(ShardnetError, TimeoutError):
+                async with asyncio.timeout(REPLAN_STATUS_S):
+                    [info] = (await self._directory.candidates([address])).nodes
+                    if info.node not in without:
+                        found[address] = info
+        return found
+
+    async def find_candidates(
+        self, choice: ModelChoice, without: Collection[str] = ()
+    ) -> PlanCandidates:
+        """Find the nodes that `choice` names, without names this node and all its peers.
+
+        Those whose ids are in `without` are left out. Raises LinkError if there is no node at an
+        address, UsageError if one is named twice, PlanError if none is left.
+        """
+        found = await self._directory.candidates(choice.nodes)
+        nodes = tuple(info for info in found.nodes if info.node not in without)
+        if not nodes:
+            why = ", ".join(f"{one.name} ({one.why})" for one in found.silent[:MOST_NAMED])
+            raise PlanError(f"no node is left to plan for: {why or 'all are to be left out'}")
+        return PlanCandidates(choice=choice, nodes=nodes, silent=found.silent)
+
+    async def identify(self, candidates: PlanCandidates) -> IdentifiedModel:
+        """Identify the model on this node or else on a peer.
+
+        Raises CheckpointError if no node has it, UsageError for an unknown dtype,
+        UnsupportedModelError for unknown keys of its config that the choice does not ignore.
+        """
+        choice = candidates.choice
+        facts = await self.look_up(choice.model)
+        if not choice.ignore_unknown_config:
+            facts.check_known()
+        dtype = settle_dtype(choice.dtype, facts.config, candidates.nodes)
+        arith = settle_arith(choice.arith, candidates.nodes)
+        return IdentifiedModel(candidates=candidates, facts=facts, dtype=dtype, arith=arith)
+
+    async def measure(
+        self, model: IdentifiedModel, on_measured: OnMeasured, *, measure_one: bool, again: bool
+    ) -> PlanFigures:
+        """Have all candidates and the links between them measured.
+
+        A single candidate reports what it knows of itself, and measures only with `measure_one`.
+        With `again` nodes measure what they remember too. `on_measured` takes the progress.
+        """
+        choice, nodes = model.candidates.choice, model.candidates.nodes
+        ariths = node_ariths(choice.arith, model.arith, nodes)
+        holdings = await self._sharing.holdings(model.facts, choice.model, nodes)
+        if len(nodes) > 1 or measure_one:
+            measured = await self._measuring.measured(
+                nodes,
+                choice,
+                model.facts,
+                model.dtype,
+                ariths,
+                again=again,
+                on_measured=on_measured,
+            )
+        else:
+            measured = await self._measuring.known(
+                nodes[0], choice, model.facts, model.dtype, ariths
+            )
+        return PlanFigures(model=model, measured=measured, holdings=holdings)
+
+    async def learn(self, plan: Plan, runs: Sequence[StageRun]) -> None:
+        """Tell the nodes of a plan what a generation has disproved, for the plans that follow."""
+        ariths = node_ariths(plan.choice.arith, plan.arith, plan.nodes)
+        await self._measuring.observed(
+            plan.nodes, plan.choice, plan.facts, plan.dtype, ariths, runs
+        )
+
+    async def look_up(self, model: str) -> ModelFacts:
+        """Read the facts of `model`, a path or name, here or else from a peer.
+
+        Raises CheckpointError if no node has it.
+        """
+        return await self._sharing.identify(model)
+
+    async def has_changed(self, facts: ModelFacts, model: str) -> bool:
+        """Say whether `model` means another checkpoint than that of `facts` by now.
+
+        A disk that does not answer at once has changed nothing: who has the model in memory needs
+        no disk. Raises CheckpointError if no node has the model any more.
+        """
+        try:
+            async with asyncio.timeout(CHECK_S):
+                if await self._sharing.is_unchanged(facts, model):
+                    return False
+            now = await self.look_up(model)
+        except (TimeoutError, DiskSilentError, BusyError):
+            return False
+        return (now.model_id, now.stamp) != (facts.model_id, facts.stamp)
+
+    async def provide(
+        self, model: str, on_progress: Callable[[int, int], None], tokenizer_for: str = ""
+    ) -> None:
+        """Download a model of the Hub that neither this node nor a peer has.
+
+        `on_progress` takes (bytes done, bytes in all). `tokenizer_for` as in hub.pull.
+        """
+        name = HubName.parse(model)
+        if name is None or await self._sharing.is_here(model):
+            return
+        try:
+            await self.look_up(model)
+        except DiskSilentError:
+            raise
+        except CheckpointError:
+            await pull_beside(name, on_progress, self._log, tokenizer_for)
+
+
+def _named_nodes(opened: Plan, nodes: Sequence[NodeInfo]) -> dict[str, NodeInfo]:
+    """Return the nodes that the client named which are there, by the addresses it named."""
+    by_id = {info.node: info for info in nodes}
+    by_address = {info.address: info for info in nodes}
+    return {
+        address: structs.replace(found, address=address)
+        for address, former in zip(opened.choice.nodes, opened.nodes, strict=True)
+        if (found := by_id.get(former.node) or by_address.get(address)) is not None
+    }
+
+
+def _all_or_some(opened: Plan, named: Mapping[str, NodeInfo]) -> tuple[NodeInfo, ...]:
+    """Return the named nodes that are there, in the order in which they were named.
+
+    Raises PlanError if layers were named with them, and one is missing.
+    """
+    at = zip(opened.choice.nodes, opened.nodes, strict=True)
+    lost = [node.name for address, node in at if address not in named]
+    if lost and opened.choice.layers:
+        raise PlanError(
+            f"--nodes and --layers fix the ring, and {', '.join(lost)} is not there any more",
+            remedy="start it again, or leave --layers out",
+        )
+    return tuple(named[address] for address in opened.choice.nodes if address in named)
+
+
+async def _settled(
+    requested: str, arith: Arith, placed: Callable[[Arith], Awaitable[Plan]]
+) -> Plan:
+    """Return a plan of which the nodes settle on the arithmetic that it is made with.
+
+    `arith` is what all candidates settle on, unlike ones on portable arithmetic. Of those a ring
+    may leave out the unlike ones: then the others compute as fast as they can, and in less memory.
+    Raises PlanError if there is none.
+    """
+    if requested != "auto" or arith is Arith.FAST:
+        return await placed(arith)
+    portable: Plan | PlanError
+    try:
+        portable = await placed(arith)
+    except PlanError as error:
+        portable = error
+    if isinstance(portable, PlanError) or settle_arith(requested, portable.members) is Arith.FAST:
+        with contextlib.suppress(PlanError):
+            fast = await placed(Arith.FAST)
+            if settle_arith(requested, fast.members) is Arith.FAST:
+                return fast
+    if isinstance(portable, PlanError):
+        raise portable
+    return portable
+
+
+def place(figures: PlanFigures) -> Plan:
+    """Choose the ring. Raises PlanError if the model does not fit, and as `make_plan`."""
+    model, candidates = figures.model, figures.model.candidates
+    return make_plan(
+        candidates.choice,
+        model.facts,
+        candidates.nodes,
+        figures.measured,
+        candidates.silent,
+        figures.holdings,
+        model.arith,
+    )

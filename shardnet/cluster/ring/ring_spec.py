@@ -1,0 +1,75 @@
+"""What a ring is made of, and so what each of its nodes is told to load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardnet.output_params import RoutingShape
+from shardnet.types import Arith, DType, Epoch, LayerRange, WireDType
+from shardnet.wire.framing.schema import KvDTypeName, Quant
+from shardnet.wire.messages.stages import LoadStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingSpec:
+    """What makes two rings equal: a request whose spec equals the ring's needs no loading.
+
+    `stamp` identifies the state of the checkpoint's files, so that a changed one is loaded again.
+    """
+
+    model: str
+    model_id: str
+    stamp: tuple[tuple[str, int, int], ...]
+    addresses: tuple[str, ...]
+    layers: tuple[LayerRange, ...]
+    dtype: DType
+    quant: Quant
+    kv_dtype: KvDTypeName
+    streamed: tuple[int, ...]
+    """How many layers of each stage are streamed from disk."""
+    wires: tuple[WireDType, ...]
+    """The dtypes of activations from each stage to the next."""
+    context: int
+    threads: int
+    vocab_size: int
+    window: int | None
+    """The smallest sliding window of the model's layers."""
+    has_state: bool
+    """Whether layers keep a state, which cannot be rewound."""
+    routing: RoutingShape | None
+    """How many experts route each token, None for a dense model."""
+    ariths: tuple[Arith, ...]
+    """How each stage computes."""
+    ignore_unknown_config: bool = False
+    """Whether stages ignore keys of the model's config that they do not know."""
+
+    def order(
+        self, rank: int, *, ring: str, epoch: Epoch, sources: Sequence[str], instead_of: str
+    ) -> LoadStage:
+        """Return what the node of a rank is told to load for a `ring`; for the rest see Ring."""
+        own = WireDType.own(self.dtype)
+        received, sent = [own, *self.wires][rank], [*self.wires, own][rank]
+        return LoadStage(
+            request=0,
+            ring=ring,
+            epoch=epoch,
+            rank=rank,
+            n_stages=len(self.layers),
+            model=self.model,
+            model_id=self.model_id,
+            layers=(self.layers[rank].start, self.layers[rank].end),
+            dtype=self.dtype.value,
+            quant=self.quant,
+            kv_dtype=self.kv_dtype,
+            streamed_layers=self.streamed[rank],
+            wire_dtype=sent.value,
+            received_dtype=received.value,
+            arith=self.ariths[rank].value,
+            context=self.context,
+            threads=self.threads,
+            addresses=list(self.addresses),
+            sources=[source for source in sources if source != self.addresses[rank]],
+            ignore_unknown_config=self.ignore_unknown_config,
+            instead_of=instead_of,
+        )

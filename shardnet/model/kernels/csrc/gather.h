@@ -1,0 +1,28 @@
+/* Rows whose columns several shards computed, joined: see gather.c. model/shards/ mirrors the structs. */
+
+#ifndef SHARDNET_GATHER_H
+#define SHARDNET_GATHER_H
+
+#include <stdint.h>
+
+/* Joins the parts of all shards. Shard i has the columns [ends[i], ends[i + 1]) of each row, of `item` bytes each:
+ * `part` is [n_rows, own columns], `whole` [n_rows, ends[size]]. A group that has failed leaves `whole` as it is. */
+struct gather {
+    void (*join)(const struct gather *self, const void *part, void *whole, int64_t n_rows, const int64_t *ends,
+                 int64_t item);
+    void *memory;        /* of the shards of one machine, else whatever `join` needs */
+    int64_t deadline_ns; /* how long it waits for another shard */
+    int64_t spin_ns;     /* and how much of that without sleeping */
+    int32_t index, size;
+};
+
+/* A linear whose inputs and outputs are cut over shards: both are joined around it. */
+struct joined {
+    const struct gather *gather; /* NULL: nothing is cut */
+    const int64_t *in_ends;
+    const int64_t *out_ends;
+    void *rows; /* scratch [n_rows, all inputs] */
+    void *part; /* scratch [n_rows, own outputs] */
+};
+
+#endif

@@ -1,0 +1,1 @@
+"""Stages cut over shards: each computes some outputs of every linear, and all are gathered."""

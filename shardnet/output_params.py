@@ -1,0 +1,109 @@
+"""What a sequence can give beside its tokens."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+from shardnet.errors import SamplingError
+from shardnet.sampling_params import MAX_LOGPROBS
+
+ALL_ROWS = 0
+
+
+class OutputKind(enum.Enum):
+    """What a row can give beside a token."""
+
+    LOGITS = "logits"
+    HIDDEN = "hidden"
+    ROUTING = "routing"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of a row: experts are int16, all else is float32."""
+        return 2 if self is OutputKind.ROUTING else 4
+
+
+NO_EXPERT = -1
+"""Stands in a routing where a layer has an MLP instead of experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingShape:
+    """Each row of a model visits `top_k` experts in each of `n_layers` layers, dense ones counted.
+
+    A row of routing has them layer by layer, in a layer the best first; NO_EXPERT in dense layers.
+    """
+
+    n_layers: int
+    top_k: int
+
+    @property
+    def width(self) -> int:
+        """Elements of one row."""
+        return self.n_layers * self.top_k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputParams:
+    """What a sequence gives beside its tokens.
+
+    Its rows are those of its prompt and of all new tokens but the last: what one forward pass over
+    them has. `logit_rows` and `hidden_rows` say how many of the last rows give logits and hidden
+    states: None none, ALL_ROWS all. Hidden states are those behind the final norm or, with
+    `before_norm`, in front of it; with `hidden_mean` one row is given, the mean of all.
+    `n_prompt_logprobs` is None, or how many top entries go with each prompt token's logprob. With
+    `routing` all rows give the experts they visited, layer by layer.
+    """
+
+    n_prompt_logprobs: int | None = None
+    logit_rows: int | None = None
+    hidden_rows: int | None = None
+    hidden_mean: bool = False
+    before_norm: bool = False
+    routing: bool = False
+
+    @property
+    def asks(self) -> bool:
+        """Whether anything is asked for."""
+        nothing = self.n_prompt_logprobs is self.logit_rows is self.hidden_rows is None
+        return self.routing or not nothing
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether rows of the prompt count that another sequence may have computed."""
+        many = any(rows not in (None, 1) for rows in (self.logit_rows, self.hidden_rows))
+        return many or self.routing or self.n_prompt_logprobs is not None
+
+    def rows(self, kind: OutputKind) -> int | None:
+        """Say how many of the last rows give this: None none, ALL_ROWS all."""
+        match kind:
+            case OutputKind.LOGITS:
+                return self.logit_rows
+            case OutputKind.HIDDEN:
+                return self.hidden_rows
+            case OutputKind.ROUTING:
+                return ALL_ROWS if self.routing else None
+
+    def first_row(self, kind: OutputKind, n_prompt: int) -> int | None:
+        """Give the first position that may be asked for, with a prompt of `n_prompt` tokens."""
+        rows = self.rows(kind)
+        if rows is None:
+            return None
+        return 0 if rows == ALL_ROWS else max(0, n_prompt - rows)
+
+    def check(self) -> None:
+        """Raise SamplingError that names the first parameter outside its range."""
+        top = self.n_prompt_logprobs
+        if top is not None and not 0 <= top <= MAX_LOGPROBS:
+            raise SamplingError(f"prompt-logprobs must be from 0 to {MAX_LOGPROBS}, not {top}")
+        for kind in OutputKind:
+            rows = self.rows(kind)
+            if rows is not None and rows < 0:
+                raise SamplingError(f"{kind.value} must be of 1 row or more, or of all, not {rows}")
+        if self.hidden_mean and self.hidden_rows != ALL_ROWS:
+            raise SamplingError("the mean of hidden states is that of all rows")
+
+
+NO_OUTPUTS: Final = OutputParams()

@@ -1,0 +1,96 @@
+"""A stage that is loaded, and what the next one may take of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardnet.runtime.loading.model_facts import Stamp, stamp
+from shardnet.runtime.stage.compute import StageCompute
+from shardnet.runtime.stage.stage_order import StageOrder
+from shardnet.types import LayerRange
+
+if TYPE_CHECKING:
+    from shardnet.stage.kept_linears import KeptLinears
+    from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
+    from shardnet.stage.slot_moves import SlotMoves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptWeights:
+    """What is kept of a stage, of this order and stamp, for the next one."""
+
+    order: StageOrder
+    stamp: Stamp
+    linears: KeptLinears
+
+    def serves(self, order: StageOrder, stamped: Stamp) -> bool:
+        """Whether a stage of `order` holds weights of the same files in the same form."""
+        own = self.order
+        alike = replace(
+            own,
+            layers=order.layers,
+            is_tail=order.is_tail,
+            context=order.context,
+            n_streamed=order.n_streamed,
+        )
+        return alike == order and self.stamp == stamped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedStage:
+    """A stage ready to compute. `stamp` is that of the checkpoint's files when it was loaded.
+
+    `prefixes` are those on disk of finished prompts, None where none are kept; `arithmetic` is "".
+    `moves` takes the sequences of other stages in, None where it cannot. `linears` are those that a
+    later stage may take. A stage that has grown has `parts`, which were loaded one by one.
+    """
+
+    order: StageOrder
+    stamp: Stamp
+    compute: StageCompute
+    weight_bytes: int
+    room_blocks: int
+    load_s: float
+    kernel: str
+    exact_rows: int
+    prefixes: StagePrefixes | None = None
+    arithmetic: str = ""
+    moves: SlotMoves | None = None
+    linears: KeptLinears | None = None
+    parts: tuple[LoadedStage, ...] = ()
+
+    @property
+    def kept(self) -> KeptWeights | None:
+        """What the next stage may take of this one, None for nothing."""
+        if self.linears is None:
+            return None
+        copy = replace(self.linears, linears={**self.linears.linears})
+        return KeptWeights(order=self.order, stamp=self.stamp, linears=copy)
+
+    def fits(self, order: StageOrder) -> bool:
+        """Whether loading `order` now would give the same stage."""
+        return self.order == order and self.stamp == stamp(order.folder)
+
+    def part(self, order: StageOrder) -> LoadedStage | None:
+        """Return what loading `order` now would give: this stage, or a part of it."""
+        return next((one for one in (self, *self.parts) if one.fits(order)), None)
+
+    def lacks(self, order: StageOrder) -> list[StageOrder]:
+        """Return the orders of what has to be loaded beside this stage to have that of `order`.
+
+        There are none if it is no part of that stage, or cannot be joined to one.
+        """
+        own, whole = self.order.layers, order.layers
+        alike = replace(self.order, layers=whole, is_tail=order.is_tail)
+        is_part = whole.start <= own.start and own.end <= whole.end
+        if self.moves is None or order.n_streamed or alike != order or not is_part:
+            return []
+        if self.stamp != stamp(order.folder):
+            return []
+        ranges = [(whole.start, own.start), (own.end, whole.end)]
+        return [
+            replace(order, layers=LayerRange(*ends), is_tail=order.is_tail and ends[1] == whole.end)
+            for ends in ranges
+            if ends[0] < ends[1]
+        ]

@@ -1,0 +1,311 @@
+"""From a checkpoint on disk to a stage that computes.
+
+Knows the order of work: open, identify, check what fits, load the range, set up cache and sampler.
+Runs on the loading thread. Must not know rings, links or the event loop.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.errors import CapacityError, UsageError
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
+from shardnet.runtime.loading.model_facts import Stamp, check_model_id, stamp
+from shardnet.runtime.stage.plugin import ComputePlugin, PluggedStage, StageJob
+from shardnet.runtime.stage.stage_order import StageOrder
+from shardnet.stage.estimate.memory_estimate import (
+    WeightForm,
+    activation_peak_bytes,
+    graph_bytes,
+    kv_block_bytes,
+    stage_weight_bytes,
+    state_bytes,
+    waiting_bytes,
+)
+from shardnet.stage.estimate.stored_dtype import weight_form
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    PREFILL_CHUNK_ROWS,
+    KvDType,
+    LayerRange,
+    WireDType,
+    blocks_for,
+)
+
+if TYPE_CHECKING:
+    from shardnet.model.sampling.sampler import Sampler
+    from shardnet.stage.kept_linears import KeptLinears
+    from shardnet.stage.pack_cache import PackCache
+    from shardnet.stage.prefixes.prefix_store import PrefixStore
+    from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
+    from shardnet.stage.stage_model import StageModel
+
+
+MAX_ROOM_POSITIONS = 1 << 20
+"""KV room is never booked beyond this many positions, however much memory there is."""
+
+
+def check_layers(config: ModelConfig, layers: LayerRange) -> None:
+    """Raise UsageError if a model does not have all of `layers`."""
+    if layers.end > config.n_layers:
+        raise UsageError(f"layers {layers} were ordered, and the model has {config.n_layers}")
+
+
+def _check_order(order: StageOrder, config: ModelConfig) -> None:
+    """Raise UsageError if no ring with the model of `config` has the stage of `order`."""
+    check_layers(config, order.layers)
+    if order.is_tail != (order.layers.end == config.n_layers):
+        place = "the last one" if order.is_tail else "not the last one"
+        raise UsageError(
+            f"layers {order.layers} of {config.n_layers} were ordered for a stage that is {place}"
+        )
+    if order.context > config.max_positions:
+        raise UsageError(
+            f"a context of {order.context} was ordered, and the model has {config.max_positions} "
+            "positions at most",
+            remedy="lower --context",
+        )
+
+
+def load(
+    order: StageOrder,
+    memory_bytes: int,
+    progress: Callable[[int, int], None],
+    packs: Path | None = None,
+    plugin: ComputePlugin | None = None,
+    prefixes: PrefixStore | None = None,
+    held_bytes: int = 0,
+    kept: KeptWeights | None = None,
+) -> LoadedStage:
+    """Load one stage into at most `memory_bytes`, its KV cache included, with torch or a `plugin`.
+
+    Until it is in use another one holds `held_bytes`, beside which its weights must fit. What is
+    `kept` of another stage of the same model, loaded in the same form, is not read again.
+
+    Quantised weights are cached below the folder `packs`, finished prompts in `prefixes`.
+    `progress` is called with (bytes done, total bytes) and may raise to cancel.
+
+    Raises CheckpointError if the checkpoint is not the one in the plan, UsageError if its model has
+    no such stage, CapacityError if the stage does not fit its memory, and the errors of reading the
+    checkpoint.
+    """
+    started = time.perf_counter()
+    stamped = stamp(order.folder)
+    checkpoint = Checkpoint.open(order.folder, ignore_unknown=order.ignore_unknown)
+    check_model_id(order.folder, checkpoint.model_id, order.model_id)
+    _check_order(order, checkpoint.config)
+    job = StageJob(
+        order=order,
+        checkpoint=checkpoint,
+        sampler=_sampler(order.folder, checkpoint.config) if order.is_tail else None,
+        memory_bytes=memory_bytes,
+        progress=progress,
+        held_bytes=held_bytes,
+    )
+    stored, arithmetic, linears = None, "", None
+    if plugin is not None:
+        loaded = plugin.load(job)
+    else:
+        had = kept.linears if kept is not None and kept.serves(order, stamped) else None
+        del kept
+        cache = _pack_cache(order, stamped, packs)
+        loaded, stored, arithmetic, linears = _load_with_torch(job, cache, prefixes, had)
+    return LoadedStage(
+        order=order,
+        stamp=stamped,
+        compute=loaded.compute,
+        weight_bytes=loaded.weight_bytes,
+        room_blocks=loaded.room_blocks,
+        load_s=time.perf_counter() - started,
+        kernel=loaded.kernel,
+        exact_rows=loaded.exact_rows,
+        prefixes=stored,
+        arithmetic=arithmetic,
+        moves=getattr(loaded.compute, "moves", None),
+        linears=linears,
+    )
+
+
+def _load_with_torch(
+    job: StageJob,
+    packs: PackCache | None,
+    prefixes: PrefixStore | None,
+    had: KeptLinears | None,
+) -> tuple[PluggedStage, StagePrefixes | None, str, KeptLinears | None]:
+    """Load a stage as a plug-in does, with linears that were `had`; return its prefixes on disk,
+    its arithmetic and its linears, too.
+    """
+    from shardnet.runtime.stage.torch_compute import StreamingCompute, TorchCompute
+
+    model, room_blocks = _load_model(job, packs, had)
+    release_freed_memory()  # quantising leaves some behind
+    make_compute = StreamingCompute if model.streams else TorchCompute
+    arithmetic, kept = _prefixes(job.order, model, prefixes)
+    plugged = PluggedStage(
+        compute=make_compute(model, job.sampler, WireDType.own(job.order.dtype), kept),
+        weight_bytes=model.weight_bytes,
+        room_blocks=room_blocks,
+        kernel=model.kernel,
+        exact_rows=model.exact_rows,
+    )
+    return plugged, kept, arithmetic, model.linears
+
+
+def _prefixes(
+    order: StageOrder, model: StageModel, store: PrefixStore | None
+) -> tuple[str, StagePrefixes | None]:
+    """Return the stage's arithmetic and its prefixes on disk: "" and None where none are kept.
+
+    Where layers keep a state there are none: it is that after the last position only.
+    """
+    if store is None or model.kv.has_states:
+        return "", None
+    from shardnet.runtime.stage.arithmetic import arithmetic_of
+    from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
+
+    arithmetic = arithmetic_of(model)
+    identity = [order.model_id, str(order.layers), order.dtype.value, order.kv_dtype.value]
+    identity += [order.quantization.value if order.quantization else "", str(order.context)]
+    files = store.of_stage(json.dumps([*identity, arithmetic]), order.model, order.layers.words)
+    return arithmetic, StagePrefixes(model.kv, files)
+
+
+def _load_model(
+    job: StageJob, packs: PackCache | None, had: KeptLinears | None
+) -> tuple[StageModel, int]:
+    """Load the layers of an order. Returns them and their KV room in blocks; raises as `load`."""
+    import torch
+
+    from shardnet.model.kernels.linear import probe
+    from shardnet.stage.load import load_stage
+
+    order, checkpoint = job.order, job.checkpoint
+    config, device = checkpoint.config, torch.device(order.device)
+    choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization, order.arith)
+    room_blocks = kv_room_blocks(
+        config,
+        order.layers,
+        weight_form(checkpoint, choice),
+        order.context,
+        job.memory_bytes,
+        order.kv_dtype,
+        order.n_streamed,
+        device=device.type,
+        held_bytes=job.held_bytes,
+    )
+    model = load_stage(
+        checkpoint,
+        order.layers,
+        choice=choice,
+        device=device,
+        room_blocks=room_blocks,
+        context=order.context,
+        progress=job.progress,
+        packs=packs,
+        kv_dtype=order.kv_dtype,
+        n_streamed=order.n_streamed,
+        kept=had,
+    )
+    return model, room_blocks
+
+
+def _sampler(path: Path, config: ModelConfig) -> Sampler:
+    """Make the tail's sampler, which never draws ids without a token (padded vocabularies)."""
+    from shardnet.model.sampling.sampler import Sampler
+    from shardnet.tokenizers.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load_optional(path)
+    if tokenizer is None:
+        return Sampler(config.vocab_size, ())
+    with tokenizer:
+        return Sampler(config.vocab_size, tokenizer.ids_without_token(config.vocab_size))
+
+
+def _pack_cache(order: StageOrder, stamped: Stamp, folder: Path | None) -> PackCache | None:
+    """Return the cache of quantised weights of these files; None without quantisation."""
+    if folder is None or order.quantization is None:
+        return None
+    from shardnet.stage.pack_cache import PackCache
+
+    identity = json.dumps([order.model_id, str(order.folder), stamped, order.dtype.value])
+    packs = PackCache(folder, identity, order.model, order.quantization)
+    packs.touch()
+    return packs
+
+
+def set_compute_threads(n_threads: int) -> None:
+    """Set the number of threads of torch operators called from this thread."""
+    import torch
+
+    torch.set_num_threads(n_threads)
+
+
+def release_freed_memory() -> None:
+    """Return freed memory to the system that torch (on a GPU) or the C library would keep."""
+    gc.collect()
+    if "torch" in sys.modules:
+        from shardnet.model.kernels.devices import release_cached
+
+        release_cached()
+    if sys.platform == "linux":
+        import ctypes
+        import ctypes.util
+
+        library = ctypes.CDLL(ctypes.util.find_library("c"))
+        if hasattr(library, "malloc_trim"):
+            library.malloc_trim(0)
+
+
+def kv_room_blocks(
+    config: ModelConfig,
+    layers: LayerRange,
+    form: WeightForm,
+    context: int,
+    memory_bytes: int,
+    kv_dtype: KvDType = KvDType.AUTO,
+    n_streamed: int = 0,
+    *,
+    device: str = "cpu",
+    held_bytes: int = 0,
+) -> int:
+    """Return the KV blocks that fit into `memory_bytes` beside weights and activations.
+
+    `n_streamed` of the layers are streamed from disk. On a CUDA `device` graphs take room as well.
+
+    Raises CapacityError if they do not hold one context, and if weights and activations do not fit
+    beside `held_bytes`, which are given back later.
+    """
+    weights = stage_weight_bytes(config, layers, form, n_streamed)
+    rows, dtype = PREFILL_CHUNK_ROWS, form.dtype
+    activations = activation_peak_bytes(config, layers, rows, dtype, context, kv_dtype)
+    if n_streamed:
+        activations += waiting_bytes(config, rows, dtype, context)
+    if device == "cuda":
+        activations += graph_bytes(
+            config, dtype, form.quantization, is_packed=form.packed is not None
+        )
+    fixed = weights + activations + state_bytes(config, layers, dtype)
+    block_bytes = kv_block_bytes(config, layers, dtype, kv_dtype)
+    needed = blocks_for(context) * block_bytes
+    if fixed + needed > memory_bytes:
+        raise CapacityError(
+            f"{layers.words} need {fixed + needed} bytes for a context of {context}, and this "
+            f"node may use {memory_bytes}",
+            remedy="lower --context, raise --memory or give it fewer layers",
+        )
+    if fixed + held_bytes > memory_bytes:
+        raise CapacityError(
+            f"{layers.words} need {fixed} bytes beside {held_bytes} of the stage that is in use, "
+            f"and this node may use {memory_bytes}",
+            remedy="raise --memory",
+        )
+    most = MAX_ROOM_POSITIONS // BLOCK_POSITIONS
+    return min((memory_bytes - fixed) // block_bytes, most) if block_bytes else most

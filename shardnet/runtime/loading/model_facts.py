@@ -1,0 +1,167 @@
+"""What is known of a checkpoint on this machine from its headers: its place, its model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
+from shardnet.checkpoint.checkpoint import Checkpoint, names_checkpoint
+from shardnet.checkpoint.formats.gguf_header import gguf_files
+from shardnet.checkpoint.hub_cache import HubName, pulled_folder
+from shardnet.checkpoint.model_folders import find_in_lm_studio
+from shardnet.checkpoint.model_names import LM_STUDIO
+from shardnet.checkpoint.ollama_store import OllamaName, find_ollama
+from shardnet.checkpoint.recommended_sampling import read_recommended
+from shardnet.checkpoint.replica import NO_LAYERS, StoredLayers, stored_layers
+from shardnet.checkpoint.replica_journal import Journal
+from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
+from shardnet.errors import CheckpointError
+from shardnet.model.config.fields import unknown_keys_error
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.stage.estimate.packed_sizes import PackedSizes, packed_sizes
+from shardnet.stage.estimate.stored_dtype import linear_dtype, stored_dtype
+from shardnet.types import DType
+
+MAX_CONFIG_TEXT = 1 << 20
+"""Characters of a config.json that one node sends another."""
+
+
+Stamp = tuple[tuple[str, int, int], ...]
+"""Name, size and time of change (ns) of every file of a checkpoint folder; see `stamp`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What is known of a checkpoint from its headers.
+
+    `path` is its folder, or its file. `config_text` is its config in the words of config.json.
+    `stamp` changes when a file of it does. `is_complete`: it holds every tensor, and is not a
+    replica. `packed` are the weights that stay as they are stored. `stored_dtype` is that of all
+    other linear weights of layers in the files, None where they have to be converted;
+    `linear_dtype` that of the LM head's too. `form` names how they are stored, for people, and
+    `size_bytes` is the size of the tensor files. `unknown_keys` of its config may change what is
+    computed: a ring is made of it only where they are to be ignored. `recommended` is the sampling
+    that its makers recommend, by the names of SamplingParams. `layers` are the stored sizes of
+    layers, and which of them are here.
+    """
+
+    model_id: str
+    path: Path
+    config: ModelConfig
+    config_text: str
+    stamp: Stamp
+    is_complete: bool
+    stored_dtype: DType | None = None
+    linear_dtype: DType | None = None
+    packed: PackedSizes | None = None
+    form: str = ""
+    size_bytes: int = 0
+    unknown_keys: tuple[str, ...] = ()
+    layers: StoredLayers = NO_LAYERS
+    recommended: Mapping[str, float] = field(default_factory=dict)
+
+    def check_known(self) -> None:
+        """Raise UnsupportedModelError, which names all unknown keys of the config, if any."""
+        if self.unknown_keys:
+            raise unknown_keys_error(str(self.path), self.unknown_keys)
+
+
+def find_folder(model: str) -> Path | None:
+    """Return the folder, or the GGUF file, that `model` names on this machine: the bundled model,
+    an absolute path, a model of the Hub that was pulled, of Ollama's or LM Studio's store.
+
+    None when there is none here.
+    """
+    if model == DEFAULT_MODEL_NAME or os.path.isabs(model):
+        path = DEFAULT_MODEL_PATH if model == DEFAULT_MODEL_NAME else Path(model)
+        return path if names_checkpoint(path) else None
+    if model.startswith(LM_STUDIO):
+        return find_in_lm_studio(model)
+    if ollama := OllamaName.parse(model):
+        return find_ollama(ollama)
+    name = HubName.parse(model)
+    return pulled_folder(name) if name is not None else None
+
+
+def identify(path: Path) -> ModelFacts:
+    """Read the headers of a checkpoint and identify its model. Reads no tensor.
+
+    Unknown keys of its config are not refused: see `ModelFacts.check_known`.
+    """
+    stamped = stamp(path)
+    checkpoint = Checkpoint.open(path, ignore_unknown=True)
+    return ModelFacts(
+        model_id=checkpoint.model_id,
+        path=path,
+        config=checkpoint.config,
+        config_text=checkpoint.config_text,
+        stamp=stamped,
+        is_complete=checkpoint.journal is None,
+        stored_dtype=stored_dtype(checkpoint),
+        linear_dtype=linear_dtype(checkpoint),
+        packed=packed_sizes(checkpoint),
+        form=checkpoint.form,
+        size_bytes=checkpoint.size_bytes,
+        unknown_keys=checkpoint.unknown_keys,
+        recommended=read_recommended(path),
+        layers=stored_layers(checkpoint),
+    )
+
+
+def identify_at(model: str, *, ignore_unknown: bool = False) -> ModelFacts:
+    """Identify the checkpoint that `model` names on this machine.
+
+    Raises CheckpointError if there is none, or it is damaged, UnsupportedModelError if its config
+    has unknown keys, unless `ignore_unknown`.
+    """
+    folder = find_folder(model)
+    if folder is None:
+        raise CheckpointError(f"there is no checkpoint folder at {model}")
+    facts = identify(folder)
+    if not ignore_unknown:
+        facts.check_known()
+    return facts
+
+
+def check_model_id(path: Path, found: str, planned: str) -> None:
+    """Raise CheckpointError if the model `found` at `path` is not the `planned` one."""
+    if found != planned:
+        raise CheckpointError(
+            f"{path} holds model {found[:12]}, but the plan was made for {planned[:12]}: it has "
+            "changed since, or differs between nodes"
+        )
+
+
+def config_text(facts: ModelFacts) -> str:
+    """Return the text of a checkpoint's config, for a node that has no checkpoint.
+
+    Raises CheckpointError when it is larger than 1 MiB.
+    """
+    text = facts.config_text
+    if len(text) > MAX_CONFIG_TEXT:
+        raise CheckpointError(
+            f"{facts.path}: its config has {len(text)} characters, at most 1 MiB can be sent"
+        )
+    return text
+
+
+def stamp(path: Path) -> Stamp:
+    """Return name, size and modification time (ns) of every file of a checkpoint.
+
+    The stamp of a replica changes only when tensors that it held are replaced: added tensors change
+    nothing that was loaded before. Raises CheckpointError if the folder cannot be read.
+    """
+    journal = Journal.find(path) if path.is_dir() else None
+    if journal is not None:
+        return (("replica", journal.n_dropped, 0),)
+    try:
+        files = gguf_files(path) if path.is_file() else [path / n for n in folder_entries(path)]
+        files = sorted(file for file in files if file.is_file())
+        return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: {error.strerror}", remedy="check the path of --model"
+        ) from error

@@ -1,0 +1,176 @@
+"""Chooses the rows of the next step: newest tokens, their drafts, prompt chunks. Pure.
+
+Must not know steps in flight, nor what is answered (scheduler.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import msgspec
+
+from shardnet.constraints import MAX_STEP_MASK_BYTES, RowMask, TokenMask
+from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
+from shardnet.runtime.scheduling.limits import StepLimits
+from shardnet.runtime.scheduling.sequences import LiveSequence
+from shardnet.types import BLOCK_POSITIONS, RowGroup
+
+
+class Rows(msgspec.Struct, frozen=True, kw_only=True):
+    """The next `n_rows` rows of a sequence, the last of them `drafts`.
+
+    `masks` are those of its sampled rows, if its output is constrained.
+    """
+
+    sequence: LiveSequence
+    n_rows: int
+    drafts: tuple[int, ...] = ()
+    masks: tuple[TokenMask, ...] = ()
+
+    def inputs(self, group: RowGroup) -> list[int]:
+        """Return the token ids of the rows, which travel as `group`."""
+        end = group.position + group.n_rows - len(self.drafts)
+        return [*self.sequence.tokens[group.position : end], *self.drafts]
+
+
+@dataclass(slots=True, kw_only=True)
+class RowChooser:
+    """Chooses among the running sequences of `queue`.
+
+    `rewinds` says whether slots can be rewound, so that drafts may be wrong.
+    """
+
+    queue: AdmissionQueue
+    limits: StepLimits
+    rewinds: bool
+
+    def decode_rows(self, share: int) -> list[Rows]:
+        """Select the newest token's row of up to `share` sequences, each followed by its drafts."""
+        ready = (sequence for sequence in self.queue.ready.values() if sequence.may_travel)
+        chosen = [*islice(ready, share)]
+        is_exact = any(sequence.request.deterministic for sequence in chosen)
+        if is_exact:
+            chosen = chosen[: self.limits.exact_rows]
+        secured = [sequence for sequence in chosen if self.queue.secure_row(sequence)]
+        secured = [sequence for sequence in secured if sequence.slot is not None]
+        most = self.limits.exact_rows if is_exact else self.limits.cheap_rows
+        spare = max(0, most - len(secured))
+        rows: list[Rows] = []
+        mask_bytes = 0
+        for n_left, sequence in zip(range(len(secured), 0, -1), secured, strict=True):
+            drafts, masks = _masked(sequence, self._drafts(sequence, spare // n_left))
+            if masks:
+                mask_bytes += sum(len(mask.data) for mask in masks)
+                if rows and mask_bytes > MAX_STEP_MASK_BYTES:
+                    break  # the others go with the next step
+            spare -= len(drafts)
+            rows.append(
+                Rows(
+                    sequence=sequence,
+                    n_rows=1 + len(drafts),
+                    drafts=tuple(drafts),
+                    masks=tuple(masks),
+                )
+            )
+        return rows
+
+    def _drafts(self, sequence: LiveSequence, limit: int) -> Sequence[int]:
+        """Ask for drafts within what is left of the request, the context and the booked room.
+
+        What a constraint forces goes before what a drafter guesses.
+        """
+        request, slot = sequence.request, sequence.slot
+        if slot is None:
+            return ()
+        left = self.queue.longest_life(request) - len(sequence.tokens) - 1
+        room = slot.n_blocks * BLOCK_POSITIONS - sequence.n_sent - 1
+        limit = min(limit, left, room)
+        forced = request.guide.forced if request.guide and self.rewinds else None
+        for drafter in (forced, request.drafter):
+            if drafter is not None and limit > 0:
+                drafts = drafter.propose(sequence.tokens, limit)
+                if drafts:
+                    sequence.drafted_by = drafter
+                    return drafts
+        return ()
+
+    def prompt_rows(self, budget: int, beside: Sequence[Rows] = ()) -> list[Rows]:
+        """Select prompt chunks in order of rank, up to `budget` rows.
+
+        A deterministic sequence is batched with no other.
+        """
+        rows: list[Rows] = []
+        running = self.queue.running.values()
+        waiting = [s for s in running if s.is_prefilling and not s.is_restoring]
+        for sequence in sorted(waiting, key=lambda waiting: waiting.rank):
+            if sequence.request.deterministic:
+                if rows or beside:
+                    break
+                n_rows = self._exact_chunk(sequence)
+                if self._waits_for_mask(sequence, n_rows):
+                    continue
+                return [self._prompt_part(sequence, n_rows)]
+            n_rows = self._chunk(sequence, budget, len(sequence.tokens))
+            if self._waits_for_mask(sequence, n_rows):
+                continue
+            left = budget - sum(taken.n_rows for taken in rows)
+            if n_rows > left:
+                break
+            rows.append(self._prompt_part(sequence, n_rows))
+        return rows
+
+    def _samples(self, sequence: LiveSequence, n_rows: int) -> bool:
+        """Say whether the last of the next `n_rows` rows, drafts aside, samples a token."""
+        is_last = sequence.n_sent + n_rows == len(sequence.tokens)
+        return is_last and sequence.request.max_tokens > 0
+
+    def _waits_for_mask(self, sequence: LiveSequence, n_rows: int) -> bool:
+        return self._samples(sequence, n_rows) and not sequence.may_sample
+
+    def _prompt_part(self, sequence: LiveSequence, n_rows: int) -> Rows:
+        masks = _masked(sequence, ())[1] if self._samples(sequence, n_rows) else ()
+        return Rows(sequence=sequence, n_rows=n_rows, masks=tuple(masks))
+
+    def _chunk(self, sequence: LiveSequence, size: int, end: int) -> int:
+        """Count the rows to the next multiple of `size`, at most to `end`."""
+        return min((sequence.n_sent // size + 1) * size, end) - sequence.n_sent
+
+    def _exact_chunk(self, sequence: LiveSequence) -> int:
+        """Count the rows of the next chunk such that a replay gives the same bits."""
+        if sequence.n_sent < sequence.n_prompt:
+            return self._chunk(sequence, self.limits.chunk_rows, sequence.n_prompt)
+        return min(self.limits.exact_rows, len(sequence.tokens) - sequence.n_sent)
+
+    def group(self, rows: Rows) -> RowGroup:
+        """Return the rows as they travel."""
+        sequence = rows.sequence
+        assert sequence.slot is not None
+        makes_token = self._samples(sequence, rows.n_rows - len(rows.drafts))
+        return RowGroup(
+            sequence_id=sequence.sequence_id,
+            slot=sequence.slot.slot,
+            position=sequence.n_sent,
+            n_rows=rows.n_rows,
+            n_sampled=1 + len(rows.drafts) if makes_token else 0,
+        )
+
+
+def _masked(
+    sequence: LiveSequence, drafts: Sequence[int]
+) -> tuple[Sequence[int], Sequence[TokenMask]]:
+    """Return the drafts up to the first that the sequence's constraint forbids, and the masks."""
+    guide = sequence.request.guide
+    if guide is None:
+        return drafts, ()
+    masks = guide.masks(drafts)
+    return drafts[: len(masks) - 1], masks
+
+
+def row_masks(rows: Sequence[Rows], groups: Sequence[RowGroup]) -> Iterator[RowMask]:
+    """Number the masks of a step by its sampled rows."""
+    first = 0
+    for part, group in zip(rows, groups, strict=True):
+        yield from (RowMask(first + place, mask) for place, mask in enumerate(part.masks))
+        first += group.n_sampled

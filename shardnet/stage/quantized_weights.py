@@ -1,0 +1,130 @@
+"""Makes linears of weights that are quantised while a stage loads, and caches them packed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardnet.errors import CapacityError, CheckpointError
+from shardnet.model.config.quantization import Quantization
+from shardnet.model.kernels.linear import Linear, join_biases
+from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panels import Panels
+from shardnet.model.kernels.quantized_linear import pack_all
+from shardnet.stage.pack_cache import PackCache
+from shardnet.stage.pack_writer import PackWriter
+from shardnet.stage.plain_weights import PlainWeights
+from shardnet.stage.streaming.file_parts import FilePart
+from shardnet.stage.streaming.layer_stream import LayerStream
+from shardnet.stage.streaming.streamed_linear import StreamedLinear
+from shardnet.stage.tensor_reader import TensorReader
+
+
+class QuantizedWeights:
+    """Quantises the weights of one stage."""
+
+    def __init__(
+        self,
+        *,
+        reader: TensorReader,
+        plain: PlainWeights,
+        packs: PackCache | None,
+        writer: PackWriter,
+        stream: LayerStream,
+        device: torch.device,
+    ) -> None:
+        """Take what reads weights, what keeps them packed, and the `stream` of layers on disk."""
+        self._reader = reader
+        self._plain = plain
+        self._packs = packs
+        self._writer = writer
+        self._stream = stream
+        self._device = device
+
+    def linear(
+        self,
+        names: Sequence[str],
+        biases: Sequence[Tensor],
+        kind: Quantization,
+        layer: int | None,
+        *,
+        transposed: bool,
+    ) -> tuple[PanelLinear, Linear]:
+        """Make a quantised linear; with a streamed `layer` its weights stay in the cache.
+
+        Returns one with weights in memory, of which batch invariance can be tested, and the one to
+        compute with.
+        """
+        shapes = [self._reader.shape(f"{name}.weight") for name in names]
+        if transposed:
+            shapes = [shape[::-1] for shape in shapes]
+        shape = (sum(shape[0] for shape in shapes), shapes[0][1])
+        packed = self._packed(
+            names, kind, shape, transposed=transposed, is_streamed=layer is not None
+        )
+        bias = join_biases(biases, self._device, torch.float32)
+        own = Panels(packed=packed.to(self._device), form=kind.form, shape=shape)
+        made = PanelLinear([own], bias)
+        if layer is None:
+            return made, made
+        part, packed_shape = self._cached_part(names, kind, packed), packed.shape
+
+        def make(read: Tensor) -> PanelLinear:
+            return PanelLinear(
+                [Panels(packed=read.view(packed_shape), form=kind.form, shape=shape)], bias
+            )
+
+        streamed = StreamedLinear(
+            self._stream,
+            layer,
+            self._stream.reserve(layer, [part]),
+            packed.nbytes,
+            shape,
+            make,
+            is_ready=True,
+            is_native=made.is_native,
+        )
+        return made, streamed
+
+    def _cached_part(self, names: Sequence[str], kind: Quantization, packed: Tensor) -> FilePart:
+        """Locate packed weights in the cache. Raises CapacityError if they could not be stored."""
+        assert self._packs is not None
+        path, offset = self._packs.place(names, kind)
+        try:
+            return FilePart.of(path, offset, packed.nbytes)
+        except CheckpointError as error:
+            raise CapacityError(
+                f"{path}: quantised weights of layers to be streamed could not be stored there",
+                remedy="make room on that disk (`shardnet cache rm`)",
+            ) from error
+
+    def _packed(
+        self,
+        names: Sequence[str],
+        kind: Quantization,
+        shape: tuple[int, int],
+        *,
+        transposed: bool,
+        is_streamed: bool,
+    ) -> Tensor:
+        """Return packed weights of `shape` (N, K), from the cache, or packed now and cached."""
+        weights = [f"{name}.weight" for name in names]
+        packed_shape = kind.form.packed_shape(*shape)
+        if self._packs is not None:
+            came = self._reader.instead_of(weights, math.prod(packed_shape))
+            cached = self._packs.get(names, kind, packed_shape, came)
+            if cached is not None:
+                self._reader.skip(weights)
+                return cached
+        packed = self._plain.packed_while_read(weights, kind.form, transposed=transposed)
+        if packed is None:
+            whole = self._plain.read(weights, transposed=transposed)
+            packed = pack_all(whole, kind, self._reader.report)
+            del whole
+        self._writer.put(names, kind, packed)
+        if is_streamed or self._device.type != "cpu":
+            self._writer.finish(self._reader.report)  # else it would stay in memory until written
+        return packed

@@ -1,0 +1,306 @@
+"""A member of a ring of one: work, and what happens when the compute itself is broken."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+
+from shardnet.cluster.member import ring_membership
+from shardnet.cluster.member.ring_membership import (
+    KEEP_S,
+    SETTLE_S,
+    DialData,
+    OnBroken,
+    RingMembership,
+)
+from shardnet.errors import (
+    LinkClosedError,
+    PeerFailedError,
+    PeerSilentError,
+    ShardnetError,
+    UsageError,
+)
+from shardnet.runtime.ring.pipeline import Pipeline
+from shardnet.runtime.stage.compute import Activations, Samples
+from shardnet.runtime.stage.executor import Executor
+from shardnet.slot_operations import SlotOperation
+from shardnet.transport.link import Link
+from shardnet.transport.memory import memory_pair
+from shardnet.types import (
+    Epoch,
+    MicroBatch,
+    NodeId,
+    RowGroup,
+    SequenceId,
+    SlotId,
+    StepId,
+    WireDType,
+)
+from shardnet.wire.framing.frames import Frame
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, read_error
+
+
+class Panic(BaseException):
+    """What a Rust library raises when it panics: no Exception."""
+
+
+class BrokenCompute:
+    """A compute with a bug."""
+
+    def __init__(self) -> None:
+        self.was_reset = threading.Event()
+
+    def use_wire(self, sent: WireDType, received: WireDType) -> None:
+        """Nothing."""
+
+    def operate(self, operation: SlotOperation) -> None:
+        """Nothing."""
+
+    def reset(self) -> None:
+        """Note it."""
+        self.was_reset.set()
+
+    def compute(self, batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
+        raise Panic("a bug of ours")
+
+
+async def no_dial(address: str, membership: RingMembership) -> Link:
+    raise AssertionError("a ring of one dials nobody")
+
+
+def membership(
+    on_broken: OnBroken,
+    n_stages: int = 1,
+    rank: int = 0,
+    dial: DialData = no_dial,
+    now_s: Callable[[], float] = time.monotonic,
+) -> RingMembership:
+    return RingMembership(
+        ring="r",
+        epoch=Epoch(1),
+        rank=rank,
+        addresses=("a:1", "b:2", "c:3")[:n_stages],
+        model="/m",
+        owner="n",
+        owner_name="n",
+        dial=dial,
+        on_broken=on_broken,
+        now_s=now_s,
+    )
+
+
+def idle_pipeline() -> Pipeline:
+    return Pipeline(
+        epoch=Epoch(1),
+        vocab_size=5,
+        clock_ns=time.perf_counter_ns,
+        on_answered=lambda answered: None,
+        on_failed=lambda failed: None,
+    )
+
+
+@pytest.mark.parametrize("keep_s", [KEEP_S, 0.0])
+def test_a_bug_in_the_compute_breaks_the_ring_by_name(
+    keep_s: float, logged: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What sequences hold is kept for the next ring, until this one is left or its time is over."""
+    monkeypatch.setattr(ring_membership, "KEEP_S", keep_s)
+
+    async def main() -> None:
+        compute = BrokenCompute()
+        broken: list[ShardnetError] = []
+        ended = asyncio.Event()
+
+        def note(error: ShardnetError, silent: NodeId | None) -> None:
+            broken.append(error)
+            ended.set()
+
+        executor = Executor("test")
+        pipeline = idle_pipeline()
+        one = membership(note)
+        await one.join(compute, executor, pipeline)
+        group = RowGroup(
+            sequence_id=SequenceId(1), slot=SlotId(0), position=0, n_rows=1, n_sampled=1
+        )
+        pipeline.send(MicroBatch(epoch=Epoch(1), step=StepId(1), groups=(group,), token_ids=(1,)))
+        await ended.wait()
+        assert [str(error) for error in broken] == [
+            "internal error in rank 0: RuntimeError('Panic: a bug of ours'), a bug of shardnet; "
+            "report it, with what that node wrote"
+        ]
+        if keep_s:
+            assert not compute.was_reset.is_set()
+            await one.leave()
+        assert await asyncio.to_thread(compute.was_reset.wait, 30)
+        await one.leave()
+        executor.join()
+
+    asyncio.run(main())
+    assert "rank 0 of ring r failed" in logged.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("error", "blamed"), [(PeerSilentError("n1: nothing came"), "n1"), (PeerFailedError("x"), None)]
+)
+def test_who_fell_silent_is_told_to_the_head_and_no_other_neighbour_takes_it_for_us(
+    error: ShardnetError, blamed: str | None
+) -> None:
+    async def main() -> None:
+        told: list[object] = []
+        heard: list[Frame] = []
+        one = membership(lambda *what: told.append(what), n_stages=3, rank=1)
+        silent = SimpleNamespace(closed=True, peer=SimpleNamespace(node="n1"))
+        other = SimpleNamespace(closed=False, send=heard.append)
+        one._links = cast(Any, [silent, other])
+        one._break(error)
+        assert told == [(error, blamed)]
+        assert read_error(heard[0]).code == PeerFailedError.code
+
+    asyncio.run(main())
+
+
+def test_a_seat_that_is_left_while_it_connects_keeps_no_link() -> None:
+    async def main() -> None:
+        node = Hello(purpose=Purpose.CONTROL, role=PeerRole.NODE, node="n", name="n", version="0")
+        near, far = await memory_pair(node, node)
+        dialled, answer = asyncio.Event(), asyncio.Event()
+
+        async def dial(address: str, membership: RingMembership) -> Link:
+            dialled.set()
+            await answer.wait()
+            return near
+
+        one = membership(print, n_stages=2, dial=dial)
+        joining = asyncio.create_task(one.join(BrokenCompute(), Executor("test"), None))
+        await dialled.wait()
+        await one.leave()
+        answer.set()
+        with pytest.raises(PeerFailedError, match="this node left ring r while its links"):
+            await joining
+        with pytest.raises(LinkClosedError):
+            await far.receive()
+        assert near.closed
+
+    asyncio.run(main())
+
+
+def test_a_seat_that_is_left_while_it_waits_for_its_neighbour_says_so() -> None:
+    """A cancellation would be nobody's error: the head's ring would seem to be connected."""
+
+    async def main() -> None:
+        node = Hello(purpose=Purpose.CONTROL, role=PeerRole.NODE, node="n", name="n", version="0")
+        near, far = await memory_pair(node, node)
+        dialled = asyncio.Event()
+
+        async def dial(address: str, membership: RingMembership) -> Link:
+            dialled.set()
+            return near
+
+        one = membership(print, n_stages=2, dial=dial)
+        joining = asyncio.create_task(one.join(BrokenCompute(), Executor("test"), None))
+        await dialled.wait()
+        await asyncio.sleep(0)  # it has the link now, and waits for the other one
+        leaving = asyncio.create_task(one.leave())
+        with pytest.raises(PeerFailedError, match="this node left ring r while its links"):
+            await joining
+        await asyncio.gather(leaving, far.close())
+
+    asyncio.run(main())
+
+
+def test_a_seat_that_is_left_before_its_work_begins_is_not_kept_awake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        alertness = mock.Mock()
+        monkeypatch.setattr(ring_membership, "Alertness", lambda **_: alertness)
+        data = Hello(
+            purpose=Purpose.DATA,
+            role=PeerRole.NODE,
+            node="n",
+            name="n",
+            version="0",
+            ring="r",
+            epoch=1,
+            rank=0,
+        )
+        (before, here), (there, after) = [await memory_pair(data, data) for _ in range(2)]
+
+        async def dial(address: str, membership: RingMembership) -> Link:
+            return there
+
+        one, executor = membership(print, n_stages=3, rank=1, dial=dial), Executor("test")
+        one._may_spin = lambda: True
+        one.accept(here)
+        await one.join(BrokenCompute(), executor, None)
+        await one.leave()
+        alertness.close.assert_called()
+        await asyncio.gather(before.close(), after.close())
+        executor.join()
+
+    asyncio.run(main())
+
+
+def test_a_ring_forms_until_its_first_step_or_until_none_has_come_for_some_seconds() -> None:
+    async def main() -> None:
+        now_s, executor = 100.0, Executor("test")
+        one = membership(print, now_s=lambda: now_s)
+        now_s += 1000  # loading may take long
+        assert one.is_forming
+        await one.join(BrokenCompute(), executor, idle_pipeline())
+        now_s += SETTLE_S - 1
+        assert one.is_forming
+        one.last_step = StepId(1)
+        assert not one.is_forming
+        one.last_step = StepId(0)
+        now_s += 1
+        assert not one.is_forming
+        await one.leave()
+        executor.join()
+
+    asyncio.run(main())
+
+
+def test_a_ring_whose_head_is_gone_before_it_stands_is_over() -> None:
+    async def main() -> None:
+        one, executor = membership(print), Executor("test")
+        one.lose_owner()
+        assert one.is_over
+        assert not one.is_forming
+        standing = membership(print)
+        await standing.join(BrokenCompute(), executor, idle_pipeline())
+        standing.lose_owner()  # its links tell
+        assert not standing.is_over
+        await standing.leave()
+        executor.join()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("ring", "epoch", "rank"), [("x", 1, 2), ("r", 2, 2), ("r", 1, 0), ("r", 1, 1)]
+)
+def test_only_the_stage_before_may_send_here(ring: str, epoch: int, rank: int) -> None:
+    async def main() -> None:
+        hello = Hello(
+            purpose=Purpose.DATA,
+            role=PeerRole.NODE,
+            node="n",
+            name="n",
+            version="0",
+            ring=ring,
+            epoch=epoch,
+            rank=rank,
+        )
+        with pytest.raises(UsageError, match="expected rank 2 of ring r epoch 1"):
+            membership(print, n_stages=3, rank=0).check_hello(hello)
+
+    asyncio.run(main())

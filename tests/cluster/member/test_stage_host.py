@@ -1,0 +1,337 @@
+"""Measuring on the compute thread: not while it works for somebody, and no longer than asked; for
+which head's ring the place is kept; and what becomes of orders while a node leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from msgspec.structs import replace
+
+from shardnet.cluster.member import stage_host as stage_host_module
+from shardnet.cluster.member.ring_membership import RingMembership
+from shardnet.cluster.member.stage_host import StageHost
+from shardnet.errors import BusyError, DiskSilentError, PeerFailedError, TakenError, UsageError
+from shardnet.runtime.loading.loaded_stage import LoadedStage
+from shardnet.runtime.stage.stage_order import StageOrder
+from shardnet.transport.link import Link
+from shardnet.types import WireDType
+from shardnet.wire.messages.stages import LoadStage
+
+STAGE_ORDER = cast(StageOrder, SimpleNamespace(folder=Path("/m")))
+
+
+@dataclass
+class Member:
+    """What the host asks of its membership."""
+
+    is_busy: bool = False
+    model: str = "/m"
+
+    async def leave(self) -> None:
+        """Nothing is left."""
+
+
+def hosted(main: Callable[[StageHost], Any]) -> None:
+    async def dial(address: str, membership: RingMembership) -> Link:
+        raise AssertionError(f"{address} was dialled")
+
+    async def run() -> None:
+        host = StageHost(dial=dial, node="own")
+        try:
+            await main(host)
+        finally:
+            await host.close()
+
+    asyncio.run(run())
+
+
+def take_part(host: StageHost, *, is_busy: bool) -> Member:
+    membership = Member(is_busy=is_busy)
+    host.membership = cast(RingMembership, membership)
+    return membership
+
+
+def test_a_measurement_runs_on_the_compute_thread_and_reports_that_it_lives() -> None:
+    async def main(host: StageHost) -> None:
+        reports = []
+
+        def job(tick: Callable[[], None]) -> str:
+            tick()
+            return threading.current_thread().name
+
+        take_part(host, is_busy=False)
+        name = await host.measure(job, lambda done, total: reports.append((done, total)))
+        assert name.startswith("shardnet-compute")
+        assert reports == [(0, 1)]
+        await host.wait_for_compute()
+
+    hosted(main)
+
+
+def test_open_sequences_are_not_disturbed() -> None:
+    async def main(host: StageHost) -> None:
+        take_part(host, is_busy=True)
+        with pytest.raises(BusyError, match="generating with /m"):
+            await host.measure(lambda tick: 1, lambda done, total: None)
+        with pytest.raises(BusyError, match="generating with /m"):
+            await host.wait_for_compute()
+
+    hosted(main)
+
+
+def test_a_sequence_that_opens_meanwhile_ends_the_measurement() -> None:
+    async def main(host: StageHost) -> None:
+        membership = take_part(host, is_busy=False)
+
+        def job(tick: Callable[[], None]) -> None:
+            tick()
+            membership.is_busy = True
+            tick()
+            raise AssertionError("it went on")
+
+        with pytest.raises(BusyError, match="generating with /m"):
+            await host.measure(job, lambda done, total: None)
+
+    hosted(main)
+
+
+def test_who_gives_up_waiting_ends_the_measurement() -> None:
+    """And waits for its end, also when who has given up hangs up then, which cancels once more."""
+
+    async def main(host: StageHost) -> None:
+        began, may_end, gave_up = asyncio.Event(), threading.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def job(tick: Callable[[], None]) -> None:
+            loop.call_soon_threadsafe(began.set)
+            try:
+                while True:
+                    tick()
+            finally:
+                may_end.wait(5)
+                gave_up.set()
+
+        measuring = asyncio.create_task(host.measure(job, lambda done, total: None))
+        await began.wait()
+        for _ in range(4):
+            measuring.cancel()
+            await asyncio.sleep(0)
+        assert not measuring.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await measuring
+        assert gave_up.is_set()
+
+    hosted(main)
+
+
+ORDER = LoadStage(
+    request=1,
+    ring="r",
+    epoch=1,
+    rank=0,
+    n_stages=1,
+    model="/m",
+    model_id="",
+    layers=(0, 1),
+    dtype="float32",
+    wire_dtype="float32",
+    context=256,
+    threads=1,
+    addresses=["a:1"],
+)
+
+
+async def enter_ring(host: StageHost, owner: str = "head", ring: str = "r") -> RingMembership:
+    return await host.enter_ring(
+        replace(ORDER, ring=ring),
+        owner=owner,
+        owner_name=f"{owner} (10.0.0.1:7)",
+        on_broken=lambda error, silent: None,
+    )
+
+
+async def load(host: StageHost) -> None:
+    await host.load(
+        await enter_ring(host),
+        STAGE_ORDER,
+        sent=WireDType.FLOAT32,
+        received=WireDType.FLOAT32,
+        threads=1,
+        memory_bytes=1,
+        on_progress=lambda done, total: None,
+    )
+
+
+def loading_never_ends(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Have loading go on until it is told to end. Returns what says that it has begun."""
+    began, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def load_for_ever(
+        order: object, memory_bytes: int, report: Callable[[int, int], None], *_: object
+    ) -> None:
+        loop.call_soon_threadsafe(began.set)
+        while True:
+            report(0, 1)
+
+    monkeypatch.setattr(stage_host_module, "load", load_for_ever)
+    return began
+
+
+def test_a_node_that_leaves_does_not_wait_until_it_has_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The head that gave the order learns why nothing comes of it."""
+
+    async def main(host: StageHost) -> None:
+        began = loading_never_ends(monkeypatch)
+        first, second = asyncio.create_task(load(host)), asyncio.create_task(load(host))
+        await began.wait()
+        async with asyncio.timeout(60):
+            await host.close()
+        for order in (first, second):
+            with pytest.raises(PeerFailedError, match="this node is leaving"):
+                await order
+
+    hosted(main)
+
+
+def test_a_node_that_has_left_refuses_by_name() -> None:
+    async def main(host: StageHost) -> None:
+        await host.close()
+        with pytest.raises(PeerFailedError, match="this node is leaving"):
+            await load(host)
+        with pytest.raises(PeerFailedError, match="this node is leaving"):
+            await host.measure(lambda tick: 1, lambda done, total: None)
+        with pytest.raises(PeerFailedError, match="this node is leaving"):
+            await host.wait_for_compute()
+
+    hosted(main)
+
+
+def test_while_one_head_loads_another_one_is_refused_at_once_and_told_for_whom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main(host: StageHost) -> None:
+        began = loading_never_ends(monkeypatch)
+        loading = asyncio.create_task(load(host))
+        await began.wait()
+        async with asyncio.timeout(60):
+            with pytest.raises(TakenError, match=r"loading /m for head \(10\.0\.0\.1:7\); wait"):
+                await enter_ring(host, owner="other")
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+
+    hosted(main)
+
+
+def test_a_place_is_free_when_it_is_taken_back_or_its_head_is_gone() -> None:
+    async def main(host: StageHost) -> None:
+        first = await enter_ring(host)
+        await host.leave_ring(first)
+        second = await enter_ring(host, owner="other")
+        await host.leave_ring(first)  # it comes late
+        assert host.membership is second
+        host.head_lost("another")
+        with pytest.raises(TakenError):
+            await enter_ring(host)
+        host.head_lost(second.ring)
+        third = await enter_ring(host)
+        assert host.membership is third
+
+    hosted(main)
+
+
+def test_only_a_standby_is_dropped_where_a_node_rests() -> None:
+    """What is ready for a ring to come is needed there soon, or dropped by its head."""
+
+    async def main(host: StageHost) -> None:
+        stage = cast(LoadedStage, SimpleNamespace(parts=(), weight_bytes=7, moves=None))
+        for stands_for, left in (("bert", 0), ("", 7)):
+            host._prepared = stage_host_module._Prepared(
+                ring="r", stage=stage, stands_for=stands_for
+            )
+            await host.drop_standby()
+            assert host.weight_bytes == left
+
+    hosted(main)
+
+
+def test_a_node_that_drains_takes_its_own_orders_alone() -> None:
+    """Requests that it leads still may need another ring."""
+
+    async def main(host: StageHost) -> None:
+        host.is_draining = True
+        with pytest.raises(PeerFailedError, match="this node is draining"):
+            await enter_ring(host)
+        assert await enter_ring(host, owner="own") is host.membership
+
+    hosted(main)
+
+
+def test_a_head_that_thinks_again_takes_its_own_place() -> None:
+    """And what still is on the way for its former ring comes to nothing."""
+
+    async def main(host: StageHost) -> None:
+        former = await enter_ring(host)
+        await enter_ring(host, ring="s")
+        with pytest.raises(PeerFailedError, match="no member of ring r any more"):
+            await host.load(
+                former,
+                STAGE_ORDER,
+                sent=WireDType.FLOAT32,
+                received=WireDType.FLOAT32,
+                threads=1,
+                memory_bytes=1,
+                on_progress=lambda done, total: None,
+            )
+        with pytest.raises(UsageError, match="ring s was asked to connect before its stage"):
+            await host.join("s", 1)
+
+    hosted(main)
+
+
+def test_a_load_that_hangs_on_a_disk_ends_by_name_and_the_node_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = threading.Event()
+    begun: list[Callable[[], object]] = []
+
+    def hang(*_: object) -> None:
+        begun.pop()()
+        answers.wait(60)
+
+    monkeypatch.setattr(stage_host_module, "load", hang)
+    monkeypatch.setattr(stage_host_module, "CLOSE_S", 0.05)
+
+    async def silent(host: StageHost) -> None:
+        begun.append(lambda: None)
+        with pytest.raises(DiskSilentError, match="/m: the disk does not answer"):
+            await load(host)
+        assert await host.measure(lambda tick: 7, lambda done, total: None) == 7
+
+    async def leaving(host: StageHost) -> None:
+        began, loop = asyncio.Event(), asyncio.get_running_loop()
+        begun.append(lambda: loop.call_soon_threadsafe(began.set))
+        order = asyncio.create_task(load(host))
+        await began.wait()
+        async with asyncio.timeout(30):
+            await host.close()
+        with pytest.raises(PeerFailedError, match="this node is leaving"):
+            await order
+
+    try:
+        hosted(leaving)
+        monkeypatch.setattr(stage_host_module, "LOAD_SILENCE_S", 0.05)
+        hosted(silent)
+    finally:
+        answers.set()

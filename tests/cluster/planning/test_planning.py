@@ -1,0 +1,495 @@
+"""From a client's choice to a plan."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from msgspec import structs
+
+from shardnet.checkpoint.replica import StoredLayers
+from shardnet.cluster.head.ring_builder import ring_spec
+from shardnet.cluster.measuring.measurement import Measured
+from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
+from shardnet.cluster.planning.model_shape import QuantizationChoice, model_shape
+from shardnet.cluster.planning.placing import fits, make_plan
+from shardnet.cluster.planning.planning import PlanCandidates, Planner
+from shardnet.cluster.sharing.replica_sources import ReplicaSource
+from shardnet.errors import (
+    CapacityError,
+    CheckpointError,
+    PlanError,
+    UnsupportedModelError,
+    UsageError,
+)
+from shardnet.model.config.quantization import Quantization
+from shardnet.model.families.registry import parse_config
+from shardnet.runtime.loading.loading import kv_room_blocks
+from shardnet.runtime.loading.model_facts import ModelFacts
+from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes, stage_weight_bytes
+from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
+from shardnet.types import DType, KvDType, LayerRange, NodeId, WireDType
+from shardnet.wire.messages.generation import MeanStageTime, Timing
+from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.plans import LeftOut, ModelChoice
+
+GIB = 2**30
+
+
+def facts(dtype: str = "bfloat16") -> ModelFacts:
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": dtype,
+    }
+    config = parse_config(raw, "config.json")
+    return ModelFacts(
+        model_id="ab" * 32,
+        path=Path("/m"),
+        config=config,
+        config_text="{}",
+        stamp=(),
+        is_complete=True,
+    )
+
+
+def node(name: str, *dtypes: str, memory: int = GIB) -> NodeInfo:
+    return NodeInfo(
+        node=f"id-{name}",
+        name=name,
+        address=f"{name}:1",
+        version="0",
+        device="cpu",
+        memory_bytes=memory,
+        memory_free_bytes=memory,
+        cores=2,
+        threads=1,
+        dtypes=list(dtypes or ("bfloat16", "float32")),
+        host_id="h",
+    )
+
+
+def test_whether_a_model_fits_is_estimated_from_the_memory_of_all_nodes() -> None:
+    """As a plan finds it: each node alone lacks memory."""
+    model, mib = facts("float32"), 2**20
+    whole = make_plan(ModelChoice(model="/m"), model, [node("a")]).placement.stages[0]
+    memory = whole.weight_bytes * 3 // 4 + 2 * mib
+    nodes = [node("a", memory=memory), node("b", memory=memory)]
+    for some, expected in ((nodes[:1], False), (nodes, True), ([node("c", memory=mib)], False)):
+        assert fits(model, some) is expected
+        with contextlib.nullcontext() if expected else pytest.raises(PlanError):
+            make_plan(ModelChoice(model="/m"), model, some)
+
+
+def test_named_nodes_are_all_used_in_their_order() -> None:
+    nodes = [node("b"), node("a")]
+    plan = make_plan(ModelChoice(model="/m", nodes=["b:1", "a:1"]), facts(), nodes)
+    reply = plan.reply(4)
+    assert [stage.name for stage in reply.stages] == ["b", "a"]
+    assert reply.stages[0].layers[0] == 0
+    assert reply.stages[1].layers[1] == 6
+    assert reply.request == 4
+    assert reply.context == 512
+
+
+def test_without_names_the_model_is_not_split_and_the_other_is_left_out() -> None:
+    reply = make_plan(ModelChoice(model="/m"), facts(), [node("a"), node("b")]).reply(1)
+    assert [stage.name for stage in reply.stages] == ["a"]
+    assert [(out.name, "every hop" in out.why) for out in reply.left_out] == [("b", True)]
+
+
+def test_nodes_that_did_not_answer_are_named_in_the_plan_and_where_there_is_none() -> None:
+    silent = [LeftOut(node="id-c", name="cleo", why="too busy")]
+    reply = make_plan(ModelChoice(model="/m"), facts(), [node("a")], silent=silent).reply(1)
+    assert reply.left_out == silent
+    assert reply.why.endswith("; left out since they did not report their state: cleo")
+    with pytest.raises(PlanError, match=r"; left out since .* cleo$"):
+        make_plan(ModelChoice(model="/m"), facts(), [node("a", memory=1)], silent=silent)
+
+
+def test_measured_figures_decide_and_are_told() -> None:
+    def speed(layer_s: float) -> StageSpeed:
+        return StageSpeed(layer_s=layer_s, layer_256_s=1, embed_s=0, head_s=0.002)
+
+    speeds = {NodeId("id-a"): speed(0.003), NodeId("id-b"): speed(0.001)}
+    link = LinkSpeed(round_trip_s=0.001, bytes_per_s=1e8)
+    ends = (NodeId("id-a"), NodeId("id-b"))
+    measured = Measured(speeds=speeds, links={ends: link, ends[::-1]: link})
+    nodes = [node("a"), node("b")]
+    reply = make_plan(ModelChoice(model="/m"), facts(), nodes, measured).reply(1)
+    assert [(stage.name, stage.compute_ms) for stage in reply.stages] == [("b", pytest.approx(8))]
+    assert reply.predicted_tok_s == pytest.approx(125)
+    choice = ModelChoice(model="/m", optimise="throughput")
+    throughput = make_plan(choice, facts(), nodes, measured).reply(1)
+    assert {s.name: s.layers[1] - s.layers[0] for s in throughput.stages} == {"a": 1, "b": 5}
+    named = make_plan(ModelChoice(model="/m", nodes=["x"]), facts(), nodes, measured)
+    assert [stage.layers for stage in named.reply(1).stages] == [(0, 2), (2, 6)]
+    assert named.chunk_s == pytest.approx(6 * 1 + 2 * 0.002)
+
+
+def test_what_a_chunk_takes_is_not_known_unless_every_stage_was_measured() -> None:
+    speed = StageSpeed(layer_s=0.001, layer_256_s=1, embed_s=0, head_s=0)
+    half = Measured(speeds={NodeId("id-a"): speed})
+    both = Measured(speeds={NodeId("id-a"): speed, NodeId("id-b"): speed})
+    choice, nodes = ModelChoice(model="/m", nodes=["x"]), [node("a"), node("b")]
+    assert make_plan(choice, facts(), nodes, half).chunk_s is None
+    assert make_plan(choice, facts(), nodes, both).chunk_s == pytest.approx(6)
+
+
+@pytest.mark.parametrize("context", [1, 256, 300, 512])
+def test_a_smaller_context_never_needs_more_than_the_shape_says(context: int) -> None:
+    config = facts().config
+    for dtype in DType:
+        shape = model_shape(config, dtype, context)
+        for n_blocks in range(1, shape.n_blocks):
+            smaller, exact = shape.with_blocks(n_blocks), model_shape(config, dtype, n_blocks * 256)
+            assert smaller.memory_bytes(shape.whole) >= exact.memory_bytes(shape.whole)
+        if shape.n_blocks > 1:
+            assert (
+                shape.with_blocks(1).kv_layer_bytes
+                == model_shape(config, dtype, 256).kv_layer_bytes
+            )
+
+
+@pytest.mark.parametrize("kind", [None, *Quantization])
+def test_layers_without_experts_weigh_what_they_weigh(kind: Quantization | None) -> None:
+    raw = {"model_type": "deepseek_v3", "vocab_size": 320, "hidden_size": 64}
+    raw |= {"intermediate_size": 128, "num_hidden_layers": 5, "num_attention_heads": 4}
+    raw |= {"n_routed_experts": 16, "moe_intermediate_size": 48, "first_k_dense_replace": 2}
+    config = parse_config(raw, "config.json")
+    rounding = QuantizationChoice(weights=kind)
+    shape = model_shape(config, DType.BFLOAT16, 512, quantization=rounding)
+    for start, end in ((0, 1), (0, 3), (1, 4), (2, 5), (0, 5)):
+        layers = LayerRange(start, end)
+        assert shape.weight_bytes(layers) == stage_weight_bytes(
+            config, layers, WeightForm(dtype=DType.BFLOAT16, quantization=kind)
+        )
+    for lighter, (_, more) in zip(shape.quantized_sizes, rounding.more(), strict=True):
+        rounded = model_shape(config, DType.BFLOAT16, 512, quantization=more)
+        assert shape.quantized(lighter).weight_bytes(shape.whole) == rounded.weight_bytes(
+            shape.whole
+        )
+
+
+def test_layers_take_as_many_nodes_as_they_have_ranges() -> None:
+    choice = ModelChoice(model="/m", layers=[(0, 2), (2, 6)])
+    reply = make_plan(choice, facts(), [node("a"), node("b"), node("c")]).reply(1)
+    assert [(stage.name, stage.layers) for stage in reply.stages] == [("a", (0, 2)), ("b", (2, 6))]
+    with pytest.raises(PlanError, match=r"2 ranges.*only one node is known.*--local 2"):
+        make_plan(choice, facts(), [node("a")])
+
+
+def test_what_the_model_does_not_have_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--context 513: .* 512 positions"):
+        make_plan(ModelChoice(model="/m", context=513), facts(), [node("a")])
+    with pytest.raises(UsageError, match="--dtype int3"):
+        make_plan(ModelChoice(model="/m", dtype="int3"), facts(), [node("a")])
+    with pytest.raises(PlanError, match="does not fit"):
+        make_plan(ModelChoice(model="/m"), facts(), [node("a", memory=1000)])
+
+
+@pytest.mark.parametrize("requested", ["float32", "int4", "INT8"])
+def test_an_unknown_wire_dtype_is_refused(requested: str) -> None:
+    with pytest.raises(UsageError, match=f"'{requested}': choose bfloat16, float16"):
+        make_plan(ModelChoice(model="/m", wire_dtype=requested), facts(), [node("a")])
+
+
+def test_a_narrower_wire_shortens_the_hops_and_the_prediction() -> None:
+    """64 columns: 128 bytes in bfloat16, 68 in int8."""
+    speed = StageSpeed(layer_s=0.001, layer_256_s=0.1, embed_s=0.0, head_s=0.0)
+    link = LinkSpeed(round_trip_s=0.001, bytes_per_s=1e4)
+    measured = Measured(
+        speeds={NodeId("id-a"): speed, NodeId("id-b"): speed, NodeId("id-c"): speed},
+        links={
+            (NodeId("id-a"), NodeId("id-b")): link,
+            (NodeId("id-c"), NodeId("id-b")): link,
+            (NodeId("id-c"), NodeId("id-a")): link,
+        },
+    )
+    nodes = [node("a"), node("b"), node("c")]
+    exact, int8 = (
+        make_plan(
+            ModelChoice(
+                model="/m",
+                nodes=["a:1", "b:1", "c:1"],
+                layers=[(0, 2), (2, 4), (4, 6)],
+                wire_dtype=wire,
+            ),
+            facts(),
+            nodes,
+            measured,
+        )
+        for wire in ("", "int8")
+    )
+    assert (exact.wires, int8.wires) == ((WireDType.BFLOAT16,) * 2, (WireDType.INT8,) * 2)
+    assert exact.wire_saved_s == 0
+    assert int8.wire_saved_s == pytest.approx(2 * 60 / 1e4)
+    assert (exact.narrowed, int8.narrowed) == ({}, {2: WireDType.INT8, 4: WireDType.INT8})
+    for plan, row_bytes in ((exact, 128), (int8, 68)):
+        hops = [stage.hop_s for stage in plan.placement.stages]
+        assert hops == pytest.approx([0.0005 + size / 1e4 for size in (row_bytes, row_bytes, 4)])
+        assert plan.placement.predicted_tok_s == pytest.approx(1 / (0.006 + sum(map(float, hops))))
+    assert int8.reply(1).wire_dtype == "int8"
+    assert int8.reply(1).wire is None
+
+
+def test_what_a_wire_saves_is_unknown_where_a_link_is() -> None:
+    choice = ModelChoice(model="/m", nodes=["a:1", "b:1"], wire_dtype="int8")
+    assert make_plan(choice, facts(), [node("a"), node("b")]).wire_saved_s is None
+    alone = ModelChoice(model="/m", nodes=["a:1"], wire_dtype="int8")
+    assert make_plan(alone, facts(), [node("a")]).wire_saved_s == 0
+
+
+def test_rounded_keys_and_values_are_planned_with_and_suggested() -> None:
+    """A row of 16 columns takes 18 bytes instead of 32."""
+    config = facts().config
+    both = QuantizationChoice(weights=Quantization.INT4, kv_dtype=KvDType.INT8)
+    plain, rounded = (
+        model_shape(config, DType.BFLOAT16, 512, None, rounding)
+        for rounding in (QuantizationChoice(), both)
+    )
+    assert (rounded.kv_block_bytes, plain.kv_block_bytes) == (256 * 4 * 18, 256 * 4 * 32)
+    assert [lighter.flags for lighter in plain.quantized_sizes] == [
+        ("--quant int8",),
+        ("--quant int4",),
+        ("--kv-dtype int8",),
+        ("--quant int8", "--kv-dtype int8"),
+        ("--quant int4", "--kv-dtype int8"),
+    ]
+    lightest = plain.quantized(plain.quantized_sizes[-1])
+    assert (
+        replace(lightest, layer_read_bytes=rounded.layer_read_bytes, streaming=rounded.streaming)
+        == rounded
+    )
+    choice = ModelChoice(model="/m", kv_dtype="int8")
+    reply = make_plan(choice, facts(), [node("a")]).reply(1)
+    assert (reply.kv_dtype, reply.stages[0].kv_bytes) == ("int8", 6 * 2 * rounded.kv_block_bytes)
+    kv_alone = QuantizationChoice(kv_dtype=KvDType.INT8)
+    needed = {
+        rounding: shape.memory_bytes(shape.whole)
+        for rounding in (QuantizationChoice(), kv_alone, both)
+        for shape in [model_shape(config, DType.BFLOAT16, 512, None, rounding)]
+    }
+    assert needed[both] < needed[kv_alone] < needed[QuantizationChoice()]
+    for least, flags in ((kv_alone, "--kv-dtype int8"), (both, "--quant int4 --kv-dtype int8")):
+        with pytest.raises(PlanError) as refused:
+            make_plan(ModelChoice(model="/m"), facts(), [node("a", memory=needed[least])])
+        assert f"use {flags} (needs " in str(refused.value)
+        assert ("--quant int8 --kv-dtype" in str(refused.value)) is False
+
+
+def test_a_gpu_keeps_memory_for_graphs() -> None:
+    """In the plan and in the room of the stage: what was planned loads."""
+    config, form = facts().config, WeightForm(dtype=DType.BFLOAT16)
+    shape = model_shape(config, DType.BFLOAT16, 512)
+    needed, graphs = shape.memory_bytes(shape.whole), graph_bytes(config, DType.BFLOAT16)
+    for device, more in (("cpu", 0), ("cuda", graphs)):
+        enough = structs.replace(node("a", memory=needed + more), device=device)
+        [stage] = make_plan(ModelChoice(model="/m"), facts(), [enough]).placement.stages
+        blocks = kv_room_blocks(config, stage.layers, form, 512, enough.memory_bytes, device=device)
+        assert blocks >= 2
+        less = structs.replace(enough, memory_bytes=enough.memory_bytes - 1)
+        with pytest.raises(PlanError):
+            make_plan(ModelChoice(model="/m"), facts(), [less])
+    with pytest.raises(CapacityError):
+        kv_room_blocks(config, shape.whole, form, 512, graphs, device="cuda")
+
+
+def test_more_streamed_layers_than_there_are_is_refused() -> None:
+    told = replace(facts("float32"), stored_dtype=DType.FLOAT32)
+    every = ModelChoice(model="/m", stream_layers=6)
+    [stage] = make_plan(every, told, [node("a")]).placement.stages
+    assert stage.n_streamed == 6
+    with pytest.raises(UsageError, match=r"--stream-layers 7: the model has 6 layers"):
+        make_plan(structs.replace(every, stream_layers=7), told, [node("a")])
+
+
+def test_layers_are_streamed_only_where_they_must_be() -> None:
+    choice = ModelChoice(model="/m", stream_layers="auto", context=256)
+    told = replace(facts("float32"), stored_dtype=DType.FLOAT32)
+    shape = model_shape(told.config, DType.FLOAT32, 256)
+    enough = shape.memory_bytes(shape.whole)
+    roomy = make_plan(choice, told, [node("anna", memory=enough)])
+    assert [stage.n_streamed for stage in roomy.placement.stages] == [0]
+    little = node("bert", memory=enough - 1)
+    with pytest.raises(PlanError):
+        make_plan(structs.replace(choice, stream_layers=0), told, [little])
+    [stage] = make_plan(choice, told, [little]).reply(1).stages
+    assert stage.streamed_layers >= 3
+    both = make_plan(choice, told, [little, node("anna", memory=enough)])
+    assert sum(stage.n_streamed for stage in both.placement.stages) == 0
+    with pytest.raises(CheckpointError, match="have to be converted when they are read"):
+        make_plan(choice, facts("float32"), [little])
+    asked = make_plan(structs.replace(choice, stream_layers=4), told, [node("anna")])
+    assert [stage.n_streamed for stage in asked.placement.stages] == [4]
+
+
+def packed(bits: int) -> PackedSizes:
+    """Weights that all stay packed, in so many bits."""
+    count = PackedCount(n_weights=1000, n_bytes=1000 * bits // 8)
+    return PackedSizes(
+        layers=(count,) * 6,
+        experts=(PackedCount(),) * 6,
+        embedding=count,
+        head=count,
+        is_tied=False,
+        can_stream=True,
+        is_all=True,
+    )
+
+
+def test_the_quality_of_int4_is_warned_of() -> None:
+    """Not where the file's makers have rounded its weights to about 4 bits."""
+
+    def warnings(quant: str, stored: PackedSizes | None = None) -> list[str]:
+        choice = structs.replace(ModelChoice(model="/m"), quant=quant)
+        plan = make_plan(choice, replace(facts(), packed=stored), [node("a")])
+        assert plan.reply(0).warnings == plan.warnings
+        return plan.warnings
+
+    assert len(warnings("int4")) == len(warnings("int4", packed(8))) == 1
+    assert "--quant int8 is recommended" in warnings("int4")[0]
+    assert not warnings("") + warnings("int8") + warnings("int4", packed(4)) + warnings("")
+
+
+def test_unknown_keys_of_the_config_end_the_plan_or_are_warned_of() -> None:
+    strange = replace(facts(), unknown_keys=("logit_scale = 0.1", "spread = 7"))
+
+    class Sharing:
+        async def identify(self, model: str) -> ModelFacts:
+            return strange
+
+    others = cast(Any, None)
+    planner = Planner(
+        node=NodeId("id-a"),
+        directory=others,
+        sharing=cast(Any, Sharing()),
+        measuring=others,
+        threads=others,
+        log=others,
+    )
+
+    async def identified(choice: ModelChoice) -> ModelFacts:
+        candidates = PlanCandidates(choice=choice, nodes=(node("a"),), silent=())
+        return (await planner.identify(candidates)).facts
+
+    with pytest.raises(UnsupportedModelError, match=r"logit_scale = 0\.1, spread = 7"):
+        asyncio.run(identified(ModelChoice(model="/m")))
+    choice = ModelChoice(model="/m", ignore_unknown_config=True)
+    plan = make_plan(choice, asyncio.run(identified(choice)), [node("a")])
+    assert "logit_scale = 0.1, spread = 7" in plan.warnings[0]
+    assert ring_spec(plan).ignore_unknown_config
+
+
+def test_a_generation_disproves_what_was_predicted_far_off() -> None:
+    speeds = {
+        NodeId(f"id-{name}"): StageSpeed(layer_s=0.001, layer_256_s=1, embed_s=0, head_s=0)
+        for name in "ab"
+    }
+    link = LinkSpeed(round_trip_s=0.001, bytes_per_s=1e9)
+    measured = Measured(speeds=speeds, links={(NodeId("id-a"), NodeId("id-b")): link})
+    choice, nodes = ModelChoice(model="/m", nodes=["a:1", "b:1"]), [node("a"), node("b")]
+    plan = make_plan(choice, facts(), nodes, measured)
+    assert plan.placement.predicted_tok_s == pytest.approx(1 / 0.007, rel=0.01)
+
+    def timing(tok_s: float) -> Timing:
+        stages = tuple(
+            MeanStageTime(rank=rank, compute_ms=3, queue_ms=0.1, wire_ms=0.5) for rank in range(2)
+        )
+        return Timing(load_s=0, ttft_s=0, decode_tok_s=tok_s, total_s=1, per_stage=stages)
+
+    assert plan.disproved_by((0.003, 0.0044), timing(140)) == []
+    assert plan.disproved_by((), timing(10)) == [], "others used the ring too"
+    [slow] = plan.disproved_by((0.003, 0.006), timing(140))
+    assert (slow.node, slow.layers, slow.compute_s) == ("id-b", LayerRange(3, 6), 0.006)
+    assert slow.step_s is None
+    [head] = plan.disproved_by((0.003, 0.003), timing(100))
+    assert (head.node, head.step_s) == ("id-a", pytest.approx(0.003))
+    many = make_plan(structs.replace(choice, optimise="throughput"), facts(), nodes, measured)
+    assert many.disproved_by((0.003, 0.003), timing(100)) == []
+
+
+def test_what_a_plan_fetches_is_told_with_its_sources() -> None:
+    whole = facts()
+    model = replace(whole, layers=StoredLayers(size_bytes=(10**6,) * 6, held=()))
+    nodes = [node("a"), node("b"), node("c")]
+    holdings = {
+        NodeId(f"id-{name}"): ReplicaSource(
+            node=NodeId(f"id-{name}"),
+            name=name,
+            address=f"{name}:1",
+            model_id=model_id,
+            is_complete=bool(model_id),
+        )
+        for name, model_id in (("a", whole.model_id), ("b", ""))
+    }
+    speeds = {
+        NodeId(f"id-{name}"): StageSpeed(layer_s=0.001, layer_256_s=1, embed_s=0, head_s=0)
+        for name in "abc"
+    }
+    link = LinkSpeed(round_trip_s=0.001, bytes_per_s=1e6)
+    measured = Measured(speeds=speeds, links={(NodeId("id-a"), NodeId("id-b")): link})
+    choice = ModelChoice(model="/m", nodes=["a:1", "b:1", "c:1"])
+    stages = make_plan(choice, model, nodes, measured, holdings=holdings).reply(1).stages
+    assert [(s.fetch_bytes, s.fetch_from) for s in stages] == [
+        (0, []),
+        (2 * 10**6, ["a"]),
+        (0, []),
+    ], "who does not say is taken to have all"
+    assert stages[1].fetch_s == pytest.approx(2)
+    unmeasured = make_plan(choice, model, nodes, holdings=holdings).reply(1).stages
+    assert unmeasured[1].fetch_s is None
+
+
+def test_nodes_that_are_to_be_left_out_are_no_candidates() -> None:
+    infos = tuple(SimpleNamespace(node=name) for name in "abc")
+
+    async def candidates(addresses: list[str]) -> Any:
+        return SimpleNamespace(nodes=infos, silent=())
+
+    planner = Planner(
+        node=NodeId("a"),
+        directory=cast(Any, SimpleNamespace(candidates=candidates)),
+        sharing=cast(Any, None),
+        measuring=cast(Any, None),
+        threads=cast(Any, None),
+        log=pytest.fail,
+    )
+    choice = ModelChoice(model="m")
+    found = asyncio.run(planner.find_candidates(choice, ["b", "unknown"]))
+    assert [info.node for info in found.nodes] == ["a", "c"]
+    with pytest.raises(PlanError, match="no node is left"):
+        asyncio.run(planner.find_candidates(choice, ["a", "b", "c"]))
+
+
+def test_rings_behind_one_head_compute_alike_and_are_told() -> None:
+    """Each has the nodes, dtype and arithmetic that all settle on; the asked node's is the first."""
+    speed = StageSpeed(layer_s=0.001, layer_256_s=1, embed_s=0, head_s=0)
+    known = (node("a"), node("b", "float32"), node("c", memory=1))
+    measured = Measured(speeds={NodeId(one.node): speed for one in known})
+    choice = ModelChoice(model="/m", optimise="throughput")
+    plan = make_plan(choice, facts(), known, measured)
+    assert [ring.choice.nodes for ring in plan.rings] == [["a:1"], ["b:1"]]
+    assert {(ring.choice.dtype, ring.dtype) for ring in plan.rings} == {("float32", DType.FLOAT32)}
+    reply = plan.reply(1)
+    assert [[stage.name for stage in ring.stages] for ring in reply.rings] == [["a"], ["b"]]
+    assert [stage.name for stage in reply.stages] == ["a"]
+    assert reply.predicted_tok_s == pytest.approx(2 / 0.006)
+    assert reply.why.startswith("2 rings behind one head")
+    assert [out.name for out in reply.left_out] == ["c"]
+    for fixed in ({"optimise": "latency"}, {"nodes": ["a:1", "b:1"]}, {"stream_layers": "auto"}):
+        one = make_plan(structs.replace(choice, **fixed), facts(), known[:2], measured)
+        assert not one.beside

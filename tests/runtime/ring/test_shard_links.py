@@ -1,0 +1,272 @@
+"""Links between the shards of a stage: parts, steps, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+from msgspec import structs
+
+from shardnet.errors import (
+    CapacityError,
+    PeerFailedError,
+    RemoteProtocolError,
+    ShardnetError,
+)
+from shardnet.runtime.ring.shard_links import ShardLinks, ShardSource
+from shardnet.runtime.stage.compute import Activations, StageBroken, StepArrived
+from shardnet.transport.link import Link
+from shardnet.transport.memory import memory_pair
+from shardnet.types import (
+    Epoch,
+    FreeSlot,
+    MicroBatch,
+    RowGroup,
+    SequenceId,
+    SlotId,
+    StepId,
+    WireDType,
+)
+from shardnet.wire.framing.frames import Frame, FrameKind
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
+from shardnet.wire.payloads.parts import ShardPart, part_frame
+
+EPOCH = Epoch(2)
+STEP = StepId(5)
+WIDTHS = {0: 2, 1: 1}
+PART = ShardPart(
+    number=0,
+    shard=1,
+    dtype=WireDType.FLOAT32,
+    n_rows=1,
+    width=1,
+    payload=struct.pack("<f", 7.0),
+)
+
+
+def hello(name: str) -> Hello:
+    return Hello(
+        purpose=Purpose.DATA,
+        role=PeerRole.NODE,
+        node=name,
+        name=name,
+        version="0",
+        ring="r",
+        epoch=EPOCH,
+    )
+
+
+def linked(test: Callable[[Link, Link], Awaitable[None]]) -> None:
+    """Run `test` with both ends of a link: shard 0's and shard 1's."""
+
+    async def main() -> None:
+        ends = await memory_pair(hello("zero"), hello("one"))
+        try:
+            await test(*ends)
+        finally:
+            await asyncio.gather(*(end.close() for end in ends))
+
+    asyncio.run(main())
+
+
+def gathered(links: ShardLinks, step: StepId, value: float) -> float:
+    """What shard 0 or 1 gets of the other in the next gather of a step."""
+    width = WIDTHS[links.shard]
+    parts = links.gather(WireDType.FLOAT32, 1, WIDTHS, struct.pack(f"<{width}f", *[value] * width))
+    (value,) = struct.unpack_from("<f", parts[1 - links.shard])
+    return value
+
+
+def test_each_shard_gets_the_parts_of_the_others() -> None:
+    async def test(zero: Link, one: Link) -> None:
+        both = [
+            ShardLinks(shard=0, links={1: zero}, epoch=EPOCH),
+            ShardLinks(shard=1, links={0: one}, epoch=EPOCH),
+        ]
+        reading = [asyncio.create_task(links.read(1 - links.shard)) for links in both]
+
+        def computed(links: ShardLinks) -> list[float]:
+            links.begin(STEP)
+            first = [gathered(links, STEP, 10 * links.shard + number) for number in range(3)]
+            links.begin(StepId(STEP + 1))
+            return [*first, gathered(links, StepId(STEP + 1), links.shard)]
+
+        found = await asyncio.gather(*(asyncio.to_thread(computed, links) for links in both))
+        assert found == [[10, 11, 12, 1], [0, 1, 2, 0]]
+        for task in reading:
+            task.cancel()
+
+    linked(test)
+
+
+def test_a_shard_takes_in_what_shard_0_computes() -> None:
+    batch = MicroBatch(
+        epoch=EPOCH,
+        step=STEP,
+        groups=(
+            RowGroup(sequence_id=SequenceId(1), slot=SlotId(0), position=0, n_rows=1, n_sampled=1),
+        ),
+        token_ids=(9,),
+    )
+    hidden = Activations(payload=bytes(8), dtype=WireDType.FLOAT32, width=2)
+
+    async def test(zero: Link, one: Link) -> None:
+        links = ShardLinks(shard=0, links={1: zero}, epoch=EPOCH)
+        other = ShardLinks(shard=1, links={0: one}, epoch=EPOCH)
+        source = other.source(lambda: None)
+
+        def sent() -> None:
+            links.operate(FreeSlot(slot=SlotId(3)))
+            links.step(batch, hidden)
+            zero.send_now(part_frame(structs.replace(PART, shard=0), epoch=EPOCH, step=STEP))
+            # step 6 failed before it came to this stage
+            links.step(structs.replace(batch, step=StepId(STEP + 2)), None)
+
+        await asyncio.to_thread(sent)
+        assert await source.receive() == FreeSlot(slot=SlotId(3))
+        first, second = await source.receive(), await source.receive()
+        assert isinstance(first, StepArrived)
+        assert isinstance(second, StepArrived)
+        assert (first.batch, first.activations) == (batch, hidden)
+        assert second.batch.step == STEP + 2
+        zero.send(part_frame(PART, epoch=EPOCH, step=STEP))
+        await asyncio.to_thread(links.step, batch, None)
+        with pytest.raises(RemoteProtocolError, match="sent step 5 after step 7"):
+            await source.receive()
+
+    linked(test)
+
+
+def in_gather(*frames: Frame, part_s: float = 60.0) -> list[object]:
+    """What becomes of the first gather of STEP on shard 0, and of its links, after `frames`."""
+    found: list[object] = []
+
+    async def test(zero: Link, one: Link) -> None:
+        links = ShardLinks(shard=0, links={1: zero}, epoch=EPOCH, part_s=part_s)
+        reading = asyncio.create_task(links.read(1))
+        one.send(*frames)
+
+        def computed() -> object:
+            links.begin(STEP)
+            try:
+                return gathered(links, STEP, 1.0)
+            except StageBroken as broken:
+                return broken
+            except ShardnetError as error:
+                return error
+
+        found.append(await asyncio.to_thread(computed))
+        if reading.done():
+            with suppress(ShardnetError):
+                await reading
+        reading.cancel()
+
+    linked(test)
+    return found
+
+
+def frame(part: ShardPart = PART, step: int = STEP, epoch: int = EPOCH) -> Frame:
+    return part_frame(part, epoch=epoch, step=step)
+
+
+def test_what_is_left_of_a_failed_step_is_dropped() -> None:
+    failed = error_frame(CapacityError("full"), epoch=EPOCH, step=STEP - 1)
+    assert in_gather(frame(step=STEP - 1), failed, frame()) == [7.0]
+
+
+def test_a_step_fails_with_what_another_shard_says() -> None:
+    (error,) = in_gather(error_frame(CapacityError("full", remedy="wait"), epoch=EPOCH, step=STEP))
+    assert isinstance(error, CapacityError)
+    assert (error.message, error.remedy) == ("full", "wait")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (frame(structs.replace(PART, number=1)), r"sent \(1, 1, .*expected \(0, 1, "),
+        (frame(structs.replace(PART, shard=0)), r"sent \(0, 0, "),
+        (frame(structs.replace(PART, width=2, payload=bytes(8))), r"1, 2\) as part of step 5"),
+        (frame(structs.replace(PART, n_rows=2, payload=bytes(8))), r"2, 1\) as part of step 5"),
+        (
+            frame(structs.replace(PART, dtype=WireDType.BFLOAT16, payload=bytes(2))),
+            "BFLOAT16.* as part",
+        ),
+        (frame(step=STEP + 1), "sent PART of step 6 as part of step 5"),
+        (frame(epoch=3), "of epoch 3 on a link of epoch 2"),
+        (Frame(kind=FrameKind.TOKENS, epoch=EPOCH, step=STEP), "sent TOKENS"),
+        (
+            Frame(kind=FrameKind.PART, epoch=EPOCH, step=STEP, meta=b"abc"),
+            "its meta has 3 bytes",
+        ),
+    ],
+)
+def test_a_part_that_nobody_waits_for_breaks_the_stage(wrong: Frame, message: str) -> None:
+    (broken,) = in_gather(wrong)
+    error = broken.error if isinstance(broken, StageBroken) else broken
+    assert isinstance(error, RemoteProtocolError)
+    with pytest.raises(RemoteProtocolError, match=message):
+        raise error
+
+
+def test_too_many_parts_break_the_stage() -> None:
+    async def test(zero: Link, one: Link) -> None:
+        links = ShardLinks(shard=0, links={1: zero}, epoch=EPOCH)
+        one.send(*[frame(step=STEP - 1)] * 65)
+        with pytest.raises(RemoteProtocolError, match="more than 64 parts"):
+            await links.read(1)
+
+    linked(test)
+
+
+def test_a_shard_that_sends_nothing_is_named() -> None:
+    (broken,) = in_gather(part_s=0.01)
+    assert isinstance(broken, StageBroken)
+    assert isinstance(broken.error, PeerFailedError)
+    assert broken.error.message.startswith("one (")
+    assert "is stuck: it has sent no part of step 5" in broken.error.message
+
+
+def test_a_lost_link_ends_the_wait_at_once() -> None:
+    async def test(zero: Link, one: Link) -> None:
+        links = ShardLinks(shard=0, links={1: zero}, epoch=EPOCH)
+        reading = asyncio.create_task(links.read(1))
+        begun = threading.Event()
+
+        def computed() -> None:
+            links.begin(STEP)
+            begun.set()
+            gathered(links, STEP, 1.0)
+
+        waiting = asyncio.create_task(asyncio.to_thread(computed))
+        await asyncio.to_thread(begun.wait)
+        one.abort("killed")
+        for _ in range(2):  # now, and whatever comes after it
+            with pytest.raises(StageBroken) as broken:
+                await waiting
+            waiting = asyncio.create_task(asyncio.to_thread(computed))
+        with pytest.raises(StageBroken):
+            await waiting
+        assert isinstance(broken.value.error, ShardnetError)
+        with pytest.raises(ShardnetError):
+            await reading
+
+    linked(test)
+
+
+def test_the_source_of_a_shard_ends_its_wait_too() -> None:
+    async def test(zero: Link, one: Link) -> None:
+        links = ShardLinks(shard=1, links={0: one}, epoch=EPOCH)
+        source = links.source(lambda: None)
+        assert isinstance(source, ShardSource)
+        zero.abort("killed")
+        with pytest.raises(ShardnetError):
+            await source.receive()
+        links.begin(STEP)
+        with pytest.raises(StageBroken):
+            await asyncio.to_thread(gathered, links, STEP, 1.0)
+
+    linked(test)
