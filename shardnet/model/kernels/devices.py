@@ -25,7 +25,7 @@ def synchronize(device: torch.device) -> None:
 
 def release_cached() -> None:
     """Return the memory to the system that torch keeps of GPUs and does not use."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     if torch.backends.mps.is_available():
         torch.mps.empty_cache()

@@ -26,8 +26,9 @@ from shardnet.runtime.stage.compute import (
     StageInput,
     StageOutput,
 )
+from shardnet.slot_operations import SlotOperation
 from shardnet.transport.link import Link
-from shardnet.types import Epoch, MicroBatch, SlotOperation, StepId, WireDType
+from shardnet.types import Epoch, MicroBatch, StepId, WireDType
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
 from shardnet.wire.messages.handshake import error_frame, read_error
 from shardnet.wire.messages.sequences import sequence_frame
