@@ -18,6 +18,7 @@ from shardnet.model.families.family import FamilyStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.layers.attention import ForwardStep, plan_step, step_over
+from shardnet.model.shards.group import ShardGroup
 from shardnet.output_params import RoutingShape
 from shardnet.stage.kept_linears import KeptLinears
 from shardnet.stage.pack_writer import PackWriter
@@ -50,10 +51,13 @@ class StageModel:
         stream: LayerStream,
         writer: PackWriter,
         linears: KeptLinears | None = None,
+        group: ShardGroup | None = None,
     ) -> None:
         self._family = family
         self.linears = linears
         """Its linears for a stage that comes after this one, None for nothing."""
+        self.group = group
+        """The shards of the stage of which this is one, None for a whole stage."""
         self._writer = writer
         self._stream = stream
         self._config = config
@@ -136,7 +140,9 @@ class StageModel:
         """Apply final norm and LM head, on the last stage: [R, E] to float32 [R, V]."""
         if rows.shape[0] == 0:
             return torch.empty(0, self.vocab_size, device=self.device)
-        return self._family.logits(rows).float()
+        logits = self._family.logits(rows).float()
+        self._check_group()
+        return logits
 
     @property
     def has_mtp(self) -> bool:
@@ -244,7 +250,13 @@ class StageModel:
         except ShardnetError as error:  # concerns all micro-batches: the layer cannot be read
             failed = error.with_traceback(None)
             return [failed if place in walks else result for place, result in enumerate(results)]
+        self._check_group()
         return results
+
+    def _check_group(self) -> None:
+        """Raise LostShardError if a shard was lost: then what was computed is worthless."""
+        if self.group is not None:
+            self.group.check()
 
     def _begin(self, run: Run) -> tuple[Tensor, ForwardStep | None]:
         """Make room for the rows and embed them; without rows there is no step."""
