@@ -106,11 +106,7 @@ class Checkpoint:
     def use_mtp(self) -> None:
         """Count that layer to the model from now on. Raises UsageError where there is none."""
         if not self.has_mtp:
-            raise UsageError(
-                f"{self.path} has no layer that predicts further tokens (MTP), or none that is "
-                "implemented",
-                remedy="choose --speculate ngram, or leave --mtp out",
-            )
+            raise no_mtp(self.path)
         self.config = self._ahead
 
     @cached_property
@@ -295,6 +291,15 @@ class Checkpoint:
     def _count(self, tensor: ModelTensor) -> None:
         for source in tensor.sources:
             self._bytes_read[source.file] += source.size_bytes
+
+
+def no_mtp(path: Path) -> UsageError:
+    """Make the error for a checkpoint without a layer that predicts further tokens."""
+    return UsageError(
+        f"--speculate mtp: {path} has no layer that predicts further tokens (MTP), or none that is "
+        "implemented",
+        remedy="choose --speculate ngram, or leave --mtp out",
+    )
 
 
 def names_checkpoint(path: Path) -> bool:

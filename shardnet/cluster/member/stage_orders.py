@@ -263,6 +263,7 @@ class StageOrders:
             n_streamed=message.streamed_layers,
             ignore_unknown=message.ignore_unknown_config,
             arith=self.device.arith(Arith(message.arith)),
+            mtp=message.mtp,
         )
 
 

@@ -71,8 +71,10 @@ def make_plan(
     settle on.
 
     Raises PlanError if the model does not fit, UsageError for a context that the model does not
-    have and for an unknown dtype.
+    have, for an unknown dtype, and where `mtp` is asked for and the model has no such layer.
     """
+    if choice.mtp:
+        facts = facts.with_mtp()
     objective = Objective(choice.optimise) if choice.optimise else Objective.LATENCY
     context = _context(choice, facts.config)
     dtype = settle_dtype(choice.dtype, facts.config, nodes)

@@ -41,8 +41,16 @@ class RingSpec:
     """How many experts route each token, None for a dense model."""
     ariths: tuple[Arith, ...]
     """How each stage computes."""
+    mtp: bool = False
+    """Whether the last stage has the layer that predicts further tokens."""
     ignore_unknown_config: bool = False
     """Whether stages ignore keys of the model's config that they do not know."""
+
+    @property
+    def caching(self) -> list[LayerRange]:
+        """The layers of which each stage has keys, values or states."""
+        *before, last = self.layers
+        return [*before, LayerRange(last.start, last.end + self.mtp)]
 
     def order(
         self, rank: int, *, ring: str, epoch: Epoch, sources: Sequence[str], instead_of: str
@@ -72,4 +80,5 @@ class RingSpec:
             sources=[source for source in sources if source != self.addresses[rank]],
             ignore_unknown_config=self.ignore_unknown_config,
             instead_of=instead_of,
+            mtp=self.mtp,
         )

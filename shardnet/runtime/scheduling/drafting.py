@@ -17,9 +17,6 @@ from shardnet.slot_operations import MAX_DRAFTS
 MAX_DRAFT_TOKENS = MAX_DRAFTS
 """Together with the newest token, the rows that a step computes for about the cost of one."""
 
-MAX_STATE_DRAFTS = 4
-"""The same where layers keep a state, of which there is a copy for each row then."""
-
 _PROBE_EVERY = 16
 """A drafter that does not pay proposes one token again at every so many opportunities."""
 

@@ -32,3 +32,10 @@ class StageOrder:
     ignore_unknown: bool = False
     """Whether unknown keys of the config are ignored."""
     arith: Arith = Arith.FAST
+    mtp: bool = False
+    """Whether the last stage of the ring has the layer that predicts further tokens."""
+
+    @property
+    def caching(self) -> LayerRange:
+        """The layers of which it has keys, values or states."""
+        return LayerRange(self.layers.start, self.layers.end + (self.mtp and self.is_tail))

@@ -24,7 +24,14 @@ from shardnet.model.families.stage_tensors import (
     mtp_tensors,
 )
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
-from shardnet.types import BLOCK_POSITIONS, STATE_SLOTS, DType, KvDType, LayerRange
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    MAX_STATE_DRAFTS,
+    STATE_SLOTS,
+    DType,
+    KvDType,
+    LayerRange,
+)
 
 N_BUFFERS = 2
 """Streamed layers in memory: one computes, the next is read."""
@@ -99,6 +106,22 @@ def embedding_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
     return n_bytes if packed is None else n_bytes + _added_bytes(packed.embedding, form.dtype)
 
 
+def tail_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Return the bytes that a stage holds beside its layers because it is the last, not the first.
+
+    What predicts further tokens needs the embedding too.
+    """
+    n_bytes = head_weight_bytes(config, form) + mtp_weight_bytes(config, form)
+    if config.has_mtp:
+        n_bytes += embedding_weight_bytes(config, form) - tied_weight_bytes(form)
+    return n_bytes
+
+
+def shared_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Return what a stage saves of both ends' bytes that has both."""
+    return embedding_weight_bytes(config, form) if config.has_mtp else tied_weight_bytes(form)
+
+
 def tied_weight_bytes(form: WeightForm) -> int:
     """Return the bytes of a tied head that a stage with the embedding holds already, packed."""
     packed = form.packed_linears
@@ -118,11 +141,9 @@ def stage_weight_bytes(
     the LM head's kernel. What predicts further tokens, on the last stage, needs the embedding too.
     """
     is_first, is_last = layers.start == 0, layers.end == config.n_layers
-    has_embedding = is_first or (is_last and config.has_mtp)
-    ends_bytes = embedding_weight_bytes(config, form) if has_embedding else 0
-    if is_last:
-        ends_bytes += head_weight_bytes(config, form) + mtp_weight_bytes(config, form)
-    ends_bytes -= tied_weight_bytes(form) if has_embedding and is_last else 0
+    ends_bytes = embedding_weight_bytes(config, form) if is_first else 0
+    ends_bytes += tail_weight_bytes(config, form) if is_last else 0
+    ends_bytes -= shared_weight_bytes(config, form) if is_first and is_last else 0
     streamed = streamed_layers(layers, n_streamed)
     on_disk = [_linear_bytes(config, layer, form) for layer in streamed]
     scratch_bytes = max((_scratch_bytes(config, layer, form) for layer in streamed), default=0)
@@ -193,9 +214,13 @@ def kv_block_bytes(
 
 
 def state_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
-    """Return the bytes of the states of all slots over the stage's layers."""
+    """Return the bytes of the states of all slots over the stage's layers.
+
+    Where drafts are verified there is one more before each of them.
+    """
     shapes = (config.state(layer) for layer in layers)
-    return STATE_SLOTS * sum(shape.size_bytes(dtype) for shape in shapes if shape is not None)
+    n_states = STATE_SLOTS * (1 + MAX_STATE_DRAFTS if config.has_mtp else 1)
+    return n_states * sum(shape.size_bytes(dtype) for shape in shapes if shape is not None)
 
 
 def activation_peak_bytes(

@@ -51,7 +51,8 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     Every stage streams `stream_layers` of its layers from disk, with auto as few as it must.
     `wire_dtype` may name links, as `0-1=int8` or `slow=int8` do.
     Unknown keys of the model's config end the plan unless `ignore_unknown_config`. With `standby`
-    nodes with memory to spare hold other nodes' layers, to go on in their place.
+    nodes with memory to spare hold other nodes' layers, to go on in their place. With `mtp` the
+    last stage can draft with the layer that predicts further tokens.
     """
 
     model: PathText
@@ -70,6 +71,7 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     ignore_unknown_config: bool = False
     arith: Literal["auto", "portable", "fast"] = "auto"
     standby: Literal["", "auto"] = ""
+    mtp: bool = False
 
 
 class PlanRequest(Tagged, frozen=True, kw_only=True):
@@ -194,7 +196,8 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     `wire` is there in answer to a PlanRequest that asks for a wire dtype, `recommended` where the
     model's makers recommend how to sample. `warnings` say what is dubious about the model as it was
     chosen. Where several `rings` are behind one head, `stages` are those of the first, and what is
-    predicted is what all give together; [] is one ring.
+    predicted is what all give together; [] is one ring. `mtp_bytes` is what the layer weighs that
+    predicts further tokens, 0 without it.
     """
 
     request: RequestId
@@ -226,6 +229,7 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     standbys: Annotated[list[PlannedStandby], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
     )
+    mtp_bytes: Count = 0
     rings: Annotated[list[PlannedRing], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
     )

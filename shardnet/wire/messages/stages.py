@@ -56,7 +56,8 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     `received_dtype`, "" for the same. The ring is in the place of one that the node `instead_of`
     leads, "" for none: of that node orders of smaller epochs are refused from then on. A stage that
     spans the `shard_nodes` is cut over them; this node has part `shard` of each linear, and the
-    parts travel in `gather_dtype`, "" for as they are.
+    parts travel in `gather_dtype`, "" for as they are. With `mtp` the last stage has the layer
+    behind the last one too, which predicts further tokens.
     """
 
     request: RequestId
@@ -85,6 +86,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     shard_nodes: Addresses = msgspec.field(default_factory=list)
     shard: Rank = 0
     gather_dtype: Name = ""
+    mtp: bool = False
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):
