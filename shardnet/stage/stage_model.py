@@ -27,11 +27,17 @@ from shardnet.types import LayerRange, MicroBatch, RowGroup, SlotId
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """A micro-batch on its way through the layers; see StageModel.run."""
+    """A micro-batch on its way through the layers; see StageModel.run.
+
+    `states` collects hidden states [T, E] by how many of the model's layers have computed them, for
+    the numbers `kept_states` that this stage passes.
+    """
 
     batch: MicroBatch
     hidden: Tensor | None
     experts: dict[int, Tensor] | None = None
+    kept_states: frozenset[int] = frozenset()
+    states: dict[int, Tensor] = msgspec.field(default_factory=dict)
 
 
 class StageModel:
@@ -245,7 +251,8 @@ class StageModel:
             for layer in range(len(self.layers)):
                 self._stream.need(layer)
                 for place, walk in walks.items():
-                    results[place] = next(walk)
+                    results[place] = hidden = next(walk)
+                    _keep_state(runs[place], self.layers.start + layer + 1, hidden)
                 self._stream.done(layer)
         except ShardnetError as error:  # concerns all micro-batches: the layer cannot be read
             failed = error.with_traceback(None)
@@ -272,9 +279,12 @@ class StageModel:
             self.dtype,
             run.experts,
             None if narrower is None else torch_dtype(narrower),
+            layer_by_layer=bool(run.kept_states),
         )
         if run.hidden is None:
-            return self._family.embed(step), step
+            embedded = self._family.embed(step)
+            _keep_state(run, 0, embedded)
+            return embedded, step
         return run.hidden.to(self.device, self.dtype), step
 
     def _check_token_ids(self, batch: MicroBatch) -> None:
@@ -284,6 +294,12 @@ class StageModel:
                 f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}",
                 remedy=f"use ids from 0 to {self.vocab_size - 1}",
             )
+
+
+def _keep_state(run: Run, number: int, hidden: Tensor) -> None:
+    """Copy hidden states [T, E] after `number` layers, where they are kept."""
+    if number in run.kept_states:
+        run.states[number] = hidden.clone()
 
 
 def sampled_rows(rows: Tensor, batch: MicroBatch) -> Tensor:

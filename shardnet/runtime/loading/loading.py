@@ -73,6 +73,11 @@ def _check_order(order: StageOrder, config: ModelConfig) -> None:
             "positions at most",
             remedy="lower --context",
         )
+    if order.mtp and order.n_nodes > 1:
+        raise UsageError(
+            "--speculate mtp: the layer that predicts further tokens cannot be cut over nodes",
+            remedy="leave --nodes-per-stage out, or --mtp",
+        )
 
 
 def load(
