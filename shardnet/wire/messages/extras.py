@@ -105,7 +105,7 @@ class Drafts(Row, frozen=True, array_like=True):
 
     sequence_id: U64
     position: Positions
-    token_ids: Annotated[list[U32], Meta(min_length=1, max_length=MAX_DRAFTS)]
+    token_ids: Annotated[list[U32], Meta(max_length=MAX_DRAFTS)]
 
 
 class Extras(Strict, frozen=True, kw_only=True, omit_defaults=True):
