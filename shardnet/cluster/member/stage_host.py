@@ -292,8 +292,8 @@ class StageHost:
         return _moves(self.loaded)
 
     def prepared_layers(self, ring: str) -> LayerRange:
-        """Return the layers of the stage that is ready for a ring, or raise UsageError."""
-        return self._prepared_for(ring).order.layers
+        """Return the layers that the stage ready for a ring caches, or raise UsageError."""
+        return self._prepared_for(ring).order.caching
 
     async def on_moves(self, ring: str, epoch: int, job: Callable[[SlotMoves], T]) -> T:
         """Run `job` with what sequences hold on this node's stage, on the compute thread.
