@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 from support.hostile.mutate_connections import HANDSHAKES, fuzz_handshakes, shake_hands
-from support.hostile.mutate_frames import Finding
+from support.hostile.receive_frames import Finding
 
 from shardnet.errors import LinkError
 from shardnet.wire.connection import connection as connection_module

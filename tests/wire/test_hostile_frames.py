@@ -8,12 +8,12 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from support.hostile.mutate_frames import (
+from support.hostile.mutate_frames import corpus_frames
+from support.hostile.receive_frames import (
     PURPOSES,
     READERS,
     SLOW_S,
     Finding,
-    corpus_frames,
     fuzz_frames,
     receive,
 )

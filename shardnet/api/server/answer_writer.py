@@ -14,7 +14,7 @@ Headers = Sequence[tuple[str, str]]
 
 
 class Rest:
-    """Leaves out the first `n` events of a stream."""
+    """Leaves out the first `n` events of a stream, and the comments among them."""
 
     def __init__(self, n: int, media_type: str) -> None:
         self._n_left = n
@@ -23,8 +23,8 @@ class Rest:
     def of(self, chunk: bytes) -> bytes:
         """Return what is left of the next chunk, which holds whole events."""
         while self._n_left and chunk:
-            _, _, chunk = chunk.partition(self._end)
-            self._n_left -= 1
+            event, _, chunk = chunk.partition(self._end)
+            self._n_left -= not event.startswith(b":")
         return chunk
 
 
@@ -53,16 +53,14 @@ class AnswerWriter:
     async def piece(self, data: bytes) -> None:
         """Send more of a stream."""
         async with self._lock:
-            if not self.status:
-                # A proxy that collects an answer before passing it on would undo the stream.
-                headers = [("cache-control", "no-cache"), ("x-accel-buffering", "no")]
-                await self._start(200, self._media_type, headers)
+            await self._start_stream()
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
         self._written.set()
 
     async def end(self) -> None:
-        """End a stream."""
+        """End a stream, of which there may be nothing: its client may have had all of it."""
         async with self._lock:
+            await self._start_stream()
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def keep_alive(
@@ -81,6 +79,12 @@ class AnswerWriter:
             except TimeoutError:
                 await self.piece(heartbeat() if heartbeat is not None else b"")
             wait_s = every_s
+
+    async def _start_stream(self) -> None:
+        if not self.status:
+            # A proxy that collects an answer before passing it on would undo the stream.
+            headers = [("cache-control", "no-cache"), ("x-accel-buffering", "no")]
+            await self._start(200, self._media_type, headers)
 
     async def _start(self, status: int, media_type: str, headers: Headers) -> None:
         self.status = status

@@ -26,7 +26,7 @@ from shardnet.api.server.endpoint import Endpoint, Json, Reply, Stream, Text
 from shardnet.api.server.errors import RETRY_S, Fault, HttpError, fault_of, too_many
 from shardnet.api.server.keys import ApiKey
 from shardnet.api.server.service import Exchange, Service
-from shardnet.api.server.settings import LogLine
+from shardnet.api.server.settings import LogLine, Settings
 from shardnet.api.server.web_pages import check_web_page
 from shardnet.errors import QueueFullError, ShardnetError, where
 
@@ -165,7 +165,7 @@ class Handler:
             await asyncio.wait({working, leaving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 return working.result()
-            raise Disconnected if leaving.done() else _stopping()
+            raise Disconnected if leaving.done() else _stopping(self._service.settings)
         finally:
             await _cancel(working, leaving, stopping)
 
@@ -269,12 +269,16 @@ def _key_of(headers: dict[bytes, bytes], service: Service) -> ApiKey:
     return key
 
 
-def _stopping() -> HttpError:
+def _stopping(settings: Settings) -> HttpError:
+    message = "this server is being stopped"
+    if settings.has_deputy:
+        header = RESUME_HEADER.decode()
+        message += f"; the server of another node has the rest, for this id and {header}"
     return HttpError(
         Fault(
             status=503,
             kind="service_unavailable_error",
-            message="this server is being stopped",
+            message=message,
             retry_s=RETRY_S,
         )
     )

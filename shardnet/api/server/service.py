@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 
 from shardnet.api.client import Client
 from shardnet.api.events import GenerationEvent, RequestState
+from shardnet.api.generation import AGAIN_S, RESUME_S
 from shardnet.api.requests import GenerationOptions, Message, Prompt, Prompts
 from shardnet.api.server.keys import ApiKey
 from shardnet.api.server.metrics import Metrics
@@ -292,17 +292,25 @@ class Exchange:
         model: str | ModelChoice | None,
         ask: Callable[[ModelChoice], Awaitable[Answer]],
     ) -> Answer:
-        """Ask a short question of the ring that has the model."""
-        choice = self._chosen(model)
-        for n_displaced in itertools.count(1):
+        """Ask a short question of the ring that has the model.
+
+        For an answer that is resumed it is asked again until a ring without its head can have been
+        taken over.
+        """
+        choice, n_displaced, until_s = self._chosen(model), 0, time.monotonic() + RESUME_S
+        while True:
             await self.use(choice)
             try:
                 return await ask(choice)
             except ShardnetError as error:
+                is_lost = isinstance(error, LinkError | PeerFailedError)
+                if self.resumes and is_lost and time.monotonic() < until_s:
+                    await asyncio.sleep(AGAIN_S)
+                    continue
                 self._note_failure(choice, error)
+                n_displaced += 1
                 if not _is_displaced(error) or n_displaced > MAX_DISPLACED:
                     raise
-        raise AssertionError
 
     def _note_failure(self, choice: ModelChoice, error: ShardnetError) -> None:
         """Have the model loaded again if the ring has broken, or has got another model."""

@@ -16,7 +16,7 @@ from shardnet.cluster.head.lead import Lead
 from shardnet.errors import ContextExceededError, UsageError
 from shardnet.output_params import OutputKind, OutputParams
 from shardnet.runtime.engine.outputs import output_bytes
-from shardnet.runtime.engine.requests import GenerationRequest
+from shardnet.runtime.engine.requests import GenerationRequest, MadeToken
 from shardnet.runtime.stage.routing import MAX_ROUTING_BYTES
 from shardnet.sampling_params import SamplingParams
 from shardnet.tokenizers.chat.chat_template import TemplateOptions
@@ -86,6 +86,21 @@ def prompt_ids(message: Generate, lead: Lead) -> list[int]:
             room_positions=lead.ring.engine.counters.room_blocks * BLOCK_POSITIONS,
         )
     return token_ids
+
+
+def check_made(message: Generate, made: Sequence[MadeToken], n_prompt: int, lead: Lead) -> None:
+    """Check the tokens that an answer begins with.
+
+    Raises UsageError for an id the model does not have, and for more than were asked for or the
+    context holds.
+    """
+    if made:
+        check_token_ids(
+            [token.token_id for token in made], lead.ring.spec.vocab_size, lead.tokenizer
+        )
+    most = min(message.max_tokens, lead.ring.spec.context - n_prompt + 1)
+    if len(made) > most:
+        raise UsageError(f"{len(made)} tokens were made before, and the answer has {most} at most")
 
 
 def with_ids(message: Generate, prompt: Sequence[int]) -> Generate:

@@ -35,14 +35,6 @@ class Activations(msgspec.Struct, frozen=True, kw_only=True):
     blocks: Sequence[RowBlock] = ()
 
 
-class StageBroken(Exception):
-    """A stage can compute nothing any more: a node that it spans is lost. `error` says why."""
-
-    def __init__(self, error: ShardnetError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
 class ScoredToken(msgspec.Struct, frozen=True, kw_only=True):
     """Logprobs of the prompt token at `position`, computed from the row before it."""
 
@@ -82,7 +74,7 @@ class StageCompute(Protocol):
 
         `activations` is None on the first stage, which embeds the token ids. The last stage
         returns Samples. Raises CapacityError if the KV cache is full, ShardnetError for inputs
-        that do not fit the model, StageBroken if there is no stage any more.
+        that do not fit the model.
         """
 
     def reset(self) -> None:

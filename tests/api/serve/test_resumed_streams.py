@@ -38,8 +38,10 @@ CHANGES = re.compile(r"(?<=[_-])[0-9a-zA-Z]{8,}|\d+(?:[.:T-]\d+)*Z?")
 
 
 def events(body: bytes) -> list[str]:
+    """The events of a stream; comments are none."""
     end = "\n\n" if b"\n\n" in body else "\n"
-    return CHANGES.sub("N", body.decode()).split(end)
+    whole = CHANGES.sub("N", body.decode()).split(end)
+    return [event for event in whole if not event.startswith(":")]
 
 
 async def server(node: Node, stack: AsyncExitStack) -> ASGIApp:
@@ -70,6 +72,10 @@ def test_streams_of_all_dialects_are_resumed(
                 assert rest.status == 200, rest.content
                 assert events(rest.content) == events(whole.content)[HAS:], path
                 assert len(events(rest.content)) > 2 * HAS, path
+            headers["x-shardnet-resume"] = str(len(events(whole.content)))
+            nothing = await ask(second, path, body, headers=headers)
+            assert (nothing.status, nothing.content) == (200, b"")
+
             path = "/v1/completions"
             counts = {"0": "no answer is kept", "-1": "number", "0" * 4400: "number"}
             for count, why in counts.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
+import math
 import random
 import shutil
 import sys
@@ -14,17 +15,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from support.hostile.attack_node import fuzz_live
 from support.hostile.corpus import HOSTILE
 from support.hostile.mutate_connections import fuzz_handshakes, fuzz_requests
 from support.hostile.mutate_files import fuzz_files, mutated
-from support.hostile.mutate_frames import Figures, Finding, fuzz_frames, fuzz_live
+from support.hostile.receive_frames import Figures, Finding, fuzz_frames
 
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.tokenizer import Tokenizer
 
 FOUND = HOSTILE / "found"
-N_FRAMES = 20_000
+N_FRAMES = 100_000
 N_HANDSHAKES = 20_000
 N_REQUESTS = 500
 N_FILES = 1_000
@@ -126,22 +128,30 @@ ROUND: dict[str, Callable[[int, Finds], str]] = {
         n, finds, lambda: fuzz_live(LIVE_S, n, _key(n))
     ),
 }
+LISTENERS = ("frames", "handshakes", "requests", "live", "live with a key")
+"""What is received from strangers and peers, of all that is attacked."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run rounds until the time is over; return 1 if anything was found."""
+    """Run rounds until the time is over, or enough was received; return 1 if anything was found."""
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0, help="how long (default 5)")
+    parser.add_argument(
+        "--frames", type=int, help="only what listeners take: so many frames, handshakes, requests"
+    )
     parser.add_argument("--seed", type=int, default=None, help="the first round's seed")
-    parser.add_argument("--only", choices=ROUND, nargs="+", default=[*ROUND], help="what to do")
+    parser.add_argument("--only", choices=ROUND, nargs="+", help="what to do (default all)")
     asked = parser.parse_args(arguments)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it tells of each bad request
     seed = asked.seed if asked.seed is not None else int(time.time())
-    ends, finds = time.monotonic() + 60 * asked.minutes, Finds()
-    while time.monotonic() < ends:
-        for what, attack in ((what, ROUND[what]) for what in asked.only):
-            if time.monotonic() < ends:
-                print(f"seed {seed} {what}: {attack(seed, finds)}", flush=True)
+    ends, finds, is_over = time.monotonic() + 60 * asked.minutes, Finds(), False
+    rounds = asked.only or (LISTENERS if asked.frames else ROUND)
+    while not is_over:
+        for what in rounds:
+            print(f"seed {seed} {what}: {ROUND[what](seed, finds)}", flush=True)
+            is_late = asked.frames is None and time.monotonic() > ends
+            if is_over := is_late or finds.n_received.total() >= (asked.frames or math.inf):
+                break
         seed += 1
     received = ", ".join(f"{n} {what}" for what, n in finds.n_received.items())
     print(f"{finds.n} finds in {received}")

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import msgspec
 from support.cluster.scripted_node import ScriptedNode, client_of
-from support.hostile.mutate_frames import SLOW_S, Figures, Finding, noise
+from support.hostile.mutate_frames import noise
+from support.hostile.receive_frames import SLOW_S, Figures, Finding
 from support.strategies.wire_strategies import feed, hello
 
 from shardnet.api.anthropic import endpoints as anthropic
