@@ -120,7 +120,7 @@ class LinkSource:
             case FrameKind.ROWS:
                 self._rows.keep(frame)
                 if self._rows.blocks[-1].layer is None:  # only the tail gives the last ones
-                    raise _unexpected(frame, self._link)
+                    raise unexpected(frame, self._link)
                 return None
             case _:
                 raise unexpected(frame, self._link)
