@@ -337,7 +337,7 @@ class Clients:
                 control,
                 with_ids(message, request.prompt),
                 request.made,
-                lambda: lead.plan.stand_by(lead.ring.epoch),
+                lambda: lead.told,
             ) as copy,
         ):
             await self._answer(control, message, request, lead, load_s, copy, n_told)
