@@ -213,7 +213,11 @@ class StageModel:
         CapacityError for a position beyond the context or if the KV cache is full, UsageError for a
         token id outside the vocabulary, CheckpointError if a streamed layer cannot be read.
         """
-        [result] = self.run_together([Run(batch=batch, hidden=hidden, experts=experts)])
+        return self.run_alone(Run(batch=batch, hidden=hidden, experts=experts))
+
+    def run_alone(self, run: Run) -> Tensor:
+        """Run one micro-batch, and collect what it asks for. As `run`."""
+        [result] = self.run_together([run])
         if isinstance(result, ShardnetError):
             try:
                 raise result

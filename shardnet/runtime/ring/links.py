@@ -121,6 +121,8 @@ class LinkSource:
                 return None
             case FrameKind.ROWS:
                 self._rows.keep(frame)
+                if self._rows.blocks[-1].layer is None:  # only the tail gives the last ones
+                    raise unexpected(frame, self._link)
                 return None
             case _:
                 raise unexpected(frame, self._link)

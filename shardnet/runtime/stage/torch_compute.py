@@ -145,7 +145,7 @@ class TorchCompute:
         """
         try:
             run = self._prepare(batch, activations)
-            return self._finish(run, self._model.run(run.batch, run.hidden, run.experts))
+            return self._finish(run, self._model.run_alone(run))
         except (RuntimeError, MemoryError) as error:
             raise self._named(f"step {batch.step}", error) from None
 
