@@ -120,7 +120,7 @@ def test_who_stands_by_for_many_heads_tells_the_next_one() -> None:
         node=NodeId("d" * 32),
         head=nothing,
         planner=nothing,
-        clients=nothing,
+        router=nothing,
         copying=nothing,
         links=Mock(watch=Mock(return_value=Mock())),
         address_of=nothing,
