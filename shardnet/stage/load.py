@@ -33,7 +33,7 @@ from shardnet.stage.estimate.packed_sizes import packed_sizes
 from shardnet.stage.estimate.stored_dtype import check_streamable, stored_dtype, weight_form
 from shardnet.stage.followers import Followers
 from shardnet.stage.kept_linears import KeptLinears
-from shardnet.stage.pack_cache import PackCache
+from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.shard_kv import LeadingKvCache
 from shardnet.stage.shard_weights import ShardWeights
 from shardnet.stage.stage_model import StageModel
