@@ -89,6 +89,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=8, help="requests at once (default 8)")
     parser.add_argument("--tokens", type=int, default=200, help="longest request (default 200)")
     parser.add_argument("--namespaces", action="store_true", help="give each node its network")
+    parser.add_argument(
+        "--standby", choices=("", "auto"), default="", help="let nodes stand by for others"
+    )
+    parser.add_argument(
+        "--deputy", choices=("off", "auto"), default="off", help="copy answers to a second node"
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL_NAME, help="default: the bundled model")
     parser.add_argument("--ledger", type=Path, help="append a JSON object for each round here")
     parser.add_argument(
@@ -111,7 +117,12 @@ async def _run(asked: argparse.Namespace, folder: Path) -> tuple[list[Entry], li
     try:
         await lab.start()
         async with Rounds(
-            lab, asked.seed, model=asked.model, n_streams=asked.streams, n_tokens=asked.tokens
+            lab,
+            asked.seed,
+            model=asked.model,
+            n_streams=asked.streams,
+            n_tokens=asked.tokens,
+            standby=asked.standby,
         ) as rounds:
             await rounds.record_undisturbed()
             print(f"seed {asked.seed}, undisturbed texts recorded\n{HEAD}", flush=True)
@@ -126,7 +137,7 @@ async def _run(asked: argparse.Namespace, folder: Path) -> tuple[list[Entry], li
                 if time.monotonic() > ends or n_faults >= (asked.faults or n_faults + 1):
                     break
                 n_faults += len(drawn.faults)
-                entry = await rounds.run(drawn)
+                entry = await rounds.run(drawn, has_deputy=asked.deputy == "auto")
                 entries.append(entry)
                 print(entry.row, flush=True)
                 if asked.ledger:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.chaos.faults import ENDING, Fault, Kind
+from support.chaos.faults import DRAINS, ENDING, Fault, Kind
 from support.chaos.switch import VARIABLE, Switch, Way, changed
 from support.system.netns import Host, Network, NotPermittedError
 from support.system.nodes import FIGURES_VARIABLE, Command, Machine, NodeProcess
@@ -232,7 +232,7 @@ class Lab:
         assert victim.process is not None
         if fault.kind in ENDING:
             await self.kill(fault.victim)
-        elif fault.kind is Kind.DRAIN:
+        elif fault.kind in DRAINS:
             await self.drain(fault.victim)
         elif fault.kind is Kind.FLIP:
             for way in self.switch.ways(fault.victim, fault.other, inward=fault.inward):
