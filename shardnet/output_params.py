@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import Final
 
 from shardnet.errors import SamplingError
@@ -52,7 +53,9 @@ class OutputParams:
     Its rows are those of its prompt and of all new tokens but the last: what one forward pass over
     them has. `logit_rows` and `hidden_rows` say how many of the last rows give logits and hidden
     states: None none, ALL_ROWS all. Hidden states are those behind the final norm or, with
-    `before_norm`, in front of it; with `hidden_mean` one row is given, the mean of all.
+    `before_norm`, in front of it; with `hidden_mean` one row is given, the mean of all. Before them
+    a row has the hidden states after each number of layers in `hidden_layers`, 0 for the
+    embeddings; `every_layer` stands for all numbers below that of the model's layers.
     `n_prompt_logprobs` is None, or how many top entries go with each prompt token's logprob. With
     `routing` all rows give the experts they visited, layer by layer.
     """
@@ -63,6 +66,8 @@ class OutputParams:
     hidden_mean: bool = False
     before_norm: bool = False
     routing: bool = False
+    hidden_layers: tuple[int, ...] = ()
+    every_layer: bool = False
 
     @property
     def asks(self) -> bool:
@@ -104,6 +109,37 @@ class OutputParams:
                 raise SamplingError(f"{kind.value} must be of 1 row or more, or of all, not {rows}")
         if self.hidden_mean and self.hidden_rows != ALL_ROWS:
             raise SamplingError("the mean of hidden states is that of all rows")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        numbers = self.hidden_layers
+        if not numbers and not self.every_layer:
+            return
+        if numbers and self.every_layer:
+            raise SamplingError("hidden-layers are either named or all")
+        if self.hidden_rows is None or self.hidden_mean:
+            raise SamplingError("hidden-layers need rows of hidden states, and no mean")
+        if any(one >= other for one, other in itertools.pairwise((-1, *numbers))):
+            raise SamplingError(f"hidden-layers must be ascending numbers, not {[*numbers]}")
+
+    def for_layers(self, n_layers: int) -> OutputParams:
+        """Return these for a model of `n_layers`, with `every_layer` written out.
+
+        Raises SamplingError for a layer that it does not have.
+        """
+        if self.every_layer:
+            return replace(self, hidden_layers=tuple(range(n_layers)), every_layer=False)
+        beyond = next((number for number in self.hidden_layers if number > n_layers), None)
+        if beyond is not None:
+            raise SamplingError(
+                f"hidden-layers may be from 0 to {n_layers}, the model's layers, not {beyond}"
+            )
+        return self
+
+    @property
+    def n_states(self) -> int:
+        """How many hidden states a row has, once `every_layer` is written out."""
+        return len(self.hidden_layers) + 1
 
 
 NO_OUTPUTS: Final = OutputParams()

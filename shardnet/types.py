@@ -163,6 +163,9 @@ class WireDType(enum.Enum):
 SLOW_LINKS = "slow"
 """Stands for every slow link where --wire-dtype names links."""
 
+GATHERS = "gather"
+"""Stands for all links between the nodes of one stage there."""
+
 _NARROW_WIRES = (WireDType.BFLOAT16, WireDType.FLOAT16, WireDType.INT8)
 
 
@@ -170,11 +173,13 @@ _NARROW_WIRES = (WireDType.BFLOAT16, WireDType.FLOAT16, WireDType.INT8)
 class WireChoice:
     """What --wire-dtype asks for: on `every` link, on `slow` ones, on those that are `named`.
 
-    A name counts before slowness, and that before the rest. None is the ring's own dtype.
+    A name counts before slowness, and that before the rest. None is the ring's own dtype. `gather`
+    is for the parts between the nodes of one stage, which nothing else narrows; None for their own.
     """
 
     every: WireDType | None = None
     slow: WireDType | None = None
+    gather: WireDType | None = None
     named: tuple[tuple[str, WireDType], ...] = ()
 
     @property
@@ -186,7 +191,8 @@ class WireChoice:
 def parse_wires(text: str) -> WireChoice:
     """Read `int8`, `slow=int8` or `0-1=int8,desk-pi=bfloat16`, "" for the ring's own dtype.
 
-    A link is named by its two ranks, its two nodes, or is any that is slow. Raises UsageError.
+    A link is named by its two ranks, its two nodes, or is any that is slow; `gather` names the
+    links between the nodes of a stage. Raises UsageError.
     """
     every: WireDType | None = None
     named: dict[str, WireDType] = {}
@@ -207,8 +213,8 @@ def parse_wires(text: str) -> WireChoice:
             named[link] = wire
         else:
             every = wire
-    slow = named.pop(SLOW_LINKS, None)
-    return WireChoice(every=every, slow=slow, named=tuple(named.items()))
+    slow, gather = named.pop(SLOW_LINKS, None), named.pop(GATHERS, None)
+    return WireChoice(every=every, slow=slow, gather=gather, named=tuple(named.items()))
 
 
 def int8_groups(width: int) -> int:

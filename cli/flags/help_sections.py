@@ -30,7 +30,7 @@ SECTIONS: Final = MappingProxyType(
         ),
         "Where a model runs": (
             *("--nodes", "--local", "--peer", "--no-mdns", "--key-file", "--insecure"),
-            *("--offline", "--threads", "--standby"),
+            *("--offline", "--threads", "--standby", "--nodes-per-stage"),
         ),
         "Prompts": (
             *("--token-ids", "--n", "--prompts-file", "--chat", "--system", "--bos"),

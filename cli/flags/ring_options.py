@@ -14,6 +14,7 @@ import typer
 
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import UsageError
+from shardnet.model.shards.cut import MAX_SHARDS
 from shardnet.types import parse_layers, parse_wires
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -206,6 +207,17 @@ class RingOptions:
             envvar="SHARDNET_STANDBY",
         ),
     ] = "off"
+    nodes_per_stage: Annotated[
+        str,
+        typer.Option(
+            "--nodes-per-stage",
+            autocompletion=one_of("auto", "1", "2"),
+            metavar="auto|N",
+            help="How many nodes share each layer, over a fast network: auto where no nodes are "
+            "named and it was measured to pay.",
+            envvar="SHARDNET_NODES_PER_STAGE",
+        ),
+    ] = "auto"
 
     def wanted(self, access: Access) -> Wanted:
         """Make the request to open a ring. Raises typer.BadParameter for a wrong value."""
@@ -243,6 +255,7 @@ class RingOptions:
             ignore_unknown_config=self.ignore_unknown_config,
             arith=self.arith,  # type: ignore[arg-type]  # checked above
             standby="auto" if self.standby == "auto" else "",
+            nodes_per_stage=_nodes_per_stage(self.nodes_per_stage),
         )
 
 
@@ -265,6 +278,17 @@ def _check_wires(text: str) -> None:
         parse_wires(text)
     except UsageError as error:
         raise typer.BadParameter(str(error), param_hint="--wire-dtype") from error
+
+
+def _nodes_per_stage(text: str) -> int:
+    if text == "auto":
+        return 0
+    if not (text.isdecimal() and 1 <= int(text) <= MAX_SHARDS):
+        raise typer.BadParameter(
+            f"'{text}': choose auto or a number from 1 to {MAX_SHARDS}",
+            param_hint="--nodes-per-stage",
+        )
+    return int(text)
 
 
 def _n_streamed(text: str) -> int | Literal["auto"]:

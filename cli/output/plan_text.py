@@ -54,6 +54,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
                 "weight_bytes": stage.weight_bytes,
                 "kv_bytes": stage.kv_bytes,
                 "streamed_layers": stage.streamed_layers,
+                "shards": [msgspec.structs.asdict(shard) for shard in stage.shards],
                 "compute_ms": stage.compute_ms,
                 "hop_ms": stage.hop_ms,
                 "fetch_bytes": stage.fetch_bytes,
@@ -231,6 +232,9 @@ def _stage_line(plan: PlanReply, stage: PlannedStage) -> str:
         f"  rank {stage.rank}: {stage.name}{where}, {layer_words(plan, stage)}, "
         f"weights {stage.weight_bytes / 2**20:.1f} MiB, KV cache {stage.kv_bytes / 2**20:.1f} MiB"
     )
+    if stage.shards:
+        others = ", ".join(f"{shard.name} ({shard.address})" for shard in stage.shards)
+        line += f", each layer cut over it and {others}"
     if stage.dtype not in ("", plan.dtype):
         line += f", computes in {stage.dtype}"
     if plan.wire_dtype == MIXED_WIRES and stage.wire_dtype:

@@ -89,16 +89,23 @@ class RowData:
 class Rows(RowData):
     """Logits or hidden states.
 
-    `data` is float32, little-endian, row after row of `width` elements.
+    `data` is float32, little-endian, row after row of `width` elements, those of `n_states` hidden
+    states one behind the other: after each of the requested numbers of layers, then the last.
     """
 
     ELEMENT_BYTES = 4
+
+    n_states: int = 1
 
     def array(self) -> NDArray[np.float32]:
         """Return them as an array [n_rows, width], which shares their memory."""
         import numpy as np
 
         return np.frombuffer(self.data, "<f4").reshape(-1, self.width)
+
+    def states(self) -> NDArray[np.float32]:
+        """Return hidden states [n_states, n_rows, hidden size], which share their memory."""
+        return self.array().reshape(self.n_rows, self.n_states, -1).swapaxes(0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

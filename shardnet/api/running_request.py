@@ -189,9 +189,12 @@ class RunningRequest:
         """Append logits or hidden states to those of the result; return them as an event."""
         if piece.kind == "routing":
             return self._take_routing(piece)
-        rows = Rows(position=piece.position, width=piece.width, data=piece.data)
+        rows = Rows(
+            position=piece.position, width=piece.width, n_states=piece.n_states, data=piece.data
+        )
         held = self.rows.setdefault(piece.kind, changed(rows, data=bytearray()))
-        if not _append(held, rows):
+        is_shape = held.n_states == rows.n_states and rows.width % rows.n_states == 0
+        if not is_shape or not _append(held, rows):
             return self._out_of_order(piece)
         if piece.kind == "logits":
             return changed(self._event(), logits=rows)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -183,6 +184,12 @@ class Checkpoint:
     def _is_here(self, info: StoredTensor) -> bool:
         held = self.journal.digests.get(info.name, {}) if self.journal is not None else None
         return held is None or len(held) == n_parts(info.size_bytes)
+
+    def with_tensors(self, tensors: dict[str, ModelTensor]) -> Checkpoint:
+        """Return the same with these parameters in place of its own, also those yet to be added."""
+        other = copy(self)
+        other.tensors = ChainMap(tensors, dict(self.tensors))
+        return other
 
     @property
     def bytes_read(self) -> Mapping[str, int]:

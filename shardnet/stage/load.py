@@ -19,16 +19,21 @@ from shardnet.errors import CapacityError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.load_stage import load_family_stage
+from shardnet.model.families.registry import family_of
 from shardnet.model.families.stage_tensors import StageTensors, stage_tensors
 from shardnet.model.fused.decode_graphs import Capture
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.device_memory import capacity_error_for
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS, KernelChoice
+from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.shards.cut import Cut
+from shardnet.model.shards.group import ShardGroup
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes, streamed_layers
 from shardnet.stage.estimate.packed_sizes import packed_sizes
 from shardnet.stage.estimate.stored_dtype import check_streamable, stored_dtype, weight_form
 from shardnet.stage.kept_linears import KeptLinears
 from shardnet.stage.pack_cache import PackCache
+from shardnet.stage.shard_weights import ShardWeights
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.tensor_reader import Progress
 from shardnet.stage.weights import StageWeights
@@ -52,6 +57,7 @@ def load_stage(
     n_streamed: int = 0,
     capture: Capture | None = None,
     kept: KeptLinears | None = None,
+    group: ShardGroup | None = None,
 ) -> StageModel:
     """Load `layers` onto `device`, with the embedding in the first stage and the head in the last.
 
@@ -59,7 +65,8 @@ def load_stage(
     `context` the limit of positions per sequence (None: the model's, at most 8192). `packs` caches
     quantised weights, which may be written while the stage computes already. `n_streamed` layers
     stay on disk. `capture` is that of load_family_stage. `kept` are linears of a stage of the same
-    model, loaded with the same choice: they are taken from there. `progress` is called with (bytes
+    model, loaded with the same choice: they are taken from there. With a
+    `group` this is a shard of the stage, with the heads of its own. `progress` is called with (bytes
     done, bytes in total) after every part; an exception it raises aborts the loading and releases
     everything.
 
@@ -81,9 +88,16 @@ def load_stage(
     ):
         tensors = stage_tensors(config, layers)
         weights = StageWeights(checkpoint, tensors, choice, device, progress, packs, streamed, kept)
+        own = config
+        source: WeightSource = weights
+        if group is not None:
+            whole_heads = family_of(config).has_whole_heads
+            cut = Cut.of(config, group.index, group.size, has_whole_heads=whole_heads)
+            own = cut.own_config(config)
+            source = ShardWeights(weights, tensors.all, cut, group)
         with weights.writer:
-            family = load_family_stage(config, layers, weights, context, dtype, device, capture)
-    kv = _kv_cache(config, layers, dtype, device, room_blocks, kv_dtype)
+            family = load_family_stage(own, layers, source, context, dtype, device, capture)
+    kv = _kv_cache(own, layers, dtype, device, room_blocks, kv_dtype)
     most = weights.exact_rows if family.is_exact(kv) else MAX_EXACT_ROWS
     weights.stream.start()
     form = weight_form(checkpoint, choice)
@@ -103,7 +117,8 @@ def load_stage(
         weight_bytes=stage_weight_bytes(config, layers, form, weights.stream.n_layers),
         stream=weights.stream,
         writer=weights.writer,
-        linears=weights.made,
+        linears=weights.made if group is None else None,
+        group=group,
     )
 
 

@@ -18,6 +18,7 @@ from shardnet.model.families.family import FamilyStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.layers.attention import ForwardStep, plan_step
+from shardnet.model.shards.group import ShardGroup
 from shardnet.output_params import RoutingShape
 from shardnet.stage.kept_linears import KeptLinears
 from shardnet.stage.pack_writer import PackWriter
@@ -26,11 +27,17 @@ from shardnet.types import LayerRange, MicroBatch, SlotId
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """A micro-batch on its way through the layers; see StageModel.run."""
+    """A micro-batch on its way through the layers; see StageModel.run.
+
+    `states` collects hidden states [T, E] by how many of the model's layers have computed them, for
+    the numbers `kept_states` that this stage passes.
+    """
 
     batch: MicroBatch
     hidden: Tensor | None
     experts: dict[int, Tensor] | None = None
+    kept_states: frozenset[int] = frozenset()
+    states: dict[int, Tensor] = msgspec.field(default_factory=dict)
 
 
 class StageModel:
@@ -50,10 +57,13 @@ class StageModel:
         stream: LayerStream,
         writer: PackWriter,
         linears: KeptLinears | None = None,
+        group: ShardGroup | None = None,
     ) -> None:
         self._family = family
         self.linears = linears
         """Its linears for a stage that comes after this one, None for nothing."""
+        self.group = group
+        """The shards of the stage of which this is one, None for a whole stage."""
         self._writer = writer
         self._stream = stream
         self._config = config
@@ -131,7 +141,9 @@ class StageModel:
         """Apply final norm and LM head, on the last stage: [R, E] to float32 [R, V]."""
         if rows.shape[0] == 0:
             return torch.empty(0, self.vocab_size, device=self.device)
-        return self._family.logits(rows).float()
+        logits = self._family.logits(rows).float()
+        self._check_group()
+        return logits
 
     @torch.inference_mode()
     def normed(self, rows: Tensor) -> Tensor:
@@ -210,12 +222,19 @@ class StageModel:
             for layer in range(len(self.layers)):
                 self._stream.need(layer)
                 for place, walk in walks.items():
-                    results[place] = next(walk)
+                    results[place] = hidden = next(walk)
+                    _keep_state(runs[place], self.layers.start + layer + 1, hidden)
                 self._stream.done(layer)
         except ShardnetError as error:  # concerns all micro-batches: the layer cannot be read
             failed = error.with_traceback(None)
             return [failed if place in walks else result for place, result in enumerate(results)]
+        self._check_group()
         return results
+
+    def _check_group(self) -> None:
+        """Raise LostShardError if a shard was lost: then what was computed is worthless."""
+        if self.group is not None:
+            self.group.check()
 
     def _begin(self, run: Run) -> tuple[Tensor, ForwardStep | None]:
         """Make room for the rows and embed them; without rows there is no step."""
@@ -231,9 +250,12 @@ class StageModel:
             self.dtype,
             run.experts,
             None if narrower is None else torch_dtype(narrower),
+            layer_by_layer=bool(run.kept_states),
         )
         if run.hidden is None:
-            return self._family.embed(step), step
+            embedded = self._family.embed(step)
+            _keep_state(run, 0, embedded)
+            return embedded, step
         return run.hidden.to(self.device, self.dtype), step
 
     def _check_token_ids(self, batch: MicroBatch) -> None:
@@ -243,6 +265,12 @@ class StageModel:
                 f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}",
                 remedy=f"use ids from 0 to {self.vocab_size - 1}",
             )
+
+
+def _keep_state(run: Run, number: int, hidden: Tensor) -> None:
+    """Copy hidden states [T, E] after `number` layers, where they are kept."""
+    if number in run.kept_states:
+        run.states[number] = hidden.clone()
 
 
 def sampled_rows(rows: Tensor, batch: MicroBatch) -> Tensor:

@@ -27,6 +27,7 @@ from shardnet.model.layers.attention import plan_step
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PlainTable, Table
 from shardnet.model.sampling.sampler import Sampler, SampleRow
+from shardnet.model.shards.cut import Axis
 from shardnet.sampling_params import SamplingParams
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
@@ -228,7 +229,13 @@ class _Noise:
         self._stored_values = noise.to(torch_dtype(choice.stored_dtype))
 
     def linear(
-        self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
+        self,
+        *names: str,
+        transposed: bool = False,
+        precise: bool = False,
+        wide: bool = False,
+        outputs: Sequence[Axis] = (),
+        inputs: Axis | None = None,
     ) -> Linear:
         """Make a linear of the parameters' shapes."""
         self._tick()
@@ -263,12 +270,12 @@ class _Noise:
         """Make a table."""
         return PlainTable(self.matrix(name))
 
-    def matrix(self, name: str) -> Tensor:
+    def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Make a matrix."""
         self._tick()
         return self._noise(self._shapes[f"{name}.weight"]).to(self._device)
 
-    def parameter(self, name: str) -> Tensor:
+    def parameter(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Make a parameter."""
         return self._noise(self._shapes[name]).to(self._device, torch.float32)
 

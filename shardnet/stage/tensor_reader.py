@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.tensors.cut_tensor import cut_tensor
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, file_changed
 from shardnet.errors import CheckpointError
@@ -60,7 +61,8 @@ class TensorReader:
         not be read at all. Raises CheckpointError for a tensor that is missing or has the wrong
         shape or dtype, and for a tensor in the checkpoint that the model does not use.
         """
-        self._checkpoint = checkpoint
+        self._cut: dict[str, ModelTensor] = {}
+        self._checkpoint = checkpoint.with_tensors(self._cut)
         self._dtype = dtype
         self._progress = progress
         self._shapes = tensors.all
@@ -76,6 +78,13 @@ class TensorReader:
         self._done_bytes = 0
         self._workers: WorkerPool | None = None
         self._total_bytes = sum(checkpoint.tensors[name].size_bytes for name in self._shapes)
+
+    def keep(self, name: str, ranges: Sequence[tuple[int, int]], axis: int) -> None:
+        """Read no more of a tensor than `ranges` of an axis, in the place of all of it."""
+        whole = self._checkpoint.tensors[name]
+        self._cut[name] = own = cut_tensor(whole, ranges, axis)
+        self._shapes[name] = own.shape
+        self._total_bytes += own.size_bytes - whole.size_bytes
 
     def has(self, name: str) -> bool:
         """Say whether the stage has a tensor with this name."""

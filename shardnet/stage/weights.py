@@ -30,6 +30,7 @@ from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PanelTable, PlainTable, Table
+from shardnet.model.shards.cut import Axis
 from shardnet.stage.batch_invariance import BatchInvarianceTests
 from shardnet.stage.kept_linears import KeptLinears, LinearKey
 from shardnet.stage.pack_cache import PackCache
@@ -104,13 +105,24 @@ class StageWeights:
         """
         return ANY_ROWS if self._tests.all_native else self._tests.exact_rows
 
+    def keep(self, name: str, ranges: Sequence[tuple[int, int]], axis: int) -> None:
+        """Take no more of a parameter than `ranges` of an axis, in the place of all of it."""
+        self._reader.keep(name, ranges, axis)
+
     def linear(
-        self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
+        self,
+        *names: str,
+        transposed: bool = False,
+        precise: bool = False,
+        wide: bool = False,
+        outputs: Sequence[Axis] = (),
+        inputs: Axis | None = None,
     ) -> Linear:
         """Make one linear layer of the concatenated `NAME.weight` (and `NAME.bias`, if present).
 
         `transposed`: weights are stored as [K, N] (GPT-2's Conv1D). `precise`: never quantise them.
-        `wide`: also compute in float32, whatever the compute dtype. Raises CheckpointError for a
+        `wide`: also compute in float32, whatever the compute dtype. `outputs` and `inputs` are for
+        shards. Raises CheckpointError for a
         file that cannot be read, CapacityError if memory, or the cache of streamed layers, is full.
         """
         key = LinearKey(names=names, transposed=transposed, precise=precise, wide=wide)
@@ -284,13 +296,13 @@ class StageWeights:
             self._tables[weight] = panels
         return PanelTable(panels, torch_dtype(self._choice.dtype))
 
-    def matrix(self, name: str) -> Tensor:
+    def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Copy `NAME.weight`: [N, K] in the compute dtype."""
         matrix = self._own(f"{name}.weight")
         self._reader.report()
         return matrix
 
-    def parameter(self, name: str) -> Tensor:
+    def parameter(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Copy the parameter with the full name `name`, in float32."""
         value = self._reader.read(name).to(self._device, torch.float32, copy=True)
         self._reader.report()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,31 @@ def test_asking_changes_no_token(stages: TorchStages) -> None:
         for rest in ({}, {"outputs": EVERYTHING})
     )
     assert [*map(tokens_of, plain)] == [*map(tokens_of, asked)]
+
+
+def test_hidden_states_after_layers(stages: TorchStages, reference: Any) -> None:
+    """Every stage gives those of its layers; the last ones are behind the final norm."""
+    prompt, some = random_prompt(70, 300, seed=5), (1, 3, N_LAYERS)
+    every = OutputParams(hidden_rows=ALL_ROWS, every_layer=True).for_layers(N_LAYERS)
+    outputs = [
+        replace(every, logit_rows=1),
+        OutputParams(hidden_rows=3, hidden_layers=some, before_norm=True, logit_rows=ALL_ROWS),
+        OutputParams(),
+    ]
+    answers = run(stages, *(request(prompt, 6, outputs=wanted) for wanted in outputs))
+    [made] = {tuple(tokens_of(events)) for events in answers}
+    with torch.inference_mode():
+        ids = torch.tensor([[*prompt, *made[:-1]]])
+        states = reference(ids, output_hidden_states=True).hidden_states
+    want = Wanted(reference, ids[0].tolist())
+    position, found = rows_of(answers[0], OutputKind.HIDDEN)
+    assert position == 0
+    close(found, torch.cat([state[0] for state in states], 1).numpy())
+    position, found = rows_of(answers[1], OutputKind.HIDDEN)
+    assert position == len(want.tokens) - 3
+    residual = [states[1][0].numpy(), states[3][0].numpy(), want.before_norm, want.before_norm]
+    close(found, np.concatenate(residual, 1)[-3:])
+    close(rows_of(answers[1], OutputKind.LOGITS)[1], want.logits)
 
 
 @pytest.mark.parametrize("n_tokens", [0, 1, 7])

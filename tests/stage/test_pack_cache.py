@@ -15,7 +15,7 @@ from support.rings.stage_chain import CPU, StageChain, probed, random_prompt
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.quantization import Quantization
-from shardnet.stage import pack_cache, weights
+from shardnet.stage import pack_cache, quantized_weights
 from shardnet.stage.load import load_stage
 from shardnet.stage.pack_cache import PackCache, packed_models, remove
 from shardnet.stage.stage_model import StageModel
@@ -242,7 +242,7 @@ def test_the_second_load_rounds_nothing_and_gives_the_same_bits(
     def fail(*_: object) -> None:
         raise AssertionError("rounded again")
 
-    monkeypatch.setattr(weights, "pack_all", fail)
+    monkeypatch.setattr(quantized_weights, "pack_all", fail)
     said.clear()
     again = load(folder, packs, said)
     assert torch.equal(StageChain([again]).prefill(0, prompt), plain)

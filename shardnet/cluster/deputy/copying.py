@@ -7,13 +7,14 @@ nor how requests run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardnet.cluster.deputy.request_book import CopiedRequest, End, RequestBook, written
 from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.errors import LinkError
+from shardnet.errors import LinkError, ShardnetError, SupersededError
 from shardnet.runtime.engine.requests import MadeToken
 from shardnet.types import NodeId
 from shardnet.wire.messages.deputies import (
@@ -85,6 +86,28 @@ class Copying:
             self._tell_request(deputy.control, request)
         self.deputy = deputy
         return Copy(self, generate.key, len(made))
+
+    @contextlib.contextmanager
+    def copied(
+        self,
+        control: ControlLink,
+        generate: Generate,
+        made: Sequence[MadeToken],
+        describe: Describe,
+    ) -> Iterator[Copy | None]:
+        """Have a request of the client on `control` copied within the context; see `begin`."""
+        copy = self.begin(generate, made, describe)
+        try:
+            yield copy
+        except SupersededError:
+            raise  # whoever leads now has it
+        except BaseException as error:
+            if copy is not None:
+                is_over = isinstance(error, ShardnetError) and not control.link.closed
+                copy.end("failed" if is_over else "left")
+            raise
+        if copy is not None:
+            copy.end("complete")
 
     def add(self, row: CopiedTokens, made: Sequence[MadeToken]) -> None:
         """Keep tokens, and send them with all others of this turn of the event loop."""

@@ -30,9 +30,11 @@ from shardnet.cluster.head.replies import (
     token_piece,
 )
 from shardnet.cluster.head.requests import (
+    check_made,
     described,
     detokenized,
     needs_tokenizer,
+    output_params,
     prompt_ids,
     prompt_tail,
     reserved_bytes,
@@ -116,18 +118,13 @@ class Clients:
         """The ring by which figures were corrected last: its plan stays, so once is enough."""
 
     def register(self, handlers: MessageHandlers) -> None:
-        """Register the messages of clients."""
+        """Register what the router (router/router.py) does not look at first."""
         handlers.register(PlanRequest, self.plan)
         handlers.register(LastRunRequest, self.last_run)
-        handlers.register(Generate, self.generate)
-        handlers.register(Tokenize, self.tokenize)
-        handlers.register(Detokenize, self.detokenize)
-        handlers.register(Unload, self.unload)
-        handlers.register(DescribeTokenizer, self.describe_tokenizer)
 
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
         """Reply with the plan, or Redirect. A wire dtype that is asked for is measured."""
-        choice = await self._settled(message.choice)
+        choice = await self.settled(message.choice)
         with self._hinting(choice):
             plan = await self._planner.plan(
                 choice,
@@ -169,14 +166,14 @@ class Clients:
     async def unload(self, control: ControlLink, message: Unload) -> None:
         """Free the model of the ring that this node leads, or reply Redirect."""
         choice = ModelChoice(model=message.model)
-        model = (await self._settled(choice)).model if message.model else ""
+        model = (await self.settled(choice)).model if message.model else ""
         elsewhere = await self._head.unload(model, message.idle_s)
         if elsewhere is None:
             control.send(Done(request=message.request))
         else:
             control.send(Redirect(request=message.request, address=elsewhere.address))
 
-    async def _settled(self, choice: ModelChoice) -> ModelChoice:
+    async def settled(self, choice: ModelChoice) -> ModelChoice:
         """Return the choice with the model's name in full. Raises as ModelLists.resolve."""
         elsewhere = self._head.elsewhere()
         in_use = (self._head.model, elsewhere.model if elsewhere is not None else None)
@@ -192,7 +189,8 @@ class Clients:
 
     async def generate(self, control: ControlLink, message: Generate) -> None:
         """Run one request and stream its tokens and rows, or reply Redirect."""
-        await self._generate(control, message, (), 0)
+        made = tuple(MadeToken(token_id=token_id) for token_id in message.made)
+        await self._generate(control, message, made, len(made))
 
     async def resume(
         self, control: ControlLink, request: int, copied: CopiedRequest, n_tokens: int
@@ -216,7 +214,7 @@ class Clients:
             nonlocal load_s
             load_s = took_s
 
-        async with self._leading(
+        async with self.leading(
             control, message.request, message.choice, needed, on_plan, on_loaded
         ) as lead:
             if lead is not None:
@@ -231,7 +229,7 @@ class Clients:
         """Reply with the token ids of a prompt, or Redirect."""
         generate = message.generate
         needed = needs_tokenizer(generate)
-        async with self._leading(control, message.request, generate.choice, needed) as lead:
+        async with self.leading(control, message.request, generate.choice, needed) as lead:
             if lead is not None:
                 token_ids, context = await self._prompt(generate, lead), lead.ring.spec.context
                 control.send(
@@ -240,12 +238,12 @@ class Clients:
 
     async def detokenize(self, control: ControlLink, message: Detokenize) -> None:
         """Reply with the text of token ids, or Redirect."""
-        async with self._leading(control, message.request, message.choice, "text") as lead:
+        async with self.leading(control, message.request, message.choice, "text") as lead:
             if lead is not None:
                 control.send(await self._reader.run(lambda: detokenized(message, lead)))
 
     @contextlib.asynccontextmanager
-    async def _leading(
+    async def leading(
         self,
         control: ControlLink,
         request: int,
@@ -258,7 +256,7 @@ class Clients:
 
         `tokenizer_for` says what needs a tokenizer, "" for nothing.
         """
-        choice = await self._settled(choice)
+        choice = await self.settled(choice)
         async with contextlib.AsyncExitStack() as stack:
             with self._hinting(choice):
                 lead = await stack.enter_async_context(
@@ -278,7 +276,7 @@ class Clients:
 
     async def describe_tokenizer(self, control: ControlLink, message: DescribeTokenizer) -> None:
         """Reply with what a client needs to know of a model's tokenizer, or Redirect."""
-        async with self._leading(control, message.request, message.choice) as lead:
+        async with self.leading(control, message.request, message.choice) as lead:
             if lead is not None:
                 chats = self._disk.at(f"the chat template of {lead.plan.facts.path}")
                 job = partial(described, message, lead)
@@ -305,6 +303,7 @@ class Clients:
     ) -> None:
         prompt = await self._prompt(message, lead)
         spec = lead.ring.spec
+        check_made(message, made, len(prompt), lead)
         speculation = await self._drafts.speculation(
             message.speculate,
             message.draft_tokens,
@@ -326,7 +325,7 @@ class Clients:
             deadline_s=message.deadline_s,
             speculation=speculation,
             deterministic=message.deterministic,
-            outputs=message.outputs.params(),
+            outputs=output_params(message, lead),
             constrained=constrained,
             is_traced=message.trace,
             stops_by_text=bool(message.stop),
@@ -334,32 +333,14 @@ class Clients:
         )
         with (
             self._outputs.room_for(reserved_bytes(request, lead)),
-            self._copied(control, message, request, lead) as copy,
+            self._copying.copied(
+                control,
+                with_ids(message, request.prompt),
+                request.made,
+                lambda: lead.plan.stand_by(lead.ring.epoch),
+            ) as copy,
         ):
             await self._answer(control, message, request, lead, load_s, copy, n_told)
-
-    @contextlib.contextmanager
-    def _copied(
-        self, control: ControlLink, message: Generate, request: GenerationRequest, lead: Lead
-    ) -> Iterator[Copy | None]:
-        """Have a request copied within the context, None if it is not."""
-        copy = None
-        if message.key:
-            whole = with_ids(message, request.prompt)
-            copy = self._copying.begin(
-                whole, request.made, lambda: lead.plan.stand_by(lead.ring.epoch)
-            )
-        try:
-            yield copy
-        except SupersededError:
-            raise  # whoever leads now has it
-        except BaseException as error:
-            if copy is not None:
-                is_over = isinstance(error, ShardnetError) and not control.link.closed
-                copy.end("failed" if is_over else "left")
-            raise
-        if copy is not None:
-            copy.end("complete")
 
     async def _answer(
         self,

@@ -13,7 +13,7 @@ from shardnet.cluster.ring.ring import Ring
 from shardnet.errors import ShardnetError
 from shardnet.tokenizers.grammar.grammars import Grammars
 from shardnet.tokenizers.tokenizer import Tokenizer
-from shardnet.types import NodeId
+from shardnet.types import NodeId, parse_wires
 from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -69,6 +69,8 @@ class Lead:
                 choice.wire_dtype, spec.dtype, self.plan.nodes, self.plan.measured.links
             )
             == spec.wires
+            and parse_wires(choice.wire_dtype).gather == spec.gather_dtype
+            and choice.nodes_per_stage in (0, had.nodes_per_stage)
             and (not choice.threads or choice.threads == spec.threads)
             and (not choice.optimise or choice.optimise == self.plan.objective.value)
             and (

@@ -70,7 +70,7 @@ def output_pieces(
                 request=message.request, token_ids=[], tokens=[], text="", prompt_logprobs=details
             )
         return
-    shape = lead.ring.spec.routing
+    shape, width = lead.ring.spec.routing, lead.plan.facts.config.hidden_size
     top_k = shape.top_k if shape and event.block.kind is OutputKind.ROUTING else 0
     for block in event.block.parts(_PIECE_BYTES):
         yield RowsPiece(
@@ -79,6 +79,7 @@ def output_pieces(
             position=block.position,
             width=block.width,
             top_k=top_k,
+            n_states=block.width // width if block.kind is OutputKind.HIDDEN else 1,
             data=bytes(block.payload),
         )
 

@@ -14,15 +14,15 @@ from msgspec import structs
 
 from shardnet.cluster.head.lead import Lead
 from shardnet.errors import ContextExceededError, UsageError
-from shardnet.output_params import OutputKind
+from shardnet.output_params import OutputKind, OutputParams
 from shardnet.runtime.engine.outputs import output_bytes
-from shardnet.runtime.engine.requests import GenerationRequest
+from shardnet.runtime.engine.requests import GenerationRequest, MadeToken
 from shardnet.runtime.stage.routing import MAX_ROUTING_BYTES
 from shardnet.sampling_params import SamplingParams
 from shardnet.tokenizers.chat.chat_template import TemplateOptions
 from shardnet.tokenizers.detokenizer import TextStream
 from shardnet.tokenizers.tokenizer import check_token_ids, no_tokenizer
-from shardnet.types import BLOCK_POSITIONS
+from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS
 from shardnet.wire.messages.chat import (
     MAX_ADDED_TEXT,
     MAX_ADDED_TOKENS,
@@ -36,6 +36,8 @@ from shardnet.wire.messages.tokens import Detokenize, Detokenized
 
 _TAIL_TOKENS = 64
 """More than a template writes behind the last message."""
+_MAX_STATES_BYTES = 1 << 28
+"""Hidden states of one step that one request may have: half of what its frames may carry."""
 
 
 def needs_tokenizer(message: Generate) -> str:
@@ -84,6 +86,21 @@ def prompt_ids(message: Generate, lead: Lead) -> list[int]:
             room_positions=lead.ring.engine.counters.room_blocks * BLOCK_POSITIONS,
         )
     return token_ids
+
+
+def check_made(message: Generate, made: Sequence[MadeToken], n_prompt: int, lead: Lead) -> None:
+    """Check the tokens that an answer begins with.
+
+    Raises UsageError for an id the model does not have, and for more than were asked for or the
+    context holds.
+    """
+    if made:
+        check_token_ids(
+            [token.token_id for token in made], lead.ring.spec.vocab_size, lead.tokenizer
+        )
+    most = min(message.max_tokens, lead.ring.spec.context - n_prompt + 1)
+    if len(made) > most:
+        raise UsageError(f"{len(made)} tokens were made before, and the answer has {most} at most")
 
 
 def with_ids(message: Generate, prompt: Sequence[int]) -> Generate:
@@ -206,12 +223,21 @@ def text_stream(message: Generate, lead: Lead) -> TextStream:
     )
 
 
+def output_params(message: Generate, lead: Lead) -> OutputParams:
+    """Return what a request gives beside its tokens, all layers written out.
+
+    Raises SamplingError for values outside their range and layers that the model does not have.
+    """
+    params = message.outputs.params()
+    params.check()
+    return params.for_layers(lead.plan.facts.config.n_layers)
+
+
 def reserved_bytes(request: GenerationRequest, lead: Lead) -> int:
     """Return the most bytes that the rows a request asks for may take.
 
     Raises UsageError for rows that are wider than any message, and for routing of a dense model.
     """
-    request.outputs.check()
     spec, width = lead.ring.spec, lead.plan.facts.config.hidden_size
     if request.outputs.logit_rows is not None and 4 * spec.vocab_size > MAX_ROWS_BYTES:
         raise UsageError(
@@ -220,6 +246,8 @@ def reserved_bytes(request: GenerationRequest, lead: Lead) -> int:
         )
     if request.outputs.routing:
         _check_routing(lead)
+    if request.outputs.hidden_layers:
+        _check_states(request.outputs, width)
     n_positions = min(len(request.prompt) + request.max_tokens, spec.context)
     return output_bytes(
         request.outputs,
@@ -228,6 +256,19 @@ def reserved_bytes(request: GenerationRequest, lead: Lead) -> int:
         width=width,
         routing=spec.routing.width if spec.routing else 0,
     )
+
+
+def _check_states(outputs: OutputParams, width: int) -> None:
+    """Raise UsageError for more hidden states than a message or the frames of a step carry."""
+    row_bytes = 4 * width * outputs.n_states
+    n_rows = min(outputs.hidden_rows or PREFILL_CHUNK_ROWS, PREFILL_CHUNK_ROWS)
+    if row_bytes > MAX_ROWS_BYTES or n_rows * row_bytes > _MAX_STATES_BYTES:
+        raise UsageError(
+            f"{outputs.n_states} hidden states of {width} columns take {row_bytes} bytes for each "
+            f"of up to {n_rows} rows of a step; a row may take {MAX_ROWS_BYTES} and a step "
+            f"{_MAX_STATES_BYTES}",
+            remedy="ask for fewer layers, or for fewer of the last rows",
+        )
 
 
 def _check_routing(lead: Lead) -> None:

@@ -43,6 +43,7 @@ class PreparedRing:
 
     plan: Plan
     ports: tuple[StagePort, ...]
+    spans: tuple[tuple[StagePort, ...], ...]
     sources: tuple[str, ...]
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
@@ -53,7 +54,9 @@ class PreparedRing:
         It takes over the requests of the ring `former`.
         """
         plan, spec = self.plan, ring_spec(self.plan)
-        return Ring(spec, self.ports, epoch, self.sources, plan.chunk_s, on_busy, former)
+        return Ring(
+            spec, self.ports, epoch, self.sources, plan.chunk_s, on_busy, former, self.spans
+        )
 
 
 class RingBuilder:
@@ -95,8 +98,10 @@ class RingBuilder:
         node that cannot be reached.
         """
         ports = [await self._port(node) for node in plan.nodes]
-        replicas = await self._sharing.sources(plan.facts, plan.choice.model, plan.nodes)
-        check_same_model(replicas[: len(plan.nodes)])
+        spans = [tuple([await self._port(node) for node in further]) for further in plan.spans]
+        members = plan.ring_nodes
+        replicas = await self._sharing.sources(plan.facts, plan.choice.model, members)
+        check_same_model(replicas[: len(members)])
         sources = choose_sources(plan.facts.model_id, replicas, limit=MAX_STAGES)
         tokenizer: Tokenizer | None = None
         eos_ids: tuple[int, ...] = ()
@@ -105,6 +110,7 @@ class RingBuilder:
         return PreparedRing(
             plan=plan,
             ports=tuple(ports),
+            spans=tuple(spans),
             sources=tuple(sources),
             tokenizer=tokenizer,
             eos_ids=eos_ids,
@@ -186,4 +192,6 @@ def ring_spec(plan: Plan) -> RingSpec:
         routing=plan.facts.config.routing,
         ariths=tuple(node_ariths(plan.choice.arith, plan.arith, plan.nodes).values()),
         ignore_unknown_config=plan.choice.ignore_unknown_config,
+        spans=tuple(tuple(node.address for node in further) for further in plan.spans),
+        gather_dtype=plan.gather_dtype,
     )

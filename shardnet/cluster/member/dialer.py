@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from dataclasses import replace as with_options
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardnet import __version__
-from shardnet.cluster.member.ring_membership import RingMembership
+from shardnet.cluster.member.stage_span import DataEnd
 from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S as PROBE_S
 from shardnet.transport import tcp
 from shardnet.transport.address import host_of, split_address
@@ -83,13 +84,14 @@ class Dialer:
         )
         return await self._connect(address, self.hello(Purpose.BULK), options)
 
-    async def data(self, address: str, membership: RingMembership) -> Link:
-        """Open the data link from this node to the next one of a ring."""
+    async def data(self, address: str, own: DataEnd) -> Link:
+        """Open a data link from this node, whose end is `own`, to another one of a ring."""
         hello = replace(
             self.hello(Purpose.DATA),
-            ring=membership.ring,
-            epoch=membership.epoch,
-            rank=membership.rank,
+            ring=own.ring,
+            epoch=own.epoch,
+            rank=own.rank,
+            shard=UNSET if own.shard is None else own.shard,
         )
         return await self._connect(address, hello, self.options)
 

@@ -7,6 +7,7 @@ checked when its files are open (runtime/loading/loading.py).
 from __future__ import annotations
 
 from shardnet.errors import UsageError
+from shardnet.model.shards.cut import MAX_SHARDS
 from shardnet.types import DType, LayerRange, WireDType
 from shardnet.wire.messages.stages import LoadStage
 
@@ -31,6 +32,9 @@ def check_load_order(order: LoadStage, most_threads: int) -> None:
     WireDType.named(order.received_dtype or order.wire_dtype)
     n_layers = len(LayerRange(*order.layers))
     first_layer, _ = order.layers
+    n_nodes = len(order.shard_nodes) or 1
+    if order.gather_dtype:
+        WireDType.named(order.gather_dtype)
     faults = {
         "its ring has no name": not order.ring,
         f"rank {order.rank} of {order.n_stages} stages": order.rank >= order.n_stages,
@@ -44,6 +48,11 @@ def check_load_order(order: LoadStage, most_threads: int) -> None:
             order.streamed_layers > n_layers
         ),
         "a context of 0 positions": order.context == 0,
+        f"shard {order.shard} of {n_nodes} nodes": order.shard >= n_nodes,
+        f"it spans {len(order.shard_nodes)} nodes": (
+            len(order.shard_nodes) == 1 or len(order.shard_nodes) > MAX_SHARDS
+        ),
+        "it spans several nodes and is streamed": n_nodes > 1 and order.streamed_layers > 0,
     }
     for fault, holds in faults.items():
         if holds:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 
+from msgspec import UNSET
+
+from shardnet.cluster.member.stage_span import DataEnd, DialData, StageSpan
 from shardnet.errors import (
     LinkError,
+    LostShardError,
     PeerFailedError,
     PeerSilentError,
     ShardnetError,
@@ -25,8 +29,10 @@ from shardnet.errors import (
 from shardnet.runtime.processors.alertness import SPIN_NS, Alertness
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
+from shardnet.runtime.ring.shard_links import ShardLinks, ShardSink
 from shardnet.runtime.stage.compute import StageCompute
 from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.link_group import SpanningCompute
 from shardnet.runtime.stage.worker import StageSink, StageSource, StageWorker
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, NodeId, StepId
@@ -43,8 +49,6 @@ KEEP_S = 5.0
 """How long a stage whose ring broke keeps what sequences hold, for the ring that comes next: with
 the time to notice a silent head, its slots are free within 10 s."""
 
-DialData = Callable[[str, "RingMembership"], Awaitable[Link]]
-"""Opens a data link to an address, for a ring membership."""
 OnBroken = Callable[[ShardnetError, NodeId | None], None]
 """Takes why a ring broke here, and the neighbour that fell silent if that is why."""
 
@@ -54,7 +58,8 @@ class RingMembership:
 
     `addresses` are the ring's nodes in order. `on_broken` is called once, with the cause, when the
     ring breaks here before `leave`. While steps are awaited it spins if `may_spin`. `owner` is the
-    head's node id, `owner_name` its display name.
+    head's node id, `owner_name` its display name. `span` are the nodes of its stage, None for
+    this one alone.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class RingMembership:
         on_broken: OnBroken,
         may_spin: Callable[[], bool] = lambda: False,
         now_s: Callable[[], float] = time.monotonic,
+        span: StageSpan | None = None,
     ) -> None:
         self.owner = owner
         """Node id of the head, the only node that may end it while sequences are open."""
@@ -88,6 +94,8 @@ class RingMembership:
         self._may_spin = may_spin
         self._alertness: Alertness | None = None
         self._now_s = now_s
+        self._span = span
+        self._shards: ShardLinks | None = None
         self._joined_at_s = 0.0
         self._lost_owner = False
         self._is_joining = False
@@ -139,10 +147,19 @@ class RingMembership:
         Raises UsageError when the hello is for another ring, epoch or rank, or comes twice.
         """
         self.check_hello(link.peer)
-        self._upstream.set_result(link)
+        if self._span is not None and link.peer.shard is not UNSET:
+            self._span.accept(link)
+        else:
+            self._upstream.set_result(link)
 
     def check_hello(self, hello: Hello) -> None:
-        """Raise UsageError unless `hello` is that of the stage before this one, the first time."""
+        """Raise UsageError unless `hello` is that of the stage before this one, the first time.
+
+        Or that of another node of this stage.
+        """
+        if self._span is not None and (hello.shard is not UNSET or self._span.shard):
+            self._span.check_hello(hello)
+            return
         expected = (self.ring, self.epoch, (self.rank - 1) % len(self.addresses))
         if (hello.ring, hello.epoch, hello.rank) != expected or self._upstream.done():
             raise UsageError(
@@ -162,7 +179,10 @@ class RingMembership:
         if self._is_joining:
             raise UsageError(f"ring {self.ring} was asked to connect twice")
         self._is_joining = True
-        source, sink, tail = await self._connect(pipeline, executor)
+        if self._may_spin() and (len(self.addresses) > 1 or self._span is not None):
+            self._alertness = Alertness(stir=partial(executor.stir, SPIN_NS))
+        await self._connect_shards(compute)
+        source, sink, tail = await self._connect(pipeline)
         self._check_not_left()
         self._joined_at_s = self._now_s()
         self._slots = (compute, executor)
@@ -193,6 +213,7 @@ class RingMembership:
         self._left = True
         is_broken = self._task is not None and self._task.done()
         if self._task is not None:
+            self._end_gathers()
             self._task.cancel()
             await asyncio.wait([self._task])
         if self._alertness is not None:
@@ -203,32 +224,51 @@ class RingMembership:
             compute, executor = self._slots
             self._slots = None
             await executor.run(compute.reset)
-        links = [*self._links]
-        if self._upstream.done() and not self._upstream.cancelled():
-            links.append(self._upstream.result())
-        for link in links:
+        for link in self._open_links():
             if is_broken:
                 link.abort("the ring broke")
             else:
                 await link.close()
         self._upstream.cancel()
+        if self._span is not None:
+            self._span.cancel()
+
+    def _open_links(self) -> list[Link]:
+        """Return all links of this membership, to neighbours and to the nodes of its stage."""
+        links = [*self._links]
+        if self._upstream.done() and not self._upstream.cancelled():
+            links.append(self._upstream.result())
+        return links if self._span is None else [*links, *self._span.links]
+
+    async def _connect_shards(self, compute: StageCompute) -> None:
+        """Open the links to the other nodes of this stage, and let it compute with them."""
+        if self._span is None:
+            return
+        if not isinstance(compute, SpanningCompute):
+            raise UsageError("the stage of this node was not loaded as a part of one")
+        self._shards = await self._span.connect(self._dial, NEIGHBOUR_S)
+        if self._left:
+            for link in self._span.links:
+                link.abort("this node has left the ring")
+        self._check_not_left()
+        compute.connect(self._shards)
 
     async def _connect(
-        self, pipeline: Pipeline | None, executor: Executor
+        self, pipeline: Pipeline | None
     ) -> tuple[StageSource, StageSink, TailLink | None]:
         n_stages = len(self.addresses)
+        arrived = _do_nothing if self._alertness is None else self._alertness.arrived
+        if self._shards is not None and self._shards.shard:
+            return self._shards.source(arrived), ShardSink(), None
         if pipeline is not None and n_stages == 1:
             return pipeline, LocalSink(pipeline), None
-        downstream = await self._dial(self.addresses[(self.rank + 1) % n_stages], self)
+        own = DataEnd(ring=self.ring, epoch=self.epoch, rank=self.rank)
+        downstream = await self._dial(self.addresses[(self.rank + 1) % n_stages], own)
         if self._left:
             downstream.abort("this node has left the ring")
         self._check_not_left()
         self._links.append(downstream)
         upstream = await self._wait_for_upstream()
-        arrived: Callable[[], None] = _do_nothing
-        if self._may_spin():
-            self._alertness = Alertness(stir=partial(executor.stir, SPIN_NS))
-            arrived = self._alertness.arrived
         if pipeline is not None:
             tail = TailLink(upstream, self.epoch, arrived)
             return pipeline, LinkSink(downstream, self.epoch), tail
@@ -262,6 +302,9 @@ class RingMembership:
                 tasks.create_task(worker.run())
                 if tail is not None and pipeline is not None:
                     tasks.create_task(_read_answers(tail, pipeline))
+                if self._shards is not None:
+                    for reading in self._shards.readers():
+                        tasks.create_task(reading)
         except* ShardnetError as group:
             self._break(first_error(group))
         except* Exception as group:  # our own bug: the ring must end by name, not hang
@@ -274,6 +317,12 @@ class RingMembership:
         finally:
             if self._alertness is not None:
                 self._alertness.close()
+            self._end_gathers()
+
+    def _end_gathers(self) -> None:
+        """Let the compute thread wait for no other node of this stage any more."""
+        if self._shards is not None:
+            self._shards.fail(LostShardError(f"this node has left ring {self.ring}"))
 
     def _break(self, error: ShardnetError) -> None:
         """Report to both neighbours and through `on_broken` why this stage stops.
@@ -282,7 +331,7 @@ class RingMembership:
         """
         silent: NodeId | None = None
         told = PeerFailedError(error.message) if isinstance(error, LinkError) else error
-        for link in (*self._links, *([self._upstream.result()] if self._upstream.done() else [])):
+        for link in self._open_links():
             if not link.closed:
                 link.send(error_frame(told))
             elif isinstance(error, PeerSilentError):

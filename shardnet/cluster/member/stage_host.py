@@ -9,26 +9,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from msgspec.structs import replace
-
-from shardnet.cluster.member.ring_membership import DialData, OnBroken, RingMembership
-from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import (
-    BusyError,
-    PeerFailedError,
-    ShardnetError,
-    SupersededError,
-    TakenError,
-    UsageError,
+from shardnet.cluster.member.prefix_disk import PrefixDisk
+from shardnet.cluster.member.refusals import (
+    Refusals,
+    generating_with,
+    leaving,
+    refuse_if_busy,
+    refuse_others,
 )
-from shardnet.runtime.loading.joined import join
-from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
-from shardnet.runtime.loading.loading import load, release_freed_memory, set_compute_threads
+from shardnet.cluster.member.ring_membership import OnBroken, RingMembership
+from shardnet.cluster.member.stage_loader import StageLoader
+from shardnet.cluster.member.stage_span import DataEnd, DialData, StageSpan
+from shardnet.cluster.member.stage_state import PreparedStage, stage_state
+from shardnet.errors import PeerFailedError, ShardnetError, UsageError
+from shardnet.runtime.loading.loaded_stage import LoadedStage
+from shardnet.runtime.loading.loading import release_freed_memory, set_compute_threads
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.plugin import ComputePlugin
@@ -36,9 +35,8 @@ from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.pack_cache import drop_pages
 from shardnet.transport.link import Link
-from shardnet.transport.loop import finish
 from shardnet.types import Epoch, LayerRange, WireDType
-from shardnet.wire.messages.diagnostics import PrefixState, StageState, StandbyState
+from shardnet.wire.messages.diagnostics import StageState
 from shardnet.wire.messages.handshake import Hello
 from shardnet.wire.messages.stages import LoadStage
 
@@ -49,26 +47,8 @@ if TYPE_CHECKING:  # it imports torch
 
 T = TypeVar("T")
 
-LOAD_SILENCE_S = 30.0
-"""How long loading may make no progress: as long as a head waits for a sign of it."""
-SETTLE_PREFIXES_S = 10.0
-"""How long a stage that is freed waits for finished prompts to be on disk."""
-MAX_SUPERSEDED = 64
-"""Former heads that are remembered."""
 CLOSE_S = 2.0
 """How long a node that leaves waits for a thread, before it leaves the thread behind."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """A stage that is ready for a ring to come; it may be the one that is in use.
-
-    If that comes when the node `stands_for` is lost, the stage is a standby.
-    """
-
-    ring: str
-    stage: LoadedStage
-    stands_for: str
 
 
 class StageHost:
@@ -93,65 +73,34 @@ class StageHost:
         may_spin: Callable[[], bool] = lambda: False,
     ) -> None:
         self._dial = dial
-        self._node = node
         self._may_spin = may_spin
         self._packs = packs
-        self._plugin = plugin
-        self._prefixes = prefixes
-        self._prefix_disk = DiskJobs("shardnet-prefix-reader", silence_s=LOAD_SILENCE_S)
+        self._prefix_disk = PrefixDisk()
         self._compute = Executor("shardnet-compute")
-        self._loader = DiskJobs("shardnet-load", niceness=10, silence_s=LOAD_SILENCE_S)
+        self._loader = StageLoader(packs=packs, plugin=plugin, prefixes=prefixes)
         self._changing = asyncio.Lock()
-        self._work: ProgressReporter | None = None
-        """Progress of the current load or measurement."""
-        self._is_closing = False
-        self.is_draining = False
-        """Whether this node takes no more stages of other heads."""
-        self.rests = ""
-        """Why this node takes no stages now, "" while it does."""
+        self.refusals = Refusals(node=node)
+        """What this node refuses now, and of whom."""
         self.loaded: LoadedStage | None = None
         self.membership: RingMembership | None = None
-        self._prepared: _Prepared | None = None
+        self._prepared: PreparedStage | None = None
         self._is_preparing = False
-        self._superseded: dict[str, int] = {}
-        """Former heads, and the epochs of the rings that took the place of theirs."""
 
     def state(self) -> StageState | None:
         """Describe the loaded stage and its place in a ring, for people."""
-        prepared = self._prepared
-        standby = None if prepared is None else _standby_state(prepared, self.loaded)
-        loaded = self.loaded or (prepared.stage if standby and prepared else None)
-        membership = self.membership
-        if loaded is None:
-            return None
-        state = StageState(
-            model=loaded.order.model,
-            layers=(loaded.order.layers.start, loaded.order.layers.end),
-            dtype=loaded.order.dtype.value,
-            kernel=loaded.kernel,
-            weight_bytes=loaded.weight_bytes,
-            room_blocks=loaded.room_blocks,
-            used_blocks=loaded.compute.used_blocks,
-            prefixes=_prefix_state(loaded.prefixes),
-            standby=standby,
-        )
-        if membership is None or membership.is_over:
-            return state
-        return replace(
-            state,
-            n_open=membership.n_open,
-            rank=membership.rank,
-            n_stages=len(membership.addresses),
-            epoch=membership.epoch,
-            head=membership.owner,
-        )
+        return stage_state(self.loaded, self._prepared, self.membership)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights that are loaded, for this ring and for one to come."""
-        stages = [self.loaded, self._prepared.stage if self._prepared is not None else None]
-        parts = {id(p): p for s in stages if s is not None for p in s.parts or (s,)}
+        parts = {id(part): part for stage in self._stages for part in stage.parts or (stage,)}
         return sum(part.weight_bytes for part in parts.values())
+
+    @property
+    def _stages(self) -> list[LoadedStage]:
+        """The stage that is in use and the one that is ready; they may be one."""
+        stages = [self.loaded, self._prepared.stage if self._prepared is not None else None]
+        return [stage for stage in stages if stage is not None]
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -173,20 +122,17 @@ class StageHost:
         sequences of another head are open, TakenError while another one builds its ring,
         PeerFailedError when this node leaves, SupersededError if another node leads in its place.
         """
-        self._check_not_draining(owner)
-        self._check_not_superseded(owner, message.epoch)
-        self._refuse_others(owner)  # whose loading keeps the lock for long
-        if self._is_preparing and self._work is not None:
-            self._work.cancel(PeerFailedError(f"ring {message.ring} came before it was ready"))
+        self.refusals.check_not_draining(owner)
+        self.refusals.check_not_superseded(owner, message.epoch)
+        refuse_others(self.membership, owner)  # whose loading keeps the lock for long
+        if self._is_preparing:
+            self._loader.cancel(PeerFailedError(f"ring {message.ring} came before it was ready"))
         async with self._changing:
-            self._check_not_closing()
-            self._refuse_others(owner)
-            self._check_not_superseded(owner, message.epoch)
+            self.refusals.check_not_closing()
+            refuse_others(self.membership, owner)
+            self.refusals.check_not_superseded(owner, message.epoch)
             if message.instead_of:
-                self._superseded.pop(message.instead_of, None)
-                self._superseded[message.instead_of] = message.epoch
-                if len(self._superseded) > MAX_SUPERSEDED:
-                    del self._superseded[next(iter(self._superseded))]
+                self.refusals.supersede(message.instead_of, message.epoch)
             if self.membership is not None and self.membership.ring != message.ring:
                 self.membership.revoke(PeerFailedError(f"the node joined ring {message.ring}"))
             await self._leave()
@@ -201,6 +147,7 @@ class StageHost:
                 dial=self._dial,
                 on_broken=on_broken,
                 may_spin=self._may_spin,
+                span=_span(message),
             )
             return self.membership
 
@@ -234,18 +181,20 @@ class StageHost:
         then nothing of this order is left loaded.
         """
         async with self._changing:
-            self._check_not_closing()
+            self.refusals.check_not_closing()
             if self.membership is not membership:
                 raise PeerFailedError(
                     f"this node is no member of ring {membership.ring} any more", remedy="ask again"
                 )
             await self._compute.run(lambda: set_compute_threads(threads))
             set_compute_threads(threads)  # of this thread, which may compute short steps itself
-            reused = self._take_prepared(membership.ring, order) or await self._fits(order)
+            reused = self._take_prepared(membership.ring, order) or await self._loader.fits(
+                self.loaded, order
+            )
             if self.loaded is None or not reused:
                 kept = self.loaded.kept if self.loaded is not None else None
                 await self._free()
-                loading = self._load(order, memory_bytes, on_progress, kept=kept)
+                loading = self._loader.load(order, memory_bytes, on_progress, kept=kept)
                 del kept  # what the next stage does not take is to be freed
                 self.loaded = await loading
             compute = self.loaded.compute
@@ -269,12 +218,12 @@ class StageHost:
         it was here. `stands_for` is the node whose loss brings that ring, "" for none. Raises
         CapacityError if both do not fit, what loading raises, and as `enter_ring`.
         """
-        self._check_not_draining(owner)
-        self._refuse_others(owner)
+        self.refusals.check_not_draining(owner)
+        refuse_others(self.membership, owner)
         async with self._changing:
-            self._check_not_closing()
-            self._refuse_others(owner)
-            stage = await self._held(order)
+            self.refusals.check_not_closing()
+            refuse_others(self.membership, owner)
+            stage = await self._loader.find(order, self._stages)
             was_here = stage is not None
             if self._prepared is not None and self._prepared.ring != ring:
                 await self.forget_arrivals()
@@ -282,41 +231,17 @@ class StageHost:
             self._is_preparing = True
             try:
                 if stage is None:
-                    stage = await self._grown(order, memory_bytes, on_progress)
+                    stage = await self._loader.grow(self.loaded, order, memory_bytes, on_progress)
                 if stage is None:
                     held_bytes = self.loaded.weight_bytes if self.loaded is not None else 0
                     kept = self.loaded.kept if self.loaded is not None else None
-                    stage = await self._load(order, memory_bytes, on_progress, held_bytes, kept)
+                    stage = await self._loader.load(
+                        order, memory_bytes, on_progress, held_bytes, kept
+                    )
             finally:
                 self._is_preparing = False
-            self._prepared = _Prepared(ring=ring, stage=stage, stands_for=stands_for)
+            self._prepared = PreparedStage(ring=ring, stage=stage, stands_for=stands_for)
             return stage, was_here
-
-    async def _held(self, order: StageOrder) -> LoadedStage | None:
-        """Return the stage of `order` if it is here: in use, a part of that, or made ready."""
-        stages = [self.loaded, self._prepared.stage if self._prepared is not None else None]
-        for stage in stages:
-            if stage is not None:
-                found = await self._loader.run(order.folder, partial(stage.part, order))
-                if found is not None:
-                    return found
-        return None
-
-    async def _grown(
-        self, order: StageOrder, memory_bytes: int, on_progress: Callable[[int, int], None]
-    ) -> LoadedStage | None:
-        """Load what the stage in use lacks of `order`, and join both; None if it is no part."""
-        own = self.loaded
-        if own is None:
-            return None
-        lacking = await self._loader.run(order.folder, partial(own.lacks, order))
-        if not lacking:
-            return None
-        stages, left_bytes = [own], memory_bytes - own.weight_bytes
-        for part in lacking:
-            stages.append(await self._load(part, left_bytes, on_progress))
-            left_bytes -= stages[-1].weight_bytes
-        return join(order, stages)
 
     def _take_prepared(self, ring: str, order: StageOrder) -> bool:
         """Put the stage that was made ready for a ring into use, if it is that of `order`."""
@@ -325,22 +250,9 @@ class StageHost:
             return False
         old, self.loaded = self.loaded, prepared.stage
         if old is not None and old is not prepared.stage:
-            self._retire(old, prepared.stage)
+            self._prefix_disk.retire(old, prepared.stage)
+            self._loader.release_soon()
         return True
-
-    def _retire(self, old: LoadedStage, new: LoadedStage) -> None:
-        """Free a stage while the next one begins to work; the ring does not wait for it."""
-        kept = _prefixes_of(new)
-        for prefixes in _prefixes_of(old):
-            if prefixes not in kept:
-
-                def settle(prefixes: StagePrefixes = prefixes) -> None:
-                    prefixes.settle(SETTLE_PREFIXES_S)
-                    prefixes.close()
-
-                folder = prefixes.files.store.folder
-                self._prefix_disk.submit(folder, settle).add_done_callback(_looked_at)
-        self._loader.submit("freed memory", release_freed_memory).add_done_callback(_looked_at)
 
     def drop_prepared(self, ring: str) -> None:
         """Free what was made ready for a ring that does not come."""
@@ -351,7 +263,7 @@ class StageHost:
         """Free what was made ready for the loss of another node."""
         if self._prepared is not None and self._prepared.stands_for:
             self._prepared = None
-            await self._release_freed_memory()
+            await self._loader.release_freed_memory()
 
     def moves_of(self, ring: str, epoch: int) -> SlotMoves:
         """Return what moves sequences from this node's stage; for jobs on the compute thread.
@@ -381,8 +293,7 @@ class StageHost:
 
     async def forget_arrivals(self) -> None:
         """Drop what has arrived and was not opened."""
-        stages = {self.loaded, self._prepared.stage if self._prepared else None}
-        for moves in [stage.moves for stage in stages if stage is not None]:
+        for moves in {id(stage): stage.moves for stage in self._stages}.values():
             if moves is not None:
                 await self._compute.run(moves.forget)
 
@@ -405,9 +316,7 @@ class StageHost:
         prefixes = self.loaded.prefixes if self.loaded is not None else None
         if prefixes is None:
             raise UsageError("this node keeps no prefixes of this model on disk")
-        folder = prefixes.files.store.folder
-        place = folder if is_long else f"the list of {folder}"
-        return await self._prefix_disk.run(place, partial(job, prefixes))
+        return await self._prefix_disk.run(prefixes, job, is_long=is_long)
 
     async def measure(
         self,
@@ -421,7 +330,7 @@ class StageHost:
         thread has stopped.
         """
         async with self._changing:
-            self._check_not_closing()
+            self.refusals.check_not_closing()
             self.check_idle()
             reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
 
@@ -430,9 +339,11 @@ class StageHost:
                 reporter.report(0, 1)
 
             try:
-                return await self._to_its_end(self._compute.submit(lambda: job(tick)), reporter)
+                return await self._loader.to_its_end(
+                    self._compute.submit(lambda: job(tick)), reporter
+                )
             finally:
-                await self._release_freed_memory()
+                await self._loader.release_freed_memory()
 
     async def drop_caches(self) -> None:
         """Give back memory that holds only what can be made or read again.
@@ -456,7 +367,7 @@ class StageHost:
 
         Raises BusyError if it is in use, PeerFailedError when this node shuts down.
         """
-        self._check_not_closing()
+        self.refusals.check_not_closing()
         self.check_idle()
         await self._compute.run(lambda: None)
 
@@ -491,7 +402,7 @@ class StageHost:
         Raises BusyError while sequences of another head than `owner` are open.
         """
         async with self._changing:
-            self._refuse_if_busy(owner)
+            refuse_if_busy(self.membership, owner)
             await self._leave()
             await self._free()
 
@@ -500,101 +411,22 @@ class StageHost:
 
         Threads that hang, on a disk or in a computation, are left behind after CLOSE_S each.
         """
-        self._is_closing = True
-        if self._work is not None:
-            self._work.cancel(_leaving())
+        self.refusals.is_closing = True
+        self._loader.cancel(leaving())
         for give_up in (self._loader.close, self._compute.close, self._prefix_disk.close):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S), self._changing:
                     await self._leave()
                     if self.loaded is not None:
-                        await self._settle_prefixes(self.loaded)
+                        await self._prefix_disk.settle(self.loaded)
                     self.loaded = None
             give_up()
-
-    async def _settle_prefixes(self, loaded: LoadedStage) -> None:
-        """Let finished prompts reach the disk before their memory is wanted for something else."""
-        for prefixes in _prefixes_of(loaded):
-            folder = prefixes.files.store.folder
-            try:
-                with contextlib.suppress(ShardnetError):  # the disk hangs, or this node leaves
-                    await self._prefix_disk.run(folder, partial(prefixes.settle, SETTLE_PREFIXES_S))
-            finally:
-                prefixes.close()
 
     async def _fits(self, order: StageOrder) -> bool:
         """Say whether the loaded stage is the one that `order` would give."""
         if self.loaded is None:
             return False
         return await self._loader.run(order.folder, partial(self.loaded.fits, order))
-
-    async def _load(
-        self,
-        order: StageOrder,
-        memory_bytes: int,
-        on_progress: Callable[[int, int], None],
-        held_bytes: int = 0,
-        kept: KeptWeights | None = None,
-    ) -> LoadedStage:
-        """Load on the loading thread. When cancelled, wait until the thread has stopped."""
-        reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
-        try:
-            return await self._to_its_end(
-                self._loader.submit(
-                    order.folder,
-                    lambda: load(
-                        order,
-                        memory_bytes,
-                        reporter.report,
-                        self._packs,
-                        self._plugin,
-                        self._prefixes,
-                        held_bytes,
-                        kept,
-                    ),
-                    alive=lambda: reporter.n_reports,
-                ),
-                reporter,
-            )
-        except asyncio.CancelledError:
-            await finish(self._release_freed_memory())
-            raise
-
-    async def _release_freed_memory(self) -> None:
-        with contextlib.suppress(PeerFailedError):  # this node leaves, and takes it along
-            await self._loader.run("freed memory", release_freed_memory)
-
-    async def _to_its_end(self, running: asyncio.Future[T], reporter: ProgressReporter) -> T:
-        """Wait for a job on a thread. When cancelled, cancel the job and wait for its end."""
-        self._work = reporter
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            reporter.cancel()
-            try:
-                await finish(_ended(running))
-            finally:
-                del running  # with what it has made: the memory may be wanted while this travels
-            raise
-        finally:
-            self._work = None
-
-    def _check_not_superseded(self, owner: str, epoch: int) -> None:
-        """Raise SupersededError for an order of a head from before another took its place."""
-        if epoch < self._superseded.get(owner, 0):
-            raise SupersededError(
-                "another node leads this ring since its head was lost", remedy="ask again"
-            )
-
-    def _check_not_draining(self, owner: str) -> None:
-        if self.is_draining and owner != self._node:
-            raise draining()
-        if self.rests:
-            raise resting(self.rests)
-
-    def _check_not_closing(self) -> None:
-        if self._is_closing:
-            raise _leaving()
 
     def _membership(self, ring: str, epoch: int) -> RingMembership:
         if self.membership is None or (self.membership.ring, self.membership.epoch) != (
@@ -608,28 +440,6 @@ class StageHost:
             )
         return self.membership
 
-    def _refuse_if_busy(self, owner: str) -> None:
-        """Raise BusyError while sequences of another head than `owner` are open."""
-        if (
-            self.membership is not None
-            and self.membership.is_busy
-            and self.membership.owner != owner
-        ):
-            raise generating_with(self.membership.model)
-
-    def _refuse_others(self, owner: str) -> None:
-        """Raise as `_refuse_if_busy`, and TakenError while another head builds a ring here."""
-        self._refuse_if_busy(owner)
-        if (
-            self.membership is not None
-            and self.membership.is_forming
-            and self.membership.owner != owner
-        ):
-            raise TakenError(
-                f"this node is loading {self.membership.model} for {self.membership.owner_name}",
-                remedy="wait until that ends, or stop the command that asked for it",
-            )
-
     async def _leave(self) -> None:
         if self.membership is not None:
             await self.membership.leave()
@@ -638,40 +448,24 @@ class StageHost:
     async def _free(self) -> None:
         self._prepared = None
         if self.loaded is not None:
-            await self._settle_prefixes(self.loaded)
+            await self._prefix_disk.settle(self.loaded)
             self.loaded = None
-            await self._release_freed_memory()
+            await self._loader.release_freed_memory()
 
 
-def _prefix_state(prefixes: StagePrefixes | None) -> PrefixState | None:
-    if prefixes is None:
+def _span(message: LoadStage) -> StageSpan | None:
+    """Return the nodes of the stage that `message` orders, None for this one alone."""
+    if not message.shard_nodes:
         return None
-    store = prefixes.files.store
-    return PrefixState(
-        used_bytes=store.used_bytes,
-        limit_bytes=store.limit_bytes,
-        saved_positions=prefixes.figures.saved,
-        restored_positions=prefixes.figures.restored,
-        bytes_per_s=store.bytes_per_s,
-    )
-
-
-def _prefixes_of(stage: LoadedStage) -> list[StagePrefixes]:
-    parts = stage.parts or (stage,)
-    return [part.prefixes for part in parts if part.prefixes is not None]
-
-
-def _standby_state(prepared: _Prepared, loaded: LoadedStage | None) -> StandbyState | None:
-    if not prepared.stands_for:
-        return None
-    stage = prepared.stage
-    parts = [part for part in stage.parts or (stage,) if part is not loaded]
-    if loaded is not None:
-        parts = [part for part in parts if part not in loaded.parts]
-    return StandbyState(
-        node=prepared.stands_for,
-        layers=(parts[0].order.layers.start, parts[-1].order.layers.end) if parts else (0, 0),
-        weight_bytes=sum(part.weight_bytes for part in parts),
+    return StageSpan(
+        shard=message.shard,
+        addresses=tuple(message.shard_nodes),
+        end=DataEnd(
+            ring=message.ring,
+            epoch=Epoch(message.epoch),
+            rank=message.rank,
+            shard=message.shard,
+        ),
     )
 
 
@@ -682,37 +476,3 @@ def _moves(stage: LoadedStage | None) -> SlotMoves:
             "the stage of this node cannot move its KV cache", remedy="let it be computed again"
         )
     return stage.moves
-
-
-def _looked_at(job: asyncio.Future[None]) -> None:
-    """Retrieve the error of a job that nobody waits for: the disk hangs, or this node leaves."""
-    if not job.cancelled():
-        job.exception()
-
-
-def generating_with(model: str) -> BusyError:
-    """Make the BusyError of a node that is generating with `model`."""
-    return BusyError(
-        f"this node is generating with {model}", remedy="wait until that ends, or stop it"
-    )
-
-
-def draining() -> PeerFailedError:
-    """Make the error of a node that takes nothing more."""
-    return PeerFailedError("this node is draining, and ends soon", remedy="ask another node")
-
-
-def resting(why: str) -> PeerFailedError:
-    """Make the error of a node that takes nothing now."""
-    return PeerFailedError(f"this node takes part in no ring now: {why}", remedy="ask another node")
-
-
-def _leaving() -> PeerFailedError:
-    return PeerFailedError("this node is leaving", remedy="start it again, or ask without it")
-
-
-async def _ended(running: asyncio.Future[T]) -> None:
-    """Wait for the end of a cancelled job, and discard its result."""
-    await asyncio.wait([running])
-    if not running.cancelled():
-        running.exception()

@@ -28,7 +28,8 @@ LOOK_S: Final = 0.05
 
 
 class NodeDrain:
-    """Drains one node, once. `link_of` gives the control link to a head.
+    """Drains one node, once. `link_of` gives the control link to a head, `n_routed` the number of
+    requests that this node gives to several rings.
 
     `hand_over` has the deputy of this head go on; it returns whether that does.
     """
@@ -38,12 +39,14 @@ class NodeDrain:
         *,
         head: Head,
         host: StageHost,
+        n_routed: Callable[[], int],
         link_of: Callable[[NodeId], ControlLink | None],
         hand_over: Callable[[], Awaitable[bool]],
         log: Callable[[str], None],
     ) -> None:
         self._head = head
         self._host = host
+        self._n_routed = n_routed
         self._link_of = link_of
         self._hand_over = hand_over
         self._log = log
@@ -71,23 +74,28 @@ class NodeDrain:
         """Whether requests would miss this node: they run, or their ring is being built."""
         membership = self._host.membership
         is_forming = membership is not None and membership.is_forming
-        return self._head.is_in_use or self._host.is_busy or is_forming
+        return self._leads or self._host.is_busy or is_forming
+
+    @property
+    def _leads(self) -> bool:
+        """Whether requests come to this node: for its own ring, or for others behind it."""
+        return self._head.is_in_use or self._n_routed() > 0
 
     async def drain(self, deadline_s: float) -> None:
         """Take nothing more, and give away what is here; return when that is done.
 
         After `deadline_s` seconds the node counts as done in any case.
         """
-        if self._host.is_draining:
+        if self._host.refusals.is_draining:
             await self._done.wait()
             return
-        self._host.is_draining = self._head.is_draining = True
+        self._host.refusals.is_draining = self._head.is_draining = True
         self._log("draining: this node takes nothing more, and ends when it is empty")
         try:
             async with asyncio.timeout(deadline_s):
                 while True:
                     await self.leave()
-                    if self._head.is_in_use and await self._hand_over():
+                    if self._leads and await self._hand_over():
                         self._log("the deputy goes on with the requests of this node")
                     if not self.is_needed:
                         break

@@ -13,11 +13,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from msgspec.structs import replace
-
 from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.node.events import NodeEvents
-from shardnet.cluster.node.parts import build_links, build_services, build_stage
+from shardnet.cluster.node.parts import build_links, build_services, build_stage, own_client
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.supervision import kept_running
@@ -25,9 +23,7 @@ from shardnet.errors import PeerFailedError, ShardnetError
 from shardnet.transport import tcp
 from shardnet.transport.link import Link
 from shardnet.transport.listener import Listener
-from shardnet.transport.memory import memory_pair
 from shardnet.types import NodeId
-from shardnet.wire.messages.handshake import PeerRole, Purpose
 from shardnet.wire.messages.membership import NodeInfo
 
 ADDRESSES_S: Final = 2.0
@@ -53,6 +49,8 @@ class Node:
         """How this node gives memory and processors back."""
         self.planned = self._services.planned
         """How a ring that this node leads is replaced while it works."""
+        self.router = self._services.router
+        """Which ring of several behind this head a request is given to."""
         self.standbys = self._services.standbys
         """How nodes stand by for others in a ring that this node leads."""
         self.recovery = self._services.recovery
@@ -71,7 +69,7 @@ class Node:
 
     def rests(self) -> str:
         """Return why this node takes no layers now, "" while it does."""
-        return self._stage.host.rests
+        return self._stage.host.refusals.rests
 
     async def message_received(self, control: ControlLink, message: Incoming) -> None:
         """Handle a message of a peer. Raises ShardnetError: the request fails with it."""
@@ -110,12 +108,7 @@ class Node:
 
     async def client(self) -> Link:
         """Open a control link to this node from its own process."""
-        ours = self._links.dialer.hello(Purpose.CONTROL)
-        near, far = await memory_pair(
-            replace(ours, role=PeerRole.CLIENT), ours, options=self._links.dialer.options
-        )
-        await self._services.dispatcher.accept(far)
-        return near
+        return await own_client(self._links, self._services.dispatcher)
 
     async def listen(self, host: str, port: int) -> Listener:
         """Listen on `host`, "" for all interfaces. Raises ConfigurationError if it cannot."""
@@ -196,6 +189,7 @@ class Node:
         self._services.dispatcher.tell_clients(
             PeerFailedError("the node is leaving", remedy="start it again or ask another one")
         )
+        await self._services.router.close()
         await self._services.stand_in.close()
         await self._services.recovery.close()
         await self.head.close()

@@ -57,8 +57,8 @@ class OwnState:
             isa=device.isa,
             arithmetic=device.arithmetic,
             uptime_s=time.monotonic() - self.started_s,
-            is_draining=self.host.is_draining,
-            rests=self.host.rests,
+            is_draining=self.host.refusals.is_draining,
+            rests=self.host.refusals.rests,
         )
 
     def memory_free_bytes(self) -> int:

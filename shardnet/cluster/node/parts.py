@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from shardnet.cluster.deputy.copying import Copying
 from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.constraints import Constraints
@@ -31,9 +33,9 @@ from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.member.dialer import Dialer
 from shardnet.cluster.member.kv_orders import HostedKv, KvOrders
 from shardnet.cluster.member.prefix_orders import PrefixOrders
-from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import StageOrders
+from shardnet.cluster.member.stage_span import DataEnd
 from shardnet.cluster.node.dispatcher import Dispatcher
 from shardnet.cluster.node.drain import NodeDrain
 from shardnet.cluster.node.events import NodeEvents
@@ -58,6 +60,7 @@ from shardnet.cluster.recovery.planned import PlannedChanges
 from shardnet.cluster.recovery.recovery import Recovery
 from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.cluster.recovery.standbys import Standbys
+from shardnet.cluster.router.router import Router
 from shardnet.cluster.sharing.send_rate import SendRate
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
@@ -65,7 +68,9 @@ from shardnet.errors import ConfigurationError
 from shardnet.runtime.stage.executor import Executor
 from shardnet.stage.prefixes.prefix_store import PrefixStore
 from shardnet.transport.link import Link
+from shardnet.transport.memory import memory_pair
 from shardnet.transport.traffic import Traffic
+from shardnet.wire.messages.handshake import PeerRole, Purpose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +87,11 @@ class LinkParts:
         """Open a link for weights, by whichever address of the node answers."""
         return await self.peers.dial_by(address, self.dialer.bulk)
 
-    async def dial_data(self, address: str, membership: RingMembership) -> Link:
+    async def dial_data(self, address: str, own: DataEnd) -> Link:
         """Open a data link of a ring, by whichever address of the node answers."""
 
         async def dial(at: str) -> Link:
-            return await self.dialer.data(at, membership)
+            return await self.dialer.data(at, own)
 
         return await self.peers.dial_by(address, dial)
 
@@ -116,6 +121,7 @@ class ServiceParts:
 
     head: Head
     recovery: Recovery
+    router: Router
     standbys: Standbys
     planned: PlannedChanges
     stand_in: StandIn
@@ -300,11 +306,22 @@ def build_services(
         settings.cache,
         settings.log,
     )
+    router = Router(
+        head=head,
+        planner=planner,
+        clients=clients,
+        copying=copying,
+        own_link=lambda: own_client(links, dispatcher),
+        link_to=links.peers.link_to,
+        address_of=links.peers.address_of,
+        tasks=tasks,
+        log=settings.log,
+    )
     stand_in = StandIn(
         node=settings.node,
         head=head,
         planner=planner,
-        clients=clients,
+        router=router,
         copying=copying,
         links=links.peers.links,
         address_of=links.peers.address_of,
@@ -314,6 +331,7 @@ def build_services(
     drain = NodeDrain(
         head=head,
         host=stage.host,
+        n_routed=lambda: router.n_requests,
         link_of=link_of,
         hand_over=stand_in.hand_over,
         log=settings.log,
@@ -338,7 +356,11 @@ def build_services(
         pressure=lambda: pressure.state(),
     )
     unused = UnusedModels(
-        head=head, host=stage.host, link_of=link_of, idle_s=settings.idle_unload_s, log=settings.log
+        router=router,
+        host=stage.host,
+        link_of=link_of,
+        idle_s=settings.idle_unload_s,
+        log=settings.log,
     )
     pressure = NodePressure(
         head=head,
@@ -363,8 +385,8 @@ def build_services(
     )
     handlers = MessageHandlers()
     rooms = (messages, stage.orders, PrefixOrders(stage.host), stage.kv, stage.measuring)
-    watch = RingWatch(head, recovery.records)
-    for room in (*rooms, head, planned, drain, stand_in, clients, lists, reporter, watch):
+    watch = RingWatch(head, recovery.records, lambda: router.rings)
+    for room in (*rooms, head, planned, drain, stand_in, clients, router, lists, reporter, watch):
         room.register(handlers)
     dispatcher = Dispatcher(
         own_hello=links.dialer.hello,
@@ -378,6 +400,7 @@ def build_services(
     return ServiceParts(
         head=head,
         recovery=recovery,
+        router=router,
         standbys=standbys,
         planned=planned,
         stand_in=stand_in,
@@ -398,6 +421,16 @@ def build_services(
         unused=unused,
         pressure=pressure,
     )
+
+
+async def own_client(links: LinkParts, dispatcher: Dispatcher) -> Link:
+    """Open a control link to this node from its own process."""
+    ours = links.dialer.hello(Purpose.CONTROL)
+    near, far = await memory_pair(
+        replace(ours, role=PeerRole.CLIENT), ours, options=links.dialer.options
+    )
+    await dispatcher.accept(far)
+    return near
 
 
 def _memory_look(settings: NodeSettings) -> Callable[[], MemoryLook]:

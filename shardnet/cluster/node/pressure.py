@@ -97,7 +97,7 @@ class NodePressure:
 
     async def look(self) -> None:
         """Give back what it is time to."""
-        if self._host.is_draining:
+        if self._host.refusals.is_draining:
             return
         held_bytes = self._host.weight_bytes
         why, memory = "", None
@@ -152,8 +152,8 @@ class NodePressure:
         self._head.rests = self.rests
         if self._head.is_in_use:  # its ring may need this node yet, should it lose another one
             return
-        if self._host.rests != self.rests:
-            self._host.rests = self.rests
+        if self._host.refusals.rests != self.rests:
+            self._host.refusals.rests = self.rests
             self._on_changed()
         await self._host.drop_standby()
         await self._drain.leave(self.rests)
@@ -162,5 +162,5 @@ class NodePressure:
 
     def _take_part(self) -> None:
         self._log("this node takes part again")
-        self._host.rests = self._head.rests = ""
+        self._host.refusals.rests = self._head.rests = ""
         self._on_changed()

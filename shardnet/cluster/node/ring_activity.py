@@ -6,7 +6,7 @@ Knows where each fact is found. Must not judge: rates and means are the asking s
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from msgspec.structs import replace
@@ -29,6 +29,7 @@ from shardnet.wire.messages.activity import (
     RecoverySeen,
     RequestSeen,
     RingActivity,
+    RingBehind,
     RingOpening,
     StageProgress,
     StepSeen,
@@ -39,10 +40,18 @@ from shardnet.wire.messages.handshake import explanation
 
 
 class RingWatch:
-    """Answers for the ring that `head` leads, and for those that were lost before it."""
+    """Answers for the ring that `head` leads, for those that were lost before it, and for the
+    `rings` that are behind it.
+    """
 
-    def __init__(self, head: Head, recoveries: Sequence[RecoveryRecord]) -> None:
+    def __init__(
+        self,
+        head: Head,
+        recoveries: Sequence[RecoveryRecord],
+        rings: Callable[[], list[RingBehind]],
+    ) -> None:
         self._head = head
+        self._rings = rings
         self._recoveries = recoveries
 
     def register(self, handlers: MessageHandlers) -> None:
@@ -62,7 +71,7 @@ class RingWatch:
             activity = RingActivity(request=message.request, opening=opening)
         else:
             activity = _activity(message, lead, opening)
-        control.send(replace(activity, recoveries=recoveries))
+        control.send(replace(activity, recoveries=recoveries, rings=self._rings()))
 
     async def _cancel(self, control: ControlLink, message: CancelSequence) -> None:
         """Cancel a request, or reply Redirect. Raises UsageError for one that has ended."""

@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from shardnet.cluster.head.head import Head
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.router.router import Router
 from shardnet.errors import BusyError, ShardnetError
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
@@ -31,13 +31,13 @@ class UnusedModels:
     def __init__(
         self,
         *,
-        head: Head,
+        router: Router,
         host: StageHost,
         link_of: Callable[[NodeId], ControlLink | None],
         idle_s: float | None,
         log: Callable[[str], None],
     ) -> None:
-        self._head = head
+        self._router = router
         self._host = host
         self._link_of = link_of
         self._idle_s = idle_s
@@ -52,7 +52,7 @@ class UnusedModels:
     async def look(self) -> None:
         """Free the model of the ring that this node leads if it is time to."""
         idle_s = self._idle_s
-        if idle_s is not None and self._head.idle_s is not None:
+        if idle_s is not None and self._router.idle_s is not None:
             await self.free(idle_s, f"no request used it for {idle_s:g} s")
 
     async def free(self, idle_s: float, why: str) -> bool:
@@ -60,12 +60,12 @@ class UnusedModels:
 
         The head of another ring is asked to.
         """
-        loaded, unused_s = self._host.loaded, self._head.idle_s
+        loaded, unused_s = self._host.loaded, self._router.idle_s
         if loaded is None or (unused_s is not None and unused_s < idle_s):
             return False
         try:
             if unused_s is not None:
-                await self._head.unload(idle_s=idle_s)
+                await self._router.unload(idle_s=idle_s)
             elif not await self._ask_head(idle_s):
                 return False
         except BusyError:
@@ -83,7 +83,7 @@ class UnusedModels:
         """
         membership = self._host.membership
         if membership is None or membership.is_over:
-            await self._head.unload(idle_s=idle_s)
+            await self._router.unload(idle_s=idle_s)
             return True
         control = self._link_of(NodeId(membership.owner))
         if control is None:

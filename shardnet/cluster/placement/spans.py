@@ -6,7 +6,7 @@ for the others' parts at every gather. Pure. Must not know how parts travel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -26,6 +26,7 @@ from shardnet.cluster.placement.figures import (
 from shardnet.cluster.placement.placement import place_exactly
 from shardnet.cluster.placement.words import LISTED
 from shardnet.errors import PlanError
+from shardnet.types import NodeId
 
 SPAN_SIZES = (2, 4, 8)
 """Over how many nodes a stage may span without being asked to."""
@@ -84,24 +85,63 @@ def grouped(
     return [spanning(shape, nodes[start : start + n_shards], links) for start in starts]
 
 
+def place_span(
+    shape: ModelShape,
+    candidates: Sequence[CandidateNode],
+    links: Links,
+    n_shards: int,
+    able: Collection[NodeId],
+) -> Placement:
+    """Place the model on one stage that spans the best `n_shards` of the nodes `able`, as asked.
+
+    Raises PlanError where there are fewer, or the model does not fit them.
+    """
+    usable = [candidate for candidate in candidates if candidate.node in able]
+    if len(usable) < n_shards:
+        raise PlanError(
+            f"--nodes-per-stage {n_shards}: only {len(usable)} nodes can share a stage",
+            remedy=f"start {n_shards - len(usable)} more, or lower it",
+        )
+    groups = _groups(usable, n_shards) or [usable[:n_shards]]
+    placed = [(found, group) for group in groups if (found := _placed(shape, group, links))]
+    if placed:
+        best, members = max(placed, key=lambda found: found[0].predicted_tok_s or 0.0)
+    else:
+        members = groups[0]
+        best = place_exactly(shape, [spanning(shape, members, links)])
+    inside = {member.node for member in members}
+    return replace(
+        best,
+        left_out=tuple(
+            Exclusion(node=c.node, why=f"{n_shards} nodes were asked for")
+            for c in candidates
+            if c.node not in inside
+        ),
+        why=f"each layer is cut over {_names(members)}, as was asked; "
+        f"{_gather_words(shape, members, links)}",
+    )
+
+
 def weigh_spans(
     shape: ModelShape,
     candidates: Sequence[CandidateNode],
     links: Links,
     objective: Objective,
     best: Placement,
+    able: Collection[NodeId],
 ) -> Placement:
     """Return the placement of one stage that spans nodes if that pays, else `best`; both say why.
 
-    It must have been measured, as must `best`, and make each token of one sequence faster by
-    SPAN_GAIN. Throughput is never better for it: the ring's stages work side by side as it is.
+    Only nodes that are `able` to share one do. It must have been measured, as must `best`, and make
+    each token of one sequence faster by SPAN_GAIN. Throughput is never better for it: the ring's
+    stages work side by side as it is.
     """
     if objective is not Objective.LATENCY or best.predicted_tok_s is None or not shape.gathers:
         return best
     spans = [
         (placed, members)
         for n_shards in SPAN_SIZES
-        for members in _groups(candidates, n_shards)
+        for members in _groups([c for c in candidates if c.node in able], n_shards)
         if (placed := _placed(shape, members, links)) is not None
     ]
     if not spans:

@@ -6,7 +6,7 @@ Knows how a choice becomes a call of the planner (cluster/placement). Must not g
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from shardnet.cluster.placement.figures import (
 from shardnet.cluster.placement.placement import place, place_exactly, place_streaming
 from shardnet.cluster.placement.rings import Division, divide
 from shardnet.cluster.placement.room import fits_somehow
+from shardnet.cluster.placement.spans import grouped, place_span, weigh_spans
 from shardnet.cluster.placement.words import LISTED
 from shardnet.cluster.planning.model_shape import UNQUANTIZED, QuantizationChoice, model_shape
 from shardnet.cluster.planning.plan import Plan, silent_words
@@ -86,6 +87,7 @@ def make_plan(
         facts=facts,
         context=context,
         wire=wires.every or WireDType.own(dtype),
+        gather=wires.gather,
         quantization=quantization,
         narrow_hops=narrow_hops(
             wires,
@@ -111,7 +113,10 @@ def make_plan(
         named = structs.replace(choice, dtype=dtype.value)
         return _divided(division, named, facts, nodes, measured, silent, holdings, arith)
     try:
-        placement = _placed(choice, facts, shape, forms, candidates, measured.links, objective)
+        cpus = {NodeId(node.node) for node in nodes if node.device.startswith("cpu")}
+        placement = _placed(
+            choice, facts, shape, forms, candidates, measured.links, objective, cpus
+        )
     except PlanError as error:
         if silent:
             message = f"{error.message}; {silent_words(silent)}"
@@ -120,6 +125,7 @@ def make_plan(
     by_node = {node.node: node for node in nodes}
     ring = tuple(by_node[stage.node] for stage in placement.stages)
     on_ring = settle_wires(choice.wire_dtype, dtype, ring, measured.links)
+    spans = tuple(tuple(by_node[n] for n in stage.shards) for stage in placement.stages)
     plan = Plan(
         choice=choice,
         facts=facts,
@@ -137,6 +143,8 @@ def make_plan(
         chunk_s=_chunk_s(placement, shape, measured, disks),
         silent=tuple(silent),
         holders=tuple(source.node for source in _holders(facts, holdings)),
+        spans=spans if any(spans) else (),
+        gather_dtype=wires.gather,
     )
     if not choice.standby:
         return plan
@@ -207,7 +215,12 @@ def plan_again(
     head, *others = nodes
 
     def exactly(ring: Sequence[NodeInfo]) -> Plan:
-        named = structs.replace(choice, nodes=[node.address for node in ring])
+        n_each = choice.nodes_per_stage
+        named = structs.replace(
+            choice,
+            nodes=[node.address for node in ring],
+            nodes_per_stage=n_each if n_each and not len(ring) % n_each else 0,
+        )
         return make_plan(named, facts, ring, measured, silent, holdings, arith)
 
     if choice.nodes:
@@ -264,6 +277,7 @@ class _Shapes:
     facts: ModelFacts
     context: int
     wire: WireDType
+    gather: WireDType | None = None
     quantization: QuantizationChoice
     narrow_hops: Mapping[tuple[NodeId, NodeId], int]
     _known: dict[tuple[DType, DType], ModelShape] = field(default_factory=dict)
@@ -285,6 +299,7 @@ class _Shapes:
             self.quantization,
             form.linear,
             facts.packed,
+            self.gather,
         )
         is_quantised = self.quantization.weights is not None
         streams = is_quantised or is_streamable(facts.stored_dtype, facts.packed, form.linear)
@@ -347,8 +362,12 @@ def _placed(
     candidates: Sequence[CandidateNode],
     links: Links,
     objective: Objective,
+    cpus: Collection[NodeId],
 ) -> Placement:
-    """Place the model with as little streaming as `choice` allows. Raises as make_plan."""
+    """Place the model with as little streaming as `choice` allows. Raises as make_plan.
+
+    Stages may span nodes that are in `cpus`.
+    """
     layers = [LayerRange(start, end) for start, end in choice.layers] or None
     exactly = bool(choice.nodes or layers)
     if layers is not None and not choice.nodes:
@@ -356,10 +375,23 @@ def _placed(
             raise _too_few_nodes(len(layers), candidates)
         candidates = candidates[: len(layers)]
 
+    n_each = choice.nodes_per_stage
+
     def resident() -> Placement:
+        if n_each > 1:
+            if exactly and not {candidate.node for candidate in candidates} <= {*cpus}:
+                raise PlanError(
+                    "--nodes-per-stage: a stage spans CPUs only, and a node has another device",
+                    remedy="name nodes that compute on their CPUs",
+                )
+            if exactly:
+                stages = grouped(shape, candidates, links, n_each)
+                return place_exactly(shape, stages, layers, links, objective)
+            return place_span(shape, candidates, links, n_each, cpus)
         if exactly:
             return place_exactly(shape, candidates, layers, links, objective)
-        return place(shape, candidates, links, objective)
+        best = place(shape, candidates, links, objective)
+        return best if n_each else weigh_spans(shape, candidates, links, objective, best, cpus)
 
     def streaming(n_streamed: int | None) -> Placement | None:
         if all(candidate.held(shape).shape.streaming is None for candidate in candidates):
@@ -427,7 +459,8 @@ def _chunk_s(
         bytes_per_s = disks.get(stage.node)
         if speed is None or (read_bytes and not bytes_per_s):
             return None
-        total_s += len(stage.layers) * speed.layer_256_s + speed.embed_s + speed.head_s
+        layers_s = len(stage.layers) * speed.layer_256_s + speed.head_s
+        total_s += layers_s / (1 + len(stage.shards)) + speed.embed_s
         if bytes_per_s:
             total_s += read_bytes / bytes_per_s
     return total_s

@@ -209,7 +209,7 @@ class Planner:
             return plan_again(asked, facts, nodes, measured, found.silent, holdings, arith)
 
         plan = await self._threads.run(f"planning {choice.model}", planned)
-        ring = [node.address for node in plan.nodes] if choice.nodes else []
+        ring = [node.address for node in plan.ring_nodes] if choice.nodes else []
         return replace(plan, choice=structs.replace(choice, nodes=ring))
 
     async def _called_at(
@@ -334,7 +334,7 @@ def _named_nodes(opened: Plan, nodes: Sequence[NodeInfo]) -> dict[str, NodeInfo]
     by_address = {info.address: info for info in nodes}
     return {
         address: structs.replace(found, address=address)
-        for address, former in zip(opened.choice.nodes, opened.nodes, strict=True)
+        for address, former in zip(opened.choice.nodes, opened.ring_nodes, strict=True)
         if (found := by_id.get(former.node) or by_address.get(address)) is not None
     }
 
@@ -344,7 +344,7 @@ def _all_or_some(opened: Plan, named: Mapping[str, NodeInfo]) -> tuple[NodeInfo,
 
     Raises PlanError if layers were named with them, and one is missing.
     """
-    at = zip(opened.choice.nodes, opened.nodes, strict=True)
+    at = zip(opened.choice.nodes, opened.ring_nodes, strict=True)
     lost = [node.name for address, node in at if address not in named]
     if lost and opened.choice.layers:
         raise PlanError(

@@ -130,11 +130,19 @@ def exactness(
     forms: Sequence[NodeForm],
     dtype: DType,
     wires: Sequence[WireDType],
+    gathers: Sequence[WireDType | None] = (),
 ) -> RingExactness:
-    """Tell what changes no bit of a ring's outputs (docs/exactness.md)."""
+    """Tell what changes no bit of a ring's outputs (docs/exactness.md).
+
+    `gathers` are the dtypes in which parts of each stage travel between its nodes, None for what
+    keeps their bits.
+    """
     kinds = list(dict.fromkeys(form.arithmetic for form in forms))
     by_library = all(form.by_library for form in forms)
-    is_rounded = any(wire is not WireDType.own(dtype) for wire in wires)
+    is_rounded = any(wire is not WireDType.own(dtype) for wire in wires) or any(
+        wire is not None and wire is not WireDType.own(form.dtype)
+        for wire, form in zip(gathers, forms, strict=False)
+    )
     if len(kinds) > 1:
         named = [
             f"{node.name} ({form.arithmetic or node.device})"
@@ -142,7 +150,7 @@ def exactness(
         ]
         why = f"nodes compute unlike, so another split gives other bits: {', '.join(named[:8])}"
     elif is_rounded:
-        why = "a narrower wire rounds between stages, so another split gives other bits"
+        why = "a narrower wire rounds on the way, so another split gives other bits"
     else:
         why = "whatever the split"
     if by_library:

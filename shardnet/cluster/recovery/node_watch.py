@@ -64,7 +64,7 @@ class NodeWatch:
         self._returns.look(now_s, [node for node in self._linked() if node not in left_out])
         if lead is None or lead.is_recovering or now_s < self._not_before_s:
             return
-        used = [NodeId(node.node) for node in lead.plan.nodes] if lead.stands else []
+        used = [NodeId(node.node) for node in lead.plan.ring_nodes] if lead.stands else []
         if not self._returns.is_news(now_s, used):
             return
         try:
@@ -82,7 +82,7 @@ class NodeWatch:
         """Plan with the nodes that came; replace the ring if that gains enough."""
         opened, now = lead.opened, lead.plan
         now_s = time.monotonic()
-        if opened.choice.nodes and len(now.nodes) == len(opened.nodes):
+        if opened.choice.nodes and len(now.ring_nodes) == len(opened.ring_nodes):
             self._returns.planned(now_s)
             return
         without = dict.fromkeys(self._returns.unsettled(now_s), "it has come just now")
@@ -95,11 +95,11 @@ class NodeWatch:
             self._returns.planned(now_s)
             return
         tok_s = now.placement.predicted_tok_s, plan.placement.predicted_tok_s
-        is_complete = bool(opened.choice.nodes) and len(plan.nodes) == len(opened.nodes)
+        is_complete = bool(opened.choice.nodes) and len(plan.ring_nodes) == len(opened.ring_nodes)
         if is_better(*tok_s, is_complete=is_complete, is_used=lead.ring.is_in_use):
             self._returns.planned(now_s)
-            before = {node.node for node in now.nodes}
-            came = [node.name for node in plan.nodes if node.node not in before]
+            before = {node.node for node in now.ring_nodes}
+            came = [node.name for node in plan.ring_nodes if node.node not in before]
             await self._replace(lead, plan, f"{', '.join(came) or 'another order'} joins")
         elif lead.ring.is_in_use or is_used:
             self._not_before_s = now_s + AGAIN_S
@@ -118,5 +118,8 @@ class NodeWatch:
 
 
 def _stages(plan: Plan) -> list[tuple[str, int, int]]:
-    at = zip(plan.nodes, plan.placement.stages, strict=True)
-    return [(node.node, stage.layers.start, stage.layers.end) for node, stage in at]
+    return [
+        (node, stage.layers.start, stage.layers.end)
+        for stage in plan.placement.stages
+        for node in (stage.node, *stage.shards)
+    ]

@@ -114,12 +114,12 @@ class PlannedChanges:
         it, and as `put`.
         """
         async with self._replacing(lead):
-            if not any(node.node in without for node in lead.plan.nodes):
+            if not any(node.node in without for node in lead.plan.ring_nodes):
                 return
             out = {**self._left_out(lead), **without}
             plan = await self._planner.replan(lead.opened, lead.plan, out)
             former = await self._put(lead, plan, why)
-        await former.release({node.address for node in plan.nodes})
+        await former.release({node.address for node in plan.ring_nodes})
 
     async def put(self, lead: Lead, plan: Plan, why: str) -> None:
         """Put the ring of `plan` in the place of a lead's.
@@ -129,12 +129,12 @@ class PlannedChanges:
         """
         async with self._replacing(lead):
             former = await self._put(lead, plan, why)
-        await former.release({node.address for node in plan.nodes})
+        await former.release({node.address for node in plan.ring_nodes})
 
     @asynccontextmanager
     async def _replacing(self, lead: Lead) -> AsyncIterator[None]:
         """Keep others from changing a ring that works; raises as `_check_works`."""
-        async with self._head.changing(lead):
+        async with self._head.led.changing(lead):
             _check_works(lead)
             lead.is_replacing = True
             try:
@@ -145,7 +145,7 @@ class PlannedChanges:
     async def _put(self, lead: Lead, plan: Plan, why: str) -> Ring:
         """Do that; return the ring that was replaced, whose stages are to be freed."""
         record, began_s = PlannedRecord(at_s=time.time(), why=why), time.monotonic()
-        former, ring = lead.ring, await self._head.ring_instead(lead, plan)
+        former, ring = lead.ring, await self._head.led.ring_instead(lead, plan)
         moves = RingMoves(former, ring)
         try:
             is_ready = await self._prepare(moves)
@@ -200,7 +200,7 @@ class PlannedChanges:
                     self._log(f"nothing was moved within {MOVE_S:g} s: it is computed again")
             engine.suspend(record.why, EXPECTED_S)
             engine.moved(moved)
-            await self._head.put_instead(lead, plan, ring)
+            await self._head.led.put_instead(lead, plan, ring)
             record.n_moved = len(moved)
         except BaseException as error:
             lost = error if isinstance(error, ShardnetError) else PeerFailedError(record.why)

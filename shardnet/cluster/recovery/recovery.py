@@ -120,10 +120,10 @@ class Recovery:
             return False
         began_s = time.monotonic()
         record.n_attempts += 1
-        record.lost, record.nodes = (ready.name,), tuple(n.name for n in ready.plan.nodes)
+        record.lost, record.nodes = (ready.name,), tuple(n.name for n in ready.plan.ring_nodes)
         ready.ring.on_replayed = partial(self._replayed, lead, record)
         try:
-            async with self._head.changing(lead):
+            async with self._head.led.changing(lead):
                 record.n_moved = len(await self._standbys.take_over(lead, ready, computed))
         except ShardnetError as failure:
             self._log(f"the standby of {ready.name} cannot go on: {failure}")
@@ -145,12 +145,12 @@ class Recovery:
                 record.n_attempts += 1
                 tried: list[Ring] = []
                 try:
-                    async with self._head.changing(lead):
+                    async with self._head.led.changing(lead):
                         await self._attempt(lead, record, decision.without, tried)
                     return
                 except ShardnetError as failure:
                     blamed = [blame for ring in tried for blame in _blames(ring)]
-                    if isinstance(failure, SupersededError) or not self._head.leads(lead):
+                    if isinstance(failure, SupersededError) or not self._head.led.leads(lead):
                         raise
                     decision = policy.failed(time.monotonic(), failure, blamed)
                     self._log(f"no ring yet: {failure}")
@@ -183,17 +183,17 @@ class Recovery:
         finally:
             planned_s = time.monotonic()
             record.plan_s += planned_s - began_s
-        names = tuple(node.name for node in plan.nodes)
-        left = {node.node for node in plan.nodes}
+        names = tuple(node.name for node in plan.ring_nodes)
+        left = {node.node for node in plan.ring_nodes}
         record.nodes = names
-        record.lost = tuple(n.name for n in former_plan.nodes if n.node not in left)
+        record.lost = tuple(n.name for n in former_plan.ring_nodes if n.node not in left)
 
         def begin(ring: Ring) -> None:
             tried.append(ring)
             ring.on_replayed = partial(self._replayed, lead, record)
 
         try:
-            await self._head.build_instead(lead, plan, begin)
+            await self._head.led.build_instead(lead, plan, begin)
         finally:
             record.load_s += time.monotonic() - planned_s
         self._resumed(lead, record, former, plan)
@@ -203,7 +203,7 @@ class Recovery:
         lead.is_recovering = False
         record.resumed_at_s = time.monotonic()
         self._finish(lead, record)
-        keep = {node.address for node in plan.nodes}
+        keep = {node.address for node in plan.ring_nodes}
         self._jobs.begin(partial(former.release, keep), "freeing stages of a lost ring")
 
     def _replayed(self, lead: Lead, record: RecoveryRecord) -> None:

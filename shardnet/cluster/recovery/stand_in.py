@@ -22,7 +22,6 @@ from msgspec import structs
 
 from shardnet.cluster.deputy.copying import Copying, Deputy
 from shardnet.cluster.deputy.request_book import RequestBook, read
-from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
@@ -30,6 +29,7 @@ from shardnet.cluster.peers.peer_links import PeerLinks
 from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Planner
+from shardnet.cluster.router.router import Router
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.engine.engine import Engine
 from shardnet.types import Epoch, LiveState, NodeId
@@ -92,7 +92,7 @@ class StandIn:
         node: NodeId,
         head: Head,
         planner: Planner,
-        clients: Clients,
+        router: Router,
         copying: Copying,
         links: PeerLinks,
         address_of: Callable[[NodeId], str],
@@ -102,7 +102,7 @@ class StandIn:
         self._node = node
         self._head = head
         self._planner = planner
-        self._clients = clients
+        self._router = router
         self._copying = copying
         self._links = links
         self._address_of = address_of
@@ -232,7 +232,11 @@ class StandIn:
 
     async def _take_over(self, duty: Duty) -> None:
         """Build a ring without the former head. Raises what planning and building raise."""
-        told, epoch = duty.told, min(duty.told.epoch + EPOCHS, U32_MAX)
+        told = duty.told
+        lead, asked = self._head.latest, structs.replace(told.choice, nodes=[], layers=[])
+        if lead is not None and lead.stands and lead.suits(asked):
+            return  # it leads one of several rings behind the head that is lost: that goes on
+        epoch = min(duty.told.epoch + EPOCHS, U32_MAX)
 
         async def plan() -> Plan:
             return await self._planner.plan_instead(told, {duty.head: "it was lost"})
@@ -278,7 +282,7 @@ class StandIn:
                 await asyncio.wait([duty.standing_in])
         copied = self._copying.book.find(message.key, time.monotonic())
         if copied is not None:
-            await self._clients.resume(control, message.request, copied, message.n_tokens)
+            await self._router.resume(control, message.request, copied, message.n_tokens)
         elif duty is not None and duty.told.nodes:
             address = duty.told.nodes[0].address
             control.send(Redirect(request=message.request, address=address))
@@ -308,10 +312,10 @@ class StandIn:
         if time.monotonic() < self._not_before_s:
             return False
         engine, n_copied = lead.ring.engine, len(self._copying.book.running)
-        if not n_copied or engine.n_active > n_copied:
+        if not n_copied or max(engine.n_active, self._router.n_requests) > n_copied:
             return False
         try:
-            async with asyncio.timeout(HOLD_S), self._head.changing(lead):
+            async with asyncio.timeout(HOLD_S), self._head.led.changing(lead):
                 await self._offer(engine, deputy)
         except (ShardnetError, TimeoutError) as error:
             reason = str(error) or f"it did not answer within {HOLD_S:g} s"
@@ -343,6 +347,7 @@ class StandIn:
 
     async def _give_way(self, address: str, epoch: int) -> None:
         self._copying.let_go()
+        self._router.give_way(address)
         await self._head.give_way(address, epoch)
 
 

@@ -163,7 +163,7 @@ class Standbys:
         """
         self._not_before_s = time.monotonic() + AGAIN_S
         try:
-            async with self._head.changing(lead):
+            async with self._head.led.changing(lead):
                 ring, plan, found = lead.ring, lead.plan, []
                 known = self._ready if ring is self._ring else []
                 for standby in plan.standbys:
@@ -191,7 +191,7 @@ class Standbys:
     async def _made(self, lead: Lead, plan: Plan, standby: Standby) -> Ready:
         instead = plan.without_stage(standby)
         lost, former = plan.nodes[standby.rank], lead.ring
-        ring = await self._head.ring_instead(lead, instead)
+        ring = await self._head.led.ring_instead(lead, instead)
         return Ready(
             standby=standby,
             lost=NodeId(lost.node),
@@ -253,7 +253,7 @@ class Standbys:
                 await ready.moves.prepare()
                 moved = await ready.moves.bring(ready.brought(computed), is_last=True)
                 engine.moved(moved)
-                await self._head.put_instead(lead, ready.plan, ready.ring)
+                await self._head.led.put_instead(lead, ready.plan, ready.ring)
         except TimeoutError:
             engine.moved({})
             raise PeerSilentError(

@@ -36,9 +36,12 @@ class EngineMaker:
     chunk_s: float | None
 
     def prefixes(self, ready: Sequence[StageReady]) -> Prefixes | None:
-        """Return the prompts that the stages keep on disk, None unless all of them do."""
+        """Return the prompts that the stages keep on disk, None unless all of them do.
+
+        `ready` are those of all ranks, then those of the further nodes of stages that span several.
+        """
         spec = self.spec
-        at = zip(spec.layers, ready, strict=True)
+        at = zip(spec.layers, ready[: len(spec.layers)], strict=True)
         stages = [(layers, stage.arithmetic) for layers, stage in at]
         wires = {wire.value for wire in spec.wires}
         if wires - {spec.dtype.value}:  # a border rounds what goes over it

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from shardnet.cluster.peers.clocks import ClockOffset
 from shardnet.cluster.ring.engine_maker import EngineMaker
@@ -44,6 +45,14 @@ async def give_up(error: BusyError) -> None:
     raise error
 
 
+class Seat(NamedTuple):
+    """The place of a node in a ring: part `shard` of the stage of a rank."""
+
+    rank: int
+    shard: int
+    port: StagePort
+
+
 class Ring:
     """A built ring. `broken` holds what ended it, None while it runs."""
 
@@ -56,8 +65,9 @@ class Ring:
         chunk_s: float | None = None,
         on_busy: OnBusy = give_up,
         former: Ring | None = None,
+        spans: Sequence[Sequence[StagePort]] = (),
     ) -> None:
-        """Take the spec and one port per rank.
+        """Take the spec and one port per rank, and in `spans` those of its stage's further nodes.
 
         `sources` are addresses from which nodes fetch weights they lack, `chunk_s` is the predicted
         time of a whole prompt chunk in all stages, `on_busy` decides how to treat a busy node. The
@@ -70,6 +80,13 @@ class Ring:
         self.epoch = epoch
         self.broken: ShardnetError | None = None
         self._ports = tuple(ports)
+        self.seats: tuple[Seat, ...] = tuple(
+            Seat(rank, 0, port) for rank, port in enumerate(ports)
+        ) + tuple(
+            Seat(rank, shard, port)
+            for rank, further in enumerate(spans)
+            for shard, port in enumerate(further, 1)
+        )
         self._maker = EngineMaker(
             spec=spec, ports=self._ports, name=self.name, epoch=epoch, chunk_s=chunk_s
         )
@@ -177,7 +194,8 @@ class Ring:
         no stage is left loaded, unless the ring is to replace another one.
         """
         started = time.perf_counter()
-        self._watches = [port.watch(partial(self._node_lost, port)) for port in self._ports]
+        ports = [seat.port for seat in self.seats]
+        self._watches = [port.watch(partial(self._node_lost, port)) for port in ports]
         self._building = asyncio.create_task(self._ready(on_progress))
         try:
             self._check_not_broken()
@@ -273,7 +291,7 @@ class Ring:
     async def release(self, keep: Collection[str] = ()) -> None:
         """Free the stage on every node that still answers, as `unload`, but no request ends."""
         self._stop_watching()
-        at = zip(self._ports, self.spec.addresses, strict=True)
+        at = [(seat.port, self.spec.shard_nodes(seat.rank)[seat.shard]) for seat in self.seats]
         await asyncio.gather(*(self._unload(port) for port, address in at if address not in keep))
 
     def _stop_watching(self) -> None:
@@ -283,54 +301,57 @@ class Ring:
             stop_watching()
 
     async def _load(self, on_progress: OnStageProgress) -> list[StageReady]:
-        """Have all stages loaded at the same time.
+        """Have all stages loaded at the same time, those of ranks first in what it returns.
 
         Nodes are asked in the order of their ids, the next one when one has taken the order: of
         heads that build rings at the same time, one has all it needs, and none waits for another
         that waits for it.
         """
-        loads: dict[int, asyncio.Task[StageReady]] = {}
+        loads: dict[Seat, asyncio.Task[StageReady]] = {}
         try:
             async with asyncio.TaskGroup() as tasks:
-                for rank in sorted(range(len(self._ports)), key=lambda at: self._ports[at].node):
+                for seat in sorted(self.seats, key=lambda at: at.port.node):
                     taken = asyncio.Event()
-                    load = self._load_stage(rank, on_progress, taken)
-                    loads[rank] = tasks.create_task(load)
+                    load = self._load_stage(seat, on_progress, taken)
+                    loads[seat] = tasks.create_task(load)
                     await taken.wait()
         except* ShardnetError as group:
             raise first_error(group) from None
-        return [loads[rank].result() for rank in range(len(self._ports))]
+        return [loads[seat].result() for seat in self.seats]
 
     async def _load_stage(
-        self, rank: int, on_progress: OnStageProgress, taken: asyncio.Event
+        self, seat: Seat, on_progress: OnStageProgress, taken: asyncio.Event
     ) -> StageReady:
-        """Have one stage loaded. Sets `taken` when the node has taken the order."""
+        """Have one stage, or its shard, loaded. Sets `taken` when the node has taken the order."""
+        port = seat.port
 
         def progress(phase: Phase, done_bytes: int, total_bytes: int) -> None:
             taken.set()
-            on_progress(rank, phase, done_bytes, total_bytes)
+            if not seat.shard:
+                on_progress(seat.rank, phase, done_bytes, total_bytes)
 
         while True:
             try:
-                ready = await self._ports[rank].load(self.order(rank), progress)
+                ready = await port.load(self.order(seat.rank, seat.shard), progress)
             except BusyError as error:
-                self.blamed[self._ports[rank].node] = error
+                self.blamed[port.node] = error
                 if taken.is_set():
                     raise
                 await self._on_busy(error)
-                del self.blamed[self._ports[rank].node]
-                on_progress(rank, "waiting", 0, 0)
+                del self.blamed[port.node]
+                on_progress(seat.rank, "waiting", 0, 0)
             except ShardnetError as error:
-                self.blamed[self._ports[rank].node] = error
+                self.blamed[port.node] = error
                 raise
             else:
                 taken.set()
                 return ready
 
-    def order(self, rank: int) -> LoadStage:
-        """Return what the node of a rank is told to load."""
+    def order(self, rank: int, shard: int = 0) -> LoadStage:
+        """Return what a node of a rank is told to load."""
         return self.spec.order(
             rank,
+            shard,
             ring=self.name,
             epoch=self.epoch,
             sources=self._sources,
@@ -340,16 +361,23 @@ class Ring:
     async def _connect(self, pipeline: Pipeline) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                for rank in range(len(self._ports)):
-                    tasks.create_task(self._connect_stage(rank, pipeline))
+                for seat in self.seats:
+                    tasks.create_task(self._connect_stage(seat, pipeline))
         except* ShardnetError as group:
             raise first_error(group) from None
 
-    async def _connect_stage(self, rank: int, pipeline: Pipeline) -> None:
-        """Have a stage dial the next one. If it cannot, that is blamed; the head never is."""
+    async def _connect_stage(self, seat: Seat, pipeline: Pipeline) -> None:
+        """Have a stage dial the next one. If it cannot, that is blamed; the head never is.
+
+        A shard beside the first dials others of its stage, and is blamed itself.
+        """
         try:
-            await self._ports[rank].connect(self.name, self.epoch, pipeline)
+            await seat.port.connect(self.name, self.epoch, pipeline)
         except ShardnetError as error:
+            if seat.shard:
+                self.unreached[seat.port.node] = error
+                raise
+            rank = seat.rank
             following = rank + 1 if rank + 1 < len(self._ports) else rank
             self.unreached[self._ports[following].node] = error
             raise

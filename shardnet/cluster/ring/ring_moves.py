@@ -48,8 +48,8 @@ class RingMoves:
         """
         return await ask_all(
             [
-                port.load(replace(self._ring.order(rank), beside=True), lambda *_: None)
-                for rank, port in enumerate(self._ring.ports)
+                port.load(replace(self._ring.order(rank, shard), beside=True), lambda *_: None)
+                for rank, shard, port in self._ring.seats
             ]
         )
 

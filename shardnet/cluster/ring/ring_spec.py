@@ -43,12 +43,28 @@ class RingSpec:
     """How each stage computes."""
     ignore_unknown_config: bool = False
     """Whether stages ignore keys of the model's config that they do not know."""
+    spans: tuple[tuple[str, ...], ...] = ()
+    """For each stage the further nodes that it spans; () where none spans any."""
+    gather_dtype: WireDType | None = None
+    """The dtype in which parts travel between the nodes of a stage, None for their own."""
+
+    def shard_nodes(self, rank: int) -> tuple[str, ...]:
+        """Return the nodes of a stage, the ring's member first."""
+        return (self.addresses[rank], *(self.spans[rank] if self.spans else ()))
 
     def order(
-        self, rank: int, *, ring: str, epoch: Epoch, sources: Sequence[str], instead_of: str
+        self,
+        rank: int,
+        shard: int = 0,
+        *,
+        ring: str,
+        epoch: Epoch,
+        sources: Sequence[str],
+        instead_of: str,
     ) -> LoadStage:
-        """Return what the node of a rank is told to load for a `ring`; for the rest see Ring."""
-        own = WireDType.own(self.dtype)
+        """Return what a node of a rank is told to load for a `ring`; for the rest see Ring."""
+        own, nodes = WireDType.own(self.dtype), self.shard_nodes(rank)
+        spans = len(nodes) > 1
         received, sent = [own, *self.wires][rank], [*self.wires, own][rank]
         return LoadStage(
             request=0,
@@ -69,7 +85,10 @@ class RingSpec:
             context=self.context,
             threads=self.threads,
             addresses=list(self.addresses),
-            sources=[source for source in sources if source != self.addresses[rank]],
+            sources=[source for source in sources if source != nodes[shard]],
             ignore_unknown_config=self.ignore_unknown_config,
             instead_of=instead_of,
+            shard_nodes=list(nodes) if spans else [],
+            shard=shard,
+            gather_dtype=self.gather_dtype.value if spans and self.gather_dtype else "",
         )

@@ -35,6 +35,7 @@ from shardnet.model.layers.modules import SelfAttention
 from shardnet.model.layers.native_attention import attend_struct, bind_slots
 from shardnet.model.layers.norms import HeadNorm
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.shards.gathered import NativeOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +71,12 @@ class NativeAttention:
         own: SelfAttention,
         qk_norm: HeadNorm | None,
         qkv: NativeLinear,
-        output: NativeLinear,
+        output: NativeOutput,
         kernels: NativeKernels,
     ) -> None:
         n_heads = own.n_heads + 2 * own.n_kv_heads
-        check_shape("o_proj", output, output.shape[0], own.n_heads * own.head_size)
+        if output.n_own_in != own.n_heads * own.head_size:
+            raise ValueError(f"o_proj has {output.n_own_in} inputs for {own.n_heads} heads")
         check_shape("qkv_proj", qkv, n_heads * own.head_size, output.shape[0])
         self._own = own
         self._qkv = qkv
@@ -89,12 +91,13 @@ class NativeAttention:
             residual=ResidualStruct.of(residual, output.shape[0], kernels),
             head_norm=norm_struct(qk_norm, own.n_heads + own.n_kv_heads, own.head_size),
             attend=attend,
+            joined=output.joined,
         )
 
     @property
     def linears(self) -> tuple[NativeLinear, NativeLinear]:
         """Its linear layers: queries, keys and values; output."""
-        return self._qkv, self._output
+        return self._qkv, self._output.linear
 
     @property
     def fusible_attention(self) -> None:
@@ -162,19 +165,25 @@ class NativeAttention:
         """Return the scratch memory of a call with rows like `hidden`, in bytes."""
         return self._parts(hidden)[-1]
 
+    @property
+    def width(self) -> int:
+        """The columns of its rows."""
+        return self._output.shape[0]
+
     def assign_buffers(self, scratch: Tensor, hidden: Tensor) -> _AttentionScratch:
         """Point the arguments to the linear layers, and to buffers at the start of `scratch`."""
         own, arguments = self._own, self._arguments
         arguments.qkv = self._qkv.native_matmul().address
-        arguments.output = self._output.native_matmul().address
+        arguments.output = self._output.linear.native_matmul().address
         n_rows, item = hidden.shape[0], hidden.element_size()
-        projected, attended, linear_scratch, _ = self._parts(hidden)
+        projected, attended, rows, part, linear_scratch, _ = self._parts(hidden)
         begin = scratch.data_ptr()
         arguments.residual.inner = begin
         arguments.projected = arguments.attend.queries = begin + projected
         arguments.attend.attended = begin + attended
+        arguments.joined.rows, arguments.joined.part = begin + rows, begin + part
         arguments.scratch = begin + linear_scratch
-        n_looking, n_attended = self._qkv.shape[0], self._output.shape[1]
+        n_looking, n_attended = self._qkv.shape[0], self._output.n_own_in
         return _AttentionScratch(
             bytes=scratch,
             dtype=hidden.dtype,
@@ -184,18 +193,22 @@ class NativeAttention:
             attended_at=(attended, attended + n_rows * n_attended * item),
         )
 
-    def _parts(self, hidden: Tensor) -> tuple[int, int, int, int]:
+    def _parts(self, hidden: Tensor) -> tuple[int, int, int, int, int, int]:
         """Return the offsets of a call's buffers, and their total size, in bytes.
 
-        In order: normalized rows (at 0), projected rows, attended rows, scratch of the linears.
+        In order: normalized rows (at 0), projected rows, attended rows, those of all shards, own
+        outputs, scratch of the linears.
         """
         n_rows, item = hidden.shape[0], hidden.element_size()
-        qkv, output = self._qkv.native_matmul(), self._output.native_matmul()
-        projected = aligned(n_rows * output.shape[0] * item)
+        qkv, output = self._qkv.native_matmul(), self._output.linear.native_matmul()
+        rows_bytes, part_bytes = self._output.buffer_bytes(n_rows, item)
+        projected = aligned(n_rows * self._output.shape[0] * item)
         attended = projected + aligned(n_rows * qkv.shape[0] * item)
-        linear_scratch = attended + aligned(n_rows * output.shape[1] * item)
+        rows = attended + aligned(n_rows * self._output.n_own_in * item)
+        part = rows + aligned(rows_bytes)
+        linear_scratch = part + aligned(part_bytes)
         end = linear_scratch + n_rows * max(qkv.row_bytes, output.row_bytes)
-        return projected, attended, linear_scratch, end
+        return projected, attended, rows, part, linear_scratch, end
 
     def _attend_in_torch(self, projected: Tensor, index: int, step: ForwardStep) -> Tensor:
         own = self._own

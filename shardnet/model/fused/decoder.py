@@ -80,12 +80,12 @@ class DecoderStage:
     def walk(self, hidden: Tensor, step: ForwardStep) -> Iterator[Tensor]:
         """Run hidden states [T, E] through the stage's layers: yields [T, E] after each, lazily."""
         rotaries = [table.at(step.positions) for table in self._tables]
-        if self._graphs is not None:
+        if self._graphs is not None and not step.layer_by_layer:
             replayed = self._graphs.begin(hidden, rotaries, step)
             if replayed is not None:
                 yield from replayed
                 return
-        if self._joined is not None:
+        if self._joined is not None and not step.layer_by_layer:
             whole = self._joined(hidden, [rotaries[rope] for _, rope in self._layers], step)
             if whole is not None:
                 yield from [whole] * len(self._layers)

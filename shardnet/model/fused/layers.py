@@ -94,7 +94,7 @@ class NativeLayers:
             joined.append((attention, mlp))
         if kernels is None or not joined:
             return None
-        return cls(joined, joined[0][0].linears[1].shape[0], kernels)
+        return cls(joined, joined[0][0].width, kernels)
 
     def __call__(
         self, hidden: Tensor, rotaries: Sequence[Rotary], step: ForwardStep

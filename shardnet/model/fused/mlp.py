@@ -25,6 +25,7 @@ from shardnet.model.kernels.linear import NativeLinear
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import Residual
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.shards.gathered import NativeOutput
 
 
 class NativeMlp:
@@ -35,10 +36,10 @@ class NativeMlp:
         residual: Residual,
         activation: Activation,
         gate_up: NativeLinear,
-        down: NativeLinear,
+        down: NativeOutput,
         kernels: NativeKernels,
     ) -> None:
-        n_out, self._n_inner = down.shape
+        n_out, self._n_inner = down.shape[0], down.n_own_in
         check_shape("gate_up_proj", gate_up, 2 * self._n_inner, n_out)
         self._gate_up = gate_up
         self._down = down
@@ -47,13 +48,14 @@ class NativeMlp:
         self._arguments = MlpStruct(
             residual=ResidualStruct.of(residual, n_out, kernels),
             n_inner=self._n_inner,
+            joined=down.joined,
             activation=ACTIVATIONS[activation],
         )
 
     @property
     def linears(self) -> tuple[NativeLinear, NativeLinear]:
         """Its linear layers: gate and up, down."""
-        return self._gate_up, self._down
+        return self._gate_up, self._down.linear
 
     @property
     def fusible_attention(self) -> None:
@@ -91,27 +93,34 @@ class NativeMlp:
         """Point the arguments to the linear layers, and to buffers at the start of `scratch`."""
         arguments = self._arguments
         arguments.gate_up = self._gate_up.native_matmul().address
-        arguments.down = self._down.native_matmul().address
-        activated, projected, linear_scratch, _ = self._parts(hidden)
+        arguments.down = self._down.linear.native_matmul().address
+        activated, projected, rows, part, linear_scratch, _ = self._parts(hidden)
         begin = scratch.data_ptr()
         arguments.residual.inner = begin
         arguments.activated = begin + activated
         arguments.projected = begin + projected
+        arguments.joined.rows, arguments.joined.part = begin + rows, begin + part
         arguments.scratch = begin + linear_scratch
 
-    def _parts(self, hidden: Tensor) -> tuple[int, int, int, int]:
+    def _parts(self, hidden: Tensor) -> tuple[int, int, int, int, int, int]:
         """Return the offsets of a call's buffers, and their total size, in bytes.
 
-        In order: normalized rows (at 0), activated rows, projected rows, scratch of the linears.
+        In order: normalized rows (at 0), activated rows, projected rows, the activated ones of all
+        shards, own outputs, scratch of the linears.
         """
         n_rows, item = hidden.shape[0], hidden.element_size()
-        gate_up, down = self._gate_up.native_matmul(), self._down.native_matmul()
-        activated = aligned(n_rows * down.shape[0] * item)
+        gate_up, down = self._gate_up.native_matmul(), self._down.linear.native_matmul()
+        rows_bytes, part_bytes = self._down.buffer_bytes(n_rows, item)
+        activated = aligned(n_rows * self._down.shape[0] * item)
         inner = aligned(n_rows * self._n_inner * item)
-        linear_scratch = activated + 3 * inner
+        rows = activated + 3 * inner
+        part = rows + aligned(rows_bytes)
+        linear_scratch = part + aligned(part_bytes)
         return (
             activated,
             activated + inner,
+            rows,
+            part,
             linear_scratch,
             linear_scratch + n_rows * max(gate_up.row_bytes, down.row_bytes),
         )

@@ -25,6 +25,7 @@ from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.decoder_layer import Residual
 from shardnet.model.layers.native_attention import AttendStruct
 from shardnet.model.layers.norms import HeadNorm, Norm
+from shardnet.model.shards.group import JoinedStruct
 
 BEFORE: Final = 1
 STORE: Final = 2
@@ -96,6 +97,7 @@ class AttentionStruct(ctypes.Structure):
         ("projected", ctypes.c_void_p),
         ("n_rotated", ctypes.c_int64),
         ("attend", AttendStruct),
+        ("joined", JoinedStruct),
     )
 
 
@@ -110,6 +112,7 @@ class MlpStruct(ctypes.Structure):
         ("projected", ctypes.c_void_p),
         ("activated", ctypes.c_void_p),
         ("n_inner", ctypes.c_int64),
+        ("joined", JoinedStruct),
         ("activation", ctypes.c_int32),
     )
 

@@ -17,6 +17,7 @@ from shardnet.model.kernels.library import NativeKernels
 from shardnet.model.kernels.linear import is_native
 from shardnet.model.layers.decoder_layer import Layer, Sublayer
 from shardnet.model.layers.native_attention import MAX_HEAD
+from shardnet.model.shards.gathered import NativeOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +54,8 @@ def _native_attention(sublayer: Sublayer, kernels: NativeKernels) -> NativeAtten
     if parts is None or not parts.residual.is_rms:
         return None
     own = parts.self_attn
-    qkv, output = own.qkv_proj, own.o_proj
-    if own.head_size > MAX_HEAD or own.head_size % 2 or not (is_native(qkv) and is_native(output)):
+    qkv, output = own.qkv_proj, NativeOutput.of(own.o_proj)
+    if own.head_size > MAX_HEAD or own.head_size % 2 or output is None or not is_native(qkv):
         return None
     qk_norm = None if own.qk_norm is None else own.qk_norm.per_head
     if own.qk_norm is not None and qk_norm is None:
@@ -66,7 +67,7 @@ def _native_mlp(sublayer: Sublayer, kernels: NativeKernels) -> NativeMlp | None:
     parts = sublayer.fusible_mlp
     if parts is None or not parts.residual.is_rms or parts.mlp.activation not in ACTIVATIONS:
         return None
-    gate_up, down = parts.mlp.gate_up_proj, parts.mlp.down_proj
-    if not (is_native(gate_up) and is_native(down)):
+    gate_up, down = parts.mlp.gate_up_proj, NativeOutput.of(parts.mlp.down_proj)
+    if down is None or not is_native(gate_up):
         return None
     return NativeMlp(parts.residual, parts.mlp.activation, gate_up, down, kernels)

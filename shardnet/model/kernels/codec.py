@@ -38,6 +38,12 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return _TORCH_DTYPES[dtype]
 
 
+def wire_of(dtype: torch.dtype) -> WireDType:
+    """The wire dtype that keeps every bit of a tensor of `dtype`."""
+    own = next(name for name, known in _TORCH_DTYPES.items() if known is dtype)
+    return WireDType.own(own)
+
+
 def to_bytes(tensor: Tensor) -> memoryview:
     """View the tensor's elements as bytes, row-major.
 

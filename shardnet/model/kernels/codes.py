@@ -5,6 +5,7 @@ Must not know who stores weights so, nor how they are packed. Imports no torch (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,25 @@ class Codes:
     scales: Tensor
     minimums: Tensor | None = None
     block_scales: Tensor | None = None
+
+    @classmethod
+    def join(cls, parts: Sequence[Codes]) -> Codes:
+        """Join rows that have minimums and block scales alike."""
+        import torch
+
+        def joined(name: str) -> Tensor | None:
+            each = [getattr(part, name) for part in parts]
+            return None if each[0] is None else torch.cat(each)
+
+        codes, scales = joined("codes"), joined("scales")
+        assert codes is not None
+        assert scales is not None
+        return cls(
+            codes=codes,
+            scales=scales,
+            minimums=joined("minimums"),
+            block_scales=joined("block_scales"),
+        )
 
     def contiguous(self) -> Codes:
         """Return the same rows in memory without gaps."""

@@ -37,10 +37,12 @@ class PackedWeight:
     change. `input_order(stored)`, where groups are not of consecutive inputs, is the order in which
     the form has the inputs, int32 [K], None after all if they are in order: column i of the panels
     is of input order[i]. With `in_order` its rows are those of its stored tensors, one behind the
-    other, and any of them can be packed while they are read.
+    other, and any of them can be packed while they are read. With
+    `is_cut` they are some rows of what its stored tensors have.
     """
 
     form: PanelForm
     rows: Callable[[Sequence[Tensor], int, int], StoredRows]
     input_order: Callable[[Sequence[Tensor]], Tensor | None] | None = None
     in_order: bool = False
+    is_cut: bool = False

@@ -63,7 +63,7 @@ class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
     `experts`, unless None, collects the experts [T, K] that the rows were routed to, by layer,
     counted from 0 within the stage. `native_spans` are `spans` for the compiled library, None on
     devices other than the CPU. `hidden_dtype` is that of the ring where the device computes in a
-    wider one.
+    wider one. With `layer_by_layer` what each layer returns is looked at.
     """
 
     token_ids: Tensor  # [T], int64
@@ -73,6 +73,7 @@ class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
     experts: dict[int, Tensor] | None = None
     native_spans: NativeSpans | None = None
     hidden_dtype: torch.dtype | None = None
+    layer_by_layer: bool = False
 
     def after_layer(self, hidden: Tensor) -> Tensor:
         """Round what a layer returns to the ring's dtype: a border between stages rounds no more.
@@ -96,12 +97,13 @@ def plan_step(
     dtype: torch.dtype,
     experts: dict[int, Tensor] | None = None,
     hidden_dtype: torch.dtype | None = None,
+    *,
+    layer_by_layer: bool = False,
 ) -> ForwardStep:
     """Grow the slots of `batch` and prepare the inputs that its layers share.
 
-    `context` is the limit of positions per sequence, `dtype` that of the masks, `experts` and
-    `hidden_dtype` as in ForwardStep. Raises CapacityError for a position beyond `context`, and if
-    the KV cache is full.
+    `context` is the limit of positions per sequence, `dtype` that of the masks, the others as in
+    ForwardStep. Raises CapacityError for a position beyond `context`, and if the KV cache is full.
     """
     spans = []
     positions: list[int] = []
@@ -136,6 +138,7 @@ def plan_step(
         experts=experts,
         native_spans=_native_spans(spans, kv),
         hidden_dtype=hidden_dtype,
+        layer_by_layer=layer_by_layer,
     )
 
 

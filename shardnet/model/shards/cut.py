@@ -107,17 +107,20 @@ class Cut:
         begin = self.n_kv_heads * index // self.size
         return begin, max(begin + 1, self.n_kv_heads * (index + 1) // self.size)
 
-    def rows(self, n_rows: Sequence[int], axes: Sequence[Axis]) -> list[list[Range]] | None:
+    def cuts(self, axes: Sequence[Axis]) -> bool:
+        """Say whether shards have different ones of what `axes` name; False for none."""
+        return bool(axes) and (axes[0] is Axis.INNER or self.cuts_heads)
+
+    def rows(self, n_rows: Sequence[int], axes: Sequence[Axis]) -> list[list[Range]]:
         """Return the rows of this shard of each of several weights with `n_rows` outputs each.
 
-        `axes` say what their outputs are, joined: none for a linear whose outputs are gathered.
-        None where this shard has all rows.
+        `axes` say what their outputs are, one for each weight, or all for one: none for a linear
+        whose outputs are gathered.
         """
         if not axes:
-            begin, end = self._gathered_range(sum(n_rows))
-            return _overlaps(n_rows, [(begin, end)])
-        if axes[0] is not Axis.INNER and not self.cuts_heads:
-            return None
+            return _overlaps(n_rows, [self._gathered_range(sum(n_rows))])
+        if len(axes) == len(n_rows):
+            return [self._segments(n, [axis]) for n, axis in zip(n_rows, axes, strict=True)]
         return _overlaps(n_rows, self._segments(sum(n_rows), axes))
 
     def _segments(self, total: int, axes: Sequence[Axis]) -> list[Range]:
@@ -144,7 +147,7 @@ class Cut:
 
     def input_ends(self, n_in: int, axis: Axis | None) -> tuple[int, ...] | None:
         """Say where the parts of each shard's inputs end; None for inputs that are not cut."""
-        if axis is None or (axis is not Axis.INNER and not self.cuts_heads):
+        if axis is None or not self.cuts((axis,)):
             return None
         if axis is Axis.INNER:
             return shares(n_in, self.size)

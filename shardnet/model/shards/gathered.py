@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardnet.model.kernels.linear import Linear
+from shardnet.model.kernels.linear import Linear, NativeLinear, is_native
 from shardnet.model.shards.group import JoinedStruct, ShardGroup
 
 Ends = tuple[int, ...]
@@ -57,19 +57,54 @@ class GatheredLinear:
         return part if self.out_ends is None else self.group.gather(part, self.out_ends)
 
 
-class NativeJoin:
-    """What the compiled library needs to gather before and after a linear inside a call."""
+class NativeOutput:
+    """The last linear of a sub-layer, which the compiled library computes inside a call.
 
-    def __init__(self, group: ShardGroup, in_ends: Ends, out_ends: Ends) -> None:
-        self._in, self._out = _numbers(in_ends), _numbers(out_ends)
-        self._gather = group.struct
-        self.n_in, self.n_part = in_ends[-1], out_ends[group.index + 1] - out_ends[group.index]
-        self.n_out = out_ends[-1]
-        self.struct = JoinedStruct(
-            gather=ctypes.addressof(self._gather),
-            in_ends=ctypes.addressof(self._in),
-            out_ends=ctypes.addressof(self._out),
+    Where it is cut over shards, the library gathers before and after it.
+    """
+
+    def __init__(self, linear: NativeLinear, gathered: GatheredLinear | None = None) -> None:
+        self.linear = linear
+        """The linear, or what this shard has of it."""
+        self.joined = JoinedStruct()
+        """How it is gathered, but for the buffers."""
+        self._gathered = gathered
+        self.shape = linear.shape if gathered is None else gathered.shape
+        """(N, K) of the whole linear."""
+        self.n_own_in = self.shape[1]
+        """The inputs that this shard has."""
+        if gathered is None:
+            return
+        group, in_ends, out_ends = gathered.group, gathered.in_ends, gathered.out_ends
+        assert in_ends is not None
+        assert out_ends is not None
+        self.n_own_in = in_ends[group.index + 1] - in_ends[group.index]
+        self._numbers = (_numbers(in_ends), _numbers(out_ends), group.struct)
+        self.joined = JoinedStruct(
+            **{
+                name: ctypes.addressof(value)
+                for name, value in zip(
+                    ("in_ends", "out_ends", "gather"), self._numbers, strict=True
+                )
+            }
         )
+
+    @classmethod
+    def of(cls, linear: Linear) -> NativeOutput | None:
+        """Take a linear if the library computes it, cut over shards or not; else None."""
+        if is_native(linear):
+            return cls(linear)
+        if not isinstance(linear, GatheredLinear) or not is_native(linear.own):
+            return None
+        if linear.in_ends is None or linear.out_ends is None:
+            return None
+        return cls(linear.own, linear)
+
+    def buffer_bytes(self, n_rows: int, item: int) -> tuple[int, int]:
+        """Return the bytes of all inputs of rows, and of the own outputs; 0 if nothing is cut."""
+        if self._gathered is None:
+            return 0, 0
+        return n_rows * self.shape[1] * item, n_rows * self.linear.shape[0] * item
 
 
 def _numbers(ends: Ends) -> ctypes.Array[ctypes.c_int64]:

@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, Final
 
 from torch import Tensor
@@ -115,7 +116,7 @@ class MemoryGroup:
         own = ends[self._index + 1] - ends[self._index]
         if part.ndim != 2 or part.shape[1] != own or part.device.type != "cpu":
             raise ValueError(f"a part {list(part.shape)} on {part.device} of {own} columns")
-        widest = max(end - begin for begin, end in zip(ends, ends[1:], strict=False))
+        widest = max(end - begin for begin, end in pairwise(ends))
         if widest * part.itemsize > BUFFER_BYTES:
             raise ValueError(f"a row of {widest} columns is too wide to be gathered")
         part = part.contiguous()

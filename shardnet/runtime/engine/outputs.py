@@ -62,6 +62,9 @@ class OutputCollector:
 
         Raises RemoteProtocolError for outputs that were not requested, or if a position is missing.
         """
+        if self._params.hidden_layers:
+            others = [block for block in blocks if block.kind is not OutputKind.HIDDEN]
+            blocks = [*others, *self._joined_states(blocks)]
         self._pending = blocks
         scored = [entry for entry in prompt_logprobs if entry.position >= self._next_scored]
         for entry in scored:
@@ -76,6 +79,37 @@ class OutputCollector:
             if scored
             else []
         )
+
+    def _joined_states(self, blocks: Sequence[RowBlock]) -> list[RowBlock]:
+        """Join the hidden states after some layers and the last ones: for each row all of them.
+
+        Raises RemoteProtocolError unless each comes for the same rows.
+        """
+        parts: dict[int | None, list[RowBlock]] = {}
+        for block in blocks:
+            if block.kind is OutputKind.HIDDEN:
+                parts.setdefault(block.layer, []).append(block)
+        if not parts:
+            return []
+        tables = [_table(parts.get(number, ())) for number in (*self._params.hidden_layers, None)]
+        starts = {start for start, _ in tables}
+        shapes = {table.shape for _, table in tables}
+        if len(starts) > 1 or len(shapes) > 1 or len(parts) != len(tables):
+            raise RemoteProtocolError(
+                f"hidden states after {len(tables)} numbers of layers were requested; they came "
+                f"after {[*parts]}, from positions {[*starts]} on, in shapes {[*shapes]}"
+            )
+        [position] = starts
+        joined = np.concatenate([table for _, table in tables], 1)
+        return [
+            RowBlock(
+                sequence_id=next(iter(parts.values()))[0].sequence_id,
+                kind=OutputKind.HIDDEN,
+                position=position,
+                width=joined.shape[1],
+                payload=joined.tobytes(),
+            )
+        ]
 
     def release(self, end: int) -> list[OutputEvent]:
         """Release the rows at positions below `end`: they belong to accepted tokens."""
@@ -96,6 +130,22 @@ class OutputCollector:
         return [
             RowsReady(block=block) for stream in self._streams.values() for block in stream.finish()
         ]
+
+
+def _table(blocks: Sequence[RowBlock]) -> tuple[int, NDArray[np.float32]]:
+    """Join consecutive rows: the position of the first, and all, float32 [R, E]."""
+    if not blocks:
+        return 0, np.empty((0, 0), np.float32)
+    position = blocks[0].position
+    for block in blocks:
+        if block.position != position or block.width != blocks[0].width:
+            raise RemoteProtocolError(
+                f"hidden states of position {block.position} came, {block.width} wide; position "
+                f"{position} is next, {blocks[0].width} wide"
+            )
+        position += block.n_rows
+    rows = [np.frombuffer(block.payload, "<f4").reshape(-1, block.width) for block in blocks]
+    return blocks[0].position, np.concatenate(rows)
 
 
 class _Stream:
@@ -238,12 +288,12 @@ def output_bytes(
 ) -> int:
     """Return the most bytes that the outputs of a request of `n_positions` positions can take.
 
-    `vocab_size`, `width` and `routing` are the widths of a row of logits, hidden states and
-    experts.
+    `vocab_size`, `width` and `routing` are the widths of a row of logits, of one hidden state and
+    of experts.
     """
     widths = {
         OutputKind.LOGITS: vocab_size,
-        OutputKind.HIDDEN: width,
+        OutputKind.HIDDEN: width * params.n_states,
         OutputKind.ROUTING: routing,
     }
     n_bytes = 0

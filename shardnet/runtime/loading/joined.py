@@ -60,7 +60,8 @@ class JoinedCompute:
             assert isinstance(given, Activations), "only the last part has the head"
             results.append(part.compute(batch, given))
         routing = tuple(chain.from_iterable(result.routing for result in results))
-        return replace_struct(results[-1], routing=routing)
+        blocks = tuple(chain.from_iterable(result.blocks for result in results))
+        return replace_struct(results[-1], routing=routing, blocks=blocks)
 
     def reset(self) -> None:
         """See StageCompute."""

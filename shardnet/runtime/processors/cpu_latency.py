@@ -40,7 +40,7 @@ class CpuLatency:
         if self._descriptor >= 0 or not self._may_open:
             return
         try:
-            self._descriptor = os.open(self._device, os.O_WRONLY | os.O_CLOEXEC)
+            self._descriptor = os.open(self._device, os.O_WRONLY)
             os.write(self._descriptor, struct.pack("=i", MOST_US))
         except OSError:
             self._may_open = False

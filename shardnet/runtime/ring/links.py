@@ -25,7 +25,7 @@ from shardnet.runtime.stage.compute import (
 from shardnet.sampling_params import TokenLogprobs
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence
 from shardnet.transport.link import Link
-from shardnet.types import Epoch, MicroBatch, SequenceId, StepId
+from shardnet.types import Epoch, SequenceId, StepId
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.extras import (
     Extras,
@@ -70,6 +70,7 @@ class LinkSource:
         self._epoch = epoch
         self._on_arrival = on_arrival
         self._extras = _PendingExtras(link)
+        self._rows = _PendingRows(link)
         self._last_step = 0
 
     async def receive(self) -> StageInput:
@@ -106,18 +107,23 @@ class LinkSource:
         match frame.kind:
             case FrameKind.DATA:
                 self._on_arrival()
-                return self._step(read_data(frame), extras)
+                blocks = self._rows.before(frame) if self._rows.blocks else []
+                return self._step(read_data(frame), extras, blocks)
             case FrameKind.SEQUENCE:
                 return read_sequence(frame)
             case FrameKind.ERROR:
+                self._rows.before(frame)
                 return _step_failed(frame)
             case FrameKind.EXTRAS:
                 self._extras.keep(frame)
                 return None
+            case FrameKind.ROWS:
+                self._rows.keep(frame)
+                return None
             case _:
                 raise unexpected(frame, self._link)
 
-    def _step(self, step: StepData, extras: Extras) -> StepArrived:
+    def _step(self, step: StepData, extras: Extras, blocks: Sequence[RowBlock]) -> StepArrived:
         batch = step.batch
         if extras.masks:
             batch = replace(batch, masks=read_masks(extras.masks, batch.n_sampled))
@@ -127,6 +133,7 @@ class LinkSource:
             timings=step.timings,
             arrived_ns=self._link.arrived_ns,
             routing=tuple(extras.routing),
+            blocks=blocks,
         )
 
 
@@ -203,10 +210,10 @@ class LinkSink:
 
     def _frames(self, output: StageOutput) -> Sequence[Frame]:
         match output:
-            case StepComputed(batch=batch, result=result):
+            case StepComputed():
                 extras = self._extras(output)
-                if isinstance(result, Samples) and result.blocks:
-                    return (*_rows(batch, result), *extras, self._result(output))
+                if output.blocks:
+                    return (*_rows(output), *extras, self._result(output))
                 return (*extras, self._result(output))
             case StepFailed(step=step, error=error):
                 return (error_frame(error, epoch=self._epoch, step=step),)
@@ -412,10 +419,11 @@ def _prompt_logprobs(extras: Extras) -> list[ScoredToken]:
     ]
 
 
-def _rows(batch: MicroBatch, samples: Samples) -> list[Frame]:
+def _rows(computed: StepComputed) -> list[Frame]:
+    batch = computed.batch
     return [
         frame
-        for block in samples.blocks
+        for block in computed.blocks
         for frame in rows_frames(block, epoch=batch.epoch, step=batch.step)
     ]
 

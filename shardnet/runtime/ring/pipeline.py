@@ -297,7 +297,7 @@ def step_answer(output: StageOutput) -> StepAnswer | StepFailed | None:
                 logprobs=result.logprobs,
                 timings=timings,
                 prompt_logprobs=result.prompt_logprobs,
-                blocks=result.blocks,
+                blocks=output.blocks,
                 routing=output.routing,
             )
         case StepFailed():

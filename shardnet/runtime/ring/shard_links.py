@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final
 
 from shardnet.errors import (
-    PeerFailedError,
+    LostShardError,
     RemoteProtocolError,
     ShardnetError,
     error_for_code,
@@ -22,7 +22,6 @@ from shardnet.errors import (
 from shardnet.runtime.ring.links import LinkSource, check_epoch, peer_name, unexpected
 from shardnet.runtime.stage.compute import (
     Activations,
-    StageBroken,
     StageInput,
     StageOutput,
 )
@@ -46,7 +45,7 @@ class ShardLinks:
     """This node's links to the other shards of its stage, `links` by their numbers.
 
     `shard` is this node's own. Once a link is lost, what the compute thread calls raises
-    StageBroken.
+    LostShardError.
     """
 
     def __init__(
@@ -73,6 +72,10 @@ class ShardLinks:
         self._number = 0
 
     # --- on the loop
+
+    def readers(self) -> list[Coroutine[Any, Any, None]]:
+        """Return what receives from the other shards; from shard 0 its `source` does."""
+        return [self.read(other) for other in self._links if other or not self.shard]
 
     async def read(self, other: int) -> None:
         """Receive parts from a shard until the link ends. Raises why it has, or what broke it."""
@@ -103,7 +106,7 @@ class ShardLinks:
         self._inboxes[other].put(frame)
 
     def fail(self, error: ShardnetError) -> None:
-        """End every wait of the compute thread, now and to come, with StageBroken."""
+        """End every wait of the compute thread, now and to come, with LostShardError."""
         self._broken = self._broken or without_frames(error)
         for inbox in self._inboxes.values():
             inbox.put(None)
@@ -135,7 +138,7 @@ class ShardLinks:
 
         `payload` is `n_rows` rows of `widths[shard]` columns in `dtype`, and must not change any
         more. Raises what a shard says the step has failed with, RemoteProtocolError for a part that
-        is not the one of this gather, StageBroken where a shard is lost or sends none in time.
+        is not the one of this gather, LostShardError where a shard is lost or sends none in time.
         """
         number, self._number = self._number, self._number + 1
         part = ShardPart(
@@ -186,20 +189,20 @@ class ShardLinks:
         except queue.Empty:
             link = self._links[other]
             raise self._break(
-                PeerFailedError(
+                LostShardError(
                     f"{peer_name(link)} is stuck: it has sent no part of step {self._step} for "
                     f"{self._part_s:.0f} s",
                     remedy="restart that node",
                 )
             ) from None
         if frame is None:
-            raise StageBroken(self._broken or PeerFailedError("a shard of this stage is lost"))
+            raise self._lost()
         return frame
 
     def _send(self, frame: Frame) -> None:
         """Send a frame to every other shard, in order with what was sent before."""
         if self._broken is not None:
-            raise StageBroken(self._broken)
+            raise self._lost()
         try:
             waiting = [link for link in self._links.values() if not link.send_now(frame)]
             if waiting:
@@ -208,15 +211,22 @@ class ShardLinks:
         except TimeoutError:
             names = ", ".join(map(peer_name, self._links.values()))
             raise self._break(
-                PeerFailedError(f"{names}: nothing was read for {self._part_s:.0f} s")
+                LostShardError(f"{names}: nothing was read for {self._part_s:.0f} s")
             ) from None
         except ShardnetError as error:
             raise self._break(error) from None
 
-    def _break(self, error: ShardnetError) -> StageBroken:
+    def _break(self, error: ShardnetError) -> LostShardError:
         """Make the end of the stage, for good."""
         self._broken = self._broken or error
-        return StageBroken(self._broken)
+        return self._lost()
+
+    def _lost(self) -> LostShardError:
+        error = self._broken
+        assert error is not None
+        if isinstance(error, LostShardError):
+            return error
+        return LostShardError(error.message, remedy=error.remedy)
 
 
 class ShardSource(LinkSource):

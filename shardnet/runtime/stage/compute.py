@@ -25,21 +25,14 @@ class Activations(msgspec.Struct, frozen=True, kw_only=True):
     """The hidden states of a micro-batch: `rows x width`, encoded in the wire `dtype`.
 
     `routing` holds the routed experts of this stage's layers, for the sequences that asked for
-    them.
+    them, `blocks` their hidden states after its layers.
     """
 
     payload: Buffer
     dtype: WireDType
     width: int
     routing: Sequence[StageExperts] = ()
-
-
-class StageBroken(Exception):
-    """A stage can compute nothing any more: a node that it spans is lost. `error` says why."""
-
-    def __init__(self, error: ShardnetError) -> None:
-        super().__init__(str(error))
-        self.error = error
+    blocks: Sequence[RowBlock] = ()
 
 
 class ScoredToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +74,7 @@ class StageCompute(Protocol):
 
         `activations` is None on the first stage, which embeds the token ids. The last stage
         returns Samples. Raises CapacityError if the KV cache is full, ShardnetError for inputs
-        that do not fit the model, StageBroken if there is no stage any more.
+        that do not fit the model.
         """
 
     def reset(self) -> None:
@@ -98,7 +91,7 @@ class StageCompute(Protocol):
 class StepArrived(msgspec.Struct, frozen=True, kw_only=True):
     """Rows to compute, received at `arrived_ns` (time.perf_counter_ns).
 
-    `timings` and `routing` come from the stages before.
+    `timings`, `routing` and `blocks` come from the stages before.
     """
 
     batch: MicroBatch
@@ -106,15 +99,17 @@ class StepArrived(msgspec.Struct, frozen=True, kw_only=True):
     timings: tuple[StageTiming, ...]
     arrived_ns: int
     routing: tuple[StageExperts, ...] = ()
+    blocks: Sequence[RowBlock] = ()
 
 
 class StepComputed(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage's result of one step, with `timings` and `routing` of all stages so far."""
+    """A stage's result of one step; `timings`, `routing` and `blocks` are of all stages so far."""
 
     batch: MicroBatch
     result: Activations | Samples
     timings: tuple[StageTiming, ...]
     routing: tuple[StageExperts, ...] = ()
+    blocks: Sequence[RowBlock] = ()
 
 
 class StepFailed(msgspec.Struct, frozen=True, kw_only=True):

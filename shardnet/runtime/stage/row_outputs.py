@@ -1,4 +1,5 @@
-"""What the tail's rows give beside tokens: prompt logprobs, logits and hidden states.
+"""What rows give beside tokens: prompt logprobs, logits and hidden states of the tail, and hidden
+states after the layers of any stage.
 
 Knows which rows a sequence asked for, and keeps between two steps what the next token of a prompt
 is scored by. Must not know sampling or links.
@@ -6,7 +7,7 @@ is scored by. Must not know sampling or links.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from shardnet.model.sampling.sampler import Sampler
 from shardnet.output_params import OutputKind
 from shardnet.runtime.stage.compute import ScoredToken
 from shardnet.slot_operations import OpenSequence
-from shardnet.types import RowGroup, SlotId
+from shardnet.types import MicroBatch, RowGroup, SlotId
 from shardnet.wire.payloads.rows import RowBlock
 
 _PIECE_ROWS = 64
@@ -140,6 +141,25 @@ class RowOutputs:
         ]
 
 
+def layer_blocks(
+    batch: MicroBatch, owners: Mapping[SlotId, OpenSequence], states: Mapping[int, Tensor]
+) -> list[RowBlock]:
+    """Return what a stage's hidden states [T, E], by number of layers, give the rows that ask."""
+    given = Given()
+    start = 0
+    for group in batch.groups:
+        owner = owners[group.slot]
+        first = owner.outputs.first_row(OutputKind.HIDDEN, owner.n_prompt)
+        if first is not None:
+            piece = range(group.position, group.position + group.n_rows)
+            for number in owner.outputs.hidden_layers:
+                if number in states:
+                    rows = states[number][start : start + group.n_rows].float()
+                    _add_block(given, OutputKind.HIDDEN, owner, piece, first, rows, number)
+        start += group.n_rows
+    return given.blocks
+
+
 def _pieces(group: RowGroup) -> Iterator[range]:
     """Cut a group's positions into pieces, the sampled rows one of them."""
     end = group.position + group.n_rows
@@ -151,7 +171,13 @@ def _pieces(group: RowGroup) -> Iterator[range]:
 
 
 def _add_block(
-    given: Given, kind: OutputKind, owner: OpenSequence, piece: range, first: int, rows: Tensor
+    given: Given,
+    kind: OutputKind,
+    owner: OpenSequence,
+    piece: range,
+    first: int,
+    rows: Tensor,
+    layer: int | None = None,
 ) -> None:
     """Add the rows of a piece from position `first` on: `rows` is float32 [len(piece), width]."""
     start = max(first, piece.start)
@@ -163,5 +189,6 @@ def _add_block(
                 position=start,
                 width=rows.shape[1],
                 payload=to_bytes(rows[start - piece.start :]),
+                layer=layer,
             )
         )

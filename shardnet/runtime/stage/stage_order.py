@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardnet.model.config.quantization import Quantization
-from shardnet.types import Arith, DType, KvDType, LayerRange
+from shardnet.types import Arith, DType, KvDType, LayerRange, WireDType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,3 +32,8 @@ class StageOrder:
     ignore_unknown: bool = False
     """Whether unknown keys of the config are ignored."""
     arith: Arith = Arith.FAST
+    shard: int = 0
+    """Which part of a stage that spans `n_nodes` this node has."""
+    n_nodes: int = 1
+    gather_dtype: WireDType | None = None
+    """The dtype in which parts travel between these nodes, None for their own."""

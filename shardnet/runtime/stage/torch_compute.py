@@ -6,6 +6,7 @@ Knows how to go from wire values to tensors and back. Must not know links, rings
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import assert_never
 
 import torch
@@ -23,6 +24,7 @@ from shardnet.model.kernels.device_memory import is_out_of_memory
 from shardnet.model.sampling.sampler import Sampler
 from shardnet.runtime.stage.compute import Activations, Samples, StepArrived, StepResult
 from shardnet.runtime.stage.routing import routing_table
+from shardnet.runtime.stage.row_outputs import layer_blocks
 from shardnet.runtime.stage.sampling_stage import SamplingStage
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
 from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
@@ -143,11 +145,12 @@ class TorchCompute:
                     f"step {batch.step} has rows of sequence {group.sequence_id} in slot "
                     f"{group.slot}, which that sequence does not own"
                 )
-        is_asked = any(self._owners[group.slot].outputs.routing for group in batch.groups)
+        asked = [self._owners[group.slot].outputs for group in batch.groups]
         return Run(
             batch=batch,
             hidden=self._hidden(batch, activations),
-            experts={} if is_asked else None,
+            experts={} if any(outputs.routing for outputs in asked) else None,
+            kept_states=frozenset(chain.from_iterable(each.hidden_layers for each in asked)),
         )
 
     def _finish(self, run: Run, output: torch.Tensor) -> Activations | Samples:
@@ -158,11 +161,17 @@ class TorchCompute:
             owners = self._owners
             asking = [g.sequence_id for g in batch.groups if owners[g.slot].outputs.routing]
             routing = tuple(self._routing(batch, asking, run.experts))
+        blocks = layer_blocks(batch, self._owners, run.states) if run.states else []
         if self._tail is not None:
-            return replace(self._tail.answer(batch, output), routing=routing)
+            answer = self._tail.answer(batch, output)
+            return replace(answer, routing=routing, blocks=[*blocks, *answer.blocks])
         payload = pack_rows(output, self._sent)
         return Activations(
-            payload=payload, dtype=self._sent, width=self._model.width, routing=routing
+            payload=payload,
+            dtype=self._sent,
+            width=self._model.width,
+            routing=routing,
+            blocks=blocks,
         )
 
     def reset(self) -> None:

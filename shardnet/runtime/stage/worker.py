@@ -26,7 +26,6 @@ from shardnet.runtime.processors.alertness import Alertness
 from shardnet.runtime.stage.compute import (
     AnyThreadCompute,
     PassCompute,
-    StageBroken,
     StageCompute,
     StageInput,
     StageOutput,
@@ -297,8 +296,6 @@ class StageWorker:
     def _computed(self, arrived: StepArrived) -> StepResult:
         try:
             return self._compute.compute(arrived.batch, arrived.activations)
-        except StageBroken as broken:  # no step will be computed here: the ring ends
-            raise broken.error from None
         except LostShardError:  # no step can be computed any more
             raise
         except Exception as error:  # its sequences end, the ring goes on
@@ -341,4 +338,5 @@ class StageWorker:
             result=result,
             timings=(*arrived.timings, timing),
             routing=(*arrived.routing, *result.routing),
+            blocks=(*arrived.blocks, *result.blocks),
         )

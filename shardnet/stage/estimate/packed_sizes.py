@@ -101,7 +101,11 @@ def packs_by_rows(tensor: ModelTensor) -> bool:
     packed, sources = tensor.packed, tensor.sources
     if packed is None:
         return True
-    if packed.input_order is not None or any(source.dtype in ITEM_BYTES for source in sources):
+    if (
+        packed.is_cut
+        or packed.input_order is not None
+        or any(source.dtype in ITEM_BYTES for source in sources)
+    ):
         return False
     fills = all(source.shape[0] % PANEL == 0 for source in sources[:-1])
     return len(sources) == 1 or (packed.in_order and fills)

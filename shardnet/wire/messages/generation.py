@@ -16,6 +16,7 @@ from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS
 from shardnet.sampling_params import MAX_LOGPROBS
 from shardnet.types import LiveState
 from shardnet.wire.framing.schema import (
+    MAX_LAYERS,
     MAX_STAGES,
     U32,
     Explanation,
@@ -164,7 +165,8 @@ class RowsPiece(Tagged, frozen=True, kw_only=True):
     """The next rows of what a Generate's `outputs` ask for, the first at `position`.
 
     `data` is float32, little-endian, row after row of `width` elements. A mean is at position 0.
-    Routing is int16: a row has the experts of each layer, `top_k` of them, -1 where there are none.
+    A row has `n_states` hidden states, one behind the other. Routing is int16: a row has the experts
+    of each layer, `top_k` of them, -1 where there are none.
     """
 
     request: RequestId
@@ -172,6 +174,7 @@ class RowsPiece(Tagged, frozen=True, kw_only=True):
     position: Positions
     width: U32
     top_k: U32 = 0
+    n_states: Annotated[int, Meta(ge=1, le=MAX_LAYERS)] = 1
     data: Annotated[bytes, Meta(max_length=MAX_ROWS_BYTES)]
 
 

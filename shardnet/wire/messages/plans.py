@@ -51,7 +51,8 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     Every stage streams `stream_layers` of its layers from disk, with auto as few as it must.
     `wire_dtype` may name links, as `0-1=int8` or `slow=int8` do.
     Unknown keys of the model's config end the plan unless `ignore_unknown_config`. With `standby`
-    nodes with memory to spare hold other nodes' layers, to go on in their place.
+    nodes with memory to spare hold other nodes' layers, to go on in their place. Every stage spans
+    `nodes_per_stage` nodes; with 0 one, unless that pays where no nodes are named.
     """
 
     model: PathText
@@ -70,6 +71,7 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     ignore_unknown_config: bool = False
     arith: Literal["auto", "portable", "fast"] = "auto"
     standby: Literal["", "auto"] = ""
+    nodes_per_stage: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
 
 
 class PlanRequest(Tagged, frozen=True, kw_only=True):
@@ -86,13 +88,22 @@ class PlanRequest(Tagged, frozen=True, kw_only=True):
     )
 
 
+class PlannedShard(Strict, frozen=True, kw_only=True):
+    """One more node that a stage spans."""
+
+    node: Name
+    name: Name
+    address: Address
+
+
 class PlannedStage(Strict, frozen=True, kw_only=True):
     """One stage of a plan: its memory, compute and way to the next stage as predicted.
 
     `streamed_layers` of its layers are streamed from disk. `fetch_bytes` have to be fetched first,
     from other nodes, `fetch_from` among them; `fetch_s` is null where that was not measured. The
     node computes in `dtype`, with linear weights in `weight_dtype` where they are not quantised,
-    and sends in `wire_dtype`, "" from the tail. Stages of equal `arithmetic` give equal bits.
+    and sends in `wire_dtype`, "" from the tail. Stages of equal `arithmetic` give equal bits. The
+    stage spans the nodes `shards` too, of which each has an equal part of its bytes.
     """
 
     rank: Rank
@@ -114,6 +125,9 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     weight_dtype: Name = ""
     wire_dtype: Name = ""
     arithmetic: Name = ""
+    shards: Annotated[list[PlannedShard], Meta(max_length=MAX_STAGES)] = msgspec.field(
+        default_factory=list
+    )
 
 
 class PlannedRing(Strict, frozen=True, kw_only=True):

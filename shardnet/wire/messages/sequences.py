@@ -18,9 +18,11 @@ from shardnet.slot_operations import SlotOperation
 from shardnet.types import SequenceId, SlotId
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import (
+    MAX_LAYERS,
     U32,
     U64,
     BlockKeys,
+    LayerNumber,
     NLogprobs,
     Positions,
     Strict,
@@ -74,6 +76,8 @@ class Outputs(Travelling[OutputParams], frozen=True, kw_only=True):
     hidden_mean: bool = False
     before_norm: bool = False
     routing: bool = False
+    hidden_layers: Annotated[tuple[LayerNumber, ...], Meta(max_length=MAX_LAYERS)] = ()
+    every_layer: bool = False
 
     def params(self) -> OutputParams:
         """Return the parameters, not checked: the caller decides what `check` failing means."""

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.output_params import OutputKind
 from shardnet.types import SequenceId
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind, Limits
-from shardnet.wire.framing.schema import U32_MAX
+from shardnet.wire.framing.schema import MAX_LAYERS, U32_MAX
 
-_META: Final = struct.Struct("<QIIIB3x")
-"""sequence id, position of the first row, rows, width, kind, reserved 0."""
+_META: Final = struct.Struct("<QIIIBxH")
+"""sequence id, position of the first row, rows, width, kind, reserved 0, layer."""
 _MOST_BYTES: Final = Limits().rows_payload_bytes
 
 # routing comes from all stages, not only from the tail: it travels in EXTRAS
 _CODE_OF_KIND: Final = {OutputKind.LOGITS: 1, OutputKind.HIDDEN: 2}
-_KIND_OF_CODE: Final = {code: kind for kind, code in _CODE_OF_KIND.items()}
+_LAYER_CODE: Final = 3
+"""Hidden states after a number of layers, which only they have."""
+_KIND_OF_CODE: Final = {code: kind for kind, code in _CODE_OF_KIND.items()} | {
+    _LAYER_CODE: OutputKind.HIDDEN
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,7 @@ class RowBlock:
     """Consecutive rows of one sequence, the first at `position`.
 
     `payload` is little-endian, row after row of `width` elements, float32 or, of routing, int16.
+    Hidden states are the last ones, or those after so many layers as `layer` says.
     """
 
     sequence_id: SequenceId
@@ -38,6 +43,7 @@ class RowBlock:
     position: int
     width: int
     payload: Buffer
+    layer: int | None = None
 
     @property
     def n_rows(self) -> int:
@@ -52,13 +58,8 @@ class RowBlock:
     def part(self, start: int, end: int) -> RowBlock:
         """Return the rows `[start, end)` of these, without a copy."""
         row_bytes = self.row_bytes
-        return RowBlock(
-            sequence_id=self.sequence_id,
-            kind=self.kind,
-            position=self.position + start,
-            width=self.width,
-            payload=memoryview(self.payload)[start * row_bytes : end * row_bytes],
-        )
+        payload = memoryview(self.payload)[start * row_bytes : end * row_bytes]
+        return replace(self, position=self.position + start, payload=payload)
 
     def parts(self, most_bytes: int) -> Iterator[RowBlock]:
         """Cut into blocks of at most `most_bytes`, of one row at least."""
@@ -83,11 +84,13 @@ def read_rows(frame: Frame) -> RowBlock:
     """
     if len(frame.meta) != _META.size:
         raise _malformed(frame, f"its meta has {len(frame.meta)} bytes, not {_META.size}")
-    sequence_id, position, n_rows, width, code = _META.unpack(frame.meta)
-    if bytes(frame.meta[-3:]) != bytes(3):
+    sequence_id, position, n_rows, width, code, layer = _META.unpack(frame.meta)
+    if frame.meta[-3] or (layer and code != _LAYER_CODE):
         raise _malformed(frame, "its reserved bytes are not 0")
     if code not in _KIND_OF_CODE:
         raise _malformed(frame, f"kind {code} is not one of {sorted(_KIND_OF_CODE)}")
+    if layer > MAX_LAYERS:
+        raise _malformed(frame, f"it is of layer {layer}, beyond {MAX_LAYERS}")
     if not n_rows or not width:
         raise _malformed(frame, f"it has {n_rows} rows of {width} elements")
     if position + n_rows > U32_MAX:
@@ -105,6 +108,7 @@ def read_rows(frame: Frame) -> RowBlock:
         position=position,
         width=width,
         payload=frame.payload,
+        layer=layer if code == _LAYER_CODE else None,
     )
 
 
@@ -115,7 +119,8 @@ def _frame(block: RowBlock, epoch: int, step: int) -> Frame:
             block.position,
             block.n_rows,
             block.width,
-            _CODE_OF_KIND[block.kind],
+            _CODE_OF_KIND[block.kind] if block.layer is None else _LAYER_CODE,
+            block.layer or 0,
         )
     except struct.error as error:
         raise LocalProtocolError(f"step {step}: a number does not fit: {error}") from error

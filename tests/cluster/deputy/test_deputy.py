@@ -3,89 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support.cluster.small_node import small_settings
+from support.cluster.machines import Machine, machines, until
 from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import Client, connect
 from shardnet.api.events import RequestState
-from shardnet.cluster.node.node import Node, running
-from shardnet.errors import LinkError, PeerFailedError, SupersededError
+from shardnet.errors import PeerFailedError, SupersededError
 from shardnet.sampling_params import SamplingParams
-from shardnet.transport.link import Link
-from shardnet.transport.listener import Listener
-from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
 SAMPLED = SamplingParams(temperature=0.8, seed=7, repetition_penalty=1.2, n_logprobs=2)
 N_TOKENS = 120
 SOME = 8
 DEADLINE_S = 90.0
-
-
-@dataclass
-class Machine:
-    """A node that can lose all its links, and be out of reach."""
-
-    node: Node
-    listener: Listener
-    lines: list[str] = field(default_factory=list)
-
-    async def unplug(self) -> None:
-        """End its links, as when its process is killed; it cannot be reached any more."""
-
-        async def refuse(*_: object) -> Link:
-            raise LinkError("it is unplugged")
-
-        node, links = self.node, self.node._links.peers.links
-        self._dial, node._links.peers._dial = node._links.peers._dial, refuse
-        await self.listener.close()
-        clients = [*node._services.dispatcher._client_links]
-        controls = [one.control.link for peer in links._peers.values() for one in peer.links]
-        membership = node._stage.host.membership
-        data = [] if membership is None else [*membership._links]
-        for link in (*clients, *controls, *data):
-            link.abort("unplugged")
-
-    async def plug_in(self) -> None:
-        """Let it reach others again."""
-        self.node._links.peers._dial = self._dial
-
-
-@asynccontextmanager
-async def machines(folder: Path, *names: str) -> AsyncIterator[list[Machine]]:
-    """Nodes that know each other."""
-    async with AsyncExitStack() as stack:
-        found: list[Machine] = []
-        for name in names:
-            lines: list[str] = []
-            settings = replace(
-                small_settings(folder / name),
-                node=NodeId(name[0] * 32),
-                name=name,
-                log=lines.append,
-                peers=tuple(one.node.address for one in found),
-            )
-            node = await stack.enter_async_context(running(settings))
-            listener = await node.listen("127.0.0.1", 0)
-            stack.push_async_callback(listener.close)
-            found.append(Machine(node=node, listener=listener, lines=lines))
-        for one in found:
-            links = one.node._links.peers.links
-            await until(lambda links=links: len(links.linked()) == len(found) - 1)
-        yield found
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Wait for what has no event."""
-    while not is_so():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
 
 
 @dataclass
@@ -178,7 +114,7 @@ def test_a_deputy_goes_on_and_the_former_head_gives_way(tmp_path: Path) -> None:
             await anna.plug_in()
             await until(lambda: "bert leads in place of this node" in anna.lines)
             await until(lambda: anna.node.head.latest is None)
-            assert anna.node.head._epoch >= lead.ring.epoch
+            assert anna.node.head.led.epoch >= lead.ring.epoch
 
             # And the new one leaves politely.
             client = await stack.enter_async_context(connect(bert.node.address))

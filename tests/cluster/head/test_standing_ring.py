@@ -133,7 +133,7 @@ def test_a_ring_that_stands_serves_while_another_model_is_looked_for() -> None:
             measured=NOTHING_MEASURED,
             arith=Arith.FAST,
         )
-        head._lead = Lead(plan=cast(Any, plan), ring=cast(Any, ring), tokenizer=None, eos_ids=())
+        head.led.lead = Lead(plan=cast(Any, plan), ring=cast(Any, ring), tokenizer=None, eos_ids=())
 
         async def lead(model: str) -> None:
             choice = ModelChoice(model=model)

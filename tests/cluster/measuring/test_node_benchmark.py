@@ -20,6 +20,7 @@ from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import StageOrders
+from shardnet.cluster.member.stage_span import DataEnd
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import (
@@ -67,7 +68,7 @@ def measuring(
     memory_bytes: int | None = None,
     isa: str = "avx2",
 ) -> None:
-    async def dial(address: str, membership: RingMembership) -> Link:
+    async def dial(address: str, own: DataEnd) -> Link:
         raise AssertionError(f"{address} was dialled")
 
     async def run() -> None:

@@ -17,10 +17,10 @@ from shardnet.cluster.member import ring_membership
 from shardnet.cluster.member.ring_membership import (
     KEEP_S,
     SETTLE_S,
-    DialData,
     OnBroken,
     RingMembership,
 )
+from shardnet.cluster.member.stage_span import DataEnd, DialData
 from shardnet.errors import (
     LinkClosedError,
     PeerFailedError,
@@ -72,7 +72,7 @@ class BrokenCompute:
         raise Panic("a bug of ours")
 
 
-async def no_dial(address: str, membership: RingMembership) -> Link:
+async def no_dial(address: str, own: DataEnd) -> Link:
     raise AssertionError("a ring of one dials nobody")
 
 
@@ -173,7 +173,7 @@ def test_a_seat_that_is_left_while_it_connects_keeps_no_link() -> None:
         near, far = await memory_pair(node, node)
         dialled, answer = asyncio.Event(), asyncio.Event()
 
-        async def dial(address: str, membership: RingMembership) -> Link:
+        async def dial(address: str, own: DataEnd) -> Link:
             dialled.set()
             await answer.wait()
             return near
@@ -200,7 +200,7 @@ def test_a_seat_that_is_left_while_it_waits_for_its_neighbour_says_so() -> None:
         near, far = await memory_pair(node, node)
         dialled = asyncio.Event()
 
-        async def dial(address: str, membership: RingMembership) -> Link:
+        async def dial(address: str, own: DataEnd) -> Link:
             dialled.set()
             return near
 
@@ -234,7 +234,7 @@ def test_a_seat_that_is_left_before_its_work_begins_is_not_kept_awake(
         )
         (before, here), (there, after) = [await memory_pair(data, data) for _ in range(2)]
 
-        async def dial(address: str, membership: RingMembership) -> Link:
+        async def dial(address: str, own: DataEnd) -> Link:
             return there
 
         one, executor = membership(print, n_stages=3, rank=1, dial=dial), Executor("test")

@@ -16,8 +16,11 @@ import pytest
 from msgspec.structs import replace
 
 from shardnet.cluster.member import stage_host as stage_host_module
+from shardnet.cluster.member import stage_loader
 from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.cluster.member.stage_host import StageHost
+from shardnet.cluster.member.stage_span import DataEnd
+from shardnet.cluster.member.stage_state import PreparedStage
 from shardnet.errors import BusyError, DiskSilentError, PeerFailedError, TakenError, UsageError
 from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.stage.stage_order import StageOrder
@@ -40,7 +43,7 @@ class Member:
 
 
 def hosted(main: Callable[[StageHost], Any]) -> None:
-    async def dial(address: str, membership: RingMembership) -> Link:
+    async def dial(address: str, own: DataEnd) -> Link:
         raise AssertionError(f"{address} was dialled")
 
     async def run() -> None:
@@ -182,7 +185,7 @@ def loading_never_ends(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
         while True:
             report(0, 1)
 
-    monkeypatch.setattr(stage_host_module, "load", load_for_ever)
+    monkeypatch.setattr(stage_loader, "load", load_for_ever)
     return began
 
 
@@ -257,9 +260,7 @@ def test_only_a_standby_is_dropped_where_a_node_rests() -> None:
     async def main(host: StageHost) -> None:
         stage = cast(LoadedStage, SimpleNamespace(parts=(), weight_bytes=7, moves=None))
         for stands_for, left in (("bert", 0), ("", 7)):
-            host._prepared = stage_host_module._Prepared(
-                ring="r", stage=stage, stands_for=stands_for
-            )
+            host._prepared = PreparedStage(ring="r", stage=stage, stands_for=stands_for)
             await host.drop_standby()
             assert host.weight_bytes == left
 
@@ -270,7 +271,7 @@ def test_a_node_that_drains_takes_its_own_orders_alone() -> None:
     """Requests that it leads still may need another ring."""
 
     async def main(host: StageHost) -> None:
-        host.is_draining = True
+        host.refusals.is_draining = True
         with pytest.raises(PeerFailedError, match="this node is draining"):
             await enter_ring(host)
         assert await enter_ring(host, owner="own") is host.membership
@@ -310,7 +311,7 @@ def test_a_load_that_hangs_on_a_disk_ends_by_name_and_the_node_without_it(
         begun.pop()()
         answers.wait(60)
 
-    monkeypatch.setattr(stage_host_module, "load", hang)
+    monkeypatch.setattr(stage_loader, "load", hang)
     monkeypatch.setattr(stage_host_module, "CLOSE_S", 0.05)
 
     async def silent(host: StageHost) -> None:
@@ -331,7 +332,7 @@ def test_a_load_that_hangs_on_a_disk_ends_by_name_and_the_node_without_it(
 
     try:
         hosted(leaving)
-        monkeypatch.setattr(stage_host_module, "LOAD_SILENCE_S", 0.05)
+        monkeypatch.setattr(stage_loader, "LOAD_SILENCE_S", 0.05)
         hosted(silent)
     finally:
         answers.set()

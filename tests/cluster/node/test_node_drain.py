@@ -29,6 +29,7 @@ def test_a_head_is_asked_again_but_where_it_refused_for_the_same_reason() -> Non
     drain = NodeDrain(
         head=cast(Any, SimpleNamespace(node="me")),
         host=cast(Any, SimpleNamespace(membership=membership)),
+        n_routed=lambda: 0,
         link_of=lambda _: links.pop(0),
         hand_over=cast(Any, None),
         log=lambda line: None,

@@ -35,7 +35,7 @@ class Watched(ScriptedNode):
         super().__init__()
         self.head = SimpleNamespace(latest=lead, elsewhere=lambda: None, opening=None)
         handlers = MessageHandlers()
-        RingWatch(cast(Any, self.head), [LOST]).register(handlers)
+        RingWatch(cast(Any, self.head), [LOST], list).register(handlers)
         self.handle = handlers.handle  # type: ignore[method-assign]
 
 

@@ -45,7 +45,7 @@ class Around:
     def models(self, idle_s: float | None = None) -> UnusedModels:
         """Look after it."""
         return UnusedModels(
-            head=cast(Any, self),
+            router=cast(Any, self),
             host=cast(Any, self),
             link_of=lambda node: cast(Any, self if node == "b" else None),
             idle_s=idle_s,

@@ -49,7 +49,8 @@ def weighed(
     ids = [c.node for c in candidates]
     links = {(a, b): link for a in ids for b in ids if a != b}
     of = built or model()
-    return weigh_spans(of, candidates, links, objective, place(of, candidates, links, objective))
+    best = place(of, candidates, links, objective)
+    return weigh_spans(of, candidates, links, objective, best, ids)
 
 
 @pytest.mark.parametrize(

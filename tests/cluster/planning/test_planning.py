@@ -476,14 +476,16 @@ def test_nodes_that_are_to_be_left_out_are_no_candidates() -> None:
 
 
 def test_rings_behind_one_head_compute_alike_and_are_told() -> None:
-    """Each has the nodes, dtype and arithmetic that all settle on; the asked node's is the first."""
+    """Each has the dtype and arithmetic that all settle on; the asked node's is the first."""
     speed = StageSpeed(layer_s=0.001, layer_256_s=1, embed_s=0, head_s=0)
     known = (node("a"), node("b", "float32"), node("c", memory=1))
     measured = Measured(speeds={NodeId(one.node): speed for one in known})
     choice = ModelChoice(model="/m", optimise="throughput")
     plan = make_plan(choice, facts(), known, measured)
     assert [ring.choice.nodes for ring in plan.rings] == [["a:1"], ["b:1"]]
-    assert {(ring.choice.dtype, ring.dtype) for ring in plan.rings} == {("float32", DType.FLOAT32)}
+    assert {(ring.choice.dtype, ring.dtype) for ring in plan.rings} == {
+        ("bfloat16", DType.BFLOAT16)
+    }
     reply = plan.reply(1)
     assert [[stage.name for stage in ring.stages] for ring in reply.rings] == [["a"], ["b"]]
     assert [stage.name for stage in reply.stages] == ["a"]

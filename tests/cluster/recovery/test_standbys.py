@@ -95,6 +95,7 @@ class Chosen:
         self.latest: Any = SimpleNamespace(
             ring=self.ring, plan=self.plan, is_recovering=False, is_replacing=False
         )
+        self.led = self
         self.lines: list[str] = []
         self.made: list[int] = []
 

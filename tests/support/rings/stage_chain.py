@@ -15,6 +15,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.fused.decode_graphs import Capture
 from shardnet.model.kernels.codec import pack_rows, torch_dtype, unpack_rows
 from shardnet.model.kernels.linear import KernelChoice, probe
+from shardnet.model.shards.group import ShardGroup
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
 from shardnet.types import (
@@ -82,6 +83,7 @@ class StageChain:
         context: int | None = None,
         kv_dtype: KvDType = KvDType.AUTO,
         capture: Capture | None = None,
+        group: ShardGroup | None = None,
         device: torch.device = CPU,
     ) -> StageChain:
         """Load a checkpoint's layers, split as `ranges` say; by default as probed for float32."""
@@ -99,6 +101,7 @@ class StageChain:
                     context=context,
                     kv_dtype=kv_dtype,
                     capture=capture,
+                    group=group,
                 )
                 for layers in ranges
             ]

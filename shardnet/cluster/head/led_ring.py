@@ -1,0 +1,205 @@
+"""The ring that this node leads: built, replaced, forgotten, one change at a time.
+
+Must not know for which requests (head.py), nor when one replaces another (recovery/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from shardnet.cluster.head.lead import Lead, Opening
+from shardnet.cluster.head.ring_builder import RingBuilder
+from shardnet.cluster.member.refusals import generating_with
+from shardnet.cluster.member.stage_host import StageHost
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.planning.planning import Elsewhere
+from shardnet.cluster.ring.busy_backoff import BusyBackoff
+from shardnet.cluster.ring.ring import OnStageProgress, Ring, give_up
+from shardnet.errors import PeerFailedError
+from shardnet.tokenizers.grammar.grammars import Grammars
+from shardnet.tokenizers.tokenizer import Tokenizer, no_tokenizer
+from shardnet.transport.loop import finish
+from shardnet.types import Epoch, NodeId
+from shardnet.wire.framing.schema import Phase
+from shardnet.wire.messages.plans import ModelChoice
+
+
+class LedRing:
+    """At most one ring. `lead` is the one that was built last and not unloaded, broken or not."""
+
+    def __init__(
+        self,
+        *,
+        node: NodeId,
+        host: StageHost,
+        builder: RingBuilder,
+        on_broken: Callable[[Lead], bool],
+    ) -> None:
+        """Take the parts that do the work; for `on_broken` see Head."""
+        self._node = node
+        self._host = host
+        self._builder = builder
+        self._on_broken = on_broken
+        self.lock = asyncio.Lock()
+        """Held by who builds or unloads a ring."""
+        self.lead: Lead | None = None
+        self.epoch = 0
+        """That of the ring that was begun last."""
+        self.building: Ring | None = None
+        """The ring that is being built."""
+        self.opening: Opening | None = None
+        """What is done now to have a ring for a request."""
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether requests wait or run on the ring that this node leads."""
+        return self.lead is not None and self.lead.stands and self.lead.ring.is_in_use
+
+    def check_idle(self) -> None:
+        """Raise BusyError, which names the model, while requests run on this node's ring."""
+        if self.lead is not None and self.is_in_use:
+            raise generating_with(self.lead.plan.choice.model)
+
+    @contextlib.contextmanager
+    def opened(self, model: str, on_progress: OnStageProgress) -> Iterator[OnStageProgress]:
+        """Keep the progress within the context; yield what takes it, for `on_progress` too."""
+        opening = self.opening = Opening(model=model, began_s=time.monotonic())
+
+        def take(rank: int, phase: Phase, done: int, total: int) -> None:
+            opening.take(rank, phase, done, total)
+            on_progress(rank, phase, done, total)
+
+        try:
+            yield take
+        finally:
+            self.opening = None
+
+    def elsewhere_with(self, choice: ModelChoice) -> Elsewhere | None:
+        """Return another head whose ring with this node, built or being built, has the model."""
+        elsewhere = self.other_head()
+        is_same = elsewhere is not None and elsewhere.model == choice.model
+        return elsewhere if is_same and not choice.nodes else None
+
+    def other_head(self) -> Elsewhere | None:
+        """Return the head of the ring that this node is a member of, None if that is itself."""
+        membership = self._host.membership
+        if membership is None or membership.owner == self._node or membership.is_over:
+            return None
+        return Elsewhere(address=membership.addresses[0], model=membership.model)
+
+    async def build(
+        self,
+        plan: Plan,
+        tokenizer_for: str,
+        on_progress: OnStageProgress,
+        on_loaded: Callable[[float], None],
+        on_ring: Callable[[Ring], None],
+        instead_of: str = "",
+    ) -> Lead:
+        """Prepare the new ring, free the old one, and build the new one.
+
+        It comes `instead_of` that of another head, "" for none.
+
+        Nodes with which another head builds a ring are waited for, unless that ring would do.
+        `on_ring` takes the ring before it is built.
+        """
+        prepared = await self._builder.prepare(plan)
+        if tokenizer_for and prepared.tokenizer is None:
+            raise no_tokenizer(plan.facts.path, tokenizer_for)
+        try:
+            self.check_idle()  # again: who asked for the ring that stands did not wait for this
+            if self.lead is not None:
+                await self.lead.ring.unload(keep={node.address for node in plan.ring_nodes})
+                await self.forget()
+            self.epoch += 1
+            backoff = BusyBackoff(lambda: self.elsewhere_with(plan.choice) is not None)
+            ring = self.building = prepared.ring(Epoch(self.epoch), backoff.wait)
+            ring.instead_of = instead_of
+            on_ring(ring)
+            on_loaded(await ring.build(on_progress))
+        except BaseException:
+            await _close(prepared.tokenizer)
+            raise
+        finally:
+            self.building = None
+        lead = self.lead = Lead(
+            plan=plan,
+            ring=ring,
+            tokenizer=prepared.tokenizer,
+            eos_ids=prepared.eos_ids,
+            grammars=None
+            if prepared.tokenizer is None
+            else Grammars(
+                prepared.tokenizer.table, n_ids=ring.spec.vocab_size, eos_ids=prepared.eos_ids
+            ),
+        )
+        self._watch(lead)
+        return lead
+
+    def leads(self, lead: Lead) -> bool:
+        """Say whether `lead` was not ended or replaced by that of another model."""
+        return self.lead is lead
+
+    @contextlib.asynccontextmanager
+    async def changing(self, lead: Lead) -> AsyncIterator[None]:
+        """Keep others from building or unloading rings within the context.
+
+        Raises PeerFailedError if `lead` has ended meanwhile.
+        """
+        async with self.lock:
+            if self.lead is not lead:
+                raise PeerFailedError("the ring was unloaded")
+            yield
+
+    async def ring_instead(self, lead: Lead, plan: Plan) -> Ring:
+        """Prepare the ring of `plan`, to which the requests of `lead` are to go over.
+
+        It is not built. Must be called within `changing`. Raises what preparing raises.
+        """
+        prepared = await self._builder.prepare(plan, with_tokenizer=False)
+        self.epoch += 1
+        return prepared.ring(Epoch(self.epoch), give_up, lead.ring)
+
+    async def put_instead(self, lead: Lead, plan: Plan, ring: Ring) -> None:
+        """Build a ring that `ring_instead` has prepared; the requests of `lead` go over to it.
+
+        Must be called within `changing`. Raises what building raises; then the lead is as it was.
+        """
+        self.building = ring
+        with self.opened(plan.choice.model, lambda *_: None) as told:
+            try:
+                await ring.build(told)
+            finally:
+                self.building = None
+        lead.plan, lead.ring = plan, ring
+        self._watch(lead)
+
+    async def build_instead(self, lead: Lead, plan: Plan, on_ring: Callable[[Ring], None]) -> None:
+        """Build the ring of `plan`, to which the requests of `lead` go over.
+
+        `on_ring` takes the ring before it is built. Must be called within `changing`. Raises what
+        preparing or building raises; then the lead is as it was.
+        """
+        ring = await self.ring_instead(lead, plan)
+        on_ring(ring)
+        await self.put_instead(lead, plan, ring)
+
+    def _watch(self, lead: Lead) -> None:
+        """Have `on_broken` called when the ring of a lead breaks."""
+        lead.ring.on_broken = lambda ring: lead.ring is ring and self._on_broken(lead)
+
+    async def forget(self) -> None:
+        """Drop the ring, which has ended, and end the processes of its tokenizer."""
+        lead, self.lead = self.lead, None
+        if lead is not None:
+            await _close(lead.tokenizer, lead.grammars)
+
+
+async def _close(*parts: Tokenizer | Grammars | None) -> None:
+    """End the processes of these, off the loop."""
+    for part in parts:
+        if part is not None:
+            await finish(asyncio.to_thread(part.close))

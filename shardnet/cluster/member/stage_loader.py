@@ -1,0 +1,155 @@
+"""Loads the stages of this node on a thread of its own, and other long work to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from shardnet.cluster.store.disk_jobs import DiskJobs
+from shardnet.errors import PeerFailedError, ShardnetError
+from shardnet.runtime.loading.joined import join
+from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
+from shardnet.runtime.loading.loading import load, release_freed_memory
+from shardnet.runtime.stage.plugin import ComputePlugin
+from shardnet.runtime.stage.progress import ProgressReporter
+from shardnet.runtime.stage.stage_order import StageOrder
+from shardnet.transport.loop import finish
+
+if TYPE_CHECKING:  # it imports torch
+    from shardnet.stage.prefixes.prefix_store import PrefixStore
+
+T = TypeVar("T")
+
+LOAD_SILENCE_S = 30.0
+"""How long loading may make no progress: as long as a head waits for a sign of it."""
+
+
+class StageLoader:
+    """Loads one stage at a time. For what it takes see StageHost."""
+
+    def __init__(
+        self, *, packs: Path | None, plugin: ComputePlugin | None, prefixes: PrefixStore | None
+    ) -> None:
+        self._packs = packs
+        self._plugin = plugin
+        self._prefixes = prefixes
+        self._jobs = DiskJobs("shardnet-load", niceness=10, silence_s=LOAD_SILENCE_S)
+        self._work: ProgressReporter | None = None
+        """Progress of the current load or measurement."""
+
+    def cancel(self, why: ShardnetError) -> None:
+        """End the current work, if any, with an error."""
+        if self._work is not None:
+            self._work.cancel(why)
+
+    async def run(self, place: Path | str, job: Callable[[], T]) -> T:
+        """Run a job on the loading thread; see DiskJobs.run."""
+        return await self._jobs.run(place, job)
+
+    async def load(
+        self,
+        order: StageOrder,
+        memory_bytes: int,
+        on_progress: Callable[[int, int], None],
+        held_bytes: int = 0,
+        kept: KeptWeights | None = None,
+    ) -> LoadedStage:
+        """Load on the loading thread. When cancelled, wait until the thread has stopped."""
+        reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
+        try:
+            return await self.to_its_end(
+                self._jobs.submit(
+                    order.folder,
+                    lambda: load(
+                        order,
+                        memory_bytes,
+                        reporter.report,
+                        self._packs,
+                        self._plugin,
+                        self._prefixes,
+                        held_bytes,
+                        kept,
+                    ),
+                    alive=lambda: reporter.n_reports,
+                ),
+                reporter,
+            )
+        except asyncio.CancelledError:
+            await finish(self.release_freed_memory())
+            raise
+
+    async def find(self, order: StageOrder, stages: Sequence[LoadedStage]) -> LoadedStage | None:
+        """Return the stage of `order` if it is here: one of `stages`, or a part of one."""
+        for stage in stages:
+            found = await self.run(order.folder, partial(stage.part, order))
+            if found is not None:
+                return found
+        return None
+
+    async def fits(self, stage: LoadedStage | None, order: StageOrder) -> bool:
+        """Say whether a stage is the one that `order` would give."""
+        return stage is not None and await self.run(order.folder, partial(stage.fits, order))
+
+    async def grow(
+        self,
+        own: LoadedStage | None,
+        order: StageOrder,
+        memory_bytes: int,
+        on_progress: Callable[[int, int], None],
+    ) -> LoadedStage | None:
+        """Load what the stage in use lacks of `order`, and join both; None if it is no part."""
+        if own is None:
+            return None
+        lacking = await self.run(order.folder, partial(own.lacks, order))
+        if not lacking:
+            return None
+        stages, left_bytes = [own], memory_bytes - own.weight_bytes
+        for part in lacking:
+            stages.append(await self.load(part, left_bytes, on_progress))
+            left_bytes -= stages[-1].weight_bytes
+        return join(order, stages)
+
+    async def release_freed_memory(self) -> None:
+        """Return freed memory to the system, on the loading thread."""
+        with contextlib.suppress(PeerFailedError):  # this node leaves, and takes it along
+            await self._jobs.run("freed memory", release_freed_memory)
+
+    def release_soon(self) -> None:
+        """Return freed memory to the system; nobody waits for it."""
+        self._jobs.submit("freed memory", release_freed_memory).add_done_callback(looked_at)
+
+    async def to_its_end(self, running: asyncio.Future[T], reporter: ProgressReporter) -> T:
+        """Wait for a job on a thread. When cancelled, cancel the job and wait for its end."""
+        self._work = reporter
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            reporter.cancel()
+            try:
+                await finish(_ended(running))
+            finally:
+                del running  # with what it has made: the memory may be wanted while this travels
+            raise
+        finally:
+            self._work = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._jobs.close()
+
+
+def looked_at(job: asyncio.Future[None]) -> None:
+    """Retrieve the error of a job that nobody waits for: the disk hangs, or this node leaves."""
+    if not job.cancelled():
+        job.exception()
+
+
+async def _ended(running: asyncio.Future[T]) -> None:
+    """Wait for the end of a cancelled job, and discard its result."""
+    await asyncio.wait([running])
+    if not running.cancelled():
+        running.exception()

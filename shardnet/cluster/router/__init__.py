@@ -1,0 +1,1 @@
+"""Several rings behind one head: opened, kept, chosen among, taken over from."""

@@ -1,0 +1,155 @@
+"""Several rings behind this head: opened together, chosen among for each request.
+
+Knows which of them takes requests. Must not know links, nor what clients send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
+
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.supervision import SupervisedJobs
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.router.choosing import choose
+from shardnet.cluster.router.kept_ring import KeptRing, OnProgress
+from shardnet.errors import PeerFailedError, ShardnetError
+from shardnet.wire.messages.plans import ModelChoice, NodeProgress
+
+Reach = Callable[[Plan], Awaitable[ControlLink]]
+"""Gives the control link to the head of a ring with this plan."""
+
+Tried = Collection[tuple[KeptRing, int]]
+"""Rings that have failed a request, with `n_times` of each then."""
+
+
+class Front:
+    """The rings of one plan, kept until `close`. The first is that of this node.
+
+    `choice` is what a client asked for. Jobs run in `jobs`.
+    """
+
+    def __init__(
+        self,
+        choice: ModelChoice,
+        plan: Plan,
+        reach: Reach,
+        jobs: SupervisedJobs,
+        log: Callable[[str], None],
+    ) -> None:
+        self.choice = choice
+        self.plan = plan
+        self.rings = [
+            KeptRing(ring, partial(reach, ring), self._changed, log) for ring in plan.rings
+        ]
+        self._change = asyncio.Event()
+        self._listeners: set[OnProgress] = set()
+        self._n_users = 0
+        self._used_at_s = time.monotonic()
+        self._keeping = [
+            jobs.begin(partial(ring.keep, partial(self._progressed, ring)), "a ring behind a head")
+            for ring in self.rings
+        ]
+
+    @property
+    def n_requests(self) -> int:
+        """Requests that wait or run."""
+        return self._n_users
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since a request used it last, 0 while one does."""
+        return 0.0 if self._n_users else time.monotonic() - self._used_at_s
+
+    def __enter__(self) -> None:
+        self._n_users += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._n_users -= 1
+        self._used_at_s = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no ring is there, nor can be built now."""
+        return not any(ring.is_whole or ring.is_hopeful for ring in self.rings)
+
+    def suits(self, choice: ModelChoice) -> bool:
+        """Say whether it is what `choice` asks for; see Lead.suits."""
+        had, plan = self.choice, self.plan
+        return (
+            choice.model == had.model
+            and not choice.nodes
+            and not choice.layers
+            and choice.stream_layers in (0, "auto")
+            and choice.context in (0, plan.context)
+            and choice.dtype in ("auto", plan.dtype.value)
+            and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)
+            and choice.wire_dtype == had.wire_dtype
+            and choice.arith in ("auto", plan.arith.value)
+            and choice.threads in (0, had.threads)
+            and choice.optimise in ("", had.optimise)
+            and (choice.ignore_unknown_config or not plan.facts.unknown_keys)
+        )
+
+    async def opened(self, on_progress: OnProgress) -> None:
+        """Wait until each ring was whole once, or cannot be built now."""
+        self._listeners.add(on_progress)
+        try:
+            while any(ring.is_hopeful and not ring.n_times for ring in self.rings):
+                await self._change.wait()
+        finally:
+            self._listeners.discard(on_progress)
+
+    async def ring_for(self, prompt: bytes, tried: Tried = ()) -> KeptRing:
+        """Choose the ring for a request, none of those that it has tried in vain.
+
+        Waits where one is built or recovers. Raises what was wrong with the last if none is.
+        """
+        while True:
+            fresh = [ring for ring in self.rings if (ring, ring.n_times) not in tried]
+            whole = [ring for ring in fresh if ring.is_whole]
+            if whole:
+                return whole[choose([ring.view(prompt) for ring in whole])]
+            if not any(ring.is_hopeful and not ring.is_whole for ring in self.rings):
+                raise self._error()
+            await self._change.wait()
+
+    def others_than(self, ring: KeptRing) -> bool:
+        """Say whether another ring takes requests."""
+        return any(other.is_whole for other in self.rings if other is not ring)
+
+    def abandon(self, error: ShardnetError) -> None:
+        """End all requests with this error."""
+        for ring in self.rings:
+            ring.give_up(error)
+
+    async def close(self) -> None:
+        """Keep the rings no more. They are not freed by that."""
+        for job in self._keeping:
+            job.cancel()
+        await asyncio.wait(self._keeping)
+        self._wake()
+
+    def _error(self) -> ShardnetError:
+        [error, *_] = [ring.error for ring in self.rings if not ring.is_whole] or [
+            PeerFailedError("every ring behind this head has failed this request")
+        ]
+        return error
+
+    def _changed(self, _: KeptRing) -> None:
+        """Have requests of rings that take none go on where they can."""
+        for ring in self.rings:
+            if not ring.is_whole and self.others_than(ring):
+                ring.give_up(ring.error)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
+    def _progressed(self, ring: KeptRing, progress: NodeProgress) -> None:
+        if ring is self.rings[0]:
+            for listener in [*self._listeners]:
+                listener(progress)

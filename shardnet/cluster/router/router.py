@@ -1,0 +1,376 @@
+"""Takes what clients send to this node: for several rings behind it, or for its own alone.
+
+Knows when several rings are opened and ended. Must not know how one of them answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from shardnet.cluster.deputy.copying import Copying
+from shardnet.cluster.deputy.request_book import CopiedRequest
+from shardnet.cluster.head.clients import Clients
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.replies import report_progress
+from shardnet.cluster.head.requests import with_ids
+from shardnet.cluster.member.stage_host import draining, generating_with
+from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.supervision import SupervisedJobs
+from shardnet.cluster.placement.figures import Objective
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.planning.planning import Elsewhere, Planner
+from shardnet.cluster.router.front import Front
+from shardnet.cluster.router.keeping import Keeping
+from shardnet.cluster.router.routed_request import RoutedRequest, prompt_bytes
+from shardnet.errors import (
+    CheckpointError,
+    PlanError,
+    RemoteProtocolError,
+    ShardnetError,
+    SupersededError,
+)
+from shardnet.runtime.engine.requests import MadeToken
+from shardnet.transport.link import Link
+from shardnet.types import Epoch, NodeId
+from shardnet.wire.framing.schema import MAX_STAGES
+from shardnet.wire.messages.activity import KeepRing, RingBehind
+from shardnet.wire.messages.chat import DescribeTokenizer
+from shardnet.wire.messages.control import ControlMessage, Done, Redirect
+from shardnet.wire.messages.deputies import RingNode, StandBy
+from shardnet.wire.messages.generation import Generate, Unload
+from shardnet.wire.messages.plans import ModelChoice, NodeProgress
+from shardnet.wire.messages.tokens import Detokenize, Tokenize, Tokenized
+
+FREE_S = 5.0
+"""How long the head of another ring may take to free it."""
+
+Asked = TypeVar("Asked", Tokenize, Detokenize, DescribeTokenizer)
+
+
+class Router:
+    """What clients ask of this node. `head` leads its own ring, `clients` answer for that.
+
+    `own_link` opens a control link to this very node, `link_to` gives that to the node at another
+    address, `address_of` the address of a node. Jobs run in `tasks`, a group that outlives it.
+    """
+
+    def __init__(
+        self,
+        *,
+        head: Head,
+        planner: Planner,
+        clients: Clients,
+        copying: Copying,
+        own_link: Callable[[], Awaitable[Link]],
+        link_to: Callable[[str], Awaitable[ControlLink]],
+        address_of: Callable[[NodeId], str],
+        tasks: asyncio.TaskGroup,
+        log: Callable[[str], None],
+    ) -> None:
+        self._head = head
+        self._planner = planner
+        self._clients = clients
+        self._copying = copying
+        self._own_link = own_link
+        self._link_to = link_to
+        self._address_of = address_of
+        self._log = log
+        self._jobs = SupervisedJobs(tasks, log)
+        self._keeping = Keeping(head=head, clients=clients)
+        self._changing = asyncio.Lock()
+        self._front: Front | None = None
+        self._to_self: ControlLink | None = None
+
+    def register(self, handlers: MessageHandlers) -> None:
+        """Register what needs a ring."""
+        handlers.register(Generate, self.generate)
+        handlers.register(Tokenize, self._tokenize)
+        handlers.register(Detokenize, self._detokenize)
+        handlers.register(DescribeTokenizer, self._describe_tokenizer)
+        handlers.register(Unload, self._unload_for)
+        handlers.register(KeepRing, self._keeping.keep)
+
+    @property
+    def rings(self) -> list[RingBehind]:
+        """The rings behind this head, none where it leads one alone."""
+        return [] if self._front is None else [ring.seen() for ring in self._front.rings]
+
+    @property
+    def n_requests(self) -> int:
+        """Requests that wait or run on several rings."""
+        return 0 if self._front is None else self._front.n_requests
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds since a request used a ring of this node, None without one."""
+        return self._head.idle_s if self._front is None else self._front.idle_s
+
+    async def close(self) -> None:
+        """End what runs. Other rings are freed by their heads when nobody uses them."""
+        self._front = None
+        await self._jobs.close()
+
+    # --- for clients
+
+    async def generate(self, control: ControlLink, message: Generate) -> None:
+        """Run one request and stream its tokens and rows, or reply Redirect."""
+        made = [MadeToken(token_id=token_id) for token_id in message.made]
+        match await self._front_for(control, message.request, message.choice):
+            case Front() as front:
+                await self._route(front, control, message, made, len(made))
+            case Elsewhere(address=address):
+                control.send(Redirect(request=message.request, address=address))
+            case None:
+                await self._clients.generate(control, message)
+
+    async def resume(
+        self, control: ControlLink, request: int, copied: CopiedRequest, n_tokens: int
+    ) -> None:
+        """Go on with an answer, from its token number `n_tokens` on, or reply Redirect."""
+        message, front = replace(copied.generate, request=request), self._front
+        if front is not None and front.suits(message.choice):
+            await self._route(front, control, message, copied.tokens[:n_tokens], n_tokens)
+        else:
+            await self._clients.resume(control, request, copied, n_tokens)
+
+    async def unload(self, model: str = "", idle_s: float = 0.0) -> None:
+        """End the rings of this node and free them on every node; see Head.unload.
+
+        While this node rests only its own ring is freed: the others go on.
+        """
+        front = self._front
+        if front is None or self._head.rests:
+            await self._keeping.let_go()
+            await self._head.unload(model, idle_s)
+        elif model in ("", front.choice.model):
+            async with self._changing:
+                await self._end(front, idle_s)
+
+    def give_way(self, address: str) -> None:
+        """Have clients go on at the node at `address`, which leads in place of this one."""
+        front, self._front = self._front, None
+        if front is not None:
+            error = SupersededError(f"the node at {address} leads in place of this one")
+            error.address = address
+            front.abandon(error)
+            self._jobs.begin(front.close, "leaving several rings")
+
+    async def _unload_for(self, control: ControlLink, message: Unload) -> None:
+        keeper = self._keeping.keeper(self._head.model or "")
+        if keeper is not None and control.link.peer.node != keeper:
+            control.send(Redirect(request=message.request, address=self._address_of(keeper)))
+        elif self._front is None:
+            if message.model in ("", self._head.model):
+                await self._keeping.let_go()
+            await self._clients.unload(control, message)
+        else:
+            choice = ModelChoice(model=message.model)
+            model = (await self._clients.settled(choice)).model if message.model else ""
+            await self.unload(model, message.idle_s)
+            control.send(Done(request=message.request))
+
+    async def _tokenize(self, control: ControlLink, message: Tokenize) -> None:
+        await self._ask(control, message, message.generate.choice, self._clients.tokenize)
+
+    async def _detokenize(self, control: ControlLink, message: Detokenize) -> None:
+        await self._ask(control, message, message.choice, self._clients.detokenize)
+
+    async def _describe_tokenizer(self, control: ControlLink, message: DescribeTokenizer) -> None:
+        await self._ask(control, message, message.choice, self._clients.describe_tokenizer)
+
+    async def _ask(
+        self,
+        control: ControlLink,
+        message: Asked,
+        choice: ModelChoice,
+        alone: Callable[[ControlLink, Asked], Awaitable[None]],
+    ) -> None:
+        """Answer what takes no slot: from any ring, or from the one that is led `alone`."""
+        match await self._front_for(control, message.request, choice):
+            case Front() as front:
+                with front:
+                    await front.opened(partial(_pass_on, control, message.request))
+                    answer = await self._any_ring(front, message)
+                control.send(replace(answer, request=message.request))
+            case Elsewhere(address=address):
+                control.send(Redirect(request=message.request, address=address))
+            case None:
+                await alone(control, message)
+
+    async def _any_ring(self, front: Front, message: Asked) -> ControlMessage:
+        """Return the answer of any ring. Raises what it reports, LinkError if it is lost."""
+        ring = await front.ring_for(b"")
+        async with ring.conversation(partial(_numbered, message, ring.plan.choice)) as answers:
+            async for answer in answers:
+                if not isinstance(answer, NodeProgress):
+                    return answer
+        raise AssertionError("the conversation ends with an answer, or raises")
+
+    # --- several rings
+
+    async def _route(
+        self,
+        front: Front,
+        control: ControlLink,
+        message: Generate,
+        made: Sequence[MadeToken],
+        n_told: int,
+    ) -> None:
+        """Run a request whose answer begins with `made`; the client has `n_told` tokens of it."""
+        with front:
+            control.send(front.plan.reply(message.request))
+            await front.opened(partial(_pass_on, control, message.request))
+            if message.outputs.params().asks:  # rows are many: they go straight to the client
+                choice = front.plan.choice
+                await self._clients.generate(control, replace(message, choice=choice))
+                return
+            described, prompt = message, prompt_bytes(message)
+            if message.key:
+                tokenized = await self._any_ring(front, Tokenize(request=0, generate=message))
+                if not isinstance(tokenized, Tokenized):
+                    raise RemoteProtocolError(f"a ring answered Tokenize: {tokenized}")
+                described = with_ids(message, tokenized.token_ids)
+            with self._copying.copied(
+                control, described, made, partial(self._stand_by, front)
+            ) as copy:
+                request = RoutedRequest(
+                    control,
+                    replace(described, request=message.request),
+                    prompt=prompt,
+                    made=[token.token_id for token in made],
+                    n_told=n_told,
+                    copy=copy,
+                )
+                try:
+                    await request.run(front)
+                except SupersededError as error:
+                    if not message.key or not error.address or control.link.closed:
+                        raise
+                    control.send(Redirect(request=message.request, address=error.address))
+
+    def _stand_by(self, front: Front) -> StandBy:
+        """Say what a deputy needs to know: the head of another ring is one."""
+        lead = self._head.latest
+        told = front.plan.stand_by(Epoch(0) if lead is None else lead.ring.epoch)
+        heads = [ring.nodes[0] for ring in front.plan.rings]
+        nodes = [RingNode(node=head.node, address=head.address) for head in heads]
+        return replace(told, choice=front.choice, nodes=[*nodes, *told.nodes[1:]][:MAX_STAGES])
+
+    async def _front_for(
+        self, control: ControlLink, request: int, choice: ModelChoice
+    ) -> Front | Elsewhere | None:
+        """Return the rings for a choice, opened if that is best; None for the one of this node.
+
+        Raises BusyError while requests run on several rings with another model.
+        """
+        if choice.nodes:
+            return None
+        choice = await self._clients.settled(choice)
+        keeper = self._keeping.keeper(choice.model)
+        if keeper is not None and (address := self._address_of(keeper)):
+            return Elsewhere(address=address, model=choice.model)
+        stale = self._front
+        if stale is None and not self._may_divide(choice):
+            return None
+        if stale is not None and await self._serves(stale, choice):
+            if self._head.is_draining:
+                raise draining()
+            return stale
+        async with self._changing:
+            front = self._front
+            if front is not None and front is not stale and front.suits(choice):
+                return front
+            if front is not None:
+                await self._end(front)
+            return await self._open(control, request, choice) if self._may_divide(choice) else None
+
+    async def _serves(self, front: Front, choice: ModelChoice) -> bool:
+        """Say whether rings are what `choice` asks for, and their checkpoint is unchanged."""
+        if not front.suits(choice) or front.is_over:
+            return False
+        return not await self._planner.has_changed(front.plan.facts, choice.model)
+
+    def _may_divide(self, choice: ModelChoice) -> bool:
+        """Say whether several rings may be opened: for many sequences, and where there is none."""
+        if choice.optimise != Objective.THROUGHPUT.value or choice.layers or choice.stream_layers:
+            return False
+        lead = self._head.latest
+        stands = lead is not None and lead.stands and lead.suits(choice)
+        return not stands and self._head.elsewhere() is None and not self._head.is_draining
+
+    async def _open(
+        self, control: ControlLink, request: int, choice: ModelChoice
+    ) -> Front | Elsewhere | None:
+        """Open several rings if that is best. What is wrong with the choice is said elsewhere."""
+        progress = partial(report_progress, control, request, 0)
+        try:
+            await self._planner.provide(choice.model, partial(progress, "downloading"))
+            plan = await self._planner.plan(choice, partial(progress, "measuring"))
+        except (CheckpointError, PlanError):
+            return None
+        if isinstance(plan, Elsewhere):
+            return plan
+        if not plan.beside:
+            return None
+        self._head.check_idle()
+        self._log(f"{choice.model}: {plan.why}")
+        front = self._front = Front(choice, plan, self._reach, self._jobs, self._log)
+        return front
+
+    async def _end(self, front: Front, idle_s: float = 0.0) -> None:
+        """Free all rings. Raises BusyError if a request has used one within `idle_s`, or does."""
+        if front.n_requests or front.idle_s < idle_s:
+            raise generating_with(front.choice.model)
+        self._front = None
+        await front.close()
+        await self._keeping.let_go()
+        await asyncio.gather(*(self._free(plan) for plan in front.plan.beside))
+        await self._head.unload()
+
+    async def _free(self, plan: Plan) -> None:
+        """Have another head free its ring, if it is there."""
+        with contextlib.suppress(ShardnetError, TimeoutError):
+            async with asyncio.timeout(FREE_S):
+                control = await self._reach(plan)
+                message = Unload(request=control.next_request(), model=plan.choice.model)
+                await control.ask(message, Done)
+
+    async def _reach(self, plan: Plan) -> ControlLink:
+        """Return the control link to the head of a ring. Raises LinkError."""
+        head = plan.nodes[0]
+        if head.node != self._head.node:
+            return await self._link_to(head.address)
+        if self._to_self is None or self._to_self.link.closed:
+            control = self._to_self = ControlLink(await self._own_link(), _refuse)
+            self._jobs.begin(partial(_serve, control), "a link of this node to itself")
+        return self._to_self
+
+
+def _numbered(message: Asked, choice: ModelChoice, request: int) -> Asked:
+    """Return the message as it is sent to the head of one ring."""
+    if isinstance(message, Tokenize):
+        return replace(message, request=request, generate=replace(message.generate, choice=choice))
+    return replace(message, request=request, choice=choice)
+
+
+def _pass_on(control: ControlLink, request: int, told: NodeProgress) -> None:
+    report_progress(control, request, told.rank, told.phase, told.done_bytes, told.total_bytes)
+
+
+async def _serve(control: ControlLink) -> None:
+    try:
+        with contextlib.suppress(ShardnetError):
+            await control.serve()
+    finally:
+        await control.link.close()
+
+
+async def _refuse(control: ControlLink, message: Incoming) -> None:
+    raise RemoteProtocolError(f"{control.peer_name} sent {type(message).__name__} to itself")

@@ -1,0 +1,184 @@
+"""A stage that spans several nodes: its shards gather over links, and follow shard 0.
+
+Knows how parts become bytes and a whole again, and which calls the other shards must make too. Must
+not know frames nor links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from shardnet.errors import LostShardError, ShardnetError, internal_error, without_frames
+from shardnet.model.kernels.codec import pack_rows, unpack_rows, wire_of
+from shardnet.model.shards.group import GatherStruct, PythonGather
+from shardnet.runtime.stage.compute import Activations, Samples, StageCompute
+from shardnet.slot_operations import SlotOperation
+from shardnet.types import MicroBatch, StepId, WireDType
+from shardnet.wire.framing.frames import Buffer
+
+
+class PartExchange(Protocol):
+    """What brings parts to and from the other shards of a stage; for its compute thread.
+
+    Everything raises LostShardError once one of them is lost.
+    """
+
+    def operate(self, operation: SlotOperation) -> None:
+        """Have the other shards do what is done to a slot here."""
+
+    def step(self, batch: MicroBatch, activations: Activations | None) -> None:
+        """Have the other shards compute a step."""
+
+    def begin(self, step: StepId) -> None:
+        """Begin to count the gathers of a step."""
+
+    def gather(
+        self, dtype: WireDType, n_rows: int, widths: Mapping[int, int], payload: Buffer
+    ) -> dict[int, Buffer]:
+        """Send this shard's part to all others, and return theirs by shard number.
+
+        Raises what a shard says the step has failed with.
+        """
+
+    def fail_step(self, error: ShardnetError) -> None:
+        """Tell the other shards that the step that began last has failed here."""
+
+
+class LinkGroup:
+    """Shard `index` of the `size` nodes of a stage. It implements ShardGroup, on any device.
+
+    Parts travel in `wire`, None for their own dtype, which changes no bit. In a narrower one all
+    shards go on with the rounded parts, their own included: they never differ.
+    """
+
+    def __init__(self, index: int, size: int, wire: WireDType | None = None) -> None:
+        self._index = index
+        self._size = size
+        self._wire = wire
+        self._exchange: PartExchange | None = None
+        self.error: ShardnetError | None = None
+        """What the step that began last has failed with, here or on another shard."""
+        self._native = PythonGather(self)
+
+    @property
+    def index(self) -> int:
+        """See ShardGroup."""
+        return self._index
+
+    @property
+    def size(self) -> int:
+        """See ShardGroup."""
+        return self._size
+
+    @property
+    def struct(self) -> GatherStruct:
+        """See ShardGroup."""
+        return self._native.struct
+
+    def connect(self, exchange: PartExchange | None) -> None:
+        """Gather by `exchange` from now on; None when the ring has ended."""
+        self._exchange, self.error = exchange, None
+
+    def begin(self) -> None:
+        """Forget what the step before has failed with."""
+        self.error = None
+
+    def gather(self, part: Tensor, ends: Sequence[int]) -> Tensor:
+        """See ShardGroup: after a failure there are zeros where columns of others belong."""
+        whole = part.new_zeros(part.shape[0], ends[-1])
+        if self.error is None and part.shape[0]:
+            try:
+                self._join(part, ends, whole)
+            except ShardnetError as error:
+                self.error = without_frames(error)
+        return whole
+
+    def check(self) -> None:
+        """Raise what the step has failed with here or on another shard."""
+        if self.error is not None:
+            raise self.error
+
+    def _join(self, part: Tensor, ends: Sequence[int], whole: Tensor) -> None:
+        if self._exchange is None:
+            raise LostShardError("the nodes of this stage are not connected", remedy="ask again")
+        n_rows, dtype = part.shape[0], self._wire or wire_of(part.dtype)
+        widths = {shard: ends[shard + 1] - ends[shard] for shard in range(self._size)}
+        payload = bytes(pack_rows(part, dtype))  # the library writes to the same memory again
+        parts: dict[int, Buffer] = self._exchange.gather(dtype, n_rows, widths, payload)
+        if self._wire is not None:
+            parts[self._index] = payload
+        else:
+            whole[:, ends[self._index] : ends[self._index + 1]] = part
+        for shard, received in parts.items():
+            columns = unpack_rows(received, dtype, n_rows, widths[shard], part.device)
+            whole[:, ends[shard] : ends[shard + 1]] = columns
+
+
+class SpanningCompute:
+    """The compute of one shard of a stage; shard 0 has the others do what it does."""
+
+    def __init__(self, own: StageCompute, group: LinkGroup) -> None:
+        self._own = own
+        self._group = group
+        self._exchange: PartExchange | None = None
+
+    def connect(self, exchange: PartExchange | None) -> None:
+        """Work with the shards that `exchange` reaches; None when the ring has ended."""
+        self._exchange = exchange
+        self._group.connect(exchange)
+
+    @property
+    def used_blocks(self) -> int:
+        """KV blocks that slots hold now; see StageCompute."""
+        return self._own.used_blocks
+
+    def use_wire(self, sent: WireDType, received: WireDType) -> None:
+        """See StageCompute."""
+        self._own.use_wire(sent, received)
+
+    def operate(self, operation: SlotOperation) -> None:
+        """Open or close a sequence, or free a slot, on every shard; see StageCompute."""
+        if self._group.index == 0:
+            self._connected().operate(operation)
+        self._own.operate(operation)
+
+    def compute(self, batch: MicroBatch, activations: Activations | None) -> Activations | Samples:
+        """Run the layers with the other shards; see StageCompute.
+
+        A step that fails here fails on all shards, by the same name. Raises LostShardError when one
+        is lost.
+        """
+        exchange = self._connected()
+        if self._group.index == 0:
+            exchange.step(batch, activations)
+        exchange.begin(batch.step)
+        self._group.begin()
+        try:
+            result = self._own.compute(batch, activations)
+        except Exception as error:
+            self._tell(exchange, self._group.error or error, batch.step)
+            self._group.check()  # what was computed from zeros is not the cause
+            raise
+        self._tell(exchange, self._group.error, batch.step)
+        self._group.check()
+        return result
+
+    def reset(self) -> None:
+        """See StageCompute: every shard is told by its own ring membership."""
+        self._own.reset()
+
+    def _tell(self, exchange: PartExchange, error: Exception | None, step: StepId) -> None:
+        """Tell the other shards what a step has failed with, if anything: they wait for parts."""
+        if error is None or isinstance(error, LostShardError):
+            return
+        if not isinstance(error, ShardnetError):
+            error = internal_error(f"step {step} on shard {self._group.index}", error)
+        exchange.fail_step(error)
+
+    def _connected(self) -> PartExchange:
+        if self._exchange is None:
+            raise LostShardError("the nodes of this stage are not connected", remedy="ask again")
+        return self._exchange

@@ -1,0 +1,116 @@
+"""The nodes of a stage that spans several find each other, and nobody else gets in."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from shardnet.cluster.member.stage_span import DataEnd, StageSpan
+from shardnet.errors import PeerFailedError, UsageError
+from shardnet.transport.link import Link
+from shardnet.transport.memory import memory_pair
+from shardnet.types import Epoch, WireDType
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
+
+ADDRESSES = ("a:1", "b:2", "c:3")
+
+
+def end(shard: int) -> DataEnd:
+    return DataEnd(ring="r", epoch=Epoch(2), rank=1, shard=shard)
+
+
+def hello(own: DataEnd) -> Hello:
+    return Hello(
+        purpose=Purpose.DATA,
+        role=PeerRole.NODE,
+        node=f"n{own.shard}",
+        name=f"n{own.shard}",
+        version="0",
+        ring=own.ring,
+        epoch=own.epoch,
+        rank=own.rank,
+        shard=UNSET if own.shard is None else own.shard,
+    )
+
+
+def spans(n: int = 3) -> list[StageSpan]:
+    return [StageSpan(shard=i, addresses=ADDRESSES[:n], end=end(i)) for i in range(n)]
+
+
+def test_each_shard_is_linked_to_each_other_one() -> None:
+    async def main() -> None:
+        made = spans()
+
+        async def dial(address: str, own: DataEnd) -> Link:
+            to = ADDRESSES.index(address)
+            near, far = await memory_pair(hello(own), hello(end(to)))
+            made[to].accept(far)
+            return near
+
+        linked = await asyncio.gather(*(span.connect(dial, 5.0) for span in made))
+        assert [(links.shard, links.n_shards) for links in linked] == [(0, 3), (1, 3), (2, 3)]
+        reading = [asyncio.create_task(job) for links in linked for job in links.readers()]
+        assert len(reading) == 4  # from shard 0 the stages' sources read
+        widths = {0: 1, 1: 1, 2: 1}
+
+        def gathered(shard: int) -> dict[int, bytes]:
+            linked[shard].begin(1)  # type: ignore[arg-type]
+            parts = linked[shard].gather(WireDType.FLOAT32, 1, widths, bytes([shard] * 4))
+            return {other: bytes(part) for other, part in parts.items()}
+
+        sources = [links.source(lambda: None) for links in linked[1:]]
+        reading += [asyncio.create_task(source.receive()) for source in sources]  # type: ignore[misc]
+        found = await asyncio.gather(*(asyncio.to_thread(gathered, shard) for shard in range(3)))
+        assert found == [
+            {other: bytes([other] * 4) for other in range(3) if other != shard}
+            for shard in range(3)
+        ]
+        for task in reading:
+            task.cancel()
+        for link in [link for span in made for link in span.links]:
+            link.abort("the test is over")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        replace(hello(end(1)), ring="other"),
+        replace(hello(end(1)), epoch=1),
+        replace(hello(end(1)), rank=0),
+        hello(end(0)),
+        hello(end(3)),
+        replace(hello(end(1)), shard=UNSET),
+    ],
+)
+def test_nobody_else_is_let_in(wrong: Hello) -> None:
+    async def main() -> None:
+        with pytest.raises(UsageError, match="expected each shard from 1 to 2 of rank 1 of ring r"):
+            spans()[0].check_hello(wrong)
+
+    asyncio.run(main())
+
+
+def test_a_shard_comes_once() -> None:
+    async def main() -> None:
+        first, *_ = spans()
+        near, far = await memory_pair(hello(end(1)), hello(end(0)))
+        first.accept(far)
+        assert first.links == [far]
+        with pytest.raises(UsageError, match="once"):
+            first.accept(far)
+        with pytest.raises(PeerFailedError, match="c:3 did not open its data link to shard 0"):
+            await first.connect(_no_dial, 0.0)
+        first.cancel()
+        for link in (near, far):
+            link.abort("the test is over")
+
+    asyncio.run(main())
+
+
+async def _no_dial(address: str, own: DataEnd) -> Link:
+    raise AssertionError("shard 0 dials nobody")

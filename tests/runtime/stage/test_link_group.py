@@ -1,0 +1,213 @@
+"""Gathers between the nodes of a stage, and shard 0 that the others follow."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardnet.errors import CapacityError, LostShardError, NumericalError, ShardnetError
+from shardnet.model.kernels.codec import pack_rows, unpack_rows
+from shardnet.runtime.stage.compute import Activations, Samples
+from shardnet.runtime.stage.link_group import LinkGroup, SpanningCompute
+from shardnet.slot_operations import FreeSlot, SlotOperation
+from shardnet.types import Epoch, MicroBatch, SlotId, StepId, WireDType
+
+ENDS = (0, 96, 112, 200)
+BATCH = MicroBatch(epoch=Epoch(1), step=StepId(4), groups=(), token_ids=())
+DONE = Samples(token_ids=(), logprobs=())
+
+Sent = dict[int, bytes] | ShardnetError
+
+
+class Town:
+    """The exchanges of all shards of a stage, in one process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.boxes = {(a, b): queue.SimpleQueue[object]() for a in range(size) for b in range(size)}
+        self.calls: list[list[object]] = [[] for _ in range(size)]
+
+    def exchange(self, index: int) -> _Exchange:
+        return _Exchange(self, index)
+
+
+class _Exchange:
+    def __init__(self, town: Town, index: int) -> None:
+        self.town, self.index = town, index
+
+    def operate(self, operation: SlotOperation) -> None:
+        self.town.calls[self.index].append(operation)
+
+    def step(self, batch: MicroBatch, activations: Activations | None) -> None:
+        self.town.calls[self.index].append(batch)
+
+    def begin(self, step: StepId) -> None:
+        self.town.calls[self.index].append(step)
+
+    def gather(
+        self, dtype: WireDType, n_rows: int, widths: Mapping[int, int], payload: object
+    ) -> dict[int, bytes]:
+        self._send(payload)
+        found = {}
+        for other in range(self.town.size):
+            if other != self.index:
+                part = self.town.boxes[other, self.index].get(timeout=10)
+                if isinstance(part, ShardnetError):
+                    raise part
+                assert isinstance(part, bytes)
+                assert len(part) == n_rows * dtype.row_bytes(widths[other])
+                found[other] = part
+        return found
+
+    def fail_step(self, error: ShardnetError) -> None:
+        self.town.calls[self.index].append(error)
+        self._send(error)
+
+    def _send(self, what: object) -> None:
+        for other in range(self.town.size):
+            self.town.boxes[self.index, other].put(what)
+
+
+def on_all(size: int, job: Callable[[int], object]) -> list[object]:
+    """What `job` returns on every shard, each on a thread of its own."""
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(job, range(size)))
+
+
+def joined(rows: Tensor, wire: WireDType | None) -> list[Tensor]:
+    """What each shard has of `rows` after a gather."""
+    size = len(ENDS) - 1
+    town = Town(size)
+
+    def job(index: int) -> Tensor:
+        group = LinkGroup(index, size, wire)
+        group.connect(town.exchange(index))
+        whole = group.gather(rows[:, ENDS[index] : ENDS[index + 1]], ENDS)
+        group.check()
+        return whole
+
+    return [found for found in on_all(size, job) if isinstance(found, Tensor)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_parts_of_unequal_width_are_joined_bit_by_bit(dtype: torch.dtype) -> None:
+    rows = torch.randn(3, ENDS[-1]).to(dtype)
+    for whole in joined(rows, None):
+        assert whole.dtype == dtype
+        assert torch.equal(whole, rows)
+    if dtype is torch.bfloat16:  # rounded to it anyway: the wire changes nothing
+        assert all(torch.equal(whole, rows) for whole in joined(rows, WireDType.BFLOAT16))
+
+
+@pytest.mark.parametrize("wire", [WireDType.BFLOAT16, WireDType.INT8])
+def test_on_a_narrower_wire_all_shards_have_the_same_bits(wire: WireDType) -> None:
+    rows = torch.randn(3, ENDS[-1])
+    first, *others = joined(rows, wire)
+    assert others
+    assert all(torch.equal(first, other) for other in others)
+    assert not torch.equal(first, rows)
+    for begin, end in pairwise(ENDS):
+        part = rows[:, begin:end]
+        there_and_back = unpack_rows(
+            bytes(pack_rows(part, wire)), wire, 3, end - begin, torch.device("cpu")
+        )
+        assert torch.equal(first[:, begin:end], there_and_back.float())
+
+
+class _Compute:
+    """A stage of one gather, which fails on one shard."""
+
+    used_blocks = 3
+
+    def __init__(self, group: LinkGroup, fails: ShardnetError | None = None) -> None:
+        self.group, self.fails = group, fails
+        self.operations: list[SlotOperation] = []
+
+    def use_wire(self, sent: WireDType, received: WireDType) -> None:
+        """Take any."""
+
+    def operate(self, operation: SlotOperation) -> None:
+        self.operations.append(operation)
+
+    def compute(self, batch: MicroBatch, activations: Activations | None) -> Samples:
+        if self.fails is not None:
+            raise self.fails
+        ends = range(self.group.size + 1)
+        whole = self.group.gather(torch.ones(1, 1), ends)
+        if not bool(whole.all()):
+            raise NumericalError("computed from zeros")
+        return DONE
+
+    def reset(self) -> None:
+        """Forget nothing."""
+
+
+def spanning(town: Town, index: int, fails: ShardnetError | None = None) -> SpanningCompute:
+    group = LinkGroup(index, town.size)
+    compute = SpanningCompute(_Compute(group, fails), group)
+    compute.connect(town.exchange(index))
+    return compute
+
+
+def computed(compute: SpanningCompute) -> object:
+    try:
+        return compute.compute(BATCH, None)
+    except ShardnetError as error:
+        return error
+
+
+def test_shard_0_has_the_others_do_what_it_does() -> None:
+    town = Town(3)
+
+    def job(index: int) -> object:
+        compute = spanning(town, index)
+        compute.operate(FreeSlot(slot=SlotId(1)))
+        return computed(compute)
+
+    assert on_all(3, job) == [DONE] * 3
+    assert town.calls == [[FreeSlot(slot=SlotId(1)), BATCH, 4], [4], [4]]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_step_that_fails_on_one_shard_fails_on_all_by_the_same_name(failing: int) -> None:
+    town, full = Town(3), CapacityError("full")
+    found = on_all(3, lambda i: computed(spanning(town, i, full if i == failing else None)))
+    assert found == [full] * 3
+
+
+def test_a_part_that_cannot_travel_fails_the_step_on_all_shards() -> None:
+    town = Town(2)
+
+    def job(index: int) -> object:
+        group = LinkGroup(index, 2, WireDType.FLOAT16)
+        large = _Compute(group)
+        compute = SpanningCompute(large, group)
+        compute.connect(town.exchange(index))
+        if index == 1:
+            rows = torch.full((1, 1), 1e6)
+            gather = group.gather
+            group.gather = lambda part, ends: gather(rows, ends)  # type: ignore[method-assign]
+        return computed(compute)
+
+    for error in on_all(2, job):
+        assert isinstance(error, NumericalError)
+        assert "does not fit a float16 wire" in error.message
+
+
+def test_without_the_other_shards_nothing_is_computed() -> None:
+    group = LinkGroup(1, 2)
+    compute = SpanningCompute(_Compute(group), group)
+    with pytest.raises(LostShardError, match="not connected"):
+        compute.compute(BATCH, None)
+    group.gather(torch.ones(1, 1), (0, 1, 2))
+    with pytest.raises(LostShardError, match="not connected"):
+        group.check()
+    group.connect(Town(2).exchange(1))
+    group.check()
+    assert compute.used_blocks == 3

@@ -1,0 +1,76 @@
+"""Nodes in this process that know each other, and can lose all their links."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from support.cluster.small_node import small_settings
+
+from shardnet.cluster.node.node import Node, running
+from shardnet.errors import LinkError
+from shardnet.transport.link import Link
+from shardnet.transport.listener import Listener
+from shardnet.types import NodeId
+
+
+@dataclass
+class Machine:
+    """A node that can lose all its links, and be out of reach."""
+
+    node: Node
+    listener: Listener
+    lines: list[str] = field(default_factory=list)
+
+    async def unplug(self) -> None:
+        """End its links, as when its process is killed; it cannot be reached any more."""
+
+        async def refuse(*_: object) -> Link:
+            raise LinkError("it is unplugged")
+
+        node, links = self.node, self.node._links.peers.links
+        self._dial, node._links.peers._dial = node._links.peers._dial, refuse
+        await self.listener.close()
+        clients = [*node._services.dispatcher._client_links]
+        controls = [one.control.link for peer in links._peers.values() for one in peer.links]
+        membership = node._stage.host.membership
+        data = [] if membership is None else [*membership._links]
+        for link in (*clients, *controls, *data):
+            link.abort("unplugged")
+
+    async def plug_in(self) -> None:
+        """Let it reach others again."""
+        self.node._links.peers._dial = self._dial
+
+
+@asynccontextmanager
+async def machines(folder: Path, *names: str) -> AsyncIterator[list[Machine]]:
+    """Nodes that know each other."""
+    async with AsyncExitStack() as stack:
+        found: list[Machine] = []
+        for name in names:
+            lines: list[str] = []
+            settings = replace(
+                small_settings(folder / name),
+                node=NodeId(name[0] * 32),
+                name=name,
+                log=lines.append,
+                peers=tuple(one.node.address for one in found),
+            )
+            node = await stack.enter_async_context(running(settings))
+            listener = await node.listen("127.0.0.1", 0)
+            stack.push_async_callback(listener.close)
+            found.append(Machine(node=node, listener=listener, lines=lines))
+        for one in found:
+            links = one.node._links.peers.links
+            await until(lambda links=links: len(links.linked()) == len(found) - 1)
+        yield found
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait for what has no event."""
+    while not is_so():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)

@@ -1,0 +1,43 @@
+"""The shards of a stage as threads of one process, which gather as those of processes do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from shardnet.errors import LostShardError
+from shardnet.model.shards.group import ShardGroup
+from shardnet.model.shards.memory_group import MemoryGroup, SharedMemory
+
+T = TypeVar("T")
+
+
+def on_each_shard(
+    n_shards: int,
+    work: Callable[[ShardGroup], T],
+    wrap: Callable[[MemoryGroup], ShardGroup] = lambda group: group,
+) -> list[T]:
+    """Call `work` for each shard at once; return what each returns.
+
+    The first exception is raised, and ends the waiting of the others.
+    """
+    memory = SharedMemory.create(n_shards)
+
+    def run(index: int) -> T:
+        torch.set_num_threads(1)
+        try:
+            return work(wrap(MemoryGroup(memory, index, n_shards)))
+        except BaseException:
+            memory.fail(index)
+            raise
+
+    with ThreadPoolExecutor(n_shards) as pool:
+        running = [pool.submit(run, index) for index in range(n_shards)]
+        failed = [error for each in running if (error := each.exception()) is not None]
+        for error in failed:
+            if not isinstance(error, LostShardError):
+                raise error
+        return [each.result() for each in running]
