@@ -14,7 +14,7 @@ from typing import Final
 from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
-from shardnet.cluster.member.stage_host import draining, resting
+from shardnet.cluster.member.refusals import draining, resting
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.errors import PeerFailedError
 from shardnet.types import NodeId

@@ -19,7 +19,7 @@ from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.replies import report_progress
 from shardnet.cluster.head.requests import with_ids
-from shardnet.cluster.member.stage_host import draining, generating_with
+from shardnet.cluster.member.refusals import draining, generating_with
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.supervision import SupervisedJobs
