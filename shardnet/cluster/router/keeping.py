@@ -86,7 +86,7 @@ class Keeping:
                 raise draining()
             if self._head.rests:
                 raise resting(self._head.rests)
-            if not self._head.leads(lead) or not lead.stands:
+            if not self._head.led.leads(lead) or not lead.stands:
                 raise PeerFailedError("the ring was lost")
             now_s = time.monotonic()
             answer = RingKept(
