@@ -70,6 +70,8 @@ class ShownNode(msgspec.Struct, kw_only=True):
     dtype: str | None = None
     n_sequences: int | None = None
     standby: ShownStandby | None = None
+    deputy: str | None = None
+    deputy_of: list[str] = []
     links: list[ShownLink] = []
 
 

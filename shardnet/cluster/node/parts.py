@@ -354,6 +354,7 @@ def build_services(
         resolve=lists.resolve,
         temperature=Thermometer(settings.budget.device.kind).read,
         pressure=lambda: pressure.state(),
+        deputies=lambda: (stand_in.deputy, stand_in.deputy_of),
     )
     unused = UnusedModels(
         router=router,

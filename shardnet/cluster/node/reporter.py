@@ -43,6 +43,7 @@ from shardnet.wire.messages.diagnostics import (
     MAX_TELLERS,
     MAX_VIEWS,
     AddressView,
+    DeputyState,
     InterfaceAddress,
     LinkTraffic,
     MulticastHeard,
@@ -82,7 +83,8 @@ class NodeReporter:
     `disk` a folder on the disk where weights are kept. `bandwidth` gives the bytes per second to a
     linked node, None where they are not known. `resolve` finds the name that a part of one means,
     `temperature` returns the device's in degrees Celsius without waiting, None if unknown.
-    `ring_work` gives what the ring has done that this node leads, `pressure` how short memory is.
+    `ring_work` gives what the ring has done that this node leads, `pressure` how short memory is,
+    `deputies` the deputy of this node and the heads that it is the deputy of.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class NodeReporter:
         resolve: Callable[[str], Awaitable[str]],
         temperature: Callable[[], float | None],
         pressure: Callable[[], PressureState | None],
+        deputies: Callable[[], tuple[DeputyState | None, list[DeputyState]]],
     ) -> None:
         self._own_info = own_info
         self._stage_state = stage_state
@@ -123,6 +126,7 @@ class NodeReporter:
         self._resolve = resolve
         self._temperature = temperature
         self._pressure = pressure
+        self._deputies = deputies
         self._probe_slots = asyncio.Semaphore(PROBES_AT_ONCE)
 
     def register(self, handlers: MessageHandlers) -> None:
@@ -204,7 +208,7 @@ class NodeReporter:
         views, model = await asyncio.gather(
             self._views(message.probe), self._look_for(message.model)
         )
-        now = time.monotonic()
+        now, (deputy, deputy_of) = time.monotonic(), self._deputies()
         report = NodeReport(
             cluster=self._cluster or "",
             protocol=PROTOCOL_VERSION,
@@ -226,6 +230,8 @@ class NodeReporter:
             temperature_c=self._temperature(),
             ring=self._ring_work(),
             pressure=self._pressure(),
+            deputy=deputy,
+            deputy_of=deputy_of,
             links=[_traffic(counts) for counts in self._traffic.counts()],
             sent_at=time.time(),
         )

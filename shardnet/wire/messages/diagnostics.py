@@ -178,6 +178,13 @@ class StandbyState(Strict, frozen=True, kw_only=True):
     weight_bytes: Count
 
 
+class DeputyState(Strict, frozen=True, kw_only=True):
+    """A head's deputy, or a head that a node is the deputy of: its name, and answers copied."""
+
+    node: Name
+    n_requests: U32
+
+
 class StageState(Strict, frozen=True, kw_only=True):
     """The stage that a node holds, and its place in a ring; `n_stages` is 0 where it has none.
 
@@ -291,7 +298,8 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     asked about. `disk_free_bytes` is that of the disk where weights are kept. `temperature_c` is
     the GPU's, else the CPU's, in degrees Celsius. `ring` is what the ring has done that the node
     leads, `links` what went over its links to other nodes. `pressure` is null where it does not
-    look at the memory of its machine.
+    look at the memory of its machine. `deputy` goes on if this node is lost, and this node if one
+    of those in `deputy_of` is.
     """
 
     cluster: Name
@@ -313,6 +321,10 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     temperature_c: Annotated[float, Meta(ge=-100, le=1000)] | None = None
     ring: RingWork | None = None
     pressure: PressureState | None = None
+    deputy: DeputyState | None = None
+    deputy_of: Annotated[list[DeputyState], Meta(max_length=MAX_STAGES)] = msgspec.field(
+        default_factory=list
+    )
     links: Annotated[list[LinkTraffic], Meta(max_length=MAX_TRAFFIC)] = msgspec.field(
         default_factory=list
     )
