@@ -141,6 +141,10 @@ class StandIn:
             for duty in self._duties.values()
         ]
 
+    def stop_copying(self) -> None:
+        """Copy nothing more: this node ends; see Copying.stop."""
+        self._copying.stop()
+
     async def close(self) -> None:
         """End what runs."""
         self._is_closing = True

@@ -78,7 +78,7 @@ PLANS: dict[tuple[Moment, ...], int] = {
 }
 """How often each sequence of moments is drawn, among as many."""
 ENDING = frozenset({Kind.KILL, Kind.HEAD})
-"""What ends a node: it has to be started again."""
+"""What kills a node: it has to be started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +116,13 @@ class Round:
     def kills_head(self) -> bool:
         """Whether it kills the node that clients ask: without a deputy each request then fails."""
         return any(fault.kind is Kind.HEAD for fault in self.faults)
+
+    @property
+    def ends_process(self) -> bool:
+        """Whether any process ends by it."""
+        return any(fault.kind in ENDING | DRAINS for fault in self.faults) or any(
+            fault.moment is Moment.DRAINING for fault in self.faults
+        )
 
     @property
     def ends_head(self) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from support.chaos.faults import DRAINS, ENDING, Fault, Kind
 from support.chaos.switch import VARIABLE, Switch, Way, changed
 from support.system.netns import Host, Network, NotPermittedError
@@ -221,6 +222,14 @@ class Lab:
             if "answer" in told:
                 return told["answer"]
         raise AssertionError(f"{place.name} cannot {do}: {told['error']}")
+
+    def resident(self) -> dict[str, int]:
+        """Return the bytes that each node has resident, by name."""
+        return {
+            place.name: psutil.Process(place.process.pid).memory_info().rss
+            for place in self.places
+            if place.process is not None
+        }
 
     # --- faults
 
