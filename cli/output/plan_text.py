@@ -41,6 +41,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
         "dtype": plan.dtype,
         "quant": plan.quant or "none",
         "kv_dtype": plan.kv_dtype,
+        "mtp_bytes": plan.mtp_bytes,
         "wire_dtype": plan.wire_dtype,
         "arith": plan.arith,
         "exact": plan.exact and msgspec.to_builtins(plan.exact),
@@ -165,6 +166,8 @@ def dtype_words(plan: PlanReply) -> str:
     quantised = [f"{plan.quant} weights"] if plan.quant else []
     if plan.kv_dtype != "auto":
         quantised.append(f"{plan.kv_dtype} KV")
+    if plan.mtp_bytes:
+        quantised.append(f"{plan.mtp_bytes / 2**20:.1f} MiB for MTP")
     return f"{plan.dtype} with {' and '.join(quantised)}" if quantised else plan.dtype
 
 

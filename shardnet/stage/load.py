@@ -68,9 +68,9 @@ def load_stage(
     `context` the limit of positions per sequence (None: the model's, at most 8192). `packs` caches
     quantised weights, which may be written while the stage computes already. `n_streamed` layers
     stay on disk. `capture` is that of load_family_stage. `kept` are linears of a stage of the same
-    model, loaded with the same choice: they are taken from there. With a
-    `group` this is a shard of the stage, with the heads of its own, and with `followers` the first
-    one, as which the others do. `progress` is called with (bytes
+    model, loaded with the same choice: they are taken from there. With a `group` this is a shard of
+    the stage, with the heads of its own, and with `followers` the first, as which the others do.
+    `progress` is called with (bytes
     done, bytes in total) after every part; an exception it raises aborts the loading and releases
     everything.
 
@@ -172,17 +172,19 @@ def _kv_cache(
     cut: Cut | None,
     followers: Followers | None,
 ) -> KvCache:
+    has_mtp = config.has_mtp and layers.end == config.n_layers
+    numbers = [*layers, config.n_layers] if has_mtp else [*layers]
     arguments = (
-        len(layers),
+        len(numbers),
         config.n_kv_heads,
         config.key_size,
         dtype,
         device,
         room_blocks,
-        [config.window(layer) for layer in layers],
+        [config.window(layer) for layer in numbers],
         config.value_size,
         kv_dtype,
-        [config.state(layer) for layer in layers],
+        [config.state(layer) for layer in numbers],
     )
     if cut is None or followers is None:
         return KvCache(*arguments)

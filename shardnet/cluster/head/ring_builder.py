@@ -198,6 +198,7 @@ def ring_spec(plan: Plan) -> RingSpec:
         has_state=plan.facts.config.has_state,
         routing=plan.facts.config.routing,
         ariths=tuple(node_ariths(plan.choice.arith, plan.arith, plan.nodes).values()),
+        mtp=plan.choice.mtp,
         ignore_unknown_config=plan.choice.ignore_unknown_config,
         spans=tuple(tuple(node.address for node in further) for further in plan.spans),
         gather_dtype=plan.gather_dtype,

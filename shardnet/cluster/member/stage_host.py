@@ -140,7 +140,7 @@ class StageHost:
         sequences of another head are open, TakenError while another one builds its ring,
         PeerFailedError when this node leaves, SupersededError if another node leads in its place.
         """
-        self.refusals.check_not_draining(owner)
+        self.refusals.check_not_draining(owner, self.membership)
         self.refusals.check_not_superseded(owner, message.epoch)
         refuse_others(self.membership, owner)  # whose loading keeps the lock for long
         if self._is_preparing:
@@ -236,7 +236,7 @@ class StageHost:
         it was here. `stands_for` is the node whose loss brings that ring, "" for none. Raises
         CapacityError if both do not fit, what loading raises, and as `enter_ring`.
         """
-        self.refusals.check_not_draining(owner)
+        self.refusals.check_not_draining(owner, None if stands_for else self.membership)
         refuse_others(self.membership, owner)
         async with self._changing:
             self.refusals.check_not_closing()
@@ -292,8 +292,8 @@ class StageHost:
         return _moves(self.loaded)
 
     def prepared_layers(self, ring: str) -> LayerRange:
-        """Return the layers of the stage that is ready for a ring, or raise UsageError."""
-        return self._prepared_for(ring).order.layers
+        """Return the layers that the stage ready for a ring caches, or raise UsageError."""
+        return self._prepared_for(ring).order.caching
 
     async def on_moves(self, ring: str, epoch: int, job: Callable[[SlotMoves], T]) -> T:
         """Run `job` with what sequences hold on this node's stage, on the compute thread.

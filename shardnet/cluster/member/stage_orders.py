@@ -290,6 +290,7 @@ class StageOrders:
             n_streamed=message.streamed_layers,
             ignore_unknown=message.ignore_unknown_config,
             arith=self.device.arith(Arith(message.arith)),
+            mtp=message.mtp,
             shard=message.shard,
             n_nodes=len(message.shard_nodes) or 1,
             gather_dtype=WireDType(message.gather_dtype) if message.gather_dtype else None,

@@ -89,7 +89,9 @@ class ModelShape:
     less each one takes, () if all are equal. A stage with both embedding and LM head takes
     `tied_bytes` less than the two. `state_bytes` are the states of all slots in a layer that keeps
     states, which then has no KV blocks; 0 where no layer does.
-    `streaming` is None if weights have to be converted on loading, so cannot be streamed.
+    The last stage has `n_tail_layers` more that keep keys and values; their weights are part of
+    `head_bytes`. `streaming` is None if weights have to be converted on loading, so cannot be
+    streamed.
     `narrow_hops` are the `hop_bytes` from one node to another where that link has its own dtype.
     `gathers` is None where a stage cannot span several nodes.
     """
@@ -109,6 +111,7 @@ class ModelShape:
     streaming: Streaming | None = None
     tied_bytes: int = 0
     state_bytes: int = 0
+    n_tail_layers: int = 0
     narrow_hops: Mapping[tuple[NodeId, NodeId], int] = field(default_factory=dict)
     gathers: Gathers | None = None
 
@@ -179,7 +182,8 @@ class ModelShape:
 
     def kv_bytes(self, layers: LayerRange) -> int:
         """KV cache of a stage for one sequence of the whole context."""
-        return len(layers) * self.kv_layer_bytes
+        n_more = self.n_tail_layers if layers.end == self.n_layers else 0
+        return (len(layers) + n_more) * self.kv_layer_bytes
 
     def memory_bytes(self, layers: LayerRange, n_streamed: int = 0) -> int:
         """Memory a stage needs for one sequence of the whole context; see `weight_bytes`."""

@@ -75,8 +75,10 @@ def make_plan(
     settle on.
 
     Raises PlanError if the model does not fit, UsageError for a context that the model does not
-    have and for an unknown dtype.
+    have, for an unknown dtype, and where `mtp` is asked for and the model has no such layer.
     """
+    if choice.mtp:
+        facts = facts.with_mtp()
     objective = Objective(choice.optimise) if choice.optimise else Objective.LATENCY
     context = _context(choice, facts.config)
     dtype = settle_dtype(choice.dtype, facts.config, nodes)
@@ -403,7 +405,7 @@ def _placed(
             raise _too_few_nodes(len(layers), candidates)
         candidates = candidates[: len(layers)]
 
-    n_each = choice.nodes_per_stage
+    n_each = choice.nodes_per_stage or int(choice.mtp)  # what drafts is not cut over nodes
 
     def resident() -> Placement:
         return place_over_devices(resident_on, candidates, shape.n_layers, objective)

@@ -18,6 +18,7 @@ from shardnet.cluster.placement.words import LISTED
 from shardnet.cluster.planning.ring_dtypes import NodeForm, exactness, unused_links, wire_name
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.loading.model_facts import ModelFacts
+from shardnet.stage.estimate.memory_estimate import WeightForm, mtp_weight_bytes
 from shardnet.types import Arith, DType, Epoch, NodeId, WireDType
 from shardnet.wire.messages.deputies import RingNode, StandBy
 from shardnet.wire.messages.generation import Timing
@@ -271,12 +272,23 @@ class Plan:
                 [wire for ring in self.rings for wire in ring.gathers],
             ),
             standbys=[self._planned(standby) for standby in self.standbys],
+            mtp_bytes=self._mtp_bytes(),
             rings=[
                 PlannedRing(stages=ring._stages(), predicted_tok_s=ring.placement.predicted_tok_s)
                 for ring in self.rings
                 if self.beside
             ],
         )
+
+    def _mtp_bytes(self) -> int:
+        """Return what the layer weighs that predicts further tokens, 0 without it."""
+        form = WeightForm(
+            dtype=self.forms[-1].dtype,
+            quantization=Quantization.named(self.choice.quant),
+            linear_dtype=self.forms[-1].linear,
+            packed=self.facts.packed,
+        )
+        return mtp_weight_bytes(self.facts.config, form)
 
     def _stages(self) -> list[PlannedStage]:
         return [

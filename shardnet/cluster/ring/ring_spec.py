@@ -43,6 +43,8 @@ class RingSpec:
     """How each stage computes."""
     parts: tuple[tuple[DevicePart, ...], ...] = ()
     """Which layers of each stage are on which devices of its node."""
+    mtp: bool = False
+    """Whether the last stage has the layer that predicts further tokens."""
     ignore_unknown_config: bool = False
     """Whether stages ignore keys of the model's config that they do not know."""
     spans: tuple[tuple[str, ...], ...] = ()
@@ -59,6 +61,12 @@ class RingSpec:
         """How many of its steps may be computed at a time: one by each part of each stage."""
         parts = self.parts or ((),) * len(self.layers)
         return sum(max(1, len(own)) for own in parts)
+
+    @property
+    def caching(self) -> list[LayerRange]:
+        """The layers of which each stage has keys, values or states."""
+        *before, last = self.layers
+        return [*before, LayerRange(last.start, last.end + self.mtp)]
 
     def order(
         self,
@@ -96,6 +104,7 @@ class RingSpec:
             sources=[source for source in sources if source != nodes[shard]],
             ignore_unknown_config=self.ignore_unknown_config,
             instead_of=instead_of,
+            mtp=self.mtp,
             shard_nodes=list(nodes) if spans else [],
             shard=shard,
             gather_dtype=self.gather_dtype.value if spans and self.gather_dtype else "",

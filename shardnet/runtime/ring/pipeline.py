@@ -19,6 +19,7 @@ from shardnet.output_params import OutputKind, RoutingShape
 from shardnet.runtime.stage.compute import (
     Activations,
     ScoredToken,
+    SequenceDrafts,
     StageInput,
     StageOutput,
     StepArrived,
@@ -54,6 +55,7 @@ class StepAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Sequence[ScoredToken] = ()
     blocks: Sequence[RowBlock] = ()
     routing: Sequence[StageExperts] = ()
+    drafts: Sequence[SequenceDrafts] = ()
 
 
 class StuckStage(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,6 +212,23 @@ class Pipeline:
                 self._check_logprobs(logprobs)
         if answer.prompt_logprobs or answer.blocks:
             self._check_outputs(batch, answer)
+        if answer.drafts:
+            self._check_drafts(batch, answer)
+
+    def _check_drafts(self, batch: MicroBatch, answer: StepAnswer) -> None:
+        """Check that drafts are tokens of the model, for sequences of the step."""
+        sampled = {group.sequence_id for group in batch.groups if group.n_sampled}
+        for drafts in answer.drafts:
+            if drafts.sequence_id not in sampled:
+                raise RemoteProtocolError(
+                    f"the tail drafted for sequence {drafts.sequence_id} in step {batch.step}, "
+                    "which samples none of its rows"
+                )
+            if max(drafts.token_ids, default=0) >= self._vocab_size:
+                raise RemoteProtocolError(
+                    f"the tail drafted token {max(drafts.token_ids)}, the vocabulary has "
+                    f"{self._vocab_size}"
+                )
 
     def _check_outputs(self, batch: MicroBatch, answer: StepAnswer) -> None:
         """Check that logprobs and rows of an answer belong to rows of its step."""
@@ -286,6 +305,7 @@ def step_answer(output: StageOutput) -> StepAnswer | StepFailed | None:
                 prompt_logprobs=result.prompt_logprobs,
                 blocks=output.blocks,
                 routing=output.routing,
+                drafts=result.drafts,
             )
         case StepFailed():
             return output

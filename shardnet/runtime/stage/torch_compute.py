@@ -23,6 +23,7 @@ from shardnet.model.kernels.codec import pack_rows, torch_dtype, unpack_rows
 from shardnet.model.kernels.device_memory import is_out_of_memory
 from shardnet.model.sampling.sampler import Sampler
 from shardnet.runtime.stage.compute import Activations, Samples, StepArrived, StepResult
+from shardnet.runtime.stage.mtp_drafts import MtpDrafts
 from shardnet.runtime.stage.routing import routing_table
 from shardnet.runtime.stage.row_outputs import layer_blocks
 from shardnet.runtime.stage.sampling_stage import SamplingStage
@@ -66,8 +67,11 @@ class TorchCompute:
         self._owners: dict[SlotId, OpenSequence] = {}
         self._unopened: dict[SequenceId, CapacityError] = {}
         """Sequences for whose beginning there was no memory: their steps fail."""
-        self._tail = None if sampler is None else SamplingStage(model, sampler, self._owners)
-        self.moves = SlotMoves(model.kv, model.layers, self._owners)
+        self._tail: SamplingStage | None = None
+        if sampler is not None:
+            drafts = MtpDrafts(model, sampler) if model.has_mtp else None
+            self._tail = SamplingStage(model, sampler, self._owners, drafts)
+        self.moves = SlotMoves(model.kv, model.caching, self._owners)
         """What sequences have in other stages, on its way here, and from here."""
 
     @property
@@ -141,7 +145,7 @@ class TorchCompute:
         """
         try:
             run = self._prepare(batch, activations)
-            return self._finish(run, self._model.run(run.batch, run.hidden, run.experts))
+            return self._finish(run, self._model.run_alone(run))
         except (RuntimeError, MemoryError) as error:
             raise self._named(f"step {batch.step}", error) from None
 

@@ -66,7 +66,8 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     leads, "" for none: of that node orders of smaller epochs are refused from then on. A stage that
     spans the `shard_nodes` is cut over them; this node has part `shard` of each linear, and the
     parts travel in `gather_dtype`, "" for as they are. `parts` say which of the node's devices have
-    which of the layers, [] that the first has all.
+    which of the layers, [] that the first has all. With `mtp` the last stage has the layer behind
+    the last one too, which predicts further tokens.
     """
 
     request: RequestId
@@ -98,6 +99,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     parts: Annotated[list[DevicePart], Meta(max_length=MAX_DEVICES)] = msgspec.field(
         default_factory=list
     )
+    mtp: bool = False
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):

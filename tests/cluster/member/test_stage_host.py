@@ -28,6 +28,7 @@ from shardnet.transport.link import Link
 from shardnet.types import DType, LayerRange, WireDType
 from shardnet.wire.messages.stages import LoadStage
 
+AWAY = r"draining|no ring now"
 STAGE_ORDER = StageOrder(
     model="/m",
     folder=Path("/m"),
@@ -286,6 +287,34 @@ def test_a_node_that_drains_takes_its_own_orders_alone() -> None:
         with pytest.raises(PeerFailedError, match="this node is draining"):
             await enter_ring(host)
         assert await enter_ring(host, owner="own") is host.membership
+
+    hosted(main)
+
+
+def test_a_member_that_drains_or_rests_goes_on_for_the_head_of_its_ring() -> None:
+    """Its ring loses another node, and needs this one in the next; it stands by for nobody."""
+
+    async def main(host: StageHost) -> None:
+        for is_draining, rests in ((True, ""), (False, "memory is short")):
+            host.refusals.is_draining, host.refusals.rests = False, ""
+            former = await enter_ring(host, owner="head")
+            host.refusals.is_draining, host.refusals.rests = is_draining, rests
+            former.revoke(PeerFailedError("another node was lost"))
+            assert await enter_ring(host, owner="head", ring="next") is host.membership
+            with pytest.raises(PeerFailedError, match=AWAY):
+                await enter_ring(host, owner="other")
+            with pytest.raises(PeerFailedError, match=AWAY):
+                await host.prepare(
+                    "later",
+                    "head",
+                    STAGE_ORDER,
+                    memory_bytes=1,
+                    on_progress=lambda done, total: None,
+                    stands_for="bert",
+                )
+            await host.unload("head")
+            with pytest.raises(PeerFailedError, match=AWAY):
+                await enter_ring(host, owner="head")
 
     hosted(main)
 

@@ -26,8 +26,7 @@ def test_a_stage_whose_ring_is_over_has_no_rank_in_it(is_over: bool, rank: int |
             SimpleNamespace(
                 loaded=SimpleNamespace(order=order, weight_bytes=1),
                 membership=SimpleNamespace(is_over=is_over, rank=2),
-                is_draining=False,
-                rests="",
+                refusals=SimpleNamespace(is_draining=False, rests=""),
             ),
         ),
         orders=cast(Any, SimpleNamespace(memory_bytes=lambda: 2, threads=1)),
