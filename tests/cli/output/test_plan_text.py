@@ -8,8 +8,19 @@ import pytest
 from shardnet.errors import UsageError
 from shardnet.types import parse_layers
 from shardnet.wire.messages.generation import LastRun, MeanStageTime, Timing
-from shardnet.wire.messages.measurements import NodeMeasured, StageSeconds, WayMeasured
-from shardnet.wire.messages.plans import LeftOut, PlannedStage, PlannedStandby, PlanReply
+from shardnet.wire.messages.measurements import (
+    DeviceMeasured,
+    NodeMeasured,
+    StageSeconds,
+    WayMeasured,
+)
+from shardnet.wire.messages.plans import (
+    LeftOut,
+    PlannedPart,
+    PlannedStage,
+    PlannedStandby,
+    PlanReply,
+)
 from shardnet_cli.output.plan_text import (
     HOPS_NOTE,
     dtype_words,
@@ -97,11 +108,36 @@ def test_a_plan_says_what_it_predicts_and_from_what() -> None:
     assert lines[8:] == ["  anna - bert: round trip 0.42 ms, 110 MB/s"]
 
 
+def test_devices_of_a_node_have_lines_of_their_own() -> None:
+    """In the plan what each gets, among the measurements what each has shown."""
+    part = PlannedPart(
+        layers=(0, 3), devices=["cpu:0", "cpu:1"], weight_bytes=2**20, kv_bytes=0, compute_ms=1.5
+    )
+    anna, bert = PLAN.stages
+    seconds = StageSeconds(layer_s=0.001, layer_256_s=0.1, embed_s=0, head_s=0)
+    told = DeviceMeasured(name="cpu:1", memory_bytes=2**29, seconds=seconds)
+    measured = msgspec.structs.replace(PLAN.nodes[0], devices=[told], gather_s=2e-5)
+    anna = msgspec.structs.replace(anna, parts=[part], parts_why="it is faster")
+    plan = msgspec.structs.replace(PLAN, stages=[anna, bert], nodes=[measured])
+    lines = plan_text(plan).splitlines()
+    shared = "    cpu:0 + cpu:1: layers 0-2, each shared by them, weights 1.0 MiB, KV cache 0.0 MiB"
+    assert lines[3] == f"{shared}, compute 1.5 ms"
+    assert lines[7].endswith(
+        "; cpu:1: layer 1 ms, memory 0.50 GiB; a gather of their parts 0.02 ms"
+    )
+    written = plan_json(plan)
+    [stage, other] = written["stages"]
+    assert (stage["parts"][0]["layers"], stage["parts_why"]) == ([0, 3], "it is faster")
+    assert (other["parts"], other["parts_why"]) == ([], None)
+    [node] = written["measured"]["nodes"]
+    assert (node["devices"][0]["layer_ms"], node["gather_ms"]) == (1.0, 0.02)
+
+
 def test_nodes_without_compiled_kernels_are_named_in_one_line() -> None:
     assert "kernels" not in plan_text(PLAN)
     isas = {"anna": "none", "bert": "none", "cleo": "avx2"}
     nodes = [NodeMeasured(node=n, name=n, memory_bytes=1, isa=isa) for n, isa in isas.items()]
-    plan = msgspec.structs.replace(PLAN, nodes=nodes)
+    plan = msgspec.msgspec.structs.replace(PLAN, nodes=nodes)
     [line] = [line for line in plan_text(plan).splitlines() if "kernels" in line]
     assert line.startswith("  no compiled kernels on anna, bert: quantised weights are computed")
     assert "C compiler" in line
@@ -116,7 +152,7 @@ def test_who_stands_by_for_whom_is_said() -> None:
     standby = PlannedStandby(
         rank=1, node="a" * 32, name="anna", layers=(4, 8), weight_bytes=3 << 20, kv_bytes=1 << 20
     )
-    plan = msgspec.structs.replace(PLAN, standbys=[standby])
+    plan = msgspec.msgspec.structs.replace(PLAN, standbys=[standby])
     line = "  anna stands by for bert: layers 4-7 (3.0 MiB, KV up to 1.0 MiB)"
     assert line in plan_text(plan).splitlines()
     [told] = plan_json(plan)["standbys"]
@@ -124,13 +160,13 @@ def test_who_stands_by_for_whom_is_said() -> None:
 
 
 def test_what_many_sequences_make_is_called_so() -> None:
-    plan = msgspec.structs.replace(PLAN, optimise="throughput")
+    plan = msgspec.msgspec.structs.replace(PLAN, optimise="throughput")
     assert "predicted: 18 tokens/s of many sequences" in plan_text(plan)
-    assert "18 of many sequences" in run_text(msgspec.structs.replace(RUN, plan=plan))
+    assert "18 of many sequences" in run_text(msgspec.msgspec.structs.replace(RUN, plan=plan))
 
 
 def test_a_plan_says_what_it_warns_of() -> None:
-    plan = msgspec.structs.replace(PLAN, warnings=["int4 costs quality"])
+    plan = msgspec.msgspec.structs.replace(PLAN, warnings=["int4 costs quality"])
     assert plan_text(plan).splitlines()[2] == "  warning: int4 costs quality"
     assert plan_json(plan)["warnings"] == ["int4 costs quality"]
 
@@ -189,11 +225,11 @@ def test_a_run_stands_beside_its_prediction() -> None:
 
 
 def test_what_was_not_predicted_is_called_so_and_a_ring_of_one_has_no_hop() -> None:
-    plan = msgspec.structs.replace(
+    plan = msgspec.msgspec.structs.replace(
         PLAN, stages=[stage(0, "anna", None, None)], predicted_tok_s=None
     )
-    timing = msgspec.structs.replace(RUN.timing, per_stage=RUN.timing.per_stage[:1])
-    run = msgspec.structs.replace(RUN, plan=plan, timing=timing)
+    timing = msgspec.msgspec.structs.replace(RUN.timing, per_stage=RUN.timing.per_stage[:1])
+    run = msgspec.msgspec.structs.replace(RUN, plan=plan, timing=timing)
     words = run_text(run)
     assert words.count("not measured") == 2
     assert "hop" not in words
@@ -217,7 +253,7 @@ def test_layers_are_named_with_the_last_one_included() -> None:
         "layers 0-3 of 8",
         "layers 4-7 of 8",
     ]
-    single = msgspec.structs.replace(PLAN.stages[1], layers=(7, 8))
+    single = msgspec.msgspec.structs.replace(PLAN.stages[1], layers=(7, 8))
     assert layer_words(PLAN, single) == "layer 7 of 8"
     assert plan_json(PLAN)["stages"][1]["layers"] == [4, 8]
     with pytest.raises(UsageError, match="0-8,8-12 are layers 0 to 7 and 8 to 11"):
@@ -225,10 +261,10 @@ def test_layers_are_named_with_the_last_one_included() -> None:
 
 
 def test_what_is_fetched_first_is_said() -> None:
-    fetching = msgspec.structs.replace(
+    fetching = msgspec.msgspec.structs.replace(
         PLAN.stages[1], fetch_bytes=3 * 2**20, fetch_from=["anna", "cleo"], fetch_s=12.4
     )
-    plan = msgspec.structs.replace(PLAN, stages=[PLAN.stages[0], fetching])
+    plan = msgspec.msgspec.structs.replace(PLAN, stages=[PLAN.stages[0], fetching])
     assert (
         plan_text(plan)
         .splitlines()[3]
@@ -236,15 +272,15 @@ def test_what_is_fetched_first_is_said() -> None:
     )
     assert plan_json(plan)["stages"][1]["fetch_from"] == ["anna", "cleo"]
     assert [s["fetch_bytes"] for s in plan_json(plan)["stages"]] == [0, 3 * 2**20]
-    unknown = msgspec.structs.replace(fetching, fetch_from=[], fetch_s=None)
-    plan = msgspec.structs.replace(PLAN, stages=[PLAN.stages[0], unknown])
+    unknown = msgspec.msgspec.structs.replace(fetching, fetch_from=[], fetch_s=None)
+    plan = msgspec.msgspec.structs.replace(PLAN, stages=[PLAN.stages[0], unknown])
     assert plan_text(plan).splitlines()[3].endswith(", fetches 3.0 MiB from other nodes first")
 
 
 def test_what_was_measured_while_busy_is_marked() -> None:
-    busy = [msgspec.structs.replace(PLAN.nodes[0], is_steady=False), PLAN.nodes[1]]
-    links = [msgspec.structs.replace(PLAN.links[0], is_steady=False)]
-    lines = plan_text(msgspec.structs.replace(PLAN, nodes=busy, links=links)).splitlines()
+    busy = [msgspec.msgspec.structs.replace(PLAN.nodes[0], is_steady=False), PLAN.nodes[1]]
+    links = [msgspec.msgspec.structs.replace(PLAN.links[0], is_steady=False)]
+    lines = plan_text(msgspec.msgspec.structs.replace(PLAN, nodes=busy, links=links)).splitlines()
     assert lines[1] == "  predicted: 18 tokens/s, measured while busy: likely more"
     assert lines[6].endswith(", measured while busy)")
     assert lines[8].endswith(" (measured while busy)")
