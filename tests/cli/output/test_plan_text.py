@@ -137,7 +137,7 @@ def test_nodes_without_compiled_kernels_are_named_in_one_line() -> None:
     assert "kernels" not in plan_text(PLAN)
     isas = {"anna": "none", "bert": "none", "cleo": "avx2"}
     nodes = [NodeMeasured(node=n, name=n, memory_bytes=1, isa=isa) for n, isa in isas.items()]
-    plan = msgspec.msgspec.structs.replace(PLAN, nodes=nodes)
+    plan = msgspec.structs.replace(PLAN, nodes=nodes)
     [line] = [line for line in plan_text(plan).splitlines() if "kernels" in line]
     assert line.startswith("  no compiled kernels on anna, bert: quantised weights are computed")
     assert "C compiler" in line
@@ -152,7 +152,7 @@ def test_who_stands_by_for_whom_is_said() -> None:
     standby = PlannedStandby(
         rank=1, node="a" * 32, name="anna", layers=(4, 8), weight_bytes=3 << 20, kv_bytes=1 << 20
     )
-    plan = msgspec.msgspec.structs.replace(PLAN, standbys=[standby])
+    plan = msgspec.structs.replace(PLAN, standbys=[standby])
     line = "  anna stands by for bert: layers 4-7 (3.0 MiB, KV up to 1.0 MiB)"
     assert line in plan_text(plan).splitlines()
     [told] = plan_json(plan)["standbys"]
@@ -160,13 +160,13 @@ def test_who_stands_by_for_whom_is_said() -> None:
 
 
 def test_what_many_sequences_make_is_called_so() -> None:
-    plan = msgspec.msgspec.structs.replace(PLAN, optimise="throughput")
+    plan = msgspec.structs.replace(PLAN, optimise="throughput")
     assert "predicted: 18 tokens/s of many sequences" in plan_text(plan)
-    assert "18 of many sequences" in run_text(msgspec.msgspec.structs.replace(RUN, plan=plan))
+    assert "18 of many sequences" in run_text(msgspec.structs.replace(RUN, plan=plan))
 
 
 def test_a_plan_says_what_it_warns_of() -> None:
-    plan = msgspec.msgspec.structs.replace(PLAN, warnings=["int4 costs quality"])
+    plan = msgspec.structs.replace(PLAN, warnings=["int4 costs quality"])
     assert plan_text(plan).splitlines()[2] == "  warning: int4 costs quality"
     assert plan_json(plan)["warnings"] == ["int4 costs quality"]
 
@@ -225,11 +225,11 @@ def test_a_run_stands_beside_its_prediction() -> None:
 
 
 def test_what_was_not_predicted_is_called_so_and_a_ring_of_one_has_no_hop() -> None:
-    plan = msgspec.msgspec.structs.replace(
+    plan = msgspec.structs.replace(
         PLAN, stages=[stage(0, "anna", None, None)], predicted_tok_s=None
     )
-    timing = msgspec.msgspec.structs.replace(RUN.timing, per_stage=RUN.timing.per_stage[:1])
-    run = msgspec.msgspec.structs.replace(RUN, plan=plan, timing=timing)
+    timing = msgspec.structs.replace(RUN.timing, per_stage=RUN.timing.per_stage[:1])
+    run = msgspec.structs.replace(RUN, plan=plan, timing=timing)
     words = run_text(run)
     assert words.count("not measured") == 2
     assert "hop" not in words
@@ -253,7 +253,7 @@ def test_layers_are_named_with_the_last_one_included() -> None:
         "layers 0-3 of 8",
         "layers 4-7 of 8",
     ]
-    single = msgspec.msgspec.structs.replace(PLAN.stages[1], layers=(7, 8))
+    single = msgspec.structs.replace(PLAN.stages[1], layers=(7, 8))
     assert layer_words(PLAN, single) == "layer 7 of 8"
     assert plan_json(PLAN)["stages"][1]["layers"] == [4, 8]
     with pytest.raises(UsageError, match="0-8,8-12 are layers 0 to 7 and 8 to 11"):
@@ -261,10 +261,10 @@ def test_layers_are_named_with_the_last_one_included() -> None:
 
 
 def test_what_is_fetched_first_is_said() -> None:
-    fetching = msgspec.msgspec.structs.replace(
+    fetching = msgspec.structs.replace(
         PLAN.stages[1], fetch_bytes=3 * 2**20, fetch_from=["anna", "cleo"], fetch_s=12.4
     )
-    plan = msgspec.msgspec.structs.replace(PLAN, stages=[PLAN.stages[0], fetching])
+    plan = msgspec.structs.replace(PLAN, stages=[PLAN.stages[0], fetching])
     assert (
         plan_text(plan)
         .splitlines()[3]
@@ -272,15 +272,15 @@ def test_what_is_fetched_first_is_said() -> None:
     )
     assert plan_json(plan)["stages"][1]["fetch_from"] == ["anna", "cleo"]
     assert [s["fetch_bytes"] for s in plan_json(plan)["stages"]] == [0, 3 * 2**20]
-    unknown = msgspec.msgspec.structs.replace(fetching, fetch_from=[], fetch_s=None)
-    plan = msgspec.msgspec.structs.replace(PLAN, stages=[PLAN.stages[0], unknown])
+    unknown = msgspec.structs.replace(fetching, fetch_from=[], fetch_s=None)
+    plan = msgspec.structs.replace(PLAN, stages=[PLAN.stages[0], unknown])
     assert plan_text(plan).splitlines()[3].endswith(", fetches 3.0 MiB from other nodes first")
 
 
 def test_what_was_measured_while_busy_is_marked() -> None:
-    busy = [msgspec.msgspec.structs.replace(PLAN.nodes[0], is_steady=False), PLAN.nodes[1]]
-    links = [msgspec.msgspec.structs.replace(PLAN.links[0], is_steady=False)]
-    lines = plan_text(msgspec.msgspec.structs.replace(PLAN, nodes=busy, links=links)).splitlines()
+    busy = [msgspec.structs.replace(PLAN.nodes[0], is_steady=False), PLAN.nodes[1]]
+    links = [msgspec.structs.replace(PLAN.links[0], is_steady=False)]
+    lines = plan_text(msgspec.structs.replace(PLAN, nodes=busy, links=links)).splitlines()
     assert lines[1] == "  predicted: 18 tokens/s, measured while busy: likely more"
     assert lines[6].endswith(", measured while busy)")
     assert lines[8].endswith(" (measured while busy)")
