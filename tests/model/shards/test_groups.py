@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -134,6 +135,6 @@ def test_columns_are_shared_out_in_whole_panels_where_there_are_enough() -> None
             ends = shares(total, n_shards)
             assert ends[0] == 0
             assert ends[-1] == total
-            assert all(begin < end for begin, end in zip(ends, ends[1:], strict=False))
+            assert all(begin < end for begin, end in pairwise(ends))
     with pytest.raises(UsageError, match="3 columns cannot be cut over 4 shards"):
         shares(3, 4)
