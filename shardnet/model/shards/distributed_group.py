@@ -30,7 +30,7 @@ class DistributedGroup:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Any,
         index: int,
         size: int,
         device: torch.device,
@@ -90,7 +90,7 @@ class DistributedGroup:
             )
 
 
-def _meet(store: dist.Store, index: int, size: int, device: torch.device, wait: timedelta) -> Any:
+def _meet(store: Any, index: int, size: int, device: torch.device, wait: timedelta) -> Any:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
