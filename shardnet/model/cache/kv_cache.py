@@ -113,6 +113,16 @@ class KvCache:
         return self._n_kv_heads
 
     @property
+    def whole_kv_heads(self) -> int:
+        """Heads of keys and values of all shards together, whose rows `contents` has."""
+        return self._n_kv_heads
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether other shards hold rows too: reading `contents` asks them."""
+        return False
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer, None where it has none."""
         return self._windows
@@ -131,7 +141,7 @@ class KvCache:
     def form(self) -> str:
         """What rows look like: caches of one model exchange them where this is equal."""
         stored, dtype = (str(each).rpartition(".")[2] for each in (self._stored_dtype, self._dtype))
-        return f"{stored} {self._n_kv_heads}x{self._key_width}+{self._value_width} of {dtype}"
+        return f"{stored} {self.whole_kv_heads}x{self._key_width}+{self._value_width} of {dtype}"
 
     @property
     def room_blocks(self) -> int:
@@ -154,7 +164,7 @@ class KvCache:
 
         Without the states, which each slot has once.
         """
-        elements = self._n_kv_heads * (self._key_width + self._value_width)
+        elements = self.whole_kv_heads * (self._key_width + self._value_width)
         position = elements * self._stored_dtype.itemsize
         return (self._n_layers - len(self._states)) * position * BLOCK_POSITIONS
 
@@ -282,8 +292,8 @@ class KvCache:
         cpu = torch.device("cpu")
         with capacity_error_for(f"no memory for {n_positions} positions", remedy="send it again"):
             return (
-                self._empty(n_positions, self._key_width, cpu),
-                self._empty(n_positions, self._value_width, cpu),
+                self._empty(n_positions, self._key_width, cpu, self.whole_kv_heads),
+                self._empty(n_positions, self._value_width, cpu, self.whole_kv_heads),
             )
 
     def adopt(self, slot: SlotId, contents: SlotContents, n_blocks: int) -> None:
@@ -436,8 +446,14 @@ class KvCache:
         new[:, :kept] = old[:, skipped : skipped + kept]
         return new
 
-    def _empty(self, n_positions: int, width: int, device: torch.device | None = None) -> Tensor:
-        shape = (self._n_kv_heads, n_positions, width)  # [KV heads, capacity, W]
+    def _empty(
+        self,
+        n_positions: int,
+        width: int,
+        device: torch.device | None = None,
+        n_heads: int | None = None,
+    ) -> Tensor:
+        shape = (n_heads or self._n_kv_heads, n_positions, width)  # [KV heads, capacity, W]
         return torch.empty(shape, dtype=self._stored_dtype, device=device or self._device)
 
     @property

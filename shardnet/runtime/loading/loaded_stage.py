@@ -68,9 +68,14 @@ class LoadedStage:
         copy = replace(self.linears, linears={**self.linears.linears})
         return KeptWeights(order=self.order, stamp=self.stamp, linears=copy)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it cannot compute any more: a shard of it is lost."""
+        return bool(getattr(self.compute, "is_lost", False))
+
     def fits(self, order: StageOrder) -> bool:
         """Whether loading `order` now would give the same stage."""
-        return self.order == order and self.stamp == stamp(order.folder)
+        return self.order == order and self.stamp == stamp(order.folder) and not self.is_lost
 
     def part(self, order: StageOrder) -> LoadedStage | None:
         """Return what loading `order` now would give: this stage, or a part of it."""

@@ -56,6 +56,10 @@ MAX_ROOM_POSITIONS = 1 << 20
 """KV room is never booked beyond this many positions, however much memory there is."""
 
 
+Packs = tuple[Path | None, tuple[object, ...]]
+"""Where quantised weights are cached, and what they are of."""
+
+
 def check_layers(config: ModelConfig, layers: LayerRange) -> None:
     """Raise UsageError if a model does not have all of `layers`."""
     if layers.end > config.n_layers:
@@ -119,8 +123,8 @@ def load(
     else:
         had = kept.linears if kept is not None and kept.serves(order, stamped) else None
         del kept
-        cache = _pack_cache(order, stamped, packs)
-        loaded, stored, arithmetic, linears = _load_with_torch(job, cache, prefixes, had)
+        cached = (packs, _packed_from(order, stamped))
+        loaded, stored, arithmetic, linears = _load_with_torch(job, cached, prefixes, had)
     return LoadedStage(
         order=order,
         stamp=stamped,
@@ -139,7 +143,7 @@ def load(
 
 def _load_with_torch(
     job: StageJob,
-    packs: PackCache | None,
+    packs: Packs,
     prefixes: PrefixStore | None,
     had: KeptLinears | None,
 ) -> tuple[PluggedStage, StagePrefixes | None, str, KeptLinears | None]:
@@ -151,8 +155,14 @@ def _load_with_torch(
 
     order, group = job.order, None
     if order.n_nodes > 1:
+        if order.shards or order.parts:
+            raise UsageError(
+                "a stage that spans several nodes has one device of each",
+                remedy="name one --device on these nodes, or use --nodes-per-stage 1",
+            )
         group = LinkGroup(order.shard, order.n_nodes, order.gather_dtype)
-        prefixes = packs = had = None  # of whole stages
+        prefixes = had = None  # these, and packed weights, are of whole stages
+        packs = (None, packs[1])
     model, room_blocks = _load_model(job, packs, had, group)
     release_freed_memory()  # quantising leaves some behind
     make_compute = StreamingCompute if model.streams else TorchCompute
@@ -191,7 +201,7 @@ def _prefixes(
 
 def _load_model(
     job: StageJob,
-    packs: PackCache | None,
+    packs: Packs,
     had: KeptLinears | None,
     group: ShardGroup | None,
 ) -> tuple[StageModel, int]:
@@ -219,6 +229,15 @@ def _load_model(
         held_bytes=job.held_bytes,
         cut=None if group is None else cut_of(config, group.index, group.size),
     )
+    if order.shards:
+        from shardnet.runtime.shards.lead import load_leading
+
+        folder, files = packs
+        progress = job.progress
+        model = load_leading(
+            order, checkpoint, choice, room_blocks, packs=folder, files=files, progress=progress
+        )
+        return model, room_blocks
     model = load_stage(
         checkpoint,
         order.layers,
@@ -227,7 +246,7 @@ def _load_model(
         room_blocks=room_blocks,
         context=order.context,
         progress=job.progress,
-        packs=packs,
+        packs=_pack_cache(order, packs),
         kv_dtype=order.kv_dtype,
         n_streamed=order.n_streamed,
         kept=had,
@@ -254,16 +273,21 @@ def _sampler(path: Path, config: ModelConfig) -> Sampler:
         return Sampler(config.vocab_size, tokenizer.ids_without_token(config.vocab_size))
 
 
-def _pack_cache(order: StageOrder, stamped: Stamp, folder: Path | None) -> PackCache | None:
+def _packed_from(order: StageOrder, stamped: Stamp) -> tuple[object, ...]:
+    """Say from what weights are quantised: what is cached belongs to these files."""
+    return order.model_id, str(order.folder), stamped, order.dtype.value
+
+
+def _pack_cache(order: StageOrder, packs: Packs) -> PackCache | None:
     """Return the cache of quantised weights of these files; None without quantisation."""
+    folder, files = packs
     if folder is None or order.quantization is None:
         return None
     from shardnet.stage.pack_cache import PackCache
 
-    identity = json.dumps([order.model_id, str(order.folder), stamped, order.dtype.value])
-    packs = PackCache(folder, identity, order.model, order.quantization)
-    packs.touch()
-    return packs
+    cache = PackCache(folder, json.dumps(files), order.model, order.quantization)
+    cache.touch()
+    return cache
 
 
 def set_compute_threads(n_threads: int) -> None:

@@ -68,7 +68,13 @@ class TorchCompute:
     def on_any_thread(self) -> bool:
         """See AnyThreadCompute. Not with several threads: each caller's would be others."""
         model = self._model
-        return model.device.type == "cpu" and not model.streams and torch.get_num_threads() == 1
+        is_plain = model.device.type == "cpu" and not model.streams and model.group is None
+        return is_plain and torch.get_num_threads() == 1
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a shard of the stage is lost, so that it cannot compute any more."""
+        return self._model.is_lost
 
     def use_wire(self, sent: WireDType, received: WireDType) -> None:
         """Give activations in `sent` from now on, and take none but those in `received`."""
