@@ -172,17 +172,19 @@ def _kv_cache(
     cut: Cut | None,
     followers: Followers | None,
 ) -> KvCache:
+    has_mtp = config.has_mtp and layers.end == config.n_layers
+    numbers = [*layers, config.n_layers] if has_mtp else [*layers]
     arguments = (
-        len(layers),
+        len(numbers),
         config.n_kv_heads,
         config.key_size,
         dtype,
         device,
         room_blocks,
-        [config.window(layer) for layer in layers],
+        [config.window(layer) for layer in numbers],
         config.value_size,
         kv_dtype,
-        [config.state(layer) for layer in layers],
+        [config.state(layer) for layer in numbers],
     )
     if cut is None or followers is None:
         return KvCache(*arguments)

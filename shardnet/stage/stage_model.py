@@ -17,7 +17,7 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import FamilyStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice
-from shardnet.model.layers.attention import ForwardStep, plan_step
+from shardnet.model.layers.attention import ForwardStep, plan_step, step_over
 from shardnet.model.shards.cut import Cut
 from shardnet.model.shards.group import ShardGroup
 from shardnet.output_params import RoutingShape
@@ -25,7 +25,7 @@ from shardnet.stage.followers import Followers
 from shardnet.stage.kept_linears import KeptLinears
 from shardnet.stage.pack_writer import PackWriter
 from shardnet.stage.streaming.layer_stream import LayerStream
-from shardnet.types import LayerRange, MicroBatch, SlotId
+from shardnet.types import LayerRange, MicroBatch, RowGroup, SlotId
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +120,11 @@ class StageModel:
         return self._config.vocab_size
 
     @property
+    def caching(self) -> LayerRange:
+        """The layers with keys, values or states here, what predicts further tokens included."""
+        return LayerRange(self.layers.start, self.layers.end + self.has_mtp)
+
+    @property
     def routing(self) -> RoutingShape | None:
         """Routing shape (layers, top-k), or None for a dense model."""
         return self._config.routing
@@ -164,6 +169,30 @@ class StageModel:
         self._check_group()
         return logits
 
+    @property
+    def has_mtp(self) -> bool:
+        """Whether it has what predicts further tokens."""
+        return self._family.mtp is not None
+
+    @torch.inference_mode()
+    def run_mtp(
+        self, groups: Sequence[RowGroup], token_ids: Sequence[int], normed: Tensor
+    ) -> Tensor:
+        """Run rows through what predicts a further token: [T, E] after a norm, in and out.
+
+        `normed` are the outputs at the positions of `groups`, for which their slots have room, and
+        `token_ids` the tokens at the positions after them.
+        """
+        assert self._family.mtp is not None
+        step = step_over(groups, token_ids, self.kv, self.dtype)
+        return self._family.mtp(normed, step)
+
+    @torch.inference_mode()
+    def mtp_logits(self, rows: Tensor) -> Tensor:
+        """Apply the LM head to rows that `run_mtp` has given: [R, E] to float32 [R, V]."""
+        assert self._family.mtp is not None
+        return self._family.mtp.project(rows).float()
+
     @torch.inference_mode()
     def normed(self, rows: Tensor) -> Tensor:
         """Apply the final norm, on the last stage: [R, E] in and out."""
@@ -184,7 +213,11 @@ class StageModel:
         CapacityError for a position beyond the context or if the KV cache is full, UsageError for a
         token id outside the vocabulary, CheckpointError if a streamed layer cannot be read.
         """
-        [result] = self.run_together([Run(batch=batch, hidden=hidden, experts=experts)])
+        return self.run_alone(Run(batch=batch, hidden=hidden, experts=experts))
+
+    def run_alone(self, run: Run) -> Tensor:
+        """Run one micro-batch, and collect what it asks for. As `run`."""
+        [result] = self.run_together([run])
         if isinstance(result, ShardnetError):
             try:
                 raise result

@@ -8,7 +8,7 @@ and before it the rows of the largest frame, which may have to be written again.
 are dropped as the slot grows, so such a slot can be rewound by at most `REWIND_ROWS` rows.
 
 A layer with a recurrence keeps no positions but its state after the last one (slot_state.py), of a
-fixed size: such a slot cannot be rewound but to its beginning.
+fixed size: such a slot cannot be rewound but to its beginning, and to before rows that were drafts.
 
 Rows are stored in the compute dtype, or quantised one by one (cache/kv_quantization.py): rows are
 quantised on write and dequantised on read.
@@ -180,6 +180,7 @@ class KvCache:
         self._check_rewind(slot, begin)
         if begin:
             self._check_states(slot, begin)
+            self._rewind_states(slot, begin)
         wanted = blocks_for(n_positions)
         held = self._slots[slot].blocks if slot in self._slots else 0
         if wanted > held:
@@ -194,11 +195,12 @@ class KvCache:
     def trim(self, slot: SlotId, n_positions: int) -> None:
         """Free the blocks beyond positions `[0, n_positions)`. Unknown slots are ignored.
 
-        Where no memory is left for smaller tensors, the slot keeps those that it has. States stay
-        as they are: no row can follow where they are not those of `n_positions`.
+        Where no memory is left for smaller tensors, the slot keeps those that it has. States that
+        cannot be rewound stay as they are: no row can follow them.
         """
         if slot not in self._slots:
             return
+        self._rewind_states(slot, n_positions)
         wanted = blocks_for(n_positions)
         if wanted == 0:
             self.free(slot)
@@ -235,7 +237,10 @@ class KvCache:
         self._check_room(target, wanted, n_positions)
         held = self._slots[source]
         with self._enough_memory(target, "the states of another slot"):
-            states = {layer: state.clone() for layer, state in held.states.items()}
+            states = {
+                layer: (state.at(n_positions) or state).clone()
+                for layer, state in held.states.items()
+            }
         self._slots[target] = _Slot(
             keys=list(held.keys),
             values=list(held.values),
@@ -382,17 +387,22 @@ class KvCache:
                 )
 
     def _check_states(self, slot: SlotId, position: int) -> None:
-        """Raise CapacityError unless each state of the slot is that before `position`."""
+        """Raise CapacityError unless each state of the slot can be that before `position`."""
         held = self._slots.get(slot)
         if not self._states or (held is None and position == 0):
             return
         ends = {0} if held is None else {state.end for state in held.states.values()}
-        if ends != {position}:
+        is_known = held is not None and all(state.at(position) for state in held.states.values())
+        if not is_known:
             raise CapacityError(
                 f"slot {slot} holds the state after {max(ends)} positions, which cannot be "
                 f"rewound, but rows from {position} on were to follow",
                 remedy="send the request again",
             )
+
+    def _rewind_states(self, slot: SlotId, n_positions: int) -> None:
+        for state in self._slots[slot].states.values():
+            state.rewind(n_positions)
 
     def _enough_memory(self, slot: SlotId, what: str) -> AbstractContextManager[None]:
         return capacity_error_for(

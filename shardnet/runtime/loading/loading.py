@@ -80,6 +80,11 @@ def _check_order(order: StageOrder, config: ModelConfig) -> None:
             "positions at most",
             remedy="lower --context",
         )
+    if order.mtp and order.n_nodes > 1:
+        raise UsageError(
+            "--speculate mtp: the layer that predicts further tokens cannot be cut over nodes",
+            remedy="leave --nodes-per-stage out, or --mtp",
+        )
 
 
 def load(
@@ -108,6 +113,8 @@ def load(
     stamped = stamp(order.folder)
     checkpoint = Checkpoint.open(order.folder, ignore_unknown=order.ignore_unknown)
     check_model_id(order.folder, checkpoint.model_id, order.model_id)
+    if order.mtp:
+        checkpoint.use_mtp()
     _check_order(order, checkpoint.config)
     job = StageJob(
         order=order,
@@ -194,6 +201,7 @@ def _prefixes(
 
     arithmetic = arithmetic_of(model)
     identity = [order.model_id, str(order.layers), order.dtype.value, order.kv_dtype.value]
+    identity += ["mtp"] if order.mtp and order.is_tail else []
     identity += [order.quantization.value if order.quantization else "", str(order.context)]
     files = store.of_stage(json.dumps([*identity, arithmetic]), order.model, order.layers.words)
     return arithmetic, StagePrefixes(model.kv, files)

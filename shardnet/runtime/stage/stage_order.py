@@ -69,6 +69,8 @@ class StageOrder:
     """The devices that share each layer, where there are several; the first is `device`."""
     parts: tuple[StagePart, ...] = ()
     """Which layers are on which device, where they are not all on one."""
+    mtp: bool = False
+    """Whether the last stage of the ring has the layer that predicts further tokens."""
 
     def on(self, part: StagePart) -> StageOrder:
         """Return the order of the layers of this stage that are on one device, or its shards."""
@@ -101,3 +103,8 @@ class StageOrder:
             if (start := max(order.layers.start, layers.start))
             < (end := min(order.layers.end, layers.end))
         ]
+
+    @property
+    def caching(self) -> LayerRange:
+        """The layers of which it has keys, values or states."""
+        return LayerRange(self.layers.start, self.layers.end + (self.mtp and self.is_tail))

@@ -61,13 +61,17 @@ class TorchStages:
         context: int = CONTEXT,
         kv_dtype: KvDType = KvDType.AUTO,
         n_shards: int = 1,
+        *,
+        has_mtp: bool = False,
     ) -> None:
         self.context = context
         config = Checkpoint.open(folder).config
         self.window, self.routing = config.smallest_window, config.routing
         self.state_slots = STATE_SLOTS if config.has_state else None
         if n_shards == 1:
-            stages = StageChain.load(folder, ranges, choice, context, kv_dtype).stages
+            stages = StageChain.load(
+                folder, ranges, choice, context, kv_dtype, has_mtp=has_mtp
+            ).stages
         else:
             stages = [
                 load_sharded(folder, layers, n_shards, context=context, kv_dtype=kv_dtype)
@@ -111,7 +115,7 @@ class TorchStages:
 class LoadedStages:
     """Stages that were loaded as a node loads them."""
 
-    computes: Sequence[StageCompute]
+    computes: Sequence[StageCompute | Sequence[StageCompute]]
     vocab_size: int
     context: int = CONTEXT
     window: int | None = None
