@@ -51,6 +51,7 @@ from shardnet.wire.messages.diagnostics import (
     PeerView,
     PressureState,
     RecordSeen,
+    RingBehind,
     RingWork,
     StageState,
 )
@@ -82,7 +83,8 @@ class NodeReporter:
     `disk` a folder on the disk where weights are kept. `bandwidth` gives the bytes per second to a
     linked node, None where they are not known. `resolve` finds the name that a part of one means,
     `temperature` returns the device's in degrees Celsius without waiting, None if unknown.
-    `ring_work` gives what the ring has done that this node leads, `pressure` how short memory is.
+    `ring_work` gives what the ring has done that this node leads, `pressure` how short memory is,
+    `rings` those behind this head.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class NodeReporter:
         stage_state: Callable[[], StageState | None],
         n_requests: Callable[[], int],
         ring_work: Callable[[], RingWork | None],
+        rings: Callable[[], list[RingBehind]],
         traffic: Traffic,
         cluster: str | None,
         advertisement: Advertisement,
@@ -110,6 +113,7 @@ class NodeReporter:
         self._stage_state = stage_state
         self._n_requests = n_requests
         self._ring_work = ring_work
+        self._rings = rings
         self._traffic = traffic
         self._cluster = cluster
         self._advertisement = advertisement
@@ -225,6 +229,7 @@ class NodeReporter:
             model_config=model.config,
             temperature_c=self._temperature(),
             ring=self._ring_work(),
+            rings=self._rings(),
             pressure=self._pressure(),
             links=[_traffic(counts) for counts in self._traffic.counts()],
             sent_at=time.time(),

@@ -40,10 +40,11 @@ from shardnet.runtime.engine.requests import MadeToken
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.framing.schema import MAX_STAGES
-from shardnet.wire.messages.activity import KeepRing, RingBehind
+from shardnet.wire.messages.activity import KeepRing
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
 from shardnet.wire.messages.deputies import RingNode, StandBy
+from shardnet.wire.messages.diagnostics import RingBehind
 from shardnet.wire.messages.generation import Generate, Unload
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 from shardnet.wire.messages.tokens import Detokenize, Tokenize, Tokenized

@@ -25,7 +25,7 @@ from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import ModelChoice
 
 N_STREAMS = 16
-N_TOKENS = 60
+N_TOKENS = 40
 SOME = 4
 DEADLINE_S = 60.0
 LAST = OutputParams(logit_rows=1)
