@@ -1,8 +1,9 @@
 """Measure what several rings behind one head give together, against one ring.
 
 Each ring is one node process on loopback with one thread, on a core of its own where the system
-lets a process be put there. Both take turns in one run: the first node alone, then all of them
-behind it, as `--optimise throughput` plans. Texts are compared: where one is made changes none.
+lets a process be put there. Three take turns in one run: the first node alone; the same nodes as
+rings apart, each asked directly, which is what the cores allow; and all of them behind the first,
+as `--optimise throughput` plans. Texts are compared: where one is made changes none of it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import aclosing
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from shardnet.wire.messages.plans import ModelChoice
 
 NAMES = ("anna", "bert", "cleo", "dora", "emil", "fred", "gina", "hugo")
 GREEDY = SamplingParams()
+FIGURES = ("tok_s", "ttft_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,63 +62,90 @@ def main() -> None:
 
 async def measure(folder: Path, asked: argparse.Namespace) -> int:
     """Take turns, print the medians; return 1 if a text differs."""
-    async with nodes_on_loopback(folder, NAMES[: asked.rings]) as nodes:
+    async with AsyncExitStack() as stack:
+        nodes = await stack.enter_async_context(nodes_on_loopback(folder, NAMES[: asked.rings]))
         where = _put_on_cores([node.pid for node in nodes])
-        async with connect(nodes[0].address) as client:
-            named = [node.address for node in nodes]
-            await client.plan(ModelChoice(model=asked.checkpoint, nodes=named))  # links them
-            alone = ModelChoice(model=asked.checkpoint, nodes=named[:1])
-            many = ModelChoice(model=asked.checkpoint, optimise="throughput")
-            plan = await client.plan(many)
-            if len(plan.rings) != asked.rings:
-                print(f"no {asked.rings} rings: {plan.why}")
-                return 1
-            print(f"{asked.checkpoint}: {asked.streams} streams, {where}")
-            print(f"plan: {plan.why}")
-            turns: dict[str, list[Turn]] = {"one ring": [], f"{asked.rings} rings": []}
-            for _ in range(asked.rounds):
-                for name, choice in zip(turns, (alone, many), strict=True):
-                    turns[name].append(await take_turn(client, choice, asked))
+        addresses = [node.address for node in nodes]
+        clients = [await stack.enter_async_context(connect(at)) for at in addresses]
+        await clients[0].plan(ModelChoice(model=asked.checkpoint, nodes=addresses))  # links them
+        many = ModelChoice(model=asked.checkpoint, optimise="throughput")
+        plan = await clients[0].plan(many)
+        if len(plan.rings) != asked.rings:
+            print(f"no {asked.rings} rings: {plan.why}")
+            return 1
+        print(f"{asked.checkpoint}: {asked.streams} streams, {where}")
+        print(f"plan: {plan.why}")
+        alone = [ModelChoice(model=asked.checkpoint, nodes=[at]) for at in addresses]
+        contestants = {
+            "one ring": [(clients[0], alone[0])],
+            "rings apart, no head before them": [*zip(clients, alone, strict=True)],
+            f"{asked.rings} rings behind one head": [(clients[0], many)],
+        }
+        turns: dict[str, list[Turn]] = {name: [] for name in contestants}
+        for _ in range(asked.rounds):
+            for name, rings in contestants.items():
+                turns[name].append(await take_turn(rings, asked))
+                for client, _ in rings:
                     await client.unload()
-    rates = {name: statistics.median(turn.tok_s for turn in of) for name, of in turns.items()}
     for name, of in turns.items():
-        ttft_s = statistics.median(turn.ttft_s for turn in of)
+        rate, ttft_s = (statistics.median(getattr(t, of_what) for t in of) for of_what in FIGURES)
         each = ", ".join(f"{turn.tok_s:.1f}" for turn in of)
-        print(f"{name}: {rates[name]:.1f} tokens/s ({each}), first tokens after {ttft_s:.2f} s")
-    one, several = turns.values()
-    ratios = [b.tok_s / a.tok_s for a, b in zip(one, several, strict=True)]
-    each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    print(f"ratio: {statistics.median(ratios):.2f} ({each})")
-    is_same = all(turn.texts == one[0].texts for turn in (*one, *several))
+        print(f"{name}: {rate:.1f} tokens/s ({each}), first tokens after {ttft_s:.2f} s")
+    one, apart, several = turns.values()
+    for words, than in (("one ring", one), ("what these cores allow", apart)):
+        ratios = [b.tok_s / a.tok_s for a, b in zip(than, several, strict=True)]
+        each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(f"to {words}: {statistics.median(ratios):.2f} ({each})")
+    is_same = all(turn.texts == one[0].texts for of in turns.values() for turn in of)
     print("texts: all the same" if is_same else "texts: DIFFERENT")
     return 0 if is_same else 1
 
 
-async def take_turn(client: Client, choice: ModelChoice, asked: argparse.Namespace) -> Turn:
-    """Load, warm up, and run all streams at once."""
-    await _streams(client, choice, asked.streams, asked.prompt, 2)
-    return await _streams(client, choice, asked.streams, asked.prompt, asked.tokens, seed=1)
+async def take_turn(rings: Sequence[tuple[Client, ModelChoice]], asked: argparse.Namespace) -> Turn:
+    """Load, warm up, and run all streams at once, an equal part of them on each of the rings."""
+    await _run(rings, asked.streams, asked.prompt, 2)
+    return await _run(rings, asked.streams, asked.prompt, asked.tokens, seed=1)
 
 
-async def _streams(
-    client: Client, choice: ModelChoice, n_streams: int, n_prompt: int, n_tokens: int, seed: int = 0
+async def _run(
+    rings: Sequence[tuple[Client, ModelChoice]],
+    n_streams: int,
+    n_prompt: int,
+    n_tokens: int,
+    seed: int = 0,
 ) -> Turn:
     prompts = [
         [(place * 31 + stream * 7 + seed) % 400 + 3 for place in range(n_prompt)]
         for stream in range(n_streams)
     ]
+    n_each, began_s = -(-n_streams // len(rings)), time.perf_counter()
+    parts = await asyncio.gather(
+        *(
+            _streams(client, choice, prompts[place * n_each : (place + 1) * n_each], n_tokens)
+            for place, (client, choice) in enumerate(rings)
+        )
+    )
+    took_s = time.perf_counter() - began_s
+    texts = [text for part, _ in parts for text in part]
+    first_s = [at_s - began_s for _, part in parts for at_s in part]
+    return Turn(tok_s=sum(map(len, texts)) / took_s, ttft_s=statistics.median(first_s), texts=texts)
+
+
+async def _streams(
+    client: Client, choice: ModelChoice, prompts: list[list[int]], n_tokens: int
+) -> tuple[list[list[int]], list[float]]:
+    """Return the texts, and when the first token of each came."""
     texts: list[list[int]] = [[] for _ in prompts]
-    began_s, first_s = time.perf_counter(), [0.0] * n_streams
+    first_s = [0.0] * len(prompts)
     events = client.generate(prompts, GREEDY, model=choice, max_tokens=n_tokens, ignore_eos=True)
     async with aclosing(events):
         async for event in events:
             if event.error is not None:
                 raise event.error
             if event.token_ids:
-                first_s[event.index] = first_s[event.index] or time.perf_counter() - began_s
+                first_s[event.index] = first_s[event.index] or time.perf_counter()
                 texts[event.index] += event.token_ids
-    took_s = time.perf_counter() - began_s
-    return Turn(tok_s=sum(map(len, texts)) / took_s, ttft_s=statistics.median(first_s), texts=texts)
+    return texts, first_s
 
 
 def _put_on_cores(pids: list[int]) -> str:
