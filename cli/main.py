@@ -36,6 +36,7 @@ _SUMMARIES: Final = {
     "chat": "Chat with the model: each line is a message, the answer streams.",
     "serve": "Serve the model over HTTP, as OpenAI's API and Ollama's.",
     "connect": "Print the settings with which a program asks a server.",
+    "inspect": "Write the logits and hidden states of a prompt to a file.",
     "bench": "Measure the ring's speed, or the perplexity of a text.",
     "pull": "Download a model of the Hugging Face Hub to this machine.",
     "unload": "Free the model on every node of the ring.",
@@ -91,6 +92,10 @@ def _load(name: str) -> Callable[..., None] | typer.Typer:
             from .commands.connect import connect
 
             return connect
+        case "inspect":
+            from .commands.inspect import inspect
+
+            return inspect
         case "bench":
             from .commands.bench import bench
 
@@ -100,7 +105,7 @@ def _load(name: str) -> Callable[..., None] | typer.Typer:
 
             return pull
         case "unload":
-            from .commands.unload import unload
+            from .commands.nodes import unload
 
             return unload
         case "drain":

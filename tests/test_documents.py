@@ -39,7 +39,7 @@ FOR_USERS = [
 FOLDERS = ("", "shardnet", "shardnet/model", "docs", "tests", "tests/support", "scripts")
 """Paths in the documents are relative to one of these, or to the document."""
 FILE = re.compile(r"(?:[\w.-]+/)*[\w-]+(?:\.[\w-]+)*\.(?:py|md|c|h|svg|toml|sh|cfg)")
-ALL = ("plan", "generate", "chat", "serve", "bench")
+ALL = ("plan", "generate", "chat", "serve", "bench", "inspect")
 """What `all` in the flags' second column means."""
 OTHERS_FLAGS = {"--no-deps", "--force-reinstall", "--install", "--help", "--version"} | {
     "--install-completion",

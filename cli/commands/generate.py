@@ -222,7 +222,7 @@ def _prompts(
     if prompts_file:
         return read_prompts(prompts_file, sampling)
     if token_ids:
-        return [], [Prompt(_parse_ids(token_ids))]
+        return [], [Prompt(parse_ids(token_ids))]
     return [], [Prompt(_read_standard_input() if prompt == "-" else prompt or "")]
 
 
@@ -234,12 +234,13 @@ def _read_standard_input() -> str:
         raise typer.BadParameter(f"standard input is not UTF-8 text: {error}") from error
 
 
-def _parse_ids(text: str) -> list[int]:
+def parse_ids(text: str, flag: str = "--token-ids") -> list[int]:
+    """Read numbers with commas between. Raises typer.BadParameter."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise typer.BadParameter(
-            f"'{text}' is not a list such as 1,2,3", param_hint="--token-ids"
+            f"'{text}' is not a list such as 1,2,3", param_hint=flag
         ) from error
 
 

@@ -1,8 +1,9 @@
-"""`shardnet nodes` and `shardnet drain`: who is here, and one of them less."""
+"""`shardnet nodes`, `drain` and `unload`: who is here, one of them less, none of them loaded."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ from shardnet.types import LayerRange
 from shardnet.wire.messages.membership import NodeInfo
 
 from ..finding.mdns import find_nearest
+from ..finding.target import named_or_here
 from ..flags.cluster_access import Access
 from ..flags.help_sections import examples
 from ..flags.option_groups import takes_groups
@@ -219,3 +221,18 @@ def _is_address(node: str) -> bool:
     except UsageError:
         return False
     return True
+
+
+@takes_groups
+def unload(*, nodes: Nodes = "", peer: Peer = None, access: Access) -> None:
+    """Free the model of the ring that the node of this machine, or a named node, is part of."""
+    run_command(_unload([*split_nodes(nodes), *check_addresses(peer)], access))
+
+
+async def _unload(addresses: list[str], access: Access) -> None:
+    had_any = False
+    async with contextlib.AsyncExitStack() as stack:
+        for client in await named_or_here(stack, addresses, access):
+            had_any |= (await client.status(with_peers=False)).node.stage is not None
+            await client.unload()
+    say("the model is unloaded" if had_any else "no model was loaded")

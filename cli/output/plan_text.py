@@ -14,7 +14,13 @@ from shardnet.cluster.machine import kernels
 from shardnet.types import LayerRange
 from shardnet.wire.messages.generation import LastRun, MeanStageTime
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
-from shardnet.wire.messages.plans import MIXED_WIRES, PlannedStage, PlannedStandby, PlanReply
+from shardnet.wire.messages.plans import (
+    MIXED_WIRES,
+    PlannedPart,
+    PlannedStage,
+    PlannedStandby,
+    PlanReply,
+)
 
 from .exit_codes import one_line
 from .narrow_wire import narrow_wire_json, narrow_wire_words, short_number
@@ -35,6 +41,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
         "dtype": plan.dtype,
         "quant": plan.quant or "none",
         "kv_dtype": plan.kv_dtype,
+        "mtp_bytes": plan.mtp_bytes,
         "wire_dtype": plan.wire_dtype,
         "arith": plan.arith,
         "exact": plan.exact and msgspec.to_builtins(plan.exact),
@@ -55,6 +62,8 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
                 "kv_bytes": stage.kv_bytes,
                 "streamed_layers": stage.streamed_layers,
                 "shards": [msgspec.structs.asdict(shard) for shard in stage.shards],
+                "parts": [part_json(part) for part in stage.parts],
+                "parts_why": stage.parts_why or None,
                 "compute_ms": stage.compute_ms,
                 "hop_ms": stage.hop_ms,
                 "fetch_bytes": stage.fetch_bytes,
@@ -133,14 +142,36 @@ def plan_text(plan: PlanReply) -> str:
 def _ring_lines(plan: PlanReply) -> list[str]:
     """Describe the stages, ring by ring where there are several behind one head."""
     if not plan.rings:
-        return [_stage_line(plan, stage) for stage in plan.stages]
+        return _stage_lines(plan)
     lines = []
     for number, ring in enumerate(plan.rings, 1):
         about = "" if ring.predicted_tok_s is None else f", {_rate(ring.predicted_tok_s)} tokens/s"
         lines.append(f"  ring {number} of {len(plan.rings)}{about}:")
-        stages = msgspec.structs.replace(plan, stages=ring.stages)
-        lines += [f"  {_stage_line(stages, stage)}" for stage in ring.stages]
+        stages = _stage_lines(msgspec.structs.replace(plan, stages=ring.stages))
+        lines += [f"  {line}" for line in stages]
     return lines
+
+
+def _stage_lines(plan: PlanReply) -> list[str]:
+    lines = []
+    for stage in plan.stages:
+        lines.append(_stage_line(plan, stage))
+        lines += [f"    {_part_line(part)}" for part in stage.parts]
+    return lines
+
+
+def part_json(part: PlannedPart) -> dict[str, Any]:
+    """Return what is told of layers on a device of a node."""
+    return msgspec.structs.asdict(part) | {"layers": list(part.layers)}
+
+
+def _part_line(part: PlannedPart) -> str:
+    line = (
+        f"{' + '.join(part.devices)}: {LayerRange(*part.layers).words}"
+        f"{', each shared by them' if len(part.devices) > 1 else ''}, "
+        f"weights {part.weight_bytes / 2**20:.1f} MiB, KV cache {part.kv_bytes / 2**20:.1f} MiB"
+    )
+    return line if part.compute_ms is None else f"{line}, compute {_ms(part.compute_ms)}"
 
 
 def _standby_line(plan: PlanReply, standby: PlannedStandby) -> str:
@@ -164,6 +195,8 @@ def dtype_words(plan: PlanReply) -> str:
     quantised = [f"{plan.quant} weights"] if plan.quant else []
     if plan.kv_dtype != "auto":
         quantised.append(f"{plan.kv_dtype} KV")
+    if plan.mtp_bytes:
+        quantised.append(f"{plan.mtp_bytes / 2**20:.1f} MiB for MTP")
     return f"{plan.dtype} with {' and '.join(quantised)}" if quantised else plan.dtype
 
 
@@ -246,6 +279,18 @@ def _node_json(node: NodeMeasured) -> dict[str, Any]:
         "is_steady": node.is_steady,
         "disk_bytes_per_s": node.disk_bytes_per_s,
         "why_not": node.why_not or None,
+        "devices": [
+            {
+                "name": device.name,
+                "memory_bytes": device.memory_bytes,
+                "layer_ms": device.seconds and _in_ms(device.seconds.layer_s),
+                "layer_256_ms": device.seconds and _in_ms(device.seconds.layer_256_s),
+                "head_ms": device.seconds and _in_ms(device.seconds.head_s),
+                "is_steady": device.is_steady,
+            }
+            for device in node.devices
+        ],
+        "gather_ms": node.gather_s and _in_ms(node.gather_s),
     }
 
 
@@ -280,6 +325,14 @@ def _node_line(node: NodeMeasured) -> str:
     memory = f"memory {node.memory_bytes / 2**30:.2f} GiB"
     if node.seconds is None:
         return f"{node.name}: {memory}; speed not measured: {node.why_not}"
+    devices = "".join(
+        f"; {device.name}: layer {_ms(device.seconds.layer_s * 1e3)}, "
+        f"memory {device.memory_bytes / 2**30:.2f} GiB"
+        for device in node.devices
+        if device.seconds is not None
+    )
+    if node.gather_s is not None:
+        devices += f"; a gather of their parts {_ms(node.gather_s * 1e3)}"
     disk = f", disk {_rate_of(node.disk_bytes_per_s)}" if node.disk_bytes_per_s else ""
     seconds = node.seconds
     return (
@@ -287,7 +340,7 @@ def _node_line(node: NodeMeasured) -> str:
         f"{_ms(seconds.layer_256_s * 1e3)} for 256; embedding {_ms(seconds.embed_s * 1e3)}, "
         f"LM head {_ms(seconds.head_s * 1e3)}; {memory}{disk} "
         f"({node.kernel}, threads: {node.threads}, {_date(node.measured_at_s)}"
-        f"{'' if node.is_steady else ', measured while busy'})"
+        f"{'' if node.is_steady else ', measured while busy'}){devices}"
     )
 
 

@@ -33,6 +33,7 @@ from shardnet.errors import (
     ShardnetError,
     UsageError,
 )
+from shardnet.types import LiveState
 from shardnet.wire.messages import generation as wire
 from shardnet.wire.messages.control import ControlMessage, Failed, reported_error
 from shardnet.wire.messages.deputies import CopiedTo, Resume
@@ -100,6 +101,8 @@ class RunningRequest:
 
         None where it is no event.
         """
+        if not isinstance(answer, ShardnetError | Failed) and not _says_it_waits(answer):
+            self.until_s = None
         match answer:
             case wire.StateChanged(state=state, ahead=ahead, n_kept=n_kept, prompt_tail=tail):
                 self.view.state = RequestState(state.value)
@@ -113,7 +116,6 @@ class RunningRequest:
                     expected_s=answer.expected_s,
                 )
             case wire.TextPiece():
-                self.until_s = None
                 return self._take_text(answer)
             case CopiedTo(address=address):
                 self.copied_to = address
@@ -252,6 +254,11 @@ class RunningRequest:
             trace=self.trace,
         )
         return changed(self._event(), text=finished.text, result=result)
+
+
+def _says_it_waits(answer: Answer) -> bool:
+    """Whether an answer says only that its node has not gone on with the request yet."""
+    return isinstance(answer, wire.StateChanged) and answer.state is LiveState.RECOVERING
 
 
 def _append(held: RowData, rows: RowData) -> bool:

@@ -53,10 +53,10 @@ def two_nodes(machine: Machine, model: Path) -> ModelChoice:
 
 
 def forward(model: Any, ids: list[int]) -> tuple[Any, Any]:
-    """transformers' logits [T, V] and hidden states behind the norm [T, E]."""
+    """transformers' logits [T, V], and hidden states [N, T, E], the last ones behind the norm."""
     with torch.inference_mode():
         out = model(torch.tensor([ids]), output_hidden_states=True)
-    return out.logits[0].numpy(), out.hidden_states[-1][0].numpy()
+    return out.logits[0].numpy(), torch.cat(out.hidden_states).numpy()
 
 
 def test_rows_and_prompt_logprobs_of_a_list(machine: Machine, tmp_path: Path) -> None:
@@ -65,7 +65,9 @@ def test_rows_and_prompt_logprobs_of_a_list(machine: Machine, tmp_path: Path) ->
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     choice = two_nodes(machine, folder)
     options: dict[str, Any] = {"sampling": SAMPLED, "max_tokens": 4, "ignore_eos": True}
-    asked = OutputParams(n_prompt_logprobs=2, logit_rows=ALL_ROWS, hidden_rows=ALL_ROWS)
+    asked = OutputParams(
+        n_prompt_logprobs=2, logit_rows=ALL_ROWS, hidden_rows=ALL_ROWS, every_layer=True
+    )
     answers = complete(PROMPTS, choice, asked, **options)
     means = complete(
         PROMPTS, choice, OutputParams(hidden_rows=ALL_ROWS, hidden_mean=True), **options
@@ -76,10 +78,11 @@ def test_rows_and_prompt_logprobs_of_a_list(machine: Machine, tmp_path: Path) ->
         assert answer.hidden is not None
         assert mean.hidden is not None
         assert answer.prompt_logprobs is not None
-        logits, hidden = forward(model, [*prompt, *answer.token_ids[:-1]])
+        logits, states = forward(model, [*prompt, *answer.token_ids[:-1]])
+        hidden = states[-1]
         assert (answer.logits.position, answer.logits.n_rows) == (0, len(prompt) + 3)
         np.testing.assert_allclose(answer.logits.array(), logits, rtol=0, atol=TOLERANCE)
-        np.testing.assert_allclose(answer.hidden.array(), hidden, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(answer.hidden.states(), states, rtol=0, atol=TOLERANCE)
         assert mean.token_ids == answer.token_ids
         assert mean.hidden.n_rows == 1
         np.testing.assert_allclose(mean.hidden.array()[0], hidden.mean(0), rtol=0, atol=TOLERANCE)
@@ -165,7 +168,7 @@ def test_a_task_is_scored_over_http_as_transformers_scores_it(trio: Crew) -> Non
             assert score == pytest.approx(float(expected), abs=TOLERANCE * len(rows))
             assert is_greedy == (rows.argmax(1).tolist() == ids[n_context:])
     assert [[is_greedy for _, is_greedy in found] for found in scores] == [[True, False, False]] * 3
-    states = forward(model, tokenizer.encode(text).ids)[1]
+    states = forward(model, tokenizer.encode(text).ids)[1][-1]
     for vector, expected in ((last, states[-1]), (mean, states.mean(0))):
         expected = expected / np.linalg.norm(expected)
         np.testing.assert_allclose(vector, expected, rtol=0, atol=TOLERANCE)

@@ -28,7 +28,7 @@ from shardnet.wire.messages.deputies import (
 from shardnet.wire.messages.generation import Generate
 
 Describe = Callable[[], StandBy]
-"""Says what the ring is by now, in the words that its deputy is told."""
+"""Says what the ring is by now, in the words that its deputy is told: for one ring once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +109,11 @@ class Copying:
         if copy is not None:
             copy.end("complete")
 
-    def add(self, row: CopiedTokens, made: Sequence[MadeToken]) -> None:
-        """Keep tokens, and send them with all others of this turn of the event loop."""
+    def add(self, row: CopiedTokens, made: Sequence[MadeToken]) -> bool:
+        """Keep tokens, and send them with all others of this turn of the event loop.
+
+        Returns whether the request is still kept; the deputy is told where it is not.
+        """
         is_kept = self.book.add(row.key, row.first, made, row.end, time.monotonic())
         if not is_kept:
             row = CopiedTokens(row.key, 0, [], "failed")
@@ -118,6 +121,7 @@ class Copying:
         if not self._is_posted:
             self._is_posted = True
             asyncio.get_running_loop().call_soon(self.flush)
+        return is_kept
 
     def flush(self) -> None:
         """Send what was kept since the last time."""
@@ -128,6 +132,14 @@ class Copying:
             self._send(deputy.control, rows)
         self.deputy = deputy
 
+    def stop(self) -> None:
+        """Send what was kept, and nothing of what comes: this head ends.
+
+        That requests fail with it says nothing about them: the deputy goes on with them.
+        """
+        self.flush()
+        self.let_go()
+
     def let_go(self) -> None:
         """Forget everything: another node leads."""
         self.book, self.deputy, self._describe = RequestBook(), None, None
@@ -137,7 +149,7 @@ class Copying:
         if self._describe is None:
             return None
         told, deputy = self._describe(), self.deputy
-        if deputy is not None and deputy.told == told:
+        if deputy is not None and (deputy.told is told or deputy.told == told):
             is_same = self._link_of(deputy.node) is deputy.control
             if is_same and not deputy.control.link.closed:
                 return deputy
@@ -186,18 +198,23 @@ class Copy:
         self._copying = copying
         self._key = key
         self._n_tokens = n_tokens
+        self._is_kept = True
 
     @property
     def address(self) -> str:
         """Where it is, "" for nowhere but here."""
-        return self._copying.address
+        return self._copying.address if self._is_kept else ""
 
     def add(self, token: MadeToken) -> None:
         """Add the next token."""
         row = CopiedTokens(self._key, self._n_tokens, written([token]), "")
         self._n_tokens += 1
-        self._copying.add(row, [token])
+        self._add(row, [token])
 
     def end(self, end: End) -> None:
         """Note how the request has ended."""
-        self._copying.add(CopiedTokens(self._key, self._n_tokens, [], end), [])
+        self._add(CopiedTokens(self._key, self._n_tokens, [], end), [])
+
+    def _add(self, row: CopiedTokens, made: Sequence[MadeToken]) -> None:
+        if self._is_kept:
+            self._is_kept = self._copying.add(row, made)

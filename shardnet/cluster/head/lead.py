@@ -15,6 +15,7 @@ from shardnet.tokenizers.grammar.grammars import Grammars
 from shardnet.tokenizers.tokenizer import Tokenizer
 from shardnet.types import NodeId, parse_wires
 from shardnet.wire.framing.schema import Phase
+from shardnet.wire.messages.deputies import StandBy
 from shardnet.wire.messages.plans import ModelChoice
 
 
@@ -40,6 +41,7 @@ class Lead:
     avoided: dict[NodeId, ShardnetError] = field(default_factory=dict)
     """Nodes that are there, and to which another node could open no link; with what came of it."""
     opened: Plan = field(init=False)
+    _told: tuple[Plan, Ring, StandBy] | None = None
 
     def __post_init__(self) -> None:
         self.opened = self.plan
@@ -48,6 +50,13 @@ class Lead:
     def stands(self) -> bool:
         """Whether requests can be given to its engine: they run, or wait for the next ring."""
         return self.is_recovering or self.ring.broken is None
+
+    @property
+    def told(self) -> StandBy:
+        """What the deputy needs to know of plan and ring; the same object while they are."""
+        if self._told is None or self._told[0] is not self.plan or self._told[1] is not self.ring:
+            self._told = self.plan, self.ring, self.plan.stand_by(self.ring.epoch)
+        return self._told[2]
 
     def suits(self, choice: ModelChoice) -> bool:
         """Say whether the ring is what `choice` asks for.
@@ -63,6 +72,7 @@ class Lead:
             and (not choice.context or choice.context == spec.context)
             and (choice.dtype == "auto" or choice.dtype == spec.dtype.value)
             and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)
+            and (had.mtp or not choice.mtp)
             and choice.stream_layers in (0, "auto", had.stream_layers)
             and choice.arith in ("auto", self.plan.arith.value)
             and settle_wires(

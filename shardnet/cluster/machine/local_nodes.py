@@ -15,9 +15,9 @@ import socket
 import stat
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
@@ -29,6 +29,9 @@ TOUCH_S: Final = 60.0
 """How old a node lets its entry become."""
 STALE_S: Final = 600.0
 """An entry of another place that is older belongs to no node that runs."""
+
+UNKNOWN_S: Final = -1.0
+"""Stands for a start that an entry does not tell."""
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _START_FIELD: Final = 19
@@ -50,6 +53,9 @@ class LocalNode:
     pid: int
     started: float
     place: str
+
+
+_FIELDS: Final = frozenset(field.name for field in fields(LocalNode))
 
 
 def this_place() -> str:
@@ -133,7 +139,7 @@ class LocalNodes:
             entry = _read(path)
             if entry is not None and entry.place != place:
                 lives = _is_kept(path)
-            elif lives := entry is not None and _lives(entry):
+            elif lives := entry is not None and _lives(entry, path):
                 found.append(entry)
             if not lives:
                 with contextlib.suppress(OSError):
@@ -171,9 +177,12 @@ def share_of_cores(n_cores: int, n_nodes: int) -> int:
 
 
 def _read(path: Path) -> LocalNode | None:
+    """Read an entry; one of another version may lack what is not needed, or have more."""
+    known: dict[str, Any] = {"started": UNKNOWN_S, "place": this_place()}
     try:
-        return LocalNode(**json.loads(read_own(path)))
-    except (OSError, ValueError, TypeError):  # half-written, another version's, or gone
+        written = json.loads(read_own(path))
+        return LocalNode(**known | {name: written[name] for name in _FIELDS if name in written})
+    except (OSError, ValueError, TypeError):  # half-written, or gone
         return None
 
 
@@ -198,8 +207,15 @@ def _started(pid: int) -> float:
     return process.create_time()
 
 
-def _lives(entry: LocalNode) -> bool:
+def _lives(entry: LocalNode, path: Path) -> bool:
+    """Say whether the process of an entry runs, and is no other one with its id.
+
+    Versions counted its start otherwise. Where none is known the file has to be younger.
+    """
     try:
-        return abs(_started(entry.pid) - entry.started) < 1.0
-    except psutil.Error:
+        starts = _started(entry.pid), psutil.Process(entry.pid).create_time()
+        if entry.started == UNKNOWN_S:
+            return starts[1] < path.stat().st_mtime + 1.0
+        return any(abs(start - entry.started) < 1.0 for start in starts)
+    except (psutil.Error, OSError):
         return False

@@ -38,8 +38,14 @@ class Refusals:
                 "another node leads this ring since its head was lost", remedy="ask again"
             )
 
-    def check_not_draining(self, owner: str) -> None:
-        """Raise PeerFailedError while this node takes no stages of `owner`."""
+    def check_not_draining(self, owner: str, membership: RingMembership | None) -> None:
+        """Raise PeerFailedError while this node takes no stages of `owner`.
+
+        The head of the ring that it is a member of may need it in the next one: until somebody
+        else has its layers, a node that leaves is as good as any.
+        """
+        if membership is not None and membership.owner == owner:
+            return
         if self.is_draining and owner != self.node:
             raise draining()
         if self.rests:

@@ -120,7 +120,6 @@ class NodeDrain:
         control = self._link_of(NodeId(membership.owner))
         if control is None:  # it is dialled again, or lost
             return
-        self._asked = membership.ring
         message = LeaveRing(request=control.next_request(), ring=membership.ring, why=why)
         try:
             await control.ask(message, Done, on_progress=lambda report: None)

@@ -186,6 +186,7 @@ class Node:
 
         Waiting clients get an error that says so.
         """
+        self._services.stand_in.stop_copying()
         self._services.dispatcher.tell_clients(
             PeerFailedError("the node is leaving", remedy="start it again or ask another one")
         )

@@ -30,10 +30,15 @@ LISTED_S = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCandidates:
-    """The nodes that a plan may use, and the linked peers without a status in time."""
+    """The nodes that a plan may use, and the linked peers without a status in time.
+
+    Those that are `away` drain or rest: they are named among the `silent` too, and do no more than
+    go on in the ring that they are in, where it needs them.
+    """
 
     nodes: tuple[NodeInfo, ...]
     silent: tuple[LeftOut, ...] = ()
+    away: tuple[NodeInfo, ...] = ()
 
 
 class NodeDirectory:
@@ -69,11 +74,11 @@ class NodeDirectory:
             infos, silent = await self._ask_all(self._status_s if status_s is None else status_s)
             own = self._own_info()
             nodes = infos if leads else [own, *infos]
-            away = tuple(_away(info) for info in nodes if info.is_draining or info.rests)
+            away = tuple(info for info in nodes if info.is_draining or info.rests)
             stay = tuple(info for info in nodes if not (info.is_draining or info.rests))
             if leads:
                 stay = (own, *stay)
-            return NodeCandidates(nodes=stay, silent=(*silent, *away))
+            return NodeCandidates(nodes=stay, silent=(*silent, *map(_away, away)), away=away)
         try:
             async with asyncio.TaskGroup() as tasks:
                 asks = [tasks.create_task(self._at(address)) for address in addresses]

@@ -143,12 +143,34 @@ class Planner:
 
         `now` is the plan of the ring to replace, whose dtype and arithmetic are kept, and its
         figures too unless the nodes are to be measured. Of nodes that the client named those are
-        used that are there. Nodes in `without` are left out for the reason given. Raises PlanError
-        if the nodes that are there cannot do it.
+        used that are there. Nodes in `without` are left out for the reason given. Those of the ring
+        that drain or rest by now are used where it takes them. Raises PlanError if the nodes that
+        are there cannot do it.
         """
-        choice, facts = opened.choice, opened.facts
         found = await self._directory.candidates((), REPLAN_STATUS_S, leads=True)
         nodes = tuple(info for info in found.nodes if info.node not in without)
+        members = {node.node for node in now.nodes} - without.keys()
+        leaving = tuple(info for info in found.away if info.node in members)
+        try:
+            plan = await self._plan_over(nodes, opened, now, without, found.silent, measures)
+        except PlanError:
+            if not leaving:
+                raise
+            there = (*nodes, *leaving)
+            plan = await self._plan_over(there, opened, now, without, found.silent, measures)
+        return plan.instead_of(opened, now, without)
+
+    async def _plan_over(
+        self,
+        nodes: tuple[NodeInfo, ...],
+        opened: Plan,
+        now: Plan,
+        without: Collection[str],
+        silent: Sequence[LeftOut],
+        measures: bool,
+    ) -> Plan:
+        """Plan again over `nodes`; see replan."""
+        choice, facts = opened.choice, opened.facts
         if choice.nodes:
             named = {**_named_nodes(opened, nodes)}
             if measures:
@@ -168,10 +190,9 @@ class Planner:
             )
 
         def planned() -> Plan:
-            return plan_again(asked, facts, nodes, measured, found.silent, holdings, now.arith)
+            return plan_again(asked, facts, nodes, measured, silent, holdings, now.arith)
 
-        plan = await self._threads.run(f"planning {choice.model}", planned)
-        return plan.instead_of(opened, now, without)
+        return await self._threads.run(f"planning {choice.model}", planned)
 
     async def plan_instead(self, told: StandBy, without: Mapping[NodeId, str]) -> Plan:
         """Plan what a head that is lost has led, for a ring that this node leads.

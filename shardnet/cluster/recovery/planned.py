@@ -8,12 +8,13 @@ again. Must not know why a ring is replaced, nor how rows travel.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
@@ -29,12 +30,16 @@ from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.stages import LeaveRing
 
+T = TypeVar("T")
+
 MOST_ROUNDS: Final = 3
 """Rounds of moving ahead: each leaves what was computed during it to the next one."""
 SHORT_S: Final = 0.1
 """A round that took less leaves so little that it can be moved while requests are held."""
 MOVE_S: Final = 2.0
 """How long requests are held for the rest to be moved; then what is missing is computed again."""
+DROP_S: Final = 1.0
+"""How long nodes may take to free what they have loaded in vain."""
 EXPECTED_S: Final = 0.5
 """How long requests are expected to be held."""
 
@@ -148,21 +153,26 @@ class PlannedChanges:
         former, ring = lead.ring, await self._head.led.ring_instead(lead, plan)
         moves = RingMoves(former, ring)
         try:
-            is_ready = await self._prepare(moves)
-            if is_ready and not former.spec.has_state:
-                await self._move_ahead(former, moves)
+            is_ready = await _unless_lost(former, self._make_ready(former, moves))
             record.ready_s = time.monotonic() - began_s
             held_s = time.monotonic()
             await former.engine.hold()
         except BaseException:
             former.engine.release()
-            await finish(moves.drop())
+            await finish(_drop(moves))
             raise
         await self._switch(lead, plan, ring, moves if is_ready else None, record)
         record.held_s, record.n_bytes = time.monotonic() - held_s, moves.n_bytes
         self.records.append(record)
         self._log(record.words)
         return former
+
+    async def _make_ready(self, former: Ring, moves: RingMoves) -> bool:
+        """Have the next stages loaded, and what can be moved brought there, if there is memory."""
+        is_ready = await self._prepare(moves)
+        if is_ready and not former.spec.has_state:
+            await self._move_ahead(former, moves)
+        return is_ready
 
     async def _prepare(self, moves: RingMoves) -> bool:
         """Have the next stages loaded beside the present ones; False without memory for both."""
@@ -211,6 +221,31 @@ class PlannedChanges:
                 engine.fail(lost)
             raise
         lead.is_recovering = False
+
+
+async def _unless_lost(ring: Ring, work: Coroutine[Any, Any, T]) -> T:
+    """Do work for which a ring must go on. Raises PeerFailedError, at once, when it is lost.
+
+    Then another ring has to be built, and that must not wait until stages are loaded for this one.
+    """
+    working = asyncio.ensure_future(work)
+    broken = asyncio.ensure_future(ring.wait_until_broken())
+    try:
+        await asyncio.wait({working, broken}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise PeerFailedError("the ring was lost before it could be replaced")
+        return working.result()
+    finally:
+        for one in (working, broken):
+            one.cancel()
+        await finish(asyncio.wait({working, broken}))
+
+
+async def _drop(moves: RingMoves) -> None:
+    """Free what was made ready, for as long as that may keep others from building a ring."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DROP_S):
+            await moves.drop()
 
 
 def _check_works(lead: Lead) -> None:

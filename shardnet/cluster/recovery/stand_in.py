@@ -123,6 +123,10 @@ class StandIn:
         handlers.register(FindNode, self._find_node)
         handlers.register(Resume, self._resume)
 
+    def stop_copying(self) -> None:
+        """Copy nothing more: this node ends; see Copying.stop."""
+        self._copying.stop()
+
     async def close(self) -> None:
         """End what runs."""
         self._is_closing = True

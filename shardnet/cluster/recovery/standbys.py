@@ -134,7 +134,7 @@ class Standbys:
     async def look(self) -> None:
         """Have nodes stand by where they do not yet, and bring what was computed meanwhile."""
         lead = self._head.latest
-        if lead is None:
+        if lead is None or lead.is_given_up:
             await self._put([], None)
         if lead is None or lead.is_recovering or lead.ring.broken is not None:
             self.is_ready.clear()

@@ -79,6 +79,7 @@ class Ring:
         self.name = secrets.token_hex(8)
         self.epoch = epoch
         self.broken: ShardnetError | None = None
+        self._is_over = asyncio.Event()
         self._ports = tuple(ports)
         self.seats: tuple[Seat, ...] = tuple(
             Seat(rank, 0, port) for rank, port in enumerate(ports)
@@ -126,6 +127,10 @@ class Ring:
     def is_in_use(self) -> bool:
         """Whether requests use it, broken or not."""
         return self._use.n_users > 0
+
+    async def wait_until_broken(self) -> None:
+        """Wait until something ends it."""
+        await self._is_over.wait()
 
     async def wait_until_used(self) -> None:
         """Wait until a request uses it."""
@@ -257,6 +262,7 @@ class Ring:
         if self.broken is not None:
             return
         self.broken = error
+        self._is_over.set()
         if self._building is not None and not self._building.done():
             self._building.cancel()
         elif self._engine is not None and not self.on_broken(self):
@@ -265,6 +271,7 @@ class Ring:
     def give_up(self, error: ShardnetError) -> None:
         """End the ring and its requests, which have waited for another one in vain."""
         self.broken = self.broken or error
+        self._is_over.set()
         if self._engine is not None:
             self._engine.fail(error)
 

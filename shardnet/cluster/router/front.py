@@ -85,6 +85,8 @@ class Front:
             and choice.stream_layers in (0, "auto")
             and choice.context in (0, plan.context)
             and choice.dtype in ("auto", plan.dtype.value)
+            and choice.nodes_per_stage in (0, had.nodes_per_stage)
+            and (had.mtp or not choice.mtp)
             and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)
             and choice.wire_dtype == had.wire_dtype
             and choice.arith in ("auto", plan.arith.value)

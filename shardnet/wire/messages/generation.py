@@ -165,8 +165,8 @@ class RowsPiece(Tagged, frozen=True, kw_only=True):
     """The next rows of what a Generate's `outputs` ask for, the first at `position`.
 
     `data` is float32, little-endian, row after row of `width` elements. A mean is at position 0.
-    A row has `n_states` hidden states, one behind the other. Routing is int16: a row has the experts
-    of each layer, `top_k` of them, -1 where there are none.
+    A row has `n_states` hidden states, one behind the other. Routing is int16: a row has the
+    experts of each layer, `top_k` of them, -1 where there are none.
     """
 
     request: RequestId

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,29 @@ def test_on_a_full_disk_nothing_is_left_of_a_node(tmp_path: Path) -> None:
     with full_disk(10), pytest.raises(OSError, match="File too large"):
         LocalNodes(tmp_path).add(node="a", name="A", address="127.0.0.1:1", pid=os.getpid())
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("change", ["no start, no place", "start by the clock", "more"])
+def test_nodes_that_run_from_before_an_upgrade_are_listed(change: str, tmp_path: Path) -> None:
+    """Their entries are as that version wrote them; a process that took over an id is no node."""
+    nodes = LocalNodes(tmp_path)
+    entry = asdict(nodes.add(node="n", name="pi", address="127.0.0.1:5", pid=os.getpid()))
+    match change:
+        case "no start, no place":
+            del entry["started"], entry["place"]
+        case "start by the clock":
+            entry["started"] = psutil.Process().create_time()
+        case "more":
+            entry["colour"] = "red"
+    file = tmp_path / "n.json"
+    file.write_text(json.dumps(entry))
+    assert [one.name for one in nodes.list()] == ["pi"]
+    if "started" in entry:
+        file.write_text(json.dumps({**entry, "started": entry["started"] - 100}))
+    else:
+        os.utime(file, (0, 0))
+    assert not nodes.list()
+    assert not file.exists()
 
 
 def test_a_dead_process_is_dropped_and_its_file_deleted(tmp_path: Path) -> None:

@@ -102,6 +102,8 @@ def test_a_node_that_drains_is_a_candidate_only_for_the_ring_that_it_leads() -> 
     async def found(leads: bool) -> list[str]:
         peers = (Peer("bert", at_once), Peer("carl", away))
         there = await asked(*peers, status_s=1.0, is_draining=True, leads=leads)
+        assert "carl" in [node.node for node in there.away]
+        assert "carl" in [out.node for out in there.silent]
         return [node.node for node in there.nodes]
 
     assert asyncio.run(found(leads=False)) == ["bert"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from msgspec import structs
@@ -15,7 +17,9 @@ from msgspec import structs
 from shardnet.checkpoint.replica import StoredLayers
 from shardnet.cluster.head.ring_builder import ring_spec
 from shardnet.cluster.measuring.measurement import Measured
+from shardnet.cluster.peers.node_directory import NodeCandidates
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
+from shardnet.cluster.planning import planning
 from shardnet.cluster.planning.model_shape import QuantizationChoice, model_shape
 from shardnet.cluster.planning.placing import fits, make_plan
 from shardnet.cluster.planning.planning import PlanCandidates, Planner
@@ -495,3 +499,38 @@ def test_rings_behind_one_head_compute_alike_and_are_told() -> None:
     for fixed in ({"optimise": "latency"}, {"nodes": ["a:1", "b:1"]}, {"stream_layers": "auto"}):
         one = make_plan(structs.replace(choice, **fixed), facts(), known[:2], measured)
         assert not one.beside
+
+
+def test_members_that_leave_are_used_where_a_lost_ring_cannot_do_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But none that is to be left out, nor others that drain or rest."""
+    here, leaving, resting = (node(name, "bfloat16") for name in "abc")
+    found = NodeCandidates(nodes=(here,), away=(leaving, resting))
+    tried: list[str] = []
+
+    def plan_again(asked: Any, facts: Any, nodes: Sequence[NodeInfo], *_: object) -> Any:
+        tried.append("".join(one.name for one in nodes))
+        if len(nodes) == 1:
+            raise PlanError("it does not fit")
+        return Mock()
+
+    async def run(what: str, job: Callable[[], Any]) -> Any:
+        return job()
+
+    monkeypatch.setattr(planning, "plan_again", plan_again)
+    planner = Planner(
+        node=NodeId("a"),
+        directory=Mock(candidates=AsyncMock(return_value=found)),
+        sharing=Mock(holdings=AsyncMock()),
+        measuring=Mock(),
+        threads=Mock(run=run),
+        log=print,
+    )
+    opened: Any = SimpleNamespace(choice=ModelChoice(model="m"), facts=None)
+    now: Any = Mock(nodes=(here, leaving), context=8, dtype=DType.BFLOAT16)
+    asyncio.run(planner.replan(opened, now, {}))
+    assert tried == ["a", "ab"]
+    with pytest.raises(PlanError):
+        asyncio.run(planner.replan(opened, now, {NodeId(leaving.node): "it leaves"}))
+    assert tried == ["a", "ab", "a"]

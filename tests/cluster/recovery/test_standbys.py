@@ -23,7 +23,7 @@ from shardnet.cluster.node.node import Node, listening
 from shardnet.cluster.placement.figures import Placement, StagePlan
 from shardnet.cluster.placement.standbys import Standby, choose_standbys, without_stage
 from shardnet.cluster.recovery.standbys import Standbys
-from shardnet.errors import LinkClosedError
+from shardnet.errors import LinkClosedError, PeerFailedError
 from shardnet.types import LayerRange, NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -93,7 +93,11 @@ class Chosen:
             standbys=choose_standbys(STAGES[:3], dict.fromkeys((A, B, C), 1000)),
         )
         self.latest: Any = SimpleNamespace(
-            ring=self.ring, plan=self.plan, is_recovering=False, is_replacing=False
+            ring=self.ring,
+            plan=self.plan,
+            is_recovering=False,
+            is_replacing=False,
+            is_given_up=False,
         )
         self.led = self
         self.lines: list[str] = []
@@ -146,6 +150,25 @@ def test_who_stands_by_leaves_nodes_alone_while_another_ring_is_made_ready() -> 
         ready.lose.assert_called_once()
         assert not standbys.is_ready.is_set()
         assert not head.made
+
+    asyncio.run(main())
+
+
+def test_who_stands_by_frees_its_layers_when_recovery_is_given_up() -> None:
+    """No ring is left that they could go on with."""
+    head = Chosen()
+    head.latest.is_given_up, head.ring.broken = True, PeerFailedError("gone")
+
+    async def main() -> None:
+        standbys = Standbys(head=cast(Head, head), log=head.lines.append)
+        port = Mock(unload=AsyncMock())
+        ring = SimpleNamespace(name="next", ports=[port])
+        standbys._ready = [cast(Any, SimpleNamespace(standby=Mock(), ring=ring, rank=0))]
+        standbys._ring = head.ring
+        await standbys.look()
+        port.unload.assert_awaited_once_with("next")
+        await standbys.look()
+        port.unload.assert_awaited_once()
 
     asyncio.run(main())
 

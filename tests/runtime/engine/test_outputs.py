@@ -135,6 +135,32 @@ def test_rows_of_another_width_are_the_tails_fault(mean: bool) -> None:
         collector.release(3)
 
 
+def test_hidden_states_after_layers_are_one_row() -> None:
+    """The part of each layer may come in pieces; all must be of the same rows."""
+    collector = OutputCollector(OutputParams(hidden_rows=ALL_ROWS, hidden_layers=(0, 3)), 3)
+    collector.arrive(
+        [],
+        [
+            *(replace(block(start, start + 1, offset=10), layer=0) for start in (0, 1)),
+            replace(block(0, 2, offset=30), layer=3),
+            block(0, 2),
+        ],
+    )
+    [ready] = collector.release(2)
+    assert isinstance(ready, RowsReady)
+    found = [*struct.iter_unpack("<6f", ready.block.payload)]
+    assert found == [(10, 10, 30, 30, 0, 0), (11, 11, 31, 31, 1, 1)]
+    for wrong in (
+        [block(2, 3)],
+        [replace(block(2, 3), layer=0), replace(block(2, 3), layer=4), block(2, 3)],
+        [replace(block(2, 3), layer=0), replace(block(2, 4), layer=3), block(2, 3)],
+        [replace(block(n, n + 1), layer=n) for n in (0, 3)] + [block(2, 3)],
+        [*(replace(block(n, n + 1), layer=0) for n in (2, 4)), block(2, 4)],
+    ):
+        with pytest.raises(RemoteProtocolError, match="hidden states"):
+            collector.arrive([], wrong)
+
+
 def test_the_room_for_outputs_is_shared() -> None:
     budget = OutputBudget(100)
     with budget.room_for(60):
@@ -171,8 +197,22 @@ def test_how_much_is_asked_for(params: OutputParams, n_bytes: int) -> None:
         (OutputParams(hidden_rows=-3), "hidden must be of 1 row or more"),
         (OutputParams(hidden_rows=1, hidden_mean=True), "mean"),
         (OutputParams(hidden_mean=True), "mean"),
+        (OutputParams(every_layer=True), "hidden-layers need rows"),
+        (OutputParams(hidden_rows=0, hidden_mean=True, every_layer=True), "and no mean"),
+        (OutputParams(hidden_rows=1, hidden_layers=(1,), every_layer=True), "named or all"),
+        (OutputParams(hidden_rows=1, hidden_layers=(2, 1)), "ascending"),
+        (OutputParams(hidden_rows=1, hidden_layers=(-1,)), "ascending"),
     ],
 )
 def test_outputs_that_cannot_be_are_refused(params: OutputParams, named: str) -> None:
     with pytest.raises(SamplingError, match=named):
         params.check()
+
+
+def test_layers_are_those_of_the_model() -> None:
+    every = OutputParams(hidden_rows=1, every_layer=True).for_layers(3)
+    assert (every.hidden_layers, every.n_states) == ((0, 1, 2), 4)
+    some = OutputParams(hidden_rows=1, hidden_layers=(0, 3))
+    assert some.for_layers(3) is some
+    with pytest.raises(SamplingError, match="from 0 to 2, the model's layers, not 3"):
+        some.for_layers(2)

@@ -41,7 +41,7 @@ from shardnet.wire.messages.extras import (
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
 from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import tokens_frame
-from shardnet.wire.payloads.rows import RowBlock, rows_frames
+from shardnet.wire.payloads.rows import RowBlock, read_rows, rows_frames
 
 EPOCH = Epoch(2)
 TIMING = StageTiming(0, 5, 1, 7)
@@ -77,6 +77,18 @@ def received(
     return asyncio.run(main())
 
 
+def sent(output: StepComputed) -> list[Frame]:
+    """The frames of an output."""
+    frames: list[Frame] = []
+
+    class Wire:
+        def send(self, *more: Frame) -> None:
+            frames.extend(more)
+
+    LinkSink(cast("Link", Wire()), EPOCH).send(output)
+    return frames
+
+
 def extras(step: int, content: Extras = Extras(logprobs=[SCORED])) -> Frame:  # noqa: B008
     return extras_frame(content, epoch=EPOCH, step=step)
 
@@ -93,13 +105,16 @@ def test_an_answer_has_the_extras_that_came_before_it() -> None:
     assert answer.timings == (TIMING,)
 
 
-def rows(step: int, position: int = 5, payload: bytes = bytes(8)) -> Frame:
+def rows(
+    step: int, position: int = 5, payload: bytes = bytes(8), layer: int | None = None
+) -> Frame:
     block = RowBlock(
         sequence_id=SequenceId(1),
         kind=OutputKind.HIDDEN,
         position=position,
         width=2,
         payload=payload,
+        layer=layer,
     )
     return rows_frames(block, epoch=EPOCH, step=step)[0]
 
@@ -159,6 +174,23 @@ def test_what_the_tail_may_not_send(frames: list[Frame], message: str) -> None:
         received(TailLink, *frames)
 
 
+def test_hidden_states_of_earlier_stages_travel_with_their_step() -> None:
+    group = RowGroup(sequence_id=SequenceId(1), slot=SlotId(0), position=5, n_rows=1, n_sampled=0)
+    computed = StepComputed(
+        batch=MicroBatch(epoch=EPOCH, step=StepId(3), groups=(group,), token_ids=(5,)),
+        result=Activations(payload=bytes(8), dtype=WireDType.FLOAT32, width=2),
+        timings=(),
+        blocks=[read_rows(rows(3, layer=2)), read_rows(rows(3, layer=0))],
+    )
+    arrived = received(LinkSource, *sent(computed))
+    assert isinstance(arrived, StepArrived)
+    assert [(block.layer, block.position) for block in arrived.blocks] == [(2, 5), (0, 5)]
+    failed = error_frame(CapacityError("full"), epoch=EPOCH, step=3)
+    assert isinstance(received(LinkSource, rows(3, layer=2), failed), StepFailed)
+    with pytest.raises(RemoteProtocolError, match="sent ROWS of step 2 and then ERROR of step 3"):
+        received(LinkSource, rows(2, layer=2), failed)
+
+
 @pytest.mark.parametrize(
     ("frame", "message"),
     [
@@ -208,22 +240,14 @@ def test_masks_travel_with_the_rows_of_their_step() -> None:
         ),
     )
     activations = Activations(payload=bytes(16), dtype=WireDType.FLOAT32, width=2)
-    sent: list[Frame] = []
-
-    class Wire:
-        def send(self, *frames: Frame) -> None:
-            sent.extend(frames)
-
-    sink = LinkSink(cast("Link", Wire()), EPOCH)
-    sink.send(StepComputed(batch=batch, result=activations, timings=(TIMING,)))
-    arrived = received(LinkSource, *sent)
+    arrived = received(
+        LinkSource, *sent(StepComputed(batch=batch, result=activations, timings=(TIMING,)))
+    )
     assert isinstance(arrived, StepArrived)
     assert (arrived.batch, arrived.timings) == (batch, (TIMING,))
-    sent.clear()
-    sink.send(
-        StepComputed(batch=batch, result=Samples(token_ids=[1, 2], logprobs=[None] * 2), timings=())
-    )
-    assert [frame.kind for frame in sent] == [FrameKind.TOKENS]  # the tail sends none back
+    samples = Samples(token_ids=[1, 2], logprobs=[None] * 2)
+    [frame] = sent(StepComputed(batch=batch, result=samples, timings=()))
+    assert frame.kind is FrameKind.TOKENS  # the tail sends none back
 
 
 @pytest.mark.parametrize(

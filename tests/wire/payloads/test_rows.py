@@ -62,10 +62,11 @@ def test_a_number_that_does_not_fit_is_ours() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({20: 3}, "kind 3 is not one of"),
+        ({20: 4}, "kind 4 is not one of"),
+        ({20: 3, 22: 255, 23: 255}, "layer 65535, beyond 10000"),
         ({20: 0}, "kind 0 is not one of"),
         ({21: 1}, "reserved"),
-        ({23: 1}, "reserved"),
+        ({22: 1}, "reserved"),
         ({12: 0}, "0 rows of 3 elements"),
         ({16: 0}, "2 rows of 0 elements"),
         ({12: 3}, "24 bytes; 3 rows x 3 need 36"),

@@ -1,0 +1,100 @@
+"""What a head sends its deputy: each thing once, and nothing that its own end does to requests."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+from shardnet.cluster.deputy.copying import Copying
+from shardnet.cluster.deputy.request_book import RequestBook
+from shardnet.cluster.head.lead import Lead
+from shardnet.runtime.engine.requests import MadeToken
+from shardnet.wire.messages.deputies import RingNode, StandBy, TokensCopied
+from shardnet.wire.messages.generation import Generate
+from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.sequences import Sampling
+
+CHOICE = ModelChoice(model="m")
+TOKEN = MadeToken(token_id=7, logprobs=None)
+
+
+class Copied:
+    """A head whose deputy is a list of messages."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        link = SimpleNamespace(closed=False, peer=SimpleNamespace(name="bert"))
+        control: Any = SimpleNamespace(link=link, send=self.sent.append)
+        self.copying = Copying(link_of=lambda node: control, log=lambda line: None)
+        self.told = StandBy(
+            epoch=1,
+            choice=CHOICE,
+            dtype="float32",
+            arith="fast",
+            context=64,
+            nodes=[RingNode(node=name * 32, address=f"{name}:1") for name in "ab"],
+        )
+        generate = Generate(
+            request=1,
+            choice=CHOICE,
+            sampling=Sampling(),
+            token_ids=[1, 2],
+            max_tokens=9,
+            key="k",
+        )
+        copy = self.copying.begin(generate, (), lambda: self.told)
+        assert copy is not None
+        self.copy = copy
+
+    async def rows(self) -> list[Any]:
+        """The rows that were sent in this turn of the event loop."""
+        self.sent.clear()
+        await asyncio.sleep(0)
+        return [row for one in self.sent if isinstance(one, TokensCopied) for row in one.rows]
+
+
+def test_that_a_request_is_kept_no_more_is_said_once() -> None:
+    async def main() -> None:
+        copied = Copied()
+        copied.copy.add(TOKEN)
+        assert [row.end for row in await copied.rows()] == [""]
+        assert copied.copy.address == "b:1"
+        copied.copying.book = RequestBook(most_numbers=0)  # there is no room any more
+        copied.copy.add(TOKEN)
+        assert [row.end for row in await copied.rows()] == ["failed"]
+        copied.copy.add(TOKEN)
+        copied.copy.end("complete")
+        assert not await copied.rows()
+        assert copied.copy.address == ""
+
+    asyncio.run(main())
+
+
+def test_a_head_that_ends_says_nothing_of_what_that_does_to_its_requests() -> None:
+    """The deputy has all that was made, and sees the end of the head itself."""
+
+    async def main() -> None:
+        copied = Copied()
+        copied.copy.add(TOKEN)
+        copied.sent.clear()
+        copied.copying.stop()
+        assert [len(one.rows) for one in copied.sent] == [1]
+        copied.copy.end("failed")
+        assert not await copied.rows()
+
+    asyncio.run(main())
+
+
+def test_a_ring_is_described_once_for_its_deputy() -> None:
+    """Every turn of the event loop asks: an answer that is the same object costs nothing."""
+    plan: Any = Mock()
+    plan.stand_by = Mock(side_effect=lambda epoch: object())
+    ring: Any = SimpleNamespace(epoch=1)
+    lead = Lead(plan=plan, ring=ring, tokenizer=None, eos_ids=())
+    assert lead.told is lead.told
+    plan.stand_by.assert_called_once_with(1)
+    first, lead.ring = lead.told, SimpleNamespace(epoch=2)  # type: ignore[assignment]
+    assert lead.told is not first
+    plan.stand_by.assert_called_with(2)

@@ -1,0 +1,73 @@
+"""A ring that works is replaced; when it is lost meanwhile, that ends at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
+from shardnet.cluster.recovery import planned
+from shardnet.cluster.recovery.planned import PlannedChanges
+from shardnet.errors import PeerFailedError
+
+
+class Led:
+    """A head whose ring can be lost."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.lost = asyncio.Event()
+        self.former: Any = SimpleNamespace(
+            broken=None,
+            engine=Mock(),
+            spec=SimpleNamespace(has_state=False),
+            wait_until_broken=self.lost.wait,
+        )
+        self.ring_instead = AsyncMock()
+
+    @asynccontextmanager
+    async def changing(self, lead: object) -> AsyncIterator[None]:
+        async with self.lock:
+            yield
+
+
+def test_a_ring_that_is_lost_while_the_next_one_loads_is_recovered_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever builds the ring in its place waits neither for stages nor for nodes that hang."""
+
+    async def main() -> None:
+        led, loads = Led(), asyncio.Event()
+
+        async def load() -> None:
+            loads.set()
+            await asyncio.Event().wait()
+
+        moves = Mock(prepare=load, drop=AsyncMock(side_effect=asyncio.Event().wait))
+        monkeypatch.setattr(planned, "RingMoves", lambda former, ring: moves)
+        monkeypatch.setattr(planned, "DROP_S", 0.01)
+        lead: Any = SimpleNamespace(ring=led.former, is_recovering=False, is_replacing=False)
+        changes = PlannedChanges(
+            head=SimpleNamespace(led=led),  # type: ignore[arg-type]
+            planner=Mock(),
+            left_out=lambda lead: {},
+            log=lambda line: None,
+        )
+        replacing = asyncio.create_task(changes.put(lead, Mock(), "a better plan"))
+        await loads.wait()
+        assert led.lock.locked()
+        led.lost.set()
+        async with asyncio.timeout(30), led.lock:
+            assert not lead.is_replacing
+        with pytest.raises(PeerFailedError, match="the ring was lost"):
+            await replacing
+        led.former.engine.release.assert_called_once_with()
+        moves.drop.assert_awaited_once_with()
+        assert not changes.records
+
+    asyncio.run(main())
