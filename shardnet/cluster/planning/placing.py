@@ -169,9 +169,7 @@ def _may_divide(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> bool:
     """Say whether several rings may do what is asked for: nothing fixes one, and others reach all
     nodes.
     """
-    is_fixed = (
-        choice.nodes or choice.layers or choice.stream_layers or choice.nodes_per_stage > 1
-    )
+    is_fixed = choice.nodes or choice.layers or choice.stream_layers or choice.nodes_per_stage > 1
     return not is_fixed and all(node.address for node in nodes)
 
 
