@@ -62,6 +62,7 @@ class RingSpec:
         parts = self.parts or ((),) * len(self.layers)
         return sum(max(1, len(own)) for own in parts)
 
+    @property
     def caching(self) -> list[LayerRange]:
         """The layers of which each stage has keys, values or states."""
         *before, last = self.layers

@@ -13,7 +13,6 @@ from support.rings.stage_chain import CPU, ROOM_BLOCKS, probed
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.runtime.shards import lead
-from shardnet.runtime.shards.processes import ShardProcess
 from shardnet.runtime.shards.shard_process import read_job, serve
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder
 from shardnet.stage.stage_model import StageModel

@@ -69,7 +69,9 @@ class TorchStages:
         self.window, self.routing = config.smallest_window, config.routing
         self.state_slots = STATE_SLOTS if config.has_state else None
         if n_shards == 1:
-            stages = StageChain.load(folder, ranges, choice, context, kv_dtype, has_mtp=has_mtp).stages
+            stages = StageChain.load(
+                folder, ranges, choice, context, kv_dtype, has_mtp=has_mtp
+            ).stages
         else:
             stages = [
                 load_sharded(folder, layers, n_shards, context=context, kv_dtype=kv_dtype)
