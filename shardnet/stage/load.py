@@ -69,7 +69,7 @@ def load_stage(
     quantised weights, which may be written while the stage computes already. `n_streamed` layers
     stay on disk. `capture` is that of load_family_stage. `kept` are linears of a stage of the same
     model, loaded with the same choice: they are taken from there. With a `group` this is a shard of
-    the stage, with the heads of its own, and with `followers` the first one, as which the others do.
+    the stage, with the heads of its own, and with `followers` the first, as which the others do.
     `progress` is called with (bytes
     done, bytes in total) after every part; an exception it raises aborts the loading and releases
     everything.

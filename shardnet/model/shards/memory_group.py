@@ -42,7 +42,10 @@ class SharedMemory:
 
     @classmethod
     def create(cls, size: int) -> SharedMemory:
-        """Make the memory for `size` shards; its file closes with it. Raises ConfigurationError without the library."""
+        """Make the memory for `size` shards; its file closes with it.
+
+        Raises ConfigurationError without the library.
+        """
         kernels = _kernels()
         memory = cls(unnamed_file(shared_bytes(size)), shared_bytes(size))
         weakref.finalize(memory, os.close, memory.descriptor)

@@ -1,4 +1,4 @@
-"""A stage whose shards follow the first one as threads, not processes: all but the start is real."""
+"""A stage whose shards follow the first one as threads, not processes; the rest is real."""
 
 from __future__ import annotations
 
