@@ -342,6 +342,7 @@ def build_services(
         stage_state=stage.host.state,
         n_requests=lambda: head.n_requests,
         ring_work=lambda: head.work,
+        rings=lambda: router.rings,
         traffic=links.traffic,
         cluster=settings.cluster,
         advertisement=links.advertisement,
@@ -355,6 +356,7 @@ def build_services(
         resolve=lists.resolve,
         temperature=Thermometer(settings.budget.device.kind).read,
         pressure=lambda: pressure.state(),
+        deputies=lambda: (stand_in.deputy, stand_in.deputy_of),
     )
     unused = UnusedModels(
         router=router,

@@ -46,6 +46,7 @@ from shardnet.wire.messages.deputies import (
     TakeOver,
     TokensCopied,
 )
+from shardnet.wire.messages.diagnostics import DeputyState
 from shardnet.wire.messages.generation import StateChanged
 
 EPOCHS: Final = 1 << 16
@@ -124,6 +125,23 @@ class StandIn:
         handlers.register(TakenOver, self._taken_over)
         handlers.register(FindNode, self._find_node)
         handlers.register(Resume, self._resume)
+
+    @property
+    def deputy(self) -> DeputyState | None:
+        """The node that goes on with what this one leads, None without one."""
+        deputy = self._copying.deputy
+        if deputy is None or self._head.latest is None:
+            return None
+        n_requests = len(self._copying.book.running)
+        return DeputyState(node=deputy.control.link.peer.name, n_requests=n_requests)
+
+    @property
+    def deputy_of(self) -> list[DeputyState]:
+        """The heads in whose place this node goes on."""
+        return [
+            DeputyState(node=duty.name, n_requests=len(duty.book.running))
+            for duty in self._duties.values()
+        ]
 
     def stop_copying(self) -> None:
         """Copy nothing more: this node ends; see Copying.stop."""
