@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[2])]  # this checkout, installed or not
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this checkout, installed or not
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # the steps that benchmarks run
 from bench_steps import make_step
 from check_cuda import Part, run_parts
@@ -72,9 +72,8 @@ def main() -> None:
             ("logits of a small model against plain formulas", model.against_plain),
             ("the bundled model", partial(bundled, gpu)),
         ]
-        if device.type != "mps":
-            parts.insert(5, ("streamed layers against resident", model.streamed_against_resident))
         if device.type == "cuda":
+            parts.insert(5, ("streamed layers against resident", model.streamed_against_resident))
             parts.insert(5, ("graphs against eager steps", model.graphs_against_eager))
         is_good = run_parts(parts, options.seconds)
     print(f"\n{'all is right' if is_good else 'something is WRONG or failed'}")

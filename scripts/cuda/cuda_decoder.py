@@ -6,6 +6,7 @@ of the device's cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -24,6 +25,7 @@ from shardnet.model.kernels.quantized_linear import quantized
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PlainTable
 from shardnet.model.sampling.sampler import Sampler, SampleRow
+from shardnet.model.shards.cut import Axis
 from shardnet.sampling_params import SamplingParams
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
@@ -54,7 +56,13 @@ class NoiseWeights:
         self._packed: dict[tuple[tuple[int, int], Quantization], Tensor] = {}
 
     def linear(
-        self, *names: str, transposed: bool = False, precise: bool = False, wide: bool = False
+        self,
+        *names: str,
+        transposed: bool = False,
+        precise: bool = False,
+        wide: bool = False,
+        outputs: Sequence[Axis] = (),
+        inputs: Axis | None = None,
     ) -> Linear:
         """Make a product of the shape that the parameters have together."""
         shapes = [self._shapes[f"{name}.weight"] for name in names]
@@ -75,11 +83,11 @@ class NoiseWeights:
         """Make a table."""
         return PlainTable(self.matrix(name))
 
-    def matrix(self, name: str) -> Tensor:
+    def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Make a matrix."""
         return self._noise(*self._shapes[f"{name}.weight"])
 
-    def parameter(self, name: str) -> Tensor:
+    def parameter(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Make a parameter."""
         return self._noise(*self._shapes[name]).float()
 
