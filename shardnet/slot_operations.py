@@ -8,6 +8,9 @@ from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import SequenceId, SlotId
 
+MAX_DRAFTS = 31
+"""Draft tokens of a sequence in one step."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSequence:
@@ -16,7 +19,7 @@ class OpenSequence:
     Its first `n_kept` positions stay as they are, are copied from the slot `source`, or with
     `is_restored` are those that every stage has read from its disk for this sequence. Its output
     begins at position `n_prompt`; `stop_ids` are those that `min_tokens` holds back. Only the tail
-    uses `sampling` and `stop_ids`.
+    uses `sampling` and `stop_ids`, and makes at most `n_drafts` drafts behind a sampled token.
     """
 
     sequence_id: SequenceId
@@ -28,6 +31,7 @@ class OpenSequence:
     n_prompt: int = 0
     stop_ids: tuple[int, ...] = ()
     outputs: OutputParams = NO_OUTPUTS
+    n_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,6 +61,8 @@ MAX_STORED_BLOCKS = 3500
 
 BLOCK_KEY_BYTES = 16
 
+MAX_STATE_DRAFTS = 4
+"""Most drafts of a step where layers keep a state: there is a copy of it for each of them then."""
 STATE_SLOTS = 8
 """Slots, warm ones included, of a model whose layers keep a state: each takes room for all of it.
 

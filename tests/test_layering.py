@@ -64,7 +64,7 @@ ROOMS: dict[str, list[str]] = {
     "checkpoint": ["tensors", "quantization", "formats", ""],
     "tokenizers": ["chat", "backends", "formats", "", "grammar"],
     "stage": ["estimate", "streaming", "prefixes", ""],
-    "runtime": ["scheduling", "processors", "stage", "loading", "ring", "engine"],
+    "runtime": ["scheduling", "processors", "stage", "shards", "loading", "ring", "engine"],
     "cluster": [
         "pressure",
         "machine",

@@ -102,6 +102,14 @@ def _stage_as_json(info: NodeInfo, report: NodeReport, stage: StageState) -> dic
         "sequences": stage.n_open,
         "prefixes": None if stage.prefixes is None else msgspec.structs.asdict(stage.prefixes),
         "standby": None if stage.standby is None else msgspec.structs.asdict(stage.standby),
+        "parts": [
+            {
+                "layers": list(part.layers),
+                "devices": part.devices,
+                "weight_bytes": part.weight_bytes,
+            }
+            for part in stage.parts
+        ],
     }
 
 
@@ -140,9 +148,21 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
         f"weights  {size(stage.weight_bytes)}, {stage.kernel}, ring in {stage.dtype}",
         f"KV room  {stage.used_blocks * BLOCK_POSITIONS} of "
         f"{stage.room_blocks * BLOCK_POSITIONS} positions used",
+        *_part_lines(stage),
         *_prefix_lines(stage),
         *_standby_lines(stage),
         f"running  {_running(report, stage)}",
+    ]
+
+
+def _part_lines(stage: StageState) -> list[str]:
+    """Say which of the node's devices has which layers: nothing where it has one device."""
+    from shardnet.cluster.placement.words import size
+
+    return [
+        f"device   {' + '.join(part.devices)}: {LayerRange(*part.layers).words}"
+        f"{', each shared by them' if len(part.devices) > 1 else ''}, {size(part.weight_bytes)}"
+        for part in stage.parts
     ]
 
 

@@ -25,7 +25,7 @@ SECTIONS: Final = MappingProxyType(
                 "--arith",
                 "--wire-dtype",
             ),
-            *("--quant", "--kv-dtype", "--stream-layers", "--optimise"),
+            *("--quant", "--kv-dtype", "--mtp", "--stream-layers", "--optimise"),
             "--ignore-unknown-config",
         ),
         "Where a model runs": (

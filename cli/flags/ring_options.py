@@ -162,6 +162,15 @@ class RingOptions:
             envvar="SHARDNET_KV_DTYPE",
         ),
     ] = "auto"
+    mtp: Annotated[
+        bool,
+        typer.Option(
+            "--mtp",
+            help="Load the layer of the model that predicts further tokens, for --speculate mtp, "
+            "which asks for it too.",
+            envvar="SHARDNET_MTP",
+        ),
+    ] = False
     stream_layers: Annotated[
         str,
         typer.Option(
@@ -255,6 +264,7 @@ class RingOptions:
             ignore_unknown_config=self.ignore_unknown_config,
             arith=self.arith,  # type: ignore[arg-type]  # checked above
             standby="auto" if self.standby == "auto" else "",
+            mtp=self.mtp,
             nodes_per_stage=_nodes_per_stage(self.nodes_per_stage),
         )
 

@@ -176,10 +176,11 @@ class SamplingOptions:
         str,
         typer.Option(
             "--speculate",
-            autocompletion=one_of("off", "ngram"),
-            metavar="off|ngram|PATH",
-            help="Draft tokens and verify several at once: by look-up in the text, or by the "
-            "small model at PATH on the head.",
+            autocompletion=one_of("off", "ngram", "mtp"),
+            metavar="off|ngram|mtp|PATH",
+            help="Draft tokens and verify several at once: by look-up in the text, by the layer "
+            "of the model that predicts further tokens, or by the small model at PATH on the "
+            "head.",
             envvar="SHARDNET_SPECULATE",
         ),
     ] = "off"
@@ -285,8 +286,8 @@ def _read(flag: str, name: str) -> str:
 
 
 def read_speculate(text: str) -> str:
-    """Return `off`, `ngram` or the draft model's name. Raises UsageError for a URL."""
-    return text if text in ("off", "ngram") else name_model(text)
+    """Return `off`, `ngram`, `mtp` or the draft model's name. Raises UsageError for a URL."""
+    return text if text in ("off", "ngram", "mtp") else name_model(text)
 
 
 def _parse_bias(entry: str) -> tuple[int, float]:

@@ -14,7 +14,13 @@ from shardnet.cluster.machine import kernels
 from shardnet.types import LayerRange
 from shardnet.wire.messages.generation import LastRun, MeanStageTime
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
-from shardnet.wire.messages.plans import MIXED_WIRES, PlannedStage, PlannedStandby, PlanReply
+from shardnet.wire.messages.plans import (
+    MIXED_WIRES,
+    PlannedPart,
+    PlannedStage,
+    PlannedStandby,
+    PlanReply,
+)
 
 from .exit_codes import one_line
 from .narrow_wire import narrow_wire_json, narrow_wire_words, short_number
@@ -35,6 +41,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
         "dtype": plan.dtype,
         "quant": plan.quant or "none",
         "kv_dtype": plan.kv_dtype,
+        "mtp_bytes": plan.mtp_bytes,
         "wire_dtype": plan.wire_dtype,
         "arith": plan.arith,
         "exact": plan.exact and msgspec.to_builtins(plan.exact),
@@ -55,6 +62,8 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
                 "kv_bytes": stage.kv_bytes,
                 "streamed_layers": stage.streamed_layers,
                 "shards": [msgspec.structs.asdict(shard) for shard in stage.shards],
+                "parts": [part_json(part) for part in stage.parts],
+                "parts_why": stage.parts_why or None,
                 "compute_ms": stage.compute_ms,
                 "hop_ms": stage.hop_ms,
                 "fetch_bytes": stage.fetch_bytes,
@@ -107,7 +116,9 @@ def plan_text(plan: PlanReply) -> str:
     lines += [f"  warning: {warning}" for warning in plan.warnings]
     if plan.exact is not None:
         lines.append(f"  same bits ({plan.arith} arithmetic): {plan.exact.why}")
-    lines += [_stage_line(plan, stage) for stage in plan.stages]
+    for stage in plan.stages:
+        lines.append(_stage_line(plan, stage))
+        lines += [f"    {_part_line(part)}" for part in stage.parts]
     lines += [_standby_line(plan, standby) for standby in plan.standbys]
     lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
     if plan.wire is not None:
@@ -118,6 +129,20 @@ def plan_text(plan: PlanReply) -> str:
         names = {node.node: node.name for node in plan.nodes}
         lines += [f"  {_link_line(link, names)}" for link in plan.links]
     return "\n".join(map(one_line, lines))
+
+
+def part_json(part: PlannedPart) -> dict[str, Any]:
+    """Return what is told of layers on a device of a node."""
+    return msgspec.structs.asdict(part) | {"layers": list(part.layers)}
+
+
+def _part_line(part: PlannedPart) -> str:
+    line = (
+        f"{' + '.join(part.devices)}: {LayerRange(*part.layers).words}"
+        f"{', each shared by them' if len(part.devices) > 1 else ''}, "
+        f"weights {part.weight_bytes / 2**20:.1f} MiB, KV cache {part.kv_bytes / 2**20:.1f} MiB"
+    )
+    return line if part.compute_ms is None else f"{line}, compute {_ms(part.compute_ms)}"
 
 
 def _standby_line(plan: PlanReply, standby: PlannedStandby) -> str:
@@ -141,6 +166,8 @@ def dtype_words(plan: PlanReply) -> str:
     quantised = [f"{plan.quant} weights"] if plan.quant else []
     if plan.kv_dtype != "auto":
         quantised.append(f"{plan.kv_dtype} KV")
+    if plan.mtp_bytes:
+        quantised.append(f"{plan.mtp_bytes / 2**20:.1f} MiB for MTP")
     return f"{plan.dtype} with {' and '.join(quantised)}" if quantised else plan.dtype
 
 
@@ -223,6 +250,18 @@ def _node_json(node: NodeMeasured) -> dict[str, Any]:
         "is_steady": node.is_steady,
         "disk_bytes_per_s": node.disk_bytes_per_s,
         "why_not": node.why_not or None,
+        "devices": [
+            {
+                "name": device.name,
+                "memory_bytes": device.memory_bytes,
+                "layer_ms": device.seconds and _in_ms(device.seconds.layer_s),
+                "layer_256_ms": device.seconds and _in_ms(device.seconds.layer_256_s),
+                "head_ms": device.seconds and _in_ms(device.seconds.head_s),
+                "is_steady": device.is_steady,
+            }
+            for device in node.devices
+        ],
+        "gather_ms": node.gather_s and _in_ms(node.gather_s),
     }
 
 
@@ -257,6 +296,14 @@ def _node_line(node: NodeMeasured) -> str:
     memory = f"memory {node.memory_bytes / 2**30:.2f} GiB"
     if node.seconds is None:
         return f"{node.name}: {memory}; speed not measured: {node.why_not}"
+    devices = "".join(
+        f"; {device.name}: layer {_ms(device.seconds.layer_s * 1e3)}, "
+        f"memory {device.memory_bytes / 2**30:.2f} GiB"
+        for device in node.devices
+        if device.seconds is not None
+    )
+    if node.gather_s is not None:
+        devices += f"; a gather of their parts {_ms(node.gather_s * 1e3)}"
     disk = f", disk {_rate_of(node.disk_bytes_per_s)}" if node.disk_bytes_per_s else ""
     seconds = node.seconds
     return (
@@ -264,7 +311,7 @@ def _node_line(node: NodeMeasured) -> str:
         f"{_ms(seconds.layer_256_s * 1e3)} for 256; embedding {_ms(seconds.embed_s * 1e3)}, "
         f"LM head {_ms(seconds.head_s * 1e3)}; {memory}{disk} "
         f"({node.kernel}, threads: {node.threads}, {_date(node.measured_at_s)}"
-        f"{'' if node.is_steady else ', measured while busy'})"
+        f"{'' if node.is_steady else ', measured while busy'}){devices}"
     )
 
 

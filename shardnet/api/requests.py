@@ -41,8 +41,9 @@ class GenerationOptions(TypedDict, total=False):
     always or never. `keep_special_tokens` (False): show them in the text. `priority` (0): from -100
     to 100, the larger runs first. `deadline_s` (None): fail with DeadlineError unless ended so many
     seconds after the ring received the request; loading a model does not count. `speculate`
-    ("off"): draft tokens ahead, by look-up in the text with "ngram" or by the small model at a path
-    on the head; `draft_tokens` (0): draft at most so many at once, 0 is as many as pay off.
+    ("off"): draft tokens ahead, by look-up in the text with "ngram", with "mtp" by the model's own
+    layer that predicts further tokens, or by the small model at a path on the head;
+    `draft_tokens` (0): draft at most so many at once, 0 is as many as pay off.
     `deterministic` (False): no bit depends on what else runs (design decision 4). `outputs` (none):
     prompt logprobs, logits, hidden states and routing. `recommended` (none): the names among
     temperature, top_k, top_p, min_p and repetition_penalty that are as the model's makers
@@ -257,6 +258,8 @@ def _message(
 ) -> Generate:
     """Make one message. Raises UsageError or SamplingError as the node would."""
     params.check()
+    if options.get("speculate") == "mtp":  # what drafts is a part of the ring
+        choice = msgspec.structs.replace(choice, mtp=True)
     fields: dict[str, Any] = {**options, **_prompt_field(prompt.content)}
     if "outputs" in options:
         options["outputs"].check()

@@ -13,6 +13,7 @@ import os
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -38,10 +39,11 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     read_stored,
 )
 from shardnet.checkpoint.tensors.weight_sample import merged, sample_range, sampled_tensors
-from shardnet.errors import CheckpointError
+from shardnet.errors import CheckpointError, UsageError
 from shardnet.model.config.fields import unknown_keys_error
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families.registry import parse_config
+from shardnet.model.families.registry import family_of, parse_config
+from shardnet.model.families.stage_tensors import mtp_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +75,10 @@ class Checkpoint:
         self.stored: Mapping[str, StoredTensor] = MappingProxyType(
             {name: info for file in contents.files.values() for name, info in file.tensors.items()}
         )
+        # What predicts further tokens has its names, whether it will be used or not.
+        self._ahead = replace(self.config, has_mtp=family_of(self.config).mtp is not None)
         self.tensors: Mapping[str, ModelTensor] = MappingProxyType(
-            dict(contents.arrange(self.config))
+            dict(contents.arrange(self._ahead))
         )
         self._bytes_read = dict.fromkeys(contents.files, 0)
 
@@ -93,6 +97,17 @@ class Checkpoint:
                 f"{path}: no such checkpoint folder", remedy="check the path of --model"
             )
         return cls(path, _read_contents(path), ignore_unknown=ignore_unknown)
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether it has a layer that predicts a further token, of a family where one is known."""
+        return self._ahead.has_mtp and mtp_tensors(self._ahead).keys() <= self.tensors.keys()
+
+    def use_mtp(self) -> None:
+        """Count that layer to the model from now on. Raises UsageError where there is none."""
+        if not self.has_mtp:
+            raise no_mtp(self.path)
+        self.config = self._ahead
 
     @cached_property
     def model_id(self) -> str:
@@ -276,6 +291,15 @@ class Checkpoint:
     def _count(self, tensor: ModelTensor) -> None:
         for source in tensor.sources:
             self._bytes_read[source.file] += source.size_bytes
+
+
+def no_mtp(path: Path) -> UsageError:
+    """Make the error for a checkpoint without a layer that predicts further tokens."""
+    return UsageError(
+        f"--speculate mtp: {path} has no layer that predicts further tokens (MTP), or none that is "
+        "implemented",
+        remedy="choose --speculate ngram, or leave --mtp out",
+    )
 
 
 def names_checkpoint(path: Path) -> bool:

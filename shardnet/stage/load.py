@@ -31,8 +31,10 @@ from shardnet.model.shards.group import ShardGroup
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes, streamed_layers
 from shardnet.stage.estimate.packed_sizes import packed_sizes
 from shardnet.stage.estimate.stored_dtype import check_streamable, stored_dtype, weight_form
+from shardnet.stage.followers import Followers
 from shardnet.stage.kept_linears import KeptLinears
 from shardnet.stage.pack_cache import PackCache
+from shardnet.stage.shard_kv import LeadingKvCache
 from shardnet.stage.shard_weights import ShardWeights
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.tensor_reader import Progress
@@ -58,6 +60,7 @@ def load_stage(
     capture: Capture | None = None,
     kept: KeptLinears | None = None,
     group: ShardGroup | None = None,
+    followers: Followers | None = None,
 ) -> StageModel:
     """Load `layers` onto `device`, with the embedding in the first stage and the head in the last.
 
@@ -66,7 +69,8 @@ def load_stage(
     quantised weights, which may be written while the stage computes already. `n_streamed` layers
     stay on disk. `capture` is that of load_family_stage. `kept` are linears of a stage of the same
     model, loaded with the same choice: they are taken from there. With a `group` this is a shard of
-    the stage, with the heads of its own. `progress` is called with (bytes
+    the stage, with the heads of its own, and with `followers` the first, as which the others do.
+    `progress` is called with (bytes
     done, bytes in total) after every part; an exception it raises aborts the loading and releases
     everything.
 
@@ -88,7 +92,7 @@ def load_stage(
     ):
         tensors = stage_tensors(config, layers)
         weights = StageWeights(checkpoint, tensors, choice, device, progress, packs, streamed, kept)
-        own = config
+        own, cut = config, None
         source: WeightSource = weights
         if group is not None:
             whole_heads = family_of(config).has_whole_heads
@@ -97,7 +101,7 @@ def load_stage(
             source = ShardWeights(weights, tensors.all, cut, group)
         with weights.writer:
             family = load_family_stage(own, layers, source, context, dtype, device, capture)
-    kv = _kv_cache(own, layers, dtype, device, room_blocks, kv_dtype)
+    kv = _kv_cache(own, layers, dtype, device, room_blocks, kv_dtype, cut, followers)
     most = weights.exact_rows if family.is_exact(kv) else MAX_EXACT_ROWS
     weights.stream.start()
     form = weight_form(checkpoint, choice)
@@ -119,6 +123,8 @@ def load_stage(
         writer=weights.writer,
         linears=weights.made if group is None else None,
         group=group,
+        followers=followers,
+        cut=cut,
     )
 
 
@@ -163,19 +169,26 @@ def _kv_cache(
     device: torch.device,
     room_blocks: int,
     kv_dtype: KvDType,
+    cut: Cut | None,
+    followers: Followers | None,
 ) -> KvCache:
-    return KvCache(
-        len(layers),
+    has_mtp = config.has_mtp and layers.end == config.n_layers
+    numbers = [*layers, config.n_layers] if has_mtp else [*layers]
+    arguments = (
+        len(numbers),
         config.n_kv_heads,
         config.key_size,
         dtype,
         device,
         room_blocks,
-        [config.window(layer) for layer in layers],
+        [config.window(layer) for layer in numbers],
         config.value_size,
         kv_dtype,
-        [config.state(layer) for layer in layers],
+        [config.state(layer) for layer in numbers],
     )
+    if cut is None or followers is None:
+        return KvCache(*arguments)
+    return LeadingKvCache(*arguments, cut=cut, followers=followers)
 
 
 def _check_streamed(

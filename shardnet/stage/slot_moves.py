@@ -82,7 +82,7 @@ class SlotMoves:
         contents, index = self._contents(sequence_id, slot, layer)
         if index in contents.states:
             state = contents.states[index]
-            if state.end != end:
+            if state.at(end) is None:
                 raise UsageError(
                     f"the state of sequence {sequence_id} is that after {state.end} positions, and "
                     f"was asked for after {end}"
@@ -107,7 +107,7 @@ class SlotMoves:
         contents, index = self._contents(sequence_id, slot, layer)
         buffer = torch.empty(held.n_bytes, dtype=torch.uint8)
         if index in contents.states:
-            contents.states[index].read(buffer)
+            (contents.states[index].at(end) or contents.states[index]).read(buffer)
         elif held.first > begin:
             raise UsageError(f"slot {slot} has dropped position {begin} meanwhile")
         else:
@@ -223,7 +223,9 @@ class SlotMoves:
             )
         arriving, here = self._arriving[sequence_id], layer - self._layers.start
         if there in contents.states:
-            arriving.contents.states[here] = contents.states[there]
+            found = contents.states[there].at(end)
+            assert found is not None, "held has looked"
+            arriving.contents.states[here] = found
         else:
             arriving.contents.keys[here] = contents.keys[there]
             arriving.contents.values[here] = contents.values[there]

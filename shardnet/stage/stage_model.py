@@ -11,19 +11,21 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shardnet.errors import ShardnetError, UsageError
+from shardnet.errors import LostShardError, ShardnetError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import FamilyStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice
-from shardnet.model.layers.attention import ForwardStep, plan_step
+from shardnet.model.layers.attention import ForwardStep, plan_step, step_over
+from shardnet.model.shards.cut import Cut
 from shardnet.model.shards.group import ShardGroup
 from shardnet.output_params import RoutingShape
+from shardnet.stage.followers import Followers
 from shardnet.stage.kept_linears import KeptLinears
 from shardnet.stage.pack_writer import PackWriter
 from shardnet.stage.streaming.layer_stream import LayerStream
-from shardnet.types import LayerRange, MicroBatch, SlotId
+from shardnet.types import LayerRange, MicroBatch, RowGroup, SlotId
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,12 +60,18 @@ class StageModel:
         writer: PackWriter,
         linears: KeptLinears | None = None,
         group: ShardGroup | None = None,
+        followers: Followers | None = None,
+        cut: Cut | None = None,
     ) -> None:
         self._family = family
         self.linears = linears
         """Its linears for a stage that comes after this one, None for nothing."""
         self.group = group
-        """The shards of the stage of which this is one, None for a whole stage."""
+        """The shards of the stage of which this is one, None for a whole stage. The first one has
+        `followers`, which do as it does."""
+        self.cut = cut
+        """Which shard it is, None for a whole stage."""
+        self._followers = followers
         self._writer = writer
         self._stream = stream
         self._config = config
@@ -77,6 +85,15 @@ class StageModel:
         self.first = layers.start == 0
         self.last = layers.end == config.n_layers
         self.weight_bytes = weight_bytes
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a shard was lost: then nothing can be computed any more."""
+        try:
+            self._check_group()
+        except LostShardError:
+            return True
+        return False
 
     @property
     def n_fetched(self) -> int:
@@ -101,6 +118,11 @@ class StageModel:
     def vocab_size(self) -> int:
         """Width of the LM head, V."""
         return self._config.vocab_size
+
+    @property
+    def caching(self) -> LayerRange:
+        """The layers with keys, values or states here, what predicts further tokens included."""
+        return LayerRange(self.layers.start, self.layers.end + self.has_mtp)
 
     @property
     def routing(self) -> RoutingShape | None:
@@ -141,9 +163,35 @@ class StageModel:
         """Apply final norm and LM head, on the last stage: [R, E] to float32 [R, V]."""
         if rows.shape[0] == 0:
             return torch.empty(0, self.vocab_size, device=self.device)
+        if self._followers is not None:
+            self._followers.logits(rows)
         logits = self._family.logits(rows).float()
         self._check_group()
         return logits
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether it has what predicts further tokens."""
+        return self._family.mtp is not None
+
+    @torch.inference_mode()
+    def run_mtp(
+        self, groups: Sequence[RowGroup], token_ids: Sequence[int], normed: Tensor
+    ) -> Tensor:
+        """Run rows through what predicts a further token: [T, E] after a norm, in and out.
+
+        `normed` are the outputs at the positions of `groups`, for which their slots have room, and
+        `token_ids` the tokens at the positions after them.
+        """
+        assert self._family.mtp is not None
+        step = step_over(groups, token_ids, self.kv, self.dtype)
+        return self._family.mtp(normed, step)
+
+    @torch.inference_mode()
+    def mtp_logits(self, rows: Tensor) -> Tensor:
+        """Apply the LM head to rows that `run_mtp` has given: [R, E] to float32 [R, V]."""
+        assert self._family.mtp is not None
+        return self._family.mtp.project(rows).float()
 
     @torch.inference_mode()
     def normed(self, rows: Tensor) -> Tensor:
@@ -184,9 +232,15 @@ class StageModel:
         Returns for each, in order, what `run` would return, bit by bit, or the error it would
         raise.
         """
+        assert self._followers is None or len(runs) == 1, "shards compute one at a time"
         results: list[Tensor | ShardnetError] = []
-        for together in self._passes(runs):
-            results += self._pass(together)
+        try:
+            for together in self._passes(runs):
+                results += self._pass(together)
+        except BaseException:
+            if self._followers is not None:
+                self._followers.fail()
+            raise
         return results
 
     def _passes(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
@@ -256,6 +310,8 @@ class StageModel:
             None if narrower is None else torch_dtype(narrower),
             layer_by_layer=bool(run.kept_states),
         )
+        if self._followers is not None:  # from here on they compute the same
+            self._followers.run(batch, run.hidden)
         if run.hidden is None:
             embedded = self._family.embed(step)
             _keep_state(run, 0, embedded)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
 from support.system.nodes import Machine, NodeProcess
 
 from shardnet.api.client import Client, connect
@@ -115,3 +116,30 @@ def test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(machine: Machin
     for node in nodes[1:]:
         node.kill()
     assert nodes[0].log.count("recovered in ") == 2
+
+
+def test_a_stage_that_spans_two_nodes_says_the_same_and_outlives_one_of_them(
+    machine: Machine,
+) -> None:
+    """Every layer is cut over two nodes: bits are those of one node, and one of them dies."""
+    anna, bert = machine.start_nodes("anna", "bert")
+    alone = ModelChoice(model=DEFAULT_MODEL_NAME, nodes=[anna.address], context=512)
+    both = replace(alone, nodes=[anna.address, bert.address], nodes_per_stage=2)
+
+    def kill(n_tokens: int) -> None:
+        if n_tokens == N_TOKENS // 3:
+            bert.process.kill()
+
+    async def main() -> None:
+        async with connect(anna.address) as client:
+            undisturbed, _ = await run_all(client, alone)
+            disturbed, states = await run_all(client, both, kill)
+            assert disturbed == undisturbed
+            assert [state.value for state in states[0]] == [
+                *("running", "recovering", "resumed", "finished")
+            ]
+            [seen] = await until_over(client, 1)
+            assert (seen.lost, seen.nodes, seen.error) == (["bert"], ["anna"], "")
+
+    asyncio.run(main())
+    bert.kill()

@@ -10,7 +10,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from shardnet.api.dashboard.state import NodeState, ShownLink, ShownNode, ShownStandby
+from shardnet.api.dashboard.state import NodeState, ShownLink, ShownNode, ShownPart, ShownStandby
 from shardnet.types import BLOCK_POSITIONS
 from shardnet.wire.messages.diagnostics import NodeReport, PeerView
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
@@ -170,4 +170,8 @@ def _shown(info: NodeInfo, report: NodeReport, address: str, *, is_asked: bool) 
         and ShownStandby(
             name=standby.node, layers=standby.layers, weight_bytes=standby.weight_bytes
         ),
+        parts=[
+            ShownPart(layers=part.layers, devices=part.devices, weight_bytes=part.weight_bytes)
+            for part in stage.parts
+        ],
     )

@@ -40,6 +40,14 @@ class ShownStandby(msgspec.Struct, kw_only=True):
     weight_bytes: int
 
 
+class ShownPart(msgspec.Struct, kw_only=True):
+    """Layers that one of a node's devices has, or several share."""
+
+    layers: tuple[int, int]
+    devices: list[str]
+    weight_bytes: int
+
+
 class ShownNode(msgspec.Struct, kw_only=True):
     """A node; of one that is lost or silent what it said last."""
 
@@ -70,6 +78,7 @@ class ShownNode(msgspec.Struct, kw_only=True):
     dtype: str | None = None
     n_sequences: int | None = None
     standby: ShownStandby | None = None
+    parts: list[ShownPart] = []
     links: list[ShownLink] = []
 
 

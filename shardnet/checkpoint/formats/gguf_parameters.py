@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
+_MTP = {
+    **{name: name for name in ("eh_proj", "enorm", "hnorm")},
+    "shared_head.norm": "shared_head_norm",
+}
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
@@ -41,13 +45,14 @@ def arrange(
 ) -> dict[str, ModelTensor]:
     """Map every stored tensor to its parameter; an unknown one has its own name.
 
-    Of the `n_blocks` layers in the file those beyond the config's are left out.
+    Of the `n_blocks` layers in the file those beyond the config's are left out, unless it counts
+    the first of them to the model (MTP).
     """
     from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map
 
     number = next(kind for kind in MODEL_ARCH if MODEL_ARCH_NAMES[kind] == arch)
-    names = get_tensor_name_map(number, config.n_layers)
+    names = get_tensor_name_map(number, config.n_layers + config.has_mtp)
     family = family_of(config)
     left = dict(stored)
     made: dict[str, ModelTensor] = {}
@@ -65,7 +70,7 @@ def arrange(
             for source in halves.sources:
                 left.pop(source.name)
             continue
-        found = None
+        found = _mtp_name(config, name)
         known = _renamed(family, name)
         for spelled in (family.name_prefix + known, known):
             found = found or names.get_name(spelled, try_suffixes=(".weight", ".bias"))
@@ -86,6 +91,12 @@ def _is_ahead(name: str, n_layers: int, n_blocks: int) -> bool:
     """Whether a tensor is of a layer that predicts tokens further ahead: behind the `n_layers`."""
     block = _BLOCK.match(name)
     return block is not None and n_layers <= int(block[1]) < n_blocks
+
+
+def _mtp_name(config: ModelConfig, name: str) -> str | None:
+    """Return what is stored as a parameter that no other layer than that behind the last has."""
+    part = name.removeprefix(f"model.layers.{config.n_layers}.").removesuffix(".weight")
+    return f"blk.{config.n_layers}.nextn.{_MTP[part]}.weight" if part in _MTP else None
 
 
 def _latent_halves(

@@ -310,6 +310,7 @@ class Clients:
             vocab_size=spec.vocab_size,
             context=spec.context,
             has_state=spec.has_state,
+            has_mtp=spec.mtp,
             ignore_unknown=message.choice.ignore_unknown_config,
         )
         asked = None if message.constraint is None else message.constraint.params()

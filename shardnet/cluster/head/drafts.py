@@ -1,4 +1,4 @@
-"""Draft tokens for requests: by n-gram look-up in the text, or by a small model on this node.
+"""Draft tokens for requests: by n-gram look-up, by a small model on this node, or by the tail.
 
 Knows which draft model this head has loaded. Must not know how drafts are verified.
 """
@@ -15,11 +15,14 @@ from shardnet.errors import CheckpointError, UsageError
 from shardnet.runtime.engine.requests import Speculation
 from shardnet.runtime.loading.model_facts import Stamp, find_folder, stamp
 from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, NgramDrafts, check_drafts
+from shardnet.types import MAX_STATE_DRAFTS
 
 if TYPE_CHECKING:  # it imports torch, which a node without a draft model may never need
     from shardnet.runtime.engine.draft_model import DraftModel
 
-OFF, NGRAM = "off", "ngram"
+OFF, NGRAM, MTP = "off", "ngram", "mtp"
+MOST_BY_MTP = 4
+"""Drafts of the tail where as many are wanted as pay: each is less likely than the one before."""
 
 
 class Drafts:
@@ -53,20 +56,31 @@ class Drafts:
         vocab_size: int,
         context: int,
         has_state: bool,
+        has_mtp: bool = False,
         ignore_unknown: bool = False,
     ) -> Speculation | None:
-        """Make the speculation that `how` asks for: off, ngram or the path of a draft model.
+        """Make the speculation that `how` asks for: off, ngram, mtp or the path of a draft model.
 
         At most `most` tokens are drafted at once; 0 adapts the number to the acceptance rate.
-        `has_state` says whether layers of the model keep a state, `ignore_unknown` whether unknown
+        `has_state` says whether layers of the model keep a state, `has_mtp` whether the ring's tail
+        can draft, `ignore_unknown` whether unknown
         keys of a draft model's config are ignored. Raises UsageError if `most` is
         above 31 and where slots cannot be rewound, and what loading a draft model raises.
         """
         if most > MAX_DRAFT_TOKENS:
             raise UsageError(f"--draft-tokens {most}: at most {MAX_DRAFT_TOKENS} are verified")
-        most = most or MAX_DRAFT_TOKENS
         if how == OFF:
             return None
+        if how == MTP:
+            if not has_mtp:
+                raise UsageError(
+                    "--speculate mtp: this ring was made without the layer that predicts further "
+                    "tokens",
+                    remedy="ask again with --mtp, which makes another one",
+                )
+            most = min(most or MOST_BY_MTP, MAX_STATE_DRAFTS if has_state else MAX_DRAFT_TOKENS)
+            return Speculation(make_draft_source=None, most=most)
+        most = most or MAX_DRAFT_TOKENS
         check_drafts(has_state=has_state)
         if how == NGRAM:
             return Speculation(make_draft_source=lambda wake: NgramDrafts(), most=most)

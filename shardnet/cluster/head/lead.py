@@ -72,6 +72,7 @@ class Lead:
             and (not choice.context or choice.context == spec.context)
             and (choice.dtype == "auto" or choice.dtype == spec.dtype.value)
             and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)
+            and (had.mtp or not choice.mtp)
             and choice.stream_layers in (0, "auto", had.stream_layers)
             and choice.arith in ("auto", self.plan.arith.value)
             and settle_wires(

@@ -31,7 +31,7 @@ from shardnet.transport.loop import finish
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.framing.schema import MAX_STAGES
 from shardnet.wire.messages.membership import NodeInfo
-from shardnet.wire.messages.stages import LoadStage, StageReady
+from shardnet.wire.messages.stages import DevicePart, LoadStage, StageReady
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +183,13 @@ def ring_spec(plan: Plan) -> RingSpec:
         quant=plan.choice.quant,
         kv_dtype=plan.choice.kv_dtype,
         streamed=tuple(stage.n_streamed for stage in plan.placement.stages),
+        parts=tuple(
+            tuple(
+                DevicePart(layers=(part.layers.start, part.layers.end), devices=[*part.devices])
+                for part in stage.parts
+            )
+            for stage in plan.placement.stages
+        ),
         wires=plan.wires,
         context=plan.context,
         threads=plan.choice.threads,
@@ -191,6 +198,7 @@ def ring_spec(plan: Plan) -> RingSpec:
         has_state=plan.facts.config.has_state,
         routing=plan.facts.config.routing,
         ariths=tuple(node_ariths(plan.choice.arith, plan.arith, plan.nodes).values()),
+        mtp=plan.choice.mtp,
         ignore_unknown_config=plan.choice.ignore_unknown_config,
         spans=tuple(tuple(node.address for node in further) for further in plan.spans),
         gather_dtype=plan.gather_dtype,

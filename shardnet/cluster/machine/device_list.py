@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardnet.errors import UsageError
+from shardnet.wire.framing.schema import MAX_DEVICES
 
 AUTO: Final = "auto"
 CPU: Final = "cpu"
@@ -18,8 +19,6 @@ CUDA: Final = "cuda"
 MPS: Final = "mps"
 KINDS: Final = (AUTO, CPU, CUDA, MPS)
 """What there is without plug-ins: AMD's GPUs are cuda to torch, Apple's are mps."""
-MAX_DEVICES: Final = 16
-"""Most devices of one node."""
 _MOST_INDEX: Final = 1023
 
 

@@ -17,7 +17,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
@@ -178,7 +178,7 @@ def share_of_cores(n_cores: int, n_nodes: int) -> int:
 
 def _read(path: Path) -> LocalNode | None:
     """Read an entry; one of another version may lack what is not needed, or have more."""
-    known = {"started": UNKNOWN_S, "place": this_place()}
+    known: dict[str, Any] = {"started": UNKNOWN_S, "place": this_place()}
     try:
         written = json.loads(read_own(path))
         return LocalNode(**known | {name: written[name] for name in _FIELDS if name in written})

@@ -286,6 +286,11 @@ class MemoryBudget:
         part = most // max(1, sum(on_host))
         return [min(n, part) if host else n for n, host in zip(asked, on_host, strict=True)]
 
+    def free_bytes(self, device: Device) -> int:
+        """Return the free memory of one of the devices now; groups of cores share the system's."""
+        n_sharing = sum(map(_has_host_memory, self.devices)) if _has_host_memory(device) else 1
+        return self._free_bytes(device) // n_sharing
+
     def available_bytes(self) -> int:
         """Return the free memory of all devices now; on a CPU within the container's limit."""
         on_host = [device for device in self.devices if _has_host_memory(device)][:1]

@@ -24,6 +24,7 @@ from shardnet.wire.messages.measurements import (
     MeasureStage,
     NodeMeasured,
     StageMeasured,
+    StageSeconds,
     WayMeasured,
 )
 from shardnet.wire.messages.membership import NodeInfo
@@ -133,18 +134,23 @@ async def gather(
         if entry.seconds is None:
             continue
         try:
-            speeds[NodeId(entry.node)] = StageSpeed(
-                layer_s=entry.seconds.layer_s,
-                layer_256_s=entry.seconds.layer_256_s,
-                embed_s=entry.seconds.embed_s,
-                head_s=entry.seconds.head_s,
-                step_s=entry.seconds.step_s,
-                is_steady=entry.is_steady,
-            )
+            speeds[NodeId(entry.node)] = stage_speed(entry.seconds, is_steady=entry.is_steady)
         except UsageError as error:
             reports[place] = _without(nodes[place], error)
     links = await _all_links(nodes, payload_bytes, stage.again, instruments, count)
     return Measured(speeds=speeds, links=links, reports=tuple(reports))
+
+
+def stage_speed(seconds: StageSeconds, *, is_steady: bool) -> StageSpeed:
+    """Read a measured speed. Raises UsageError for one that cannot be."""
+    return StageSpeed(
+        layer_s=seconds.layer_s,
+        layer_256_s=seconds.layer_256_s,
+        embed_s=seconds.embed_s,
+        head_s=seconds.head_s,
+        step_s=seconds.step_s,
+        is_steady=is_steady,
+    )
 
 
 def rounds_of_pairs(nodes: Iterable[NodeId]) -> list[list[tuple[NodeId, NodeId]]]:
@@ -203,6 +209,8 @@ async def _one_node(node: NodeInfo, stage: MeasureStage, instruments: Instrument
         measured_at_s=answer.measured_at_s,
         is_steady=answer.is_steady,
         disk_bytes_per_s=answer.disk_bytes_per_s,
+        devices=answer.devices,
+        gather_s=answer.gather_s,
     )
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from msgspec import structs
+
 from shardnet import __version__
+from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.profile import available_cores, machine_name
 from shardnet.cluster.measuring.figure_cache import Figure, FigureCache, FigureKey
 from shardnet.cluster.measuring.measurement import WRONG_BY
@@ -22,7 +25,7 @@ from shardnet.cluster.member.order_checks import check_threads
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import StageOrders
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import BusyError, DiskSilentError, UsageError
+from shardnet.errors import BusyError, ConfigurationError, DiskSilentError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.loading.loading import check_layers, set_compute_threads
@@ -35,8 +38,10 @@ from shardnet.runtime.stage.measuring import (
     read_config,
     rounded,
 )
+from shardnet.runtime.stage.measuring_gathers import measure_gather
 from shardnet.types import Arith, DType, KvDType, LayerRange
 from shardnet.wire.messages.measurements import (
+    DeviceMeasured,
     MeasureStage,
     StageMeasured,
     StageObserved,
@@ -58,6 +63,7 @@ class NodeBenchmark:
         self._disk_jobs = disk
         self._cache = cache
         self._disks: dict[int, float | None] = {}
+        self._gathered_s: float | None = None
 
     async def measure(
         self, message: MeasureStage, asker: str, on_progress: Callable[[int, int], None]
@@ -74,38 +80,86 @@ class NodeBenchmark:
                 f"{self._orders.device.description} is a plug-in, which cannot be measured",
                 remedy="say with --nodes and --layers what it is to compute",
             )
-        config, dtype, quantization, key = self._subject(message, asker)
+        disk = await self._disk(message)
+        figures = [
+            await self._figure(message, asker, on_progress, place)
+            for place in range(len(self._orders.devices))
+        ]
+        answer = self._answer(message, figures[0], disk)
+        if len(figures) == 1:
+            return answer
+        gather_s = await self._gather_s(message)
+        return structs.replace(answer, devices=self._told(figures), gather_s=gather_s)
+
+    async def _figure(
+        self,
+        message: MeasureStage,
+        asker: str,
+        on_progress: Callable[[int, int], None],
+        place: int,
+    ) -> Figure:
+        """Return the figure of one device, the known one or a new one; raises as `measure`."""
+        config, dtype, quantization, key = self._subject(message, asker, place)
         kv_dtype, arith = KvDType(message.kv_dtype), Arith(key.arith)
         known = self._cache.get(key)
-        disk = await self._disk(message)
-        figure = known
-        if message.again or known is None or await self._is_better_now(known):
-            memory_bytes = self._orders.free_bytes()
-            device = self._orders.device.kind
+        is_first = place == 0 or key != self._subject(message, asker, 0)[-1]
+        if (
+            known is not None
+            and not (message.again and is_first)
+            and not (await self._is_better_now(known))
+        ):
+            return known
+        memory_bytes = self._orders.free_bytes(place)
+        device = self._orders.devices[place].for_torch
 
-            def measure(tick: Callable[[], None]) -> StageFigures:
-                return measure_stage(
-                    config,
-                    dtype,
-                    quantization,
-                    kv_dtype,
-                    arith,
-                    device=device,
-                    threads=key.threads,
-                    memory_bytes=memory_bytes,
-                    tick=tick,
-                    drive=partial(
-                        rehearse,
-                        on_any_thread=device == "cpu" and key.threads == 1,
-                        set_up=lambda: set_compute_threads(key.threads),
-                    ),
-                )
+        def measure(tick: Callable[[], None]) -> StageFigures:
+            return measure_stage(
+                config,
+                dtype,
+                quantization,
+                kv_dtype,
+                arith,
+                device=device,
+                threads=key.threads,
+                memory_bytes=memory_bytes,
+                tick=tick,
+                drive=partial(
+                    rehearse,
+                    on_any_thread=device == "cpu" and key.threads == 1,
+                    set_up=lambda: set_compute_threads(key.threads),
+                ),
+            )
 
-            stage = await self._host.measure(measure, on_progress)
-            figure = Figure(stage=stage, measured_at_s=time.time())
-            self._cache.put(key, figure)
-        assert figure is not None
-        return _answer(message, figure, key.threads, self._orders.memory_bytes(), disk)
+        stage = await self._host.measure(measure, on_progress, place)
+        figure = Figure(stage=stage, measured_at_s=time.time())
+        self._cache.put(key, figure)
+        return figure
+
+    def _told(self, figures: Sequence[Figure]) -> list[DeviceMeasured]:
+        """Tell of each device."""
+        return [
+            DeviceMeasured(
+                name=device.name,
+                memory_bytes=n_bytes,
+                seconds=_seconds(figure.stage),
+                is_steady=figure.stage.is_steady,
+            )
+            for device, n_bytes, figure in zip(
+                self._orders.devices, self._orders.device_bytes(), figures, strict=True
+            )
+        ]
+
+    async def _gather_s(self, message: MeasureStage) -> float | None:
+        """Return what it takes all devices to join the parts of a row; None where they cannot."""
+        devices = self._orders.devices
+        if any(device.kind != "cpu" or device.isa == kernels.NONE for device in devices):
+            return None
+        if self._gathered_s is None or message.again:
+            try:
+                self._gathered_s = await self._host.measure_together(measure_gather)
+            except (ConfigurationError, BusyError):
+                return None
+        return self._gathered_s
 
     async def _is_better_now(self, known: Figure) -> bool:
         """Say whether a figure of a busy machine can be replaced: nobody computes any more."""
@@ -123,6 +177,8 @@ class NodeBenchmark:
         for minutes, as every figure of a busy machine. Without a figure nothing is done. Raises
         CheckpointError and UsageError as `measure`.
         """
+        if len(self._orders.devices) > 1:
+            return  # which of them was slower is not said
         config, *_, key = self._subject(message, asker)
         layers = LayerRange(*message.layers)
         check_layers(config, layers)
@@ -140,14 +196,19 @@ class NodeBenchmark:
 
     def known(self, message: MeasureStage) -> StageMeasured:
         """Return the known figure of a model, without the disk. Raises UsageError without one."""
-        *_, key = self._subject(message, "this node")
-        figure = self._cache.get(key)
-        if figure is None:
-            raise UsageError("this node is not measured yet", remedy="run `shardnet plan`")
-        return _answer(message, figure, key.threads, self._orders.memory_bytes(), None)
+        figures = []
+        for place in range(len(self._orders.devices)):
+            figure = self._cache.get(self._subject(message, "this node", place)[-1])
+            if figure is None:
+                raise UsageError("this node is not measured yet", remedy="run `shardnet plan`")
+            figures.append(figure)
+        answer = self._answer(message, figures[0], None)
+        if len(figures) == 1:
+            return answer
+        return structs.replace(answer, devices=self._told(figures), gather_s=self._gathered_s)
 
     def _subject(
-        self, message: MeasureStage | StageObserved, asker: str
+        self, message: MeasureStage | StageObserved, asker: str, place: int = 0
     ) -> tuple[ModelConfig, DType, Quantization | None, FigureKey]:
         check_threads(message.threads, self._orders.most_threads)
         dtype = DType.named(message.dtype)
@@ -157,22 +218,38 @@ class NodeBenchmark:
             ignore_unknown=message.ignore_unknown_config,
         )
         quantization = Quantization.named(message.quant)
-        threads = message.threads or self._orders.threads
+        device = self._orders.devices[place]
+        threads = self._orders.threads_of(place, message.threads)
         key = FigureKey.of(
             config,
             dtype,
             quantization,
             KvDType(message.kv_dtype),
-            self._orders.device.arith(Arith(message.arith)),
-            device=self._orders.device.description,
-            isa=self._orders.device.isa,
-            torch=self._orders.device.torch,
+            device.arith(Arith(message.arith)),
+            # Equal groups of cores are measured once.
+            device=device.kind if device.cores else device.description,
+            isa=device.isa,
+            torch=device.torch,
             threads=threads,
             cores=available_cores(),
             version=__version__,
             host=machine_name(),
         )
         return config, dtype, quantization, key
+
+    def _answer(
+        self, message: MeasureStage, figure: Figure, disk_bytes_per_s: float | None
+    ) -> StageMeasured:
+        return StageMeasured(
+            request=message.request,
+            seconds=_seconds(figure.stage),
+            kernel=figure.stage.kernel,
+            threads=message.threads or self._orders.threads,
+            measured_at_s=figure.measured_at_s,
+            is_steady=figure.stage.is_steady,
+            memory_bytes=self._orders.memory_bytes(),
+            disk_bytes_per_s=disk_bytes_per_s,
+        )
 
     async def _disk(self, message: MeasureStage) -> float | None:
         """Return the bytes per second of the checkpoint's disk, None without a checkpoint here."""
@@ -199,27 +276,11 @@ class NodeBenchmark:
         return self._disks[number]
 
 
-def _answer(
-    message: MeasureStage,
-    figure: Figure,
-    threads: int,
-    memory_bytes: int,
-    disk_bytes_per_s: float | None,
-) -> StageMeasured:
-    stage = figure.stage
-    return StageMeasured(
-        request=message.request,
-        seconds=StageSeconds(
-            layer_s=stage.layer_s,
-            layer_256_s=stage.layer_256_s,
-            embed_s=stage.embed_s,
-            head_s=stage.head_s,
-            step_s=stage.step_s,
-        ),
-        kernel=stage.kernel,
-        threads=threads,
-        measured_at_s=figure.measured_at_s,
-        is_steady=stage.is_steady,
-        memory_bytes=memory_bytes,
-        disk_bytes_per_s=disk_bytes_per_s,
+def _seconds(stage: StageFigures) -> StageSeconds:
+    return StageSeconds(
+        layer_s=stage.layer_s,
+        layer_256_s=stage.layer_256_s,
+        embed_s=stage.embed_s,
+        head_s=stage.head_s,
+        step_s=stage.step_s,
     )

@@ -21,10 +21,10 @@ def check_threads(threads: int, most: int) -> None:
         )
 
 
-def check_load_order(order: LoadStage, most_threads: int) -> None:
+def check_load_order(order: LoadStage, most_threads: int, n_devices: int = 1) -> None:
     """Raise UsageError for a stage that cannot be a part of any ring, or not on this node.
 
-    The node may compute with `most_threads` threads.
+    The node has `n_devices` and may compute with `most_threads` threads.
     """
     check_threads(order.threads, most_threads)
     DType.named(order.dtype)
@@ -48,6 +48,10 @@ def check_load_order(order: LoadStage, most_threads: int) -> None:
             order.streamed_layers > n_layers
         ),
         "a context of 0 positions": order.context == 0,
+        "its parts are not its layers": order.parts != [] and not _covers(order),
+        "layers of more than one device are to be streamed": (
+            order.streamed_layers > 0 and len(order.parts) > 1
+        ),
         f"shard {order.shard} of {n_nodes} nodes": order.shard >= n_nodes,
         f"it spans {len(order.shard_nodes)} nodes": (
             len(order.shard_nodes) == 1 or len(order.shard_nodes) > MAX_SHARDS
@@ -57,3 +61,19 @@ def check_load_order(order: LoadStage, most_threads: int) -> None:
     for fault, holds in faults.items():
         if holds:
             raise UsageError(f"a stage was ordered that no ring has: {fault}")
+    named = [place for part in order.parts for place in part.devices]
+    if len(set(named)) < len(named) or any(place >= n_devices for place in named):
+        raise UsageError(
+            f"parts of a stage were ordered for the devices {named}, and this node has {n_devices}",
+            remedy="ask again: the node was started anew with others",
+        )
+
+
+def _covers(order: LoadStage) -> bool:
+    """Say whether the parts of a stage follow each other from its first layer to its last."""
+    at, end = order.layers
+    for part in order.parts:
+        if part.layers[0] != at or part.layers[1] <= at or not part.devices:
+            return False
+        at = part.layers[1]
+    return at == end

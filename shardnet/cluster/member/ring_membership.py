@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from msgspec import UNSET
@@ -31,9 +31,9 @@ from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
 from shardnet.runtime.ring.shard_links import ShardLinks, ShardSink
 from shardnet.runtime.stage.compute import StageCompute
-from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.handover import Lane, LaneWorkers
 from shardnet.runtime.stage.link_group import SpanningCompute
-from shardnet.runtime.stage.worker import StageSink, StageSource, StageWorker
+from shardnet.runtime.stage.worker import StageSink, StageSource
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, NodeId, StepId
 from shardnet.wire.messages.handshake import Hello, error_frame
@@ -102,9 +102,9 @@ class RingMembership:
         self._upstream: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
         self._links: list[Link] = []
         self._left = False
-        self._worker: StageWorker | None = None
+        self._worker: LaneWorkers | None = None
         self._task: asyncio.Task[None] | None = None
-        self._slots: tuple[StageCompute, Executor] | None = None
+        self._slots: Sequence[Lane] = ()
         """What holds slots for this ring, until they are freed."""
         self._expiry: asyncio.TimerHandle | None = None
 
@@ -167,10 +167,8 @@ class RingMembership:
                 f"here, expected rank {expected[2]} of ring {self.ring} epoch {self.epoch}, once"
             )
 
-    async def join(
-        self, compute: StageCompute, executor: Executor, pipeline: Pipeline | None
-    ) -> None:
-        """Open the links to both neighbours and start to work.
+    async def join(self, lanes: Sequence[Lane], pipeline: Pipeline | None) -> None:
+        """Open the links to both neighbours and start to work with `lanes`, in their order.
 
         `pipeline` is the head's; other ranks have none. Returns when the stage is ready for steps.
         Raises LinkError when a neighbour does not answer, PeerFailedError if `leave` is called
@@ -180,16 +178,15 @@ class RingMembership:
             raise UsageError(f"ring {self.ring} was asked to connect twice")
         self._is_joining = True
         if self._may_spin() and (len(self.addresses) > 1 or self._span is not None):
-            self._alertness = Alertness(stir=partial(executor.stir, SPIN_NS))
-        await self._connect_shards(compute)
+            self._alertness = Alertness(stir=partial(lanes[0].executor.stir, SPIN_NS))
+        await self._connect_shards(lanes[0].compute)
         source, sink, tail = await self._connect(pipeline)
         self._check_not_left()
         self._joined_at_s = self._now_s()
-        self._slots = (compute, executor)
-        self._worker = StageWorker(
+        self._slots = lanes
+        self._worker = LaneWorkers(
+            lanes,
             rank=self.rank,
-            compute=compute,
-            executor=executor,
             source=source,
             sink=sink,
             on_step_done=self._step_done,
@@ -220,10 +217,9 @@ class RingMembership:
             self._alertness.close()  # a task that was cancelled before it began has not
         if self._expiry is not None:
             self._expiry.cancel()
-        if self._slots is not None:
-            compute, executor = self._slots
-            self._slots = None
-            await executor.run(compute.reset)
+        lanes, self._slots = self._slots, ()
+        for lane in lanes:
+            await lane.executor.run(lane.compute.reset)
         for link in self._open_links():
             if is_broken:
                 link.abort("the ring broke")
@@ -295,7 +291,7 @@ class RingMembership:
         )
 
     async def _run(
-        self, worker: StageWorker, tail: TailLink | None, pipeline: Pipeline | None
+        self, worker: LaneWorkers, tail: TailLink | None, pipeline: Pipeline | None
     ) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -341,10 +337,9 @@ class RingMembership:
 
     def _free_slots(self) -> None:
         """Free the slots of a ring that broke, and that no other one has come after."""
-        if self._slots is not None:
-            compute, executor = self._slots
-            self._slots = None
-            executor.post(compute.reset, lambda _: None, _not_freed)
+        lanes, self._slots = self._slots, ()
+        for lane in lanes:
+            lane.executor.post(lane.compute.reset, lambda _: None, _not_freed)
 
     def _step_done(self, step: StepId) -> None:
         self.last_step = step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -26,13 +26,15 @@ from shardnet.cluster.member.stage_loader import StageLoader
 from shardnet.cluster.member.stage_span import DataEnd, DialData, StageSpan
 from shardnet.cluster.member.stage_state import PreparedStage, stage_state
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError
+from shardnet.runtime.loading.joined import computes_by_device
 from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.loading.loading import release_freed_memory, set_compute_threads
 from shardnet.runtime.ring.pipeline import Pipeline
-from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.compute_threads import ONE_DEVICE, ComputeThreads
+from shardnet.runtime.stage.handover import Lane
 from shardnet.runtime.stage.plugin import ComputePlugin
 from shardnet.runtime.stage.progress import ProgressReporter
-from shardnet.runtime.stage.stage_order import StageOrder
+from shardnet.runtime.stage.stage_order import StageDevice, StageOrder
 from shardnet.stage.pack_cache import drop_pages
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, LayerRange, WireDType
@@ -47,6 +49,9 @@ if TYPE_CHECKING:  # it imports torch
 
 T = TypeVar("T")
 
+MeasureTogether = Callable[[int], Sequence[Callable[[], float]]]
+"""Makes a job in seconds for each of so many devices, which wait for each other."""
+
 CLOSE_S = 2.0
 """How long a node that leaves waits for a thread, before it leaves the thread behind."""
 
@@ -59,7 +64,8 @@ class StageHost:
     Quantised weights are kept below the folder `packs`, finished prompts in `prefixes`. A `plugin`
     computes in place of torch. `may_spin` is asked for each ring, whether to spin while steps are
     awaited. `node` is this node: its own orders it takes while it drains, since requests that it
-    leads may need another ring.
+    leads may need another ring. What is loaded may be on several `devices`, whose memory is given
+    in their order.
     """
 
     def __init__(
@@ -71,12 +77,13 @@ class StageHost:
         prefixes: PrefixStore | None = None,
         plugin: ComputePlugin | None = None,
         may_spin: Callable[[], bool] = lambda: False,
+        devices: Sequence[StageDevice] = ONE_DEVICE,
     ) -> None:
         self._dial = dial
         self._may_spin = may_spin
         self._packs = packs
         self._prefix_disk = PrefixDisk()
-        self._compute = Executor("shardnet-compute")
+        self._compute = ComputeThreads(devices)
         self._loader = StageLoader(packs=packs, plugin=plugin, prefixes=prefixes)
         self._changing = asyncio.Lock()
         self.refusals = Refusals(node=node)
@@ -88,13 +95,24 @@ class StageHost:
 
     def state(self) -> StageState | None:
         """Describe the loaded stage and its place in a ring, for people."""
-        return stage_state(self.loaded, self._prepared, self.membership)
+        names = [device.name for device in self._compute.devices]
+        return stage_state(self.loaded, self._prepared, self.membership, names)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights that are loaded, for this ring and for one to come."""
+        return sum(self.weight_bytes_by_device)
+
+    @property
+    def weight_bytes_by_device(self) -> list[int]:
+        """The same for each device."""
         parts = {id(part): part for stage in self._stages for part in stage.parts or (stage,)}
-        return sum(part.weight_bytes for part in parts.values())
+        n_bytes = [0] * len(self._compute.devices)
+        for part in parts.values():
+            shards = part.order.shards or (self._compute.devices[part.order.place],)
+            for device in shards:
+                n_bytes[device.place] += part.weight_bytes // len(shards)
+        return n_bytes
 
     @property
     def _stages(self) -> list[LoadedStage]:
@@ -170,7 +188,7 @@ class StageHost:
         sent: WireDType,
         received: WireDType,
         threads: int,
-        memory_bytes: int,
+        memory_bytes: Sequence[int],
         on_progress: Callable[[int, int], None],
     ) -> tuple[LoadedStage, bool]:
         """Have the stage of `order` loaded for `membership`.
@@ -186,13 +204,13 @@ class StageHost:
                 raise PeerFailedError(
                     f"this node is no member of ring {membership.ring} any more", remedy="ask again"
                 )
-            await self._compute.run(lambda: set_compute_threads(threads))
+            self._compute.share_cores(threads, set_compute_threads)
             set_compute_threads(threads)  # of this thread, which may compute short steps itself
             reused = self._take_prepared(membership.ring, order) or await self._loader.fits(
                 self.loaded, order
             )
             if self.loaded is None or not reused:
-                kept = self.loaded.kept if self.loaded is not None else None
+                kept = self.loaded.kept if self.loaded is not None else []
                 await self._free()
                 loading = self._loader.load(order, memory_bytes, on_progress, kept=kept)
                 del kept  # what the next stage does not take is to be freed
@@ -208,7 +226,7 @@ class StageHost:
         owner: str,
         order: StageOrder,
         *,
-        memory_bytes: int,
+        memory_bytes: Sequence[int],
         on_progress: Callable[[int, int], None],
         stands_for: str = "",
     ) -> tuple[LoadedStage, bool]:
@@ -233,8 +251,8 @@ class StageHost:
                 if stage is None:
                     stage = await self._loader.grow(self.loaded, order, memory_bytes, on_progress)
                 if stage is None:
-                    held_bytes = self.loaded.weight_bytes if self.loaded is not None else 0
-                    kept = self.loaded.kept if self.loaded is not None else None
+                    held_bytes = self.weight_bytes_by_device
+                    kept = self.loaded.kept if self.loaded is not None else []
                     stage = await self._loader.load(
                         order, memory_bytes, on_progress, held_bytes, kept
                     )
@@ -274,8 +292,8 @@ class StageHost:
         return _moves(self.loaded)
 
     def prepared_layers(self, ring: str) -> LayerRange:
-        """Return the layers of the stage that is ready for a ring, or raise UsageError."""
-        return self._prepared_for(ring).order.layers
+        """Return the layers that the stage ready for a ring caches, or raise UsageError."""
+        return self._prepared_for(ring).order.caching
 
     async def on_moves(self, ring: str, epoch: int, job: Callable[[SlotMoves], T]) -> T:
         """Run `job` with what sequences hold on this node's stage, on the compute thread.
@@ -322,6 +340,7 @@ class StageHost:
         self,
         job: Callable[[Callable[[], None]], T],
         on_progress: Callable[[int, int], None],
+        place: int = 0,
     ) -> T:
         """Run `job`, which computes, on the compute thread. It calls what it is given in between.
 
@@ -340,10 +359,24 @@ class StageHost:
 
             try:
                 return await self._loader.to_its_end(
-                    self._compute.submit(lambda: job(tick)), reporter
+                    self._compute.submit(lambda: job(tick), place), reporter
                 )
             finally:
                 await self._loader.release_freed_memory()
+
+    async def measure_together(self, job: MeasureTogether) -> float:
+        """Run a job on every device at the same time; return what the first one's tells.
+
+        Raises BusyError when sequences are open here, what `job` raises, PeerFailedError when this
+        node shuts down.
+        """
+        async with self._changing:
+            self.refusals.check_not_closing()
+            self.check_idle()
+            n_devices = len(self._compute.devices)
+            each = job(n_devices)
+            running = [self._compute.submit(each[place], place) for place in range(n_devices)]
+            return (await asyncio.gather(*running))[0]
 
     async def drop_caches(self) -> None:
         """Give back memory that holds only what can be made or read again.
@@ -369,7 +402,7 @@ class StageHost:
         """
         self.refusals.check_not_closing()
         self.check_idle()
-        await self._compute.run(lambda: None)
+        await self._compute.submit(lambda: None)
 
     @property
     def is_busy(self) -> bool:
@@ -386,7 +419,11 @@ class StageHost:
         membership = self._membership(ring, epoch)
         if self.loaded is None or not membership.is_loaded:
             raise UsageError(f"ring {ring} was asked to connect before its stage was loaded")
-        await membership.join(self.loaded.compute, self._compute, pipeline)
+        lanes = [
+            Lane(compute, self._compute.of(place))
+            for place, compute in computes_by_device(self.loaded)
+        ]
+        await membership.join(lanes, pipeline)
 
     def check_hello(self, hello: Hello) -> None:
         """Raise UsageError if `hello` is not that of the stage before this one in its ring."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import PeerFailedError, ShardnetError
-from shardnet.runtime.loading.joined import join
+from shardnet.runtime.loading.joined import Progress, join, load_by_device
 from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
 from shardnet.runtime.loading.loading import load, release_freed_memory
 from shardnet.runtime.stage.plugin import ComputePlugin
@@ -53,27 +53,30 @@ class StageLoader:
     async def load(
         self,
         order: StageOrder,
-        memory_bytes: int,
+        memory_bytes: Sequence[int],
         on_progress: Callable[[int, int], None],
-        held_bytes: int = 0,
-        kept: KeptWeights | None = None,
+        held_bytes: Sequence[int] = (),
+        kept: Sequence[KeptWeights] = (),
     ) -> LoadedStage:
-        """Load on the loading thread. When cancelled, wait until the thread has stopped."""
+        """Load on the loading thread. When cancelled, wait until the thread has stopped.
+
+        `memory_bytes` and `held_bytes` are those of each of the node's devices.
+        """
         reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
+
+        def load_part(
+            part: StageOrder, n_bytes: int, progress: Progress, kept: KeptWeights | None
+        ) -> LoadedStage:
+            held = held_bytes[part.place] if held_bytes else 0
+            return load(
+                part, n_bytes, progress, self._packs, self._plugin, self._prefixes, held, kept
+            )
+
         try:
             return await self.to_its_end(
                 self._jobs.submit(
                     order.folder,
-                    lambda: load(
-                        order,
-                        memory_bytes,
-                        reporter.report,
-                        self._packs,
-                        self._plugin,
-                        self._prefixes,
-                        held_bytes,
-                        kept,
-                    ),
+                    lambda: load_by_device(order, memory_bytes, load_part, reporter.report, kept),
                     alive=lambda: reporter.n_reports,
                 ),
                 reporter,
@@ -98,7 +101,7 @@ class StageLoader:
         self,
         own: LoadedStage | None,
         order: StageOrder,
-        memory_bytes: int,
+        memory_bytes: Sequence[int],
         on_progress: Callable[[int, int], None],
     ) -> LoadedStage | None:
         """Load what the stage in use lacks of `order`, and join both; None if it is no part."""
@@ -107,10 +110,12 @@ class StageLoader:
         lacking = await self.run(order.folder, partial(own.lacks, order))
         if not lacking:
             return None
-        stages, left_bytes = [own], memory_bytes - own.weight_bytes
+        stages, left_bytes = [own], [*memory_bytes]
+        for here in own.parts or (own,):
+            left_bytes[here.order.place] -= here.weight_bytes
         for part in lacking:
             stages.append(await self.load(part, left_bytes, on_progress))
-            left_bytes -= stages[-1].weight_bytes
+            left_bytes[part.place] -= stages[-1].weight_bytes
         return join(order, stages)
 
     async def release_freed_memory(self) -> None:

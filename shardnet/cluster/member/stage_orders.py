@@ -6,11 +6,13 @@ head. Must not plan, nor know clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from shardnet.cluster.machine.device_list import CPU
 from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.machine.profile import Device, MemoryBudget, available_cores
 from shardnet.cluster.member.order_checks import check_load_order
@@ -22,7 +24,7 @@ from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import ShardnetError
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.loading.loaded_stage import LoadedStage
-from shardnet.runtime.stage.stage_order import StageOrder
+from shardnet.runtime.stage.stage_order import StageDevice, StageOrder, StagePart
 from shardnet.transport.loop import finish
 from shardnet.types import Arith, DType, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.framing.schema import Phase
@@ -89,8 +91,13 @@ class StageOrders:
 
     @property
     def device(self) -> Device:
-        """The device that computes here."""
+        """The device that computes here, the first of several."""
         return self._budget.device
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        """All devices that compute here."""
+        return self._budget.devices
 
     @property
     def threads(self) -> int:
@@ -104,17 +111,28 @@ class StageOrders:
         """Threads that others may order a stage to compute with: this machine's cores."""
         return max(available_cores(), self._asked_threads)
 
+    def threads_of(self, place: int, threads: int = 0) -> int:
+        """Return the threads of one device, where the node has `threads`, 0 for as configured."""
+        threads, device = threads or self.threads, self.devices[place]
+        if device.kind != CPU:
+            return threads
+        own = max(1, threads // sum(each.kind == CPU for each in self.devices))
+        return min(own, len(device.cores) or own)
+
     def memory_bytes(self) -> int:
         """Return the bytes that a stage of this node may take, its loaded one included."""
-        return self._budget.total_bytes(
-            used_bytes=self._host.weight_bytes,
-            n_nodes_here=len(self._local_nodes.list()),
+        return sum(self.device_bytes())
+
+    def device_bytes(self) -> list[int]:
+        """Return the same for each device."""
+        return self._budget.device_bytes(
+            self._host.weight_bytes_by_device, n_nodes_here=len(self._local_nodes.list())
         )
 
-    def free_bytes(self) -> int:
-        """Return the bytes left beside what is loaded, at most what the device has free."""
-        left = self.memory_bytes() - self._host.weight_bytes
-        return max(0, min(left, self._budget.available_bytes()))
+    def free_bytes(self, place: int = 0) -> int:
+        """Return the bytes left of a device beside what is loaded, at most what it has free."""
+        left = self.device_bytes()[place] - self._host.weight_bytes_by_device[place]
+        return max(0, min(left, self._budget.free_bytes(self.devices[place])))
 
     async def load_for(self, control: ControlLink, message: LoadStage) -> None:
         """Carry out a peer's order; send it progress, the reply, and RingBroken if the ring breaks.
@@ -182,7 +200,7 @@ class StageOrders:
         the ring breaks later. Raises what check_load_order raises, and what StageHost.enter_ring,
         Sharing.folder and StageHost.load raise; the membership is over then.
         """
-        check_load_order(message, self.most_threads)
+        check_load_order(message, self.most_threads, len(self.devices))
         if message.beside:
             return await self._prepare(message, owner, progress)
         sent = WireDType.named(message.wire_dtype)
@@ -207,7 +225,7 @@ class StageOrders:
                 sent=sent,
                 received=received,
                 threads=threads,
-                memory_bytes=self.memory_bytes(),
+                memory_bytes=self.device_bytes(),
                 on_progress=partial(progress, "loading"),
             )
             unless_it_is_loaded.pop_all()
@@ -225,7 +243,7 @@ class StageOrders:
             message.ring,
             owner,
             self._order(message, folder),
-            memory_bytes=self.memory_bytes(),
+            memory_bytes=self.device_bytes(),
             on_progress=partial(progress, "loading"),
             stands_for=message.stands_for,
         )
@@ -249,7 +267,15 @@ class StageOrders:
         await finish(self._host.leave_ring(membership))
 
     def _order(self, message: LoadStage, folder: Path) -> StageOrder:
-        return StageOrder(
+        devices = stage_devices(self.devices)
+        parts = [
+            StagePart(
+                layers=LayerRange(*part.layers),
+                devices=tuple(devices[place] for place in part.devices),
+            )
+            for part in message.parts
+        ]
+        order = StageOrder(
             model=message.model,
             folder=folder,
             model_id=message.model_id,
@@ -257,16 +283,29 @@ class StageOrders:
             dtype=DType.named(message.dtype),
             context=message.context,
             is_tail=message.rank == message.n_stages - 1,
-            device=self._budget.device.kind,
+            device=devices[0].torch,
+            cores=devices[0].cores,
             quantization=Quantization.named(message.quant),
             kv_dtype=KvDType(message.kv_dtype),
             n_streamed=message.streamed_layers,
             ignore_unknown=message.ignore_unknown_config,
             arith=self.device.arith(Arith(message.arith)),
+            mtp=message.mtp,
             shard=message.shard,
             n_nodes=len(message.shard_nodes) or 1,
             gather_dtype=WireDType(message.gather_dtype) if message.gather_dtype else None,
         )
+        if len(parts) == 1:
+            return order.on(parts[0])
+        return replace(order, parts=tuple(parts))
+
+
+def stage_devices(devices: Sequence[Device]) -> list[StageDevice]:
+    """Describe the devices of a node to those who load stages and compute."""
+    return [
+        StageDevice(place=place, name=device.name, torch=device.for_torch, cores=device.cores)
+        for place, device in enumerate(devices)
+    ]
 
 
 def _ready(message: LoadStage, loaded: LoadedStage, reused: bool) -> StageReady:

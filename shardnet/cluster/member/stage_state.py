@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,13 @@ from msgspec.structs import replace
 
 from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.runtime.loading.loaded_stage import LoadedStage
-from shardnet.wire.messages.diagnostics import PrefixState, StageState, StandbyState
+from shardnet.wire.framing.schema import MAX_DEVICES
+from shardnet.wire.messages.diagnostics import (
+    PartState,
+    PrefixState,
+    StageState,
+    StandbyState,
+)
 
 if TYPE_CHECKING:  # it imports torch
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
@@ -31,8 +38,12 @@ def stage_state(
     loaded: LoadedStage | None,
     prepared: PreparedStage | None,
     membership: RingMembership | None,
+    device_names: Sequence[str],
 ) -> StageState | None:
-    """Describe a loaded stage, one that is ready, and the place in a ring, for people."""
+    """Describe a loaded stage, one that is ready, and the place in a ring, for people.
+
+    Its parts are told of where the node has several devices.
+    """
     standby = None if prepared is None else _standby_state(prepared, loaded)
     loaded = loaded or (prepared.stage if standby and prepared else None)
     if loaded is None:
@@ -47,6 +58,7 @@ def stage_state(
         used_blocks=loaded.compute.used_blocks,
         prefixes=_prefix_state(loaded.prefixes),
         standby=standby,
+        parts=_parts(loaded, device_names) if len(device_names) > 1 else [],
     )
     if membership is None or membership.is_over:
         return state
@@ -58,6 +70,18 @@ def stage_state(
         epoch=membership.epoch,
         head=membership.owner,
     )
+
+
+def _parts(loaded: LoadedStage, device_names: Sequence[str]) -> list[PartState]:
+    return [
+        PartState(
+            layers=(part.order.layers.start, part.order.layers.end),
+            devices=[device.name for device in part.order.shards]
+            or [device_names[part.order.place]],
+            weight_bytes=part.weight_bytes,
+        )
+        for part in loaded.parts or (loaded,)
+    ][:MAX_DEVICES]
 
 
 def _prefix_state(prefixes: StagePrefixes | None) -> PrefixState | None:

@@ -14,7 +14,8 @@ from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import StageOrders
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers.advertisement import Advertisement
-from shardnet.wire.messages.membership import NodeInfo, StageInfo
+from shardnet.wire.framing.schema import MAX_NAME
+from shardnet.wire.messages.membership import DeviceInfo, NodeInfo, StageInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class OwnState:
     def info(self) -> NodeInfo:
         """Describe this node: who it is, its memory in bytes, and the stage it has loaded."""
         loaded, membership = self.host.loaded, self.host.membership
-        device = self.settings.budget.device
+        first, *others = devices = self.settings.budget.devices
         total_bytes = self.orders.memory_bytes()
         used_bytes = loaded.weight_bytes if loaded else 0
         stage = None
@@ -46,20 +47,39 @@ class OwnState:
             name=self.settings.name,
             address=self.advertisement.address,
             version=__version__,
-            device=device.description,
+            device=" + ".join(device.description for device in devices)[:MAX_NAME],
             memory_bytes=total_bytes,
             memory_free_bytes=max(0, total_bytes - used_bytes),
             cores=available_cores(),
             threads=self.orders.threads,
-            dtypes=[dtype.value for dtype in device.dtypes],
+            dtypes=[dtype.value for dtype in first.dtypes],
             host_id=make_host_id(),
             stage=stage,
-            isa=device.isa,
-            arithmetic=device.arithmetic,
+            isa=first.isa,
+            arithmetic=" + ".join(dict.fromkeys(each.arithmetic for each in devices))[:MAX_NAME],
             uptime_s=time.monotonic() - self.started_s,
             is_draining=self.host.refusals.is_draining,
             rests=self.host.refusals.rests,
+            devices=self._devices() if others else [],
+            tensor_parallel=self.settings.tensor_parallel,
         )
+
+    def _devices(self) -> list[DeviceInfo]:
+        room = self.orders.device_bytes()
+        return [
+            DeviceInfo(
+                name=device.name,
+                device=device.description,
+                memory_bytes=n_bytes,
+                threads=self.orders.threads_of(place),
+                dtypes=[dtype.value for dtype in device.dtypes],
+                isa=device.isa,
+                arithmetic=device.arithmetic,
+            )
+            for place, (device, n_bytes) in enumerate(
+                zip(self.settings.budget.devices, room, strict=True)
+            )
+        ]
 
     def memory_free_bytes(self) -> int:
         """Return the bytes that a stage may take and that are not loaded."""

@@ -34,7 +34,7 @@ from shardnet.cluster.member.dialer import Dialer
 from shardnet.cluster.member.kv_orders import HostedKv, KvOrders
 from shardnet.cluster.member.prefix_orders import PrefixOrders
 from shardnet.cluster.member.stage_host import StageHost
-from shardnet.cluster.member.stage_orders import StageOrders
+from shardnet.cluster.member.stage_orders import StageOrders, stage_devices
 from shardnet.cluster.member.stage_span import DataEnd
 from shardnet.cluster.node.dispatcher import Dispatcher
 from shardnet.cluster.node.drain import NodeDrain
@@ -186,6 +186,7 @@ def build_stage(settings: NodeSettings, links: LinkParts) -> StageParts:
         prefixes=prefixes,
         plugin=settings.budget.device.plugin,
         may_spin=lambda: settings.spins and not runs_on_battery(),
+        devices=stage_devices(settings.budget.devices),
     )
     sharing = Sharing(
         node=settings.node,
@@ -369,7 +370,9 @@ def build_services(
         unused=unused,
         drafts=drafts,
         link_of=link_of,
-        memory=_memory_look(settings) if settings.budget.device.kind == "cpu" else None,
+        memory=_memory_look(settings)
+        if any(device.kind == "cpu" for device in settings.budget.devices)
+        else None,
         owner=_owner_look(settings, head, stage.host) if settings.yields else None,
         on_changed=links.peers.rest_changed,
         log=settings.log,
@@ -453,5 +456,5 @@ def _owner_look(settings: NodeSettings, head: Head, host: StageHost) -> Callable
         """Return its use by others: that of all while nothing is computed here."""
         return None if head.is_in_use or host.is_busy else gpu_use()
 
-    has_gpu = settings.budget.device.kind == "cuda"
+    has_gpu = any(device.kind == "cuda" for device in settings.budget.devices)
     return OwnerUse(own_processes, gpu if has_gpu else lambda: None).look

@@ -89,7 +89,9 @@ class ModelShape:
     less each one takes, () if all are equal. A stage with both embedding and LM head takes
     `tied_bytes` less than the two. `state_bytes` are the states of all slots in a layer that keeps
     states, which then has no KV blocks; 0 where no layer does.
-    `streaming` is None if weights have to be converted on loading, so cannot be streamed.
+    The last stage has `n_tail_layers` more that keep keys and values; their weights are part of
+    `head_bytes`. `streaming` is None if weights have to be converted on loading, so cannot be
+    streamed.
     `narrow_hops` are the `hop_bytes` from one node to another where that link has its own dtype.
     `gathers` is None where a stage cannot span several nodes.
     """
@@ -109,6 +111,7 @@ class ModelShape:
     streaming: Streaming | None = None
     tied_bytes: int = 0
     state_bytes: int = 0
+    n_tail_layers: int = 0
     narrow_hops: Mapping[tuple[NodeId, NodeId], int] = field(default_factory=dict)
     gathers: Gathers | None = None
 
@@ -179,7 +182,8 @@ class ModelShape:
 
     def kv_bytes(self, layers: LayerRange) -> int:
         """KV cache of a stage for one sequence of the whole context."""
-        return len(layers) * self.kv_layer_bytes
+        n_more = self.n_tail_layers if layers.end == self.n_layers else 0
+        return (len(layers) + n_more) * self.kv_layer_bytes
 
     def memory_bytes(self, layers: LayerRange, n_streamed: int = 0) -> int:
         """Memory a stage needs for one sequence of the whole context; see `weight_bytes`."""
@@ -263,6 +267,42 @@ NO_LINKS: Links = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDevice:
+    """One of several devices of a node: the model as it would hold it, and how fast it is.
+
+    Devices of one `kind` can share layers. `speed` is None where nothing was measured.
+    """
+
+    name: str
+    kind: str
+    held: HeldModel
+    speed: StageSpeed | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDevices:
+    """The devices of a node. `tensor_parallel` of them share each layer, 0 for as is best.
+
+    `gather` is what it takes to join the parts of one row, None where that was not measured.
+    `why_not_shared` says why they cannot share layers, "" where they can. So many shards as in
+    `whole_heads` do not divide the heads: each computes all of the attention, which is
+    `attention_share` of a layer.
+    """
+
+    each: tuple[NodeDevice, ...]
+    tensor_parallel: int = 0
+    gather: LinkSpeed | None = None
+    why_not_shared: str = ""
+    whole_heads: frozenset[int] = frozenset()
+    attention_share: float = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether all of them are."""
+        return all(device.speed is not None for device in self.each)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateNode:
     """A node that could run a stage, with the memory it may use for one in bytes.
 
@@ -271,7 +311,8 @@ class CandidateNode:
     `fetch_bytes_per_s` how fast they would come, None where that was not measured. `shape` are the
     model's sizes on this node where it holds the model in another form than most, as in float32
     where it has no instructions for the ring's dtype. A stage of it spans the nodes `shards` too:
-    the figures are those of all of them together.
+    the figures are those of all of them together. Where it has several `devices`, the figures are
+    those that placement/devices.py makes of them.
     """
 
     node: NodeId
@@ -283,6 +324,7 @@ class CandidateNode:
     fetch_bytes_per_s: float | None = None
     shape: ModelShape | None = None
     shards: tuple[NodeId, ...] = ()
+    devices: NodeDevices | None = None
 
     def held(self, shape: ModelShape) -> HeldModel:
         """Return the model of `shape` as this node would hold it."""
@@ -300,6 +342,21 @@ class CandidateNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartPlan:
+    """Layers of a stage on one device of its node, or shared by several.
+
+    `devices` are their places and `names` what the node calls them; the rest as in StagePlan.
+    """
+
+    layers: LayerRange
+    devices: tuple[int, ...]
+    names: tuple[str, ...]
+    weight_bytes: int
+    kv_bytes: int
+    compute_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """One stage of a plan, with the memory it is predicted to take.
 
@@ -307,7 +364,8 @@ class StagePlan:
     stage, from the tail to the head; None if not measured, `hop_s` also in a ring of one.
     `n_streamed` of its layers are streamed from disk. `fetch_bytes` are fetched from other nodes
     first, in about `fetch_s`. The stage spans the nodes `shards` too, of which each has an equal
-    part of the bytes.
+    part of the bytes. Where the node has several devices, `parts` say which has what, `parts_why`
+    for what reason.
     """
 
     node: NodeId
@@ -320,6 +378,8 @@ class StagePlan:
     fetch_bytes: int = 0
     fetch_s: float | None = None
     shards: tuple[NodeId, ...] = ()
+    parts: tuple[PartPlan, ...] = ()
+    parts_why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

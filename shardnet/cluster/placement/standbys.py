@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardnet.cluster.placement.figures import Exclusion, Placement, StagePlan
+from shardnet.cluster.placement.figures import Exclusion, PartPlan, Placement, StagePlan
 from shardnet.types import LayerRange, NodeId
 
 
@@ -65,7 +65,7 @@ def without_stage(placement: Placement, standby: Standby) -> Placement:
     lost = stages[standby.rank]
     near = next((n for n, stage in enumerate(stages) if stage.node == standby.node), None)
     if near is None:
-        stages[standby.rank] = replace(lost, node=standby.node)
+        stages[standby.rank] = replace(lost, node=standby.node, parts=(), parts_why="")
     else:
         own, last = stages[near], stages[max(near, standby.rank)]
         first = stages[min(near, standby.rank)]
@@ -76,6 +76,7 @@ def without_stage(placement: Placement, standby: Standby) -> Placement:
             kv_bytes=own.kv_bytes + lost.kv_bytes,
             compute_s=_sum(own.compute_s, lost.compute_s),
             hop_s=last.hop_s,
+            parts=_grown(own.parts, first.layers.start, last.layers.end),
         )
         del stages[standby.rank]
     return replace(
@@ -84,6 +85,16 @@ def without_stage(placement: Placement, standby: Standby) -> Placement:
         left_out=(*placement.left_out, Exclusion(node=lost.node, why="it was lost")),
         why="a standby goes on in the place of a lost node",
     )
+
+
+def _grown(parts: Sequence[PartPlan], start: int, end: int) -> tuple[PartPlan, ...]:
+    """Give the layers of another stage to the device that has their neighbours."""
+    if not parts:
+        return ()
+    first, *others = parts
+    grown = [replace(first, layers=LayerRange(start, first.layers.end)), *others]
+    grown[-1] = replace(grown[-1], layers=LayerRange(grown[-1].layers.start, end))
+    return tuple(grown)
 
 
 def _sum(one_s: float | None, other_s: float | None) -> float | None:

@@ -15,14 +15,14 @@ from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
     embedding_weight_bytes,
-    head_weight_bytes,
     kv_block_bytes,
     layer_read_bytes,
     layer_scratch_bytes,
     layer_stream_bytes,
     layers_weight_bytes,
+    shared_weight_bytes,
     state_bytes,
-    tied_weight_bytes,
+    tail_weight_bytes,
     waiting_bytes,
 )
 from shardnet.stage.estimate.packed_sizes import PackedSizes
@@ -104,6 +104,7 @@ def model_shape(
             )
             for flags, more in quantization.more()
         ),
+        n_tail_layers=int(config.has_mtp),
         gathers=_gathers(config, gather_dtype or WireDType.own(dtype)),
     )
 
@@ -136,6 +137,7 @@ def _quantized_sizes(
 ) -> QuantizedSizes:
     """Compute the sizes that quantisation can change. `flags` ask for what `form` has."""
     one_layer, dtype = LayerRange(config.n_layers - 1, config.n_layers), form.dtype
+    plain = replace(config, has_mtp=False)
     each_layer = [LayerRange(layer, layer + 1) for layer in range(config.n_layers)]
 
     def activation_bytes(positions: int) -> int:
@@ -150,9 +152,9 @@ def _quantized_sizes(
         flags=flags,
         layer_bytes=max(layers),
         spared_bytes=_spared(layers),
-        head_bytes=head_weight_bytes(config, form),
-        tied_bytes=tied_weight_bytes(form),
-        kv_block_bytes=max(kv_block_bytes(config, n, dtype, kv_dtype) for n in each_layer),
+        head_bytes=tail_weight_bytes(config, form),
+        tied_bytes=shared_weight_bytes(config, form),
+        kv_block_bytes=max(kv_block_bytes(plain, n, dtype, kv_dtype) for n in each_layer),
         state_bytes=max(state_bytes(config, n, dtype) for n in each_layer),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),

@@ -14,9 +14,11 @@ from types import MappingProxyType
 from msgspec import structs
 
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
+from shardnet.cluster.placement.devices import as_one, first_device, place_over_devices
 from shardnet.cluster.placement.figures import (
     CandidateNode,
     Exclusion,
+    HeldModel,
     Links,
     ModelShape,
     Objective,
@@ -28,6 +30,7 @@ from shardnet.cluster.placement.room import fits_somehow
 from shardnet.cluster.placement.spans import grouped, place_span, weigh_spans
 from shardnet.cluster.placement.words import LISTED
 from shardnet.cluster.planning.model_shape import UNQUANTIZED, QuantizationChoice, model_shape
+from shardnet.cluster.planning.node_devices import node_devices
 from shardnet.cluster.planning.plan import Plan, silent_words
 from shardnet.cluster.planning.ring_dtypes import (
     NodeForm,
@@ -72,8 +75,10 @@ def make_plan(
     settle on.
 
     Raises PlanError if the model does not fit, UsageError for a context that the model does not
-    have and for an unknown dtype.
+    have, for an unknown dtype, and where `mtp` is asked for and the model has no such layer.
     """
+    if choice.mtp:
+        facts = facts.with_mtp()
     objective = Objective(choice.optimise) if choice.optimise else Objective.LATENCY
     context = _context(choice, facts.config)
     dtype = settle_dtype(choice.dtype, facts.config, nodes)
@@ -103,7 +108,16 @@ def make_plan(
     candidates = [
         _fetching(candidate, facts, holdings, measured.links)
         for candidate in _candidates(
-            facts, dtype, quantization.weights, nodes, measured, disks, shapes, forms
+            facts,
+            dtype,
+            quantization.weights,
+            nodes,
+            measured,
+            disks,
+            shapes,
+            forms,
+            arith,
+            objective,
         )
     ]
     division = None
@@ -316,22 +330,38 @@ def _candidates(
     disks: Mapping[str, float | None],
     shapes: _Shapes,
     forms: Mapping[NodeId, NodeForm],
+    arith: Arith = Arith.FAST,
+    objective: Objective = Objective.LATENCY,
 ) -> list[CandidateNode]:
     """Describe the nodes to the planner. A GPU keeps memory for CUDA graphs."""
     graphs_bytes = graph_bytes(
         facts.config, dtype, quantization, is_packed=facts.packed is not None
     )
-    return [
-        CandidateNode(
+
+    def held(node: NodeInfo) -> HeldModel:
+        memory_bytes = max(0, node.memory_bytes - graphs_bytes * node.device.startswith("cuda"))
+        form = forms[NodeId(node.node)]
+        if node.dtypes != by_node[node.node].dtypes:  # a device that is not the node's first
+            form = node_form(node, dtype, arith, facts.config, facts.linear_dtype)
+        return HeldModel(shape=shapes.of(form), memory_bytes=memory_bytes)
+
+    by_node = {node.node: node for node in nodes}
+    found = []
+    for node in nodes:
+        devices = node_devices(node, facts.config, measured, held)
+        one = CandidateNode(
             node=NodeId(node.node),
             name=node.name,
-            memory_bytes=max(0, node.memory_bytes - graphs_bytes * node.device.startswith("cuda")),
+            memory_bytes=held(node).memory_bytes,
             speed=measured.speeds.get(NodeId(node.node)),
             disk_bytes_per_s=disks.get(node.node),
             shape=shapes.of(forms[NodeId(node.node)]),
+            devices=devices,
         )
-        for node in nodes
-    ]
+        if devices is not None:
+            one = as_one(one, devices, None, facts.config.n_layers, objective)
+        found.append(one)
+    return found
 
 
 def _fetching(
@@ -375,9 +405,12 @@ def _placed(
             raise _too_few_nodes(len(layers), candidates)
         candidates = candidates[: len(layers)]
 
-    n_each = choice.nodes_per_stage
+    n_each = choice.nodes_per_stage or int(choice.mtp)  # what drafts is not cut over nodes
 
     def resident() -> Placement:
+        return place_over_devices(resident_on, candidates, shape.n_layers, objective)
+
+    def resident_on(candidates: Sequence[CandidateNode]) -> Placement:
         if n_each > 1:
             if exactly and not {candidate.node for candidate in candidates} <= {*cpus}:
                 raise PlanError(
@@ -397,8 +430,9 @@ def _placed(
         if all(candidate.held(shape).shape.streaming is None for candidate in candidates):
             linear = forms[candidates[0].node].linear
             check_streamable(facts.path, facts.stored_dtype, facts.packed, linear)
+        own = [first_device(candidate) for candidate in candidates]
         return place_streaming(
-            shape, candidates, layers, links, objective, exactly=exactly, n_streamed=n_streamed
+            shape, own, layers, links, objective, exactly=exactly, n_streamed=n_streamed
         )
 
     if not choice.stream_layers:

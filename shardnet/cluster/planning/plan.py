@@ -12,12 +12,13 @@ from typing import Any, Final
 from msgspec import structs
 
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, WRONG_BY, Measured, StageRun
-from shardnet.cluster.placement.figures import Exclusion, Objective, Placement
+from shardnet.cluster.placement.figures import Exclusion, Objective, PartPlan, Placement
 from shardnet.cluster.placement.standbys import Standby, choose_standbys, without_stage
 from shardnet.cluster.placement.words import LISTED
 from shardnet.cluster.planning.ring_dtypes import NodeForm, exactness, unused_links, wire_name
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.loading.model_facts import ModelFacts
+from shardnet.stage.estimate.memory_estimate import WeightForm, mtp_weight_bytes
 from shardnet.types import Arith, DType, Epoch, NodeId, WireDType
 from shardnet.wire.messages.deputies import RingNode, StandBy
 from shardnet.wire.messages.generation import Timing
@@ -27,6 +28,7 @@ from shardnet.wire.messages.plans import (
     LeftOut,
     ModelChoice,
     NarrowWire,
+    PlannedPart,
     PlannedRing,
     PlannedShard,
     PlannedStage,
@@ -270,12 +272,23 @@ class Plan:
                 [wire for ring in self.rings for wire in ring.gathers],
             ),
             standbys=[self._planned(standby) for standby in self.standbys],
+            mtp_bytes=self._mtp_bytes(),
             rings=[
                 PlannedRing(stages=ring._stages(), predicted_tok_s=ring.placement.predicted_tok_s)
                 for ring in self.rings
                 if self.beside
             ],
         )
+
+    def _mtp_bytes(self) -> int:
+        """Return what the layer weighs that predicts further tokens, 0 without it."""
+        form = WeightForm(
+            dtype=self.forms[-1].dtype,
+            quantization=Quantization.named(self.choice.quant),
+            linear_dtype=self.forms[-1].linear,
+            packed=self.facts.packed,
+        )
+        return mtp_weight_bytes(self.facts.config, form)
 
     def _stages(self) -> list[PlannedStage]:
         return [
@@ -298,6 +311,8 @@ class Plan:
                 wire_dtype=self.wires[rank].value if rank < len(self.wires) else "",
                 arithmetic=form.arithmetic,
                 shards=self._shards(rank),
+                parts=[_part(part) for part in stage.parts],
+                parts_why=explanation(stage.parts_why),
             )
             for rank, (node, stage, form) in enumerate(
                 zip(self.nodes, self.placement.stages, self.forms, strict=True)
@@ -318,6 +333,16 @@ class Plan:
             weight_bytes=standby.weight_bytes,
             kv_bytes=standby.kv_bytes,
         )
+
+
+def _part(part: PartPlan) -> PlannedPart:
+    return PlannedPart(
+        layers=(part.layers.start, part.layers.end),
+        devices=list(part.names),
+        weight_bytes=part.weight_bytes,
+        kv_bytes=part.kv_bytes,
+        compute_ms=_ms(part.compute_s),
+    )
 
 
 def ignored_words(unknown: Sequence[str]) -> str:

@@ -63,7 +63,7 @@ class EngineMaker:
         """Return what the ring of these stages gives its scheduler."""
         return RingLimits(
             epoch=self.epoch,
-            n_stages=len(self.ports),
+            n_stages=self.spec.n_parts,
             room_blocks=min(stage.room_blocks for stage in ready),
             limits=StepLimits(exact_rows=max(1, min(stage.exact_rows for stage in ready))),
             prefix_seed=prefixes.seed if prefixes else None,

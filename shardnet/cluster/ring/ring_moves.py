@@ -36,7 +36,7 @@ class RingMoves:
         self._lost = lost
         self._sources = [
             KvSource(layers=(layers.start, layers.end), address=address)
-            for layers, address in zip(former.spec.layers, former.spec.addresses, strict=True)
+            for layers, address in zip(former.spec.caching, former.spec.addresses, strict=True)
         ]
         self.n_bytes = 0
         """What went over links so far."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardnet.output_params import RoutingShape
 from shardnet.types import Arith, DType, Epoch, LayerRange, WireDType
 from shardnet.wire.framing.schema import KvDTypeName, Quant
-from shardnet.wire.messages.stages import LoadStage
+from shardnet.wire.messages.stages import DevicePart, LoadStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,10 @@ class RingSpec:
     """How many experts route each token, None for a dense model."""
     ariths: tuple[Arith, ...]
     """How each stage computes."""
+    parts: tuple[tuple[DevicePart, ...], ...] = ()
+    """Which layers of each stage are on which devices of its node."""
+    mtp: bool = False
+    """Whether the last stage has the layer that predicts further tokens."""
     ignore_unknown_config: bool = False
     """Whether stages ignore keys of the model's config that they do not know."""
     spans: tuple[tuple[str, ...], ...] = ()
@@ -51,6 +55,18 @@ class RingSpec:
     def shard_nodes(self, rank: int) -> tuple[str, ...]:
         """Return the nodes of a stage, the ring's member first."""
         return (self.addresses[rank], *(self.spans[rank] if self.spans else ()))
+
+    @property
+    def n_parts(self) -> int:
+        """How many of its steps may be computed at a time: one by each part of each stage."""
+        parts = self.parts or ((),) * len(self.layers)
+        return sum(max(1, len(own)) for own in parts)
+
+    @property
+    def caching(self) -> list[LayerRange]:
+        """The layers of which each stage has keys, values or states."""
+        *before, last = self.layers
+        return [*before, LayerRange(last.start, last.end + self.mtp)]
 
     def order(
         self,
@@ -88,7 +104,9 @@ class RingSpec:
             sources=[source for source in sources if source != nodes[shard]],
             ignore_unknown_config=self.ignore_unknown_config,
             instead_of=instead_of,
+            mtp=self.mtp,
             shard_nodes=list(nodes) if spans else [],
             shard=shard,
             gather_dtype=self.gather_dtype.value if spans and self.gather_dtype else "",
+            parts=list(self.parts[rank]) if self.parts else [],
         )

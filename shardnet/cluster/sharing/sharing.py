@@ -415,6 +415,8 @@ class Sharing:
             try:
                 layers = LayerRange(*order.layers)
                 check_layers(replica.checkpoint.config, layers)
+                if order.mtp:
+                    replica.checkpoint.use_mtp()
                 tensors = range_tensors(replica.checkpoint, layers)
                 await self._make_room(replica.lacking_bytes(tensors), order.model_id)
                 fetched = await Fetch(

@@ -105,6 +105,7 @@ def _facts(path: Path, value: dict[str, Any]) -> ModelFacts:
             size_bytes=tuple(value["layers"]["size_bytes"]),
             held=tuple(LayerRange(**held) for held in value["layers"]["held"]),
         ),
+        has_mtp=value["has_mtp"],
     )
 
 

@@ -28,6 +28,7 @@ def identified(path: str) -> tuple[object, bytes]:
         "unknown_keys": facts.unknown_keys,
         "recommended": dict(facts.recommended),
         "layers": asdict(facts.layers),
+        "has_mtp": facts.has_mtp,
     }, b""
 
 

@@ -8,7 +8,7 @@ and before it the rows of the largest frame, which may have to be written again.
 are dropped as the slot grows, so such a slot can be rewound by at most `REWIND_ROWS` rows.
 
 A layer with a recurrence keeps no positions but its state after the last one (slot_state.py), of a
-fixed size: such a slot cannot be rewound but to its beginning.
+fixed size: such a slot cannot be rewound but to its beginning, and to before rows that were drafts.
 
 Rows are stored in the compute dtype, or quantised one by one (cache/kv_quantization.py): rows are
 quantised on write and dequantised on read.
@@ -113,6 +113,16 @@ class KvCache:
         return self._n_kv_heads
 
     @property
+    def whole_kv_heads(self) -> int:
+        """Heads of keys and values of all shards together, whose rows `contents` has."""
+        return self._n_kv_heads
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether other shards hold rows too: reading `contents` asks them."""
+        return False
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer, None where it has none."""
         return self._windows
@@ -131,7 +141,7 @@ class KvCache:
     def form(self) -> str:
         """What rows look like: caches of one model exchange them where this is equal."""
         stored, dtype = (str(each).rpartition(".")[2] for each in (self._stored_dtype, self._dtype))
-        return f"{stored} {self._n_kv_heads}x{self._key_width}+{self._value_width} of {dtype}"
+        return f"{stored} {self.whole_kv_heads}x{self._key_width}+{self._value_width} of {dtype}"
 
     @property
     def room_blocks(self) -> int:
@@ -154,7 +164,7 @@ class KvCache:
 
         Without the states, which each slot has once.
         """
-        elements = self._n_kv_heads * (self._key_width + self._value_width)
+        elements = self.whole_kv_heads * (self._key_width + self._value_width)
         position = elements * self._stored_dtype.itemsize
         return (self._n_layers - len(self._states)) * position * BLOCK_POSITIONS
 
@@ -170,6 +180,7 @@ class KvCache:
         self._check_rewind(slot, begin)
         if begin:
             self._check_states(slot, begin)
+            self._rewind_states(slot, begin)
         wanted = blocks_for(n_positions)
         held = self._slots[slot].blocks if slot in self._slots else 0
         if wanted > held:
@@ -184,11 +195,12 @@ class KvCache:
     def trim(self, slot: SlotId, n_positions: int) -> None:
         """Free the blocks beyond positions `[0, n_positions)`. Unknown slots are ignored.
 
-        Where no memory is left for smaller tensors, the slot keeps those that it has. States stay
-        as they are: no row can follow where they are not those of `n_positions`.
+        Where no memory is left for smaller tensors, the slot keeps those that it has. States that
+        cannot be rewound stay as they are: no row can follow them.
         """
         if slot not in self._slots:
             return
+        self._rewind_states(slot, n_positions)
         wanted = blocks_for(n_positions)
         if wanted == 0:
             self.free(slot)
@@ -225,7 +237,10 @@ class KvCache:
         self._check_room(target, wanted, n_positions)
         held = self._slots[source]
         with self._enough_memory(target, "the states of another slot"):
-            states = {layer: state.clone() for layer, state in held.states.items()}
+            states = {
+                layer: (state.at(n_positions) or state).clone()
+                for layer, state in held.states.items()
+            }
         self._slots[target] = _Slot(
             keys=list(held.keys),
             values=list(held.values),
@@ -282,8 +297,8 @@ class KvCache:
         cpu = torch.device("cpu")
         with capacity_error_for(f"no memory for {n_positions} positions", remedy="send it again"):
             return (
-                self._empty(n_positions, self._key_width, cpu),
-                self._empty(n_positions, self._value_width, cpu),
+                self._empty(n_positions, self._key_width, cpu, self.whole_kv_heads),
+                self._empty(n_positions, self._value_width, cpu, self.whole_kv_heads),
             )
 
     def adopt(self, slot: SlotId, contents: SlotContents, n_blocks: int) -> None:
@@ -372,17 +387,22 @@ class KvCache:
                 )
 
     def _check_states(self, slot: SlotId, position: int) -> None:
-        """Raise CapacityError unless each state of the slot is that before `position`."""
+        """Raise CapacityError unless each state of the slot can be that before `position`."""
         held = self._slots.get(slot)
         if not self._states or (held is None and position == 0):
             return
         ends = {0} if held is None else {state.end for state in held.states.values()}
-        if ends != {position}:
+        is_known = held is not None and all(state.at(position) for state in held.states.values())
+        if not is_known:
             raise CapacityError(
                 f"slot {slot} holds the state after {max(ends)} positions, which cannot be "
                 f"rewound, but rows from {position} on were to follow",
                 remedy="send the request again",
             )
+
+    def _rewind_states(self, slot: SlotId, n_positions: int) -> None:
+        for state in self._slots[slot].states.values():
+            state.rewind(n_positions)
 
     def _enough_memory(self, slot: SlotId, what: str) -> AbstractContextManager[None]:
         return capacity_error_for(
@@ -436,8 +456,14 @@ class KvCache:
         new[:, :kept] = old[:, skipped : skipped + kept]
         return new
 
-    def _empty(self, n_positions: int, width: int, device: torch.device | None = None) -> Tensor:
-        shape = (self._n_kv_heads, n_positions, width)  # [KV heads, capacity, W]
+    def _empty(
+        self,
+        n_positions: int,
+        width: int,
+        device: torch.device | None = None,
+        n_heads: int | None = None,
+    ) -> Tensor:
+        shape = (n_heads or self._n_kv_heads, n_positions, width)  # [KV heads, capacity, W]
         return torch.empty(shape, dtype=self._stored_dtype, device=device or self._device)
 
     @property

@@ -6,7 +6,7 @@ Knows shapes and memory. Must not know what is computed with them, nor schedulin
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,12 +19,14 @@ class SlotState:
     """The state of one layer after the first `end` positions of a slot. Written in place.
 
     `recent` holds the last inputs of a convolution, the oldest first, `recurrent` a matrix for each
-    head. Both are zeros before the first position. There is no way back to an earlier position.
+    head. Both are zeros before the first position. The only ways back are to before it, and to the
+    `earlier` states that were noted: those before each row that may be rejected.
     """
 
     recent: Tensor  # [positions, columns], compute dtype
     recurrent: Tensor  # [heads, columns of a key, columns of a value], float32
     end: int = 0
+    earlier: list[SlotState] = field(default_factory=list)
 
     @classmethod
     def empty(cls, shape: StateShape, dtype: torch.dtype, device: torch.device) -> SlotState:
@@ -62,12 +64,29 @@ class SlotState:
         recent, recurrent = self.recent.to(device), self.recurrent.to(device)
         return SlotState(recent=recent, recurrent=recurrent, end=self.end)
 
+    def note(self) -> None:
+        """Note the state as it is now, to be rewound to."""
+        self.earlier.append(self.clone())
+
+    def at(self, n_positions: int) -> SlotState | None:
+        """Return the state after `n_positions`, None if it is not known."""
+        known = (state for state in (self, *self.earlier) if state.end == n_positions)
+        return next(known, None)
+
+    def rewind(self, n_positions: int) -> None:
+        """Become the state after `n_positions`, if it is known, and forget what was noted."""
+        found = self.at(n_positions)
+        if found is not None:
+            self.recent, self.recurrent, self.end = found.recent, found.recurrent, found.end
+        self.earlier.clear()
+
     def clone(self) -> SlotState:
-        """Copy the state to memory of its own."""
+        """Copy the state, without what was noted, to memory of its own."""
         return SlotState(recent=self.recent.clone(), recurrent=self.recurrent.clone(), end=self.end)
 
     def reset(self) -> None:
         """Return to before the first position."""
+        self.earlier.clear()
         if self.end:
             self.recent.zero_()
             self.recurrent.zero_()

@@ -213,8 +213,12 @@ class ModelConfig:
     end with the first one.
 
     With `latent` attention `head_size` is the rotated part of a head, and there is one KV head.
-    With `has_gates` each head's output is multiplied by the sigmoid of a gate of its width.
+    With `has_gates` each head's output is multiplied by the sigmoid of a gate of its width, with
+    `has_head_norms` each head of queries and keys is normalised, in families that leave it open.
     Attention is in all layers but those of `delta_net`.
+
+    With `has_mtp` the stage with the last layer has one more, numbered `n_layers`, which predicts a
+    token further ahead and is no part of the model's own output.
     """
 
     family: str
@@ -246,11 +250,13 @@ class ModelConfig:
     logit_divisor: float = 1.0
     has_sinks: bool = False
     has_gates: bool = False
+    has_head_norms: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
     mixed: MixedPositions | None = None
     chunk: int | None = None
+    has_mtp: bool = False
     wrapper: str = ""
 
     @property
@@ -304,8 +310,12 @@ class ModelConfig:
         return own.state if own is not None and layer in own.layers else None
 
     def layer_experts(self, layer: int) -> Experts | None:
-        """The experts of the absolute `layer`, None where it has an MLP."""
-        return self.experts if self.experts is not None and layer in self.experts.layers else None
+        """The experts of the absolute `layer`, None where it has an MLP.
+
+        What predicts further tokens is like the last layers: it has experts if any layer has.
+        """
+        own = self.experts
+        return own if own is not None and (layer in own.layers or layer == self.n_layers) else None
 
     @property
     def routing(self) -> RoutingShape | None:

@@ -30,7 +30,8 @@ from shardnet.model.families.tensor_shapes import (
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.experts import Router
+    from shardnet.model.layers.experts import Router, SparseMlp
+    from shardnet.model.layers.modules import GatedMlp
     from shardnet.model.layers.weight_source import WeightSource
 
 EXPERTS = ExpertNames()
@@ -150,20 +151,23 @@ def require_text(fields: Fields, key: str, only: str) -> None:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name latent attention, and an MLP or a router with its experts and the shared ones as one."""
+    """Name latent attention, the norms and the MLP."""
+    return latent_attention(config, layer) | pre_norms(config, layer) | mlp_tensors(config, layer)
+
+
+def mlp_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name an MLP or a router with its experts and the shared ones as one."""
     experts = config.layer_experts(layer)
-    tensors = _latent_attention(config, layer) | pre_norms(config, layer)
     if experts is None:
-        return tensors | mlp(config, layer)
+        return mlp(config, layer)
     inner, shared = experts.shared_intermediate_size, f"model.layers.{layer}.mlp.shared_experts"
-    return (
-        tensors
-        | sparse_mlp(config, layer, EXPERTS)
-        | gated(config, shared, inner, with_bias=config.mlp_bias)
+    return sparse_mlp(config, layer, EXPERTS) | gated(
+        config, shared, inner, with_bias=config.mlp_bias
     )
 
 
-def _latent_attention(config: ModelConfig, layer: int) -> Table:
+def latent_attention(config: ModelConfig, layer: int) -> Table:
+    """Name the projections to queries and to latents, and those of the heads."""
     assert config.latent is not None
     latent, attn = config.latent, f"model.layers.{layer}.self_attn"
     hidden, bias = config.hidden_size, config.attention_bias
@@ -185,38 +189,37 @@ def _latent_attention(config: ModelConfig, layer: int) -> Table:
 def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
     from shardnet.model.layers.group_routers import SoftmaxGroupRouter
+    from shardnet.model.layers.latent_attention import LatentAttention
 
     def router(experts: Experts, gate: str) -> Router:
         return SoftmaxGroupRouter(experts=experts, gate=weights.linear(gate, wide=True))
 
-    return load_latent_layer(config, weights, layer, router)
+    self_attn = LatentAttention.load(config, weights, layer)
+    mlp = load_mlp(config, weights, layer, router)
+    return pre_norm_layer(config, weights, layer, self_attn, mlp)
 
 
-def load_latent_layer(
+def load_mlp(
     config: ModelConfig,
     weights: WeightSource,
     layer: int,
     make_router: Callable[[Experts, str], Router],
-) -> Layer:
-    """Take the parameters of the absolute `layer`.
+) -> GatedMlp | SparseMlp:
+    """Take the parameters of the MLP or the experts of the absolute `layer`.
 
     `make_router` makes the router from the experts and the name of its linear.
     """
     from shardnet.model.layers.experts import SparseMlp
-    from shardnet.model.layers.latent_attention import LatentAttention
     from shardnet.model.layers.modules import GatedMlp
 
     prefix, experts = f"model.layers.{layer}.mlp", config.layer_experts(layer)
-    self_attn = LatentAttention.load(config, weights, layer)
     if experts is None:
-        dense = GatedMlp.load(config, weights, prefix)
-        return pre_norm_layer(config, weights, layer, self_attn, dense)
-    sparse = SparseMlp(
+        return GatedMlp.load(config, weights, prefix)
+    return SparseMlp(
         router=make_router(experts, f"{prefix}.gate"),
         experts=load_experts(config, weights, f"{prefix}.experts", experts.n_experts),
         shared=GatedMlp.load(config, weights, f"{prefix}.shared_experts"),
     )
-    return pre_norm_layer(config, weights, layer, self_attn, sparse)
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
@@ -236,13 +239,23 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     multiplier = fields.optional_number(log)
     if scaling is not None and multiplier is not None:
         scaling |= {"mscale": 10 * multiplier, "mscale_all_dim": 10 * multiplier}
+    return (
+        config
+        | read_gguf_experts(fields)
+        | {
+            "kv_lora_rank": fields.positive("attention.kv_lora_rank"),
+            "q_lora_rank": fields.optional("attention.q_lora_rank"),
+            "qk_rope_head_dim": rope_size,
+            "qk_nope_head_dim": whole - rope_size,
+            "v_head_dim": fields.positive(f"attention.value_length{own}"),
+        }
+    )
+
+
+def read_gguf_experts(fields: Fields) -> dict[str, Any]:
+    """Read how many experts there are, in how many groups, and what becomes of their outputs."""
     n_groups = fields.positive("expert_group_count", 1)
-    return config | {
-        "kv_lora_rank": fields.positive("attention.kv_lora_rank"),
-        "q_lora_rank": fields.optional("attention.q_lora_rank"),
-        "qk_rope_head_dim": rope_size,
-        "qk_nope_head_dim": whole - rope_size,
-        "v_head_dim": fields.positive(f"attention.value_length{own}"),
+    return {
         "n_routed_experts": fields.positive("expert_count"),
         "num_experts_per_tok": fields.positive("expert_used_count"),
         "n_shared_experts": fields.positive("expert_shared_count"),

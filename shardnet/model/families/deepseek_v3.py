@@ -1,7 +1,4 @@
-"""DeepSeek-V3 (transformers, modeling_deepseek_v3.py): V2 with experts chosen by sigmoid and bias.
-
-Layers that predict tokens further ahead are left out.
-"""
+"""DeepSeek-V3 (transformers, modeling_deepseek_v3.py): V2, experts chosen by sigmoid and bias."""
 
 from __future__ import annotations
 
@@ -10,12 +7,14 @@ from typing import TYPE_CHECKING
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Experts, ModelConfig
 from shardnet.model.families import deepseek_v2
-from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
-from shardnet.model.families.tensor_shapes import Table
+from shardnet.model.families.family import Family, GgufFormat, MtpNames, Stacking, decoder_stage
+from shardnet.model.families.llama import pre_norm_layer
+from shardnet.model.families.tensor_shapes import Table, pre_norms
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.experts import Router
+    from shardnet.model.layers.experts import Router, SparseMlp
+    from shardnet.model.layers.modules import GatedMlp
     from shardnet.model.layers.weight_source import WeightSource
 
 
@@ -41,8 +40,14 @@ def read_config(fields: Fields) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name V2's parameters and the bias that experts are chosen with."""
-    tensors, experts = deepseek_v2.layer_tensors(config, layer), config.layer_experts(layer)
+    """Name V2's attention and norms, and the MLP."""
+    attention = deepseek_v2.latent_attention(config, layer)
+    return attention | pre_norms(config, layer) | mlp_tensors(config, layer)
+
+
+def mlp_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name V2's MLP and experts, and the bias that experts are chosen with."""
+    tensors, experts = deepseek_v2.mlp_tensors(config, layer), config.layer_experts(layer)
     if experts is not None:
         bias = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
         tensors[bias] = (experts.n_experts,)
@@ -51,6 +56,14 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
 
 def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
+    from shardnet.model.layers.latent_attention import LatentAttention
+
+    self_attn = LatentAttention.load(config, weights, layer)
+    return pre_norm_layer(config, weights, layer, self_attn, load_mlp(config, weights, layer))
+
+
+def load_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp | SparseMlp:
+    """Take the parameters of the MLP or the experts of the absolute `layer`."""
     from shardnet.model.layers.group_routers import SigmoidGroupRouter
 
     def router(experts: Experts, gate: str) -> Router:
@@ -60,7 +73,7 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
             bias=weights.parameter(f"{gate}.e_score_correction_bias"),
         )
 
-    return deepseek_v2.load_latent_layer(config, weights, layer, router)
+    return deepseek_v2.load_mlp(config, weights, layer, router)
 
 
 FAMILY = Family(
@@ -69,7 +82,7 @@ FAMILY = Family(
     read_config=read_config,
     layer_tensors=layer_tensors,
     load_stage=decoder_stage(load_layer),
-    has_layers_ahead=True,
+    mtp=MtpNames.LAYER,
     experts=deepseek_v2.EXPERTS,
     stacking=Stacking.CONCATENATED,
     gguf=GgufFormat(

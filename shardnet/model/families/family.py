@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardnet.model.fused.decode_graphs import Capture
     from shardnet.model.fused.decoder import LoadLayer
     from shardnet.model.layers.attention import ForwardStep
+    from shardnet.model.layers.mtp import MtpLayer
     from shardnet.model.layers.weight_source import WeightSource
 
 
@@ -40,6 +41,10 @@ class FamilyStage(Protocol):
 
     T rows of the step, R rows whose logits are wanted, E hidden size, V vocabulary.
     """
+
+    @property
+    def mtp(self) -> MtpLayer | None:
+        """What predicts a further token, on the last stage of a model that has it; else None."""
 
     def embed(self, step: ForwardStep) -> Tensor:
         """Look up token ids: hidden states [T, E] in the compute dtype; first stage only."""
@@ -147,6 +152,15 @@ class ConsolidatedFormat:
     read: Callable[[Fields], dict[str, Any]]
 
 
+class MtpNames(enum.Enum):
+    """What checkpoints call the parameters of the layer that predicts a further token (MTP)."""
+
+    LAYER = "layer"
+    """Those of the decoder layer behind the last one, with more of its own (DeepSeek-V3)."""
+    PREFIX = "prefix"
+    """Below `mtp`, with a decoder layer `mtp.layers.0` (Qwen3-Next)."""
+
+
 class Stacking(enum.Enum):
     """How transformers saves all experts of a layer as one tensor, the experts first."""
 
@@ -173,8 +187,8 @@ class Family:
     shapes, under transformers' names. `load_stage` builds the forward pass.
 
     `name_prefix` is left out of tensor names, where a checkpoint has it. `ignored_tensors` is a
-    pattern of whole names that checkpoints may have and nobody needs. With `has_layers_ahead` they
-    may have layers beyond the config's, which predict tokens further ahead. `experts` says what the
+    pattern of whole names that checkpoints may have and nobody needs. `mtp` says what the layer is
+    called that predicts a further token, None where it is not implemented. `experts` says what the
     parameters of experts are called and `stacking` how transformers may stack them; None where it
     never does. `gguf` and `consolidated` are None for a family that is not read from these formats.
     With `has_whole_heads` a shard cannot compute the attention of some heads without the others.
@@ -191,7 +205,7 @@ class Family:
     head_tensors: Callable[[ModelConfig], Table] = decoder_head
     name_prefix: str = ""
     ignored_tensors: str = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
-    has_layers_ahead: bool = False
+    mtp: MtpNames | None = None
     experts: ExpertNames | None = None
     stacking: Stacking | None = None
     gguf: GgufFormat | None = None

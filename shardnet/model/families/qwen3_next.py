@@ -23,7 +23,7 @@ from shardnet.model.config.gguf_keys import (
 )
 from shardnet.model.config.model_config import DeltaNet, Experts, ModelConfig
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
+from shardnet.model.families.family import Family, GgufFormat, MtpNames, Stacking, decoder_stage
 from shardnet.model.families.qwen2_moe import EXPERTS, load_shared_mlp, shared_mlp
 from shardnet.model.families.tensor_shapes import (
     Table,
@@ -268,6 +268,7 @@ FAMILY = Family(
     read_config=read_config,
     layer_tensors=layer_tensors,
     load_stage=decoder_stage(load_layer),
+    mtp=MtpNames.PREFIX,
     experts=EXPERTS,
     stacking=Stacking.CONCATENATED,
     gguf=gguf_format("qwen3next", read_gguf),

@@ -17,6 +17,7 @@ from shardnet.model.families import (
     deepseek_v3,
     gemma2,
     gemma3,
+    glm4_moe,
     gpt2,
     gpt_oss,
     granite,
@@ -59,6 +60,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         gpt_oss,
         deepseek_v2,
         deepseek_v3,
+        glm4_moe,
         gpt2,
     )
 }

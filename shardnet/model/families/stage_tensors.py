@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.family import MtpNames
 from shardnet.model.families.registry import family_of
 from shardnet.model.families.tensor_shapes import Shape, Table
 from shardnet.model.families.wrappers import language_name
@@ -29,6 +30,7 @@ __all__ = [
     "is_quantizable",
     "layer_tensors",
     "left_over",
+    "mtp_tensors",
     "stage_tensors",
 ]
 
@@ -38,6 +40,14 @@ _KEPT = (
     *(".in_proj_ba.weight", ".in_proj_b.weight", ".in_proj_a.weight"),
 )
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_MTP_LAYER = re.compile(r"layers\.(\d{1,4})\.")
+_MTP = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
+"""What is called otherwise where MtpNames is PREFIX."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +71,32 @@ class StageTensors:
 
 
 def stage_tensors(config: ModelConfig, layers: LayerRange) -> StageTensors:
-    """Name the parameters of `layers`, with the embedding if first and the head if last."""
+    """Name the parameters of `layers`, with the embedding if first and the head if last.
+
+    Where the model has one, the layer behind the last one is there too, and the embedding, which
+    it needs.
+    """
+    is_last = layers.end == config.n_layers
+    has_mtp = is_last and config.has_mtp
+    tensors = {layer: layer_tensors(config, layer) for layer in layers}
+    if has_mtp:
+        tensors[config.n_layers] = mtp_tensors(config)
     return StageTensors(
-        embedding=embedding_tensors(config) if layers.start == 0 else {},
-        layers={layer: layer_tensors(config, layer) for layer in layers},
-        head=head_tensors(config) if layers.end == config.n_layers else {},
+        embedding=embedding_tensors(config) if layers.start == 0 or has_mtp else {},
+        layers=tensors,
+        head=head_tensors(config) if is_last else {},
     )
+
+
+def mtp_tensors(config: ModelConfig) -> Table:
+    """Name the parameters of the layer that predicts a further token, by DeepSeek-V3's names.
+
+    It has the embedding and the LM head of the model itself.
+    """
+    prefix, width = f"model.layers.{config.n_layers}", config.hidden_size
+    norms = {f"{prefix}.{name}.weight": (width,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    own: Table = {**norms, f"{prefix}.eh_proj.weight": (width, 2 * width)}
+    return layer_tensors(config, config.n_layers) | own
 
 
 def embedding_tensors(config: ModelConfig) -> Table:
@@ -99,20 +129,37 @@ def canonical_name(config: ModelConfig, name: str) -> str | None:
     None for a tensor of what is left out of a multimodal checkpoint.
     """
     inner = language_name(name) if config.wrapper else name
-    return None if inner is None else inner.removeprefix(family_of(config).name_prefix)
+    if inner is None:
+        return None
+    family = family_of(config)
+    if family.mtp is MtpNames.PREFIX and inner.startswith("mtp."):
+        return _mtp_name(config.n_layers, inner.removeprefix("mtp."))
+    return inner.removeprefix(family.name_prefix)
+
+
+def _mtp_name(n_layers: int, name: str) -> str:
+    """Return what DeepSeek-V3 calls a parameter that stands below `mtp`.
+
+    The first of several layers counts as the one behind the `n_layers`.
+    """
+    match = _MTP_LAYER.match(name)
+    if match is not None:
+        return f"model.layers.{n_layers + int(match[1])}.{name[match.end() :]}"
+    stem, dot, suffix = name.rpartition(".")
+    return f"model.layers.{n_layers}.{_MTP.get(stem, stem)}{dot}{suffix}"
 
 
 def left_over(config: ModelConfig, names: Iterable[str]) -> list[str]:
     """Return which of a whole checkpoint's tensor names the model has no place for, sorted.
 
     Without what the family ignores (masks, rotary frequencies), the LM head of a tied model, and
-    what predicts tokens further ahead (MTP).
+    what predicts tokens further ahead (MTP), which need not be used.
     """
     known = set(stage_tensors(config, LayerRange(0, config.n_layers)).all) | {"lm_head.weight"}
     ignored = re.compile(family_of(config).ignored_tensors)
 
     def predicts_ahead(name: str) -> bool:
-        layer = _LAYER.match(name) if family_of(config).has_layers_ahead else None
+        layer = _LAYER.match(name) if family_of(config).mtp is not None else None
         is_beyond = layer is not None and int(layer[1]) >= config.n_layers
         return is_beyond or name.startswith("mtp.")
 

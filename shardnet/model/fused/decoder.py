@@ -22,6 +22,7 @@ from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import Layer
+from shardnet.model.layers.mtp import MtpLayer
 from shardnet.model.layers.native_attention import can_attend
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.rotary import rotary_tables
@@ -66,6 +67,20 @@ class DecoderStage:
             natives.append(native)
             self._layers.append((native.replace_in(layer), distinct.index(rope)))
         self._joined = NativeLayers.of(natives, kernels)
+        self.mtp: MtpLayer | None = None
+        """See FamilyStage."""
+        if config.has_mtp and self._head is not None:
+            embedding = self._embedding or _Embedding.load(config, weights, dtype)
+            layer = load_layer(config, weights, config.n_layers)
+            self.mtp = MtpLayer.load(
+                config,
+                weights,
+                layer=NativeSublayers.of(layer, kernels).replace_in(layer),
+                index=len(layers),
+                rotary=self._tables[distinct.index(_rope(config, config.n_layers))],
+                embed=embedding,
+                project=self._head.project,
+            )
         self._is_native = kernels is not None and _has_native_states(config, layers)
         self._key_size = config.key_size
         self._graphs: DecodeGraphs | None = None
@@ -155,7 +170,11 @@ class _Head:
         )
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits = self.lm_head(self.norm(hidden))  # [R, V]
+        return self.project(self.norm(hidden))
+
+    def project(self, normed: Tensor) -> Tensor:
+        """Apply the LM head to what a norm has given: [R, E] to [R, V]."""
+        logits = self.lm_head(normed)  # [R, V]
         if self.divisor != 1:
             logits = logits / self.divisor
         if self.soft_cap is not None:

@@ -20,6 +20,7 @@ from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS
 from shardnet.model.layers.native_attention import AttentionKind, NativeSpans, native_attend
+from shardnet.slot_operations import MAX_DRAFTS
 from shardnet.types import MicroBatch, RowGroup, SlotId
 
 PLAIN = AttentionKind()
@@ -47,7 +48,8 @@ class ChunkMasks:
 class Span(msgspec.Struct, frozen=True, kw_only=True):
     """The rows `[start, end)` of one slot; `position` is the first one's.
 
-    `masks` is None for rows that torch attends one by one.
+    `masks` is None for rows that torch attends one by one. The last `n_drafts` rows may be
+    rejected.
     """
 
     slot: SlotId
@@ -55,6 +57,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     end: int
     position: int
     masks: ChunkMasks | None
+    n_drafts: int = 0
 
 
 class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,8 +108,6 @@ def plan_step(
     `context` is the limit of positions per sequence, `dtype` that of the masks, the others as in
     ForwardStep. Raises CapacityError for a position beyond `context`, and if the KV cache is full.
     """
-    spans = []
-    positions: list[int] = []
     for group in batch.groups:
         end_position = group.position + group.n_rows
         if end_position > context:
@@ -116,8 +117,33 @@ def plan_step(
                 remedy="ask for fewer tokens or a longer --context",
             )
         kv.ensure(group.slot, end_position, group.n_rows)
+    return step_over(
+        batch.groups,
+        batch.token_ids,
+        kv,
+        dtype,
+        experts=experts,
+        hidden_dtype=hidden_dtype,
+        layer_by_layer=layer_by_layer,
+    )
+
+
+def step_over(
+    groups: Sequence[RowGroup],
+    token_ids: Sequence[int],
+    kv: KvCache,
+    dtype: torch.dtype,
+    *,
+    experts: dict[int, Tensor] | None = None,
+    hidden_dtype: torch.dtype | None = None,
+    layer_by_layer: bool = False,
+) -> ForwardStep:
+    """Prepare a step over rows for which there is room in their slots; arguments as `plan_step`."""
+    spans = []
+    positions: list[int] = []
+    for group in groups:
         start = len(positions)
-        positions.extend(range(group.position, end_position))
+        positions.extend(range(group.position, group.position + group.n_rows))
         masks = None
         if group.n_rows > MAX_EXACT_ROWS:
             masks = ChunkMasks(group, dtype, kv.device)
@@ -128,10 +154,11 @@ def plan_step(
                 end=len(positions),
                 position=group.position,
                 masks=masks,
+                n_drafts=min(max(0, group.n_sampled - 1), MAX_DRAFTS),
             )
         )
     return ForwardStep(
-        token_ids=torch.tensor(batch.token_ids, dtype=torch.int64, device=kv.device),
+        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=kv.device),
         positions=torch.tensor(positions, dtype=torch.int64, device=kv.device),
         spans=tuple(spans),
         kv=kv,

@@ -14,6 +14,7 @@ columns, H value heads, K columns of a key, V of a value, E hidden size.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -128,12 +129,17 @@ class GatedDeltaNet:
         compute = self.native or self._compute
         parts = []
         for span in step.spans:
-            state, own = step.kv.state(span.slot, index), slice(span.start, span.end)
-            rows = torch.cat((state.recent, projected.mixed[own]))  # [B + T, C]
-            gate = projected.gate[own]
-            parts.append(compute(rows, gate, write[own], decay[own], state.recurrent))
-            state.recent.copy_(rows[span.end - span.start :])
-            state.end += span.end - span.start
+            state, first_draft = step.kv.state(span.slot, index), span.end - span.n_drafts
+            ends = [first_draft, *range(first_draft + 1, span.end + 1)]
+            for start, end in itertools.pairwise([span.start, *ends]):
+                if start >= first_draft:
+                    state.note()  # a draft is rejected by going on from here
+                own = slice(start, end)
+                rows = torch.cat((state.recent, projected.mixed[own]))  # [B + T, C]
+                gate = projected.gate[own]
+                parts.append(compute(rows, gate, write[own], decay[own], state.recurrent))
+                state.recent.copy_(rows[end - start :])
+                state.end += end - start
         return self.out_proj(torch.cat(parts) if len(parts) > 1 else parts[0])
 
     def _compute(

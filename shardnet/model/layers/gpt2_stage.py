@@ -31,6 +31,7 @@ class Gpt2Stage:
         self._head: _Head | None = None
         if layers.start == 0:
             self._embedding = _Embedding(wte=weights.table("wte"), wpe=weights.table("wpe"))
+        self.mtp: None = None
         if layers.end == config.n_layers:
             self._head = _Head.load(config, weights)
         self._layers = [_Layer.load(config, weights, layer) for layer in layers]

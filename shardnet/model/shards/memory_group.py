@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -33,7 +34,7 @@ class SharedMemory:
     """The memory of a group, in a file without a name that every shard's process maps."""
 
     def __init__(self, descriptor: int, n_bytes: int) -> None:
-        """Map `n_bytes` of the file `descriptor`, which this object closes in the end."""
+        """Map `n_bytes` of the file `descriptor`, which stays open."""
         self.descriptor = descriptor
         self._mapped = mmap.mmap(descriptor, n_bytes)
         self._start = (ctypes.c_char * n_bytes).from_buffer(self._mapped)
@@ -41,9 +42,13 @@ class SharedMemory:
 
     @classmethod
     def create(cls, size: int) -> SharedMemory:
-        """Make the memory for `size` shards. Raises ConfigurationError without the library."""
+        """Make the memory for `size` shards; its file closes with it.
+
+        Raises ConfigurationError without the library.
+        """
         kernels = _kernels()
-        memory = cls(_unnamed_file(shared_bytes(size)), shared_bytes(size))
+        memory = cls(unnamed_file(shared_bytes(size)), shared_bytes(size))
+        weakref.finalize(memory, os.close, memory.descriptor)
         prepare = kernels.function(
             "shardnet_prepare_shared", ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         )
@@ -64,10 +69,6 @@ class SharedMemory:
         """The shard that was lost first, None for none."""
         number = ctypes.c_int32.from_address(self.address).value  # the first field of the struct
         return None if number == 0 else number - 1
-
-    def __del__(self) -> None:
-        """Close the file; the memory itself lives as long as it is mapped."""
-        os.close(self.descriptor)
 
 
 def shared_bytes(size: int) -> int:
@@ -153,7 +154,7 @@ def _fail() -> Any:
     return _kernels().function("shardnet_fail", ctypes.c_void_p, ctypes.c_int32)
 
 
-def _unnamed_file(n_bytes: int) -> int:
+def unnamed_file(n_bytes: int) -> int:
     """Make a file of zeros in memory that has no name; returns its descriptor."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("shardnet-shards")

@@ -28,7 +28,7 @@ from shardnet.runtime.engine.requests import GenerationFinished, GenerationReque
 from shardnet.runtime.engine.restoring import Restoring
 from shardnet.runtime.engine.step_log import RequestProgress, StepLog
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
-from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
+from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, DraftSource, RingDrafts
 from shardnet.runtime.scheduling.limits import RingLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
@@ -142,7 +142,10 @@ class Engine:
         n_stored = 0 if self._is_suspended else await self._restoring.find(request)
         if self._broken is not None:
             raise self._broken
-        drafter = self._drafter(request)
+        speculation = request.speculation
+        is_by_ring = speculation is not None and speculation.make_draft_source is None
+        ring_drafts = RingDrafts() if is_by_ring else None
+        drafter = self._drafter(request, ring_drafts)
         sequence_id = SequenceId(self._next_sequence)
         self._next_sequence += 1
         guide = self._guide(request, sequence_id)
@@ -159,13 +162,18 @@ class Engine:
                 sampling=request.sampling,
                 outputs=request.outputs,
                 drafter=drafter,
+                n_drafts=speculation.most if speculation is not None and ring_drafts else 0,
                 guide=guide,
                 n_stored=n_stored,
                 made=tuple(token.token_id for token in request.made),
             )
         )
         live = LiveRequest(
-            request=request, drafter=drafter, submitted_ns=self._clock_ns(), guide=guide
+            request=request,
+            drafter=drafter,
+            submitted_ns=self._clock_ns(),
+            guide=guide,
+            ring_drafts=ring_drafts,
         )
         self._live[sequence_id] = live
         expiry = self._set_deadline(sequence_id, request)
@@ -304,8 +312,13 @@ class Engine:
             self._scheduler.end(sequence_id)
             live.fail(error)
 
-    def _drafter(self, request: GenerationRequest) -> AdaptiveDrafter | None:
-        """Make the drafter of a request. Raises UsageError where drafts could change its bits."""
+    def _drafter(
+        self, request: GenerationRequest, ring_drafts: RingDrafts | None
+    ) -> AdaptiveDrafter | None:
+        """Make the drafter of a request, of `ring_drafts` if they are not None.
+
+        Raises UsageError where drafts could change its bits.
+        """
         if request.speculation is None:
             return None
         if request.deterministic and self._scheduler.limits.exact_rows == 1:
@@ -314,8 +327,12 @@ class Engine:
                 "row depend on the batch",
                 remedy="leave one of them out",
             )
+        source: DraftSource | None = ring_drafts
+        if request.speculation.make_draft_source is not None:
+            source = request.speculation.make_draft_source(self._pump)
+        assert source is not None
         return AdaptiveDrafter(
-            draft_source=request.speculation.make_draft_source(self._pump),
+            draft_source=source,
             cost=self._step_cost,
             most=request.speculation.most,
         )
@@ -397,6 +414,10 @@ class Engine:
         return True
 
     def _on_answered(self, answered: StepAnswered) -> None:
+        for drafts in answered.answer.drafts:
+            drafted = self._live.get(drafts.sequence_id)
+            if drafted is not None and drafted.ring_drafts is not None:
+                drafted.ring_drafts.take(drafts.position, drafts.token_ids)
         outcomes = self._scheduler.on_tokens(answered.answer.step, answered.answer.token_ids)
         # What is sent next may make a sequence whose step has failed one like the others again.
         starts_anew = self._scheduler.starts_anew

@@ -23,7 +23,7 @@ from shardnet.runtime.engine.requests import (
     TokenGenerated,
 )
 from shardnet.runtime.ring.pipeline import StepAnswered
-from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
+from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, RingDrafts
 from shardnet.runtime.scheduling.sequences import FinishReason
 from shardnet.sampling_params import TokenLogprobs
 from shardnet.types import LiveState, RowGroup
@@ -99,6 +99,7 @@ class LiveRequest:
     drafter: AdaptiveDrafter | None
     submitted_ns: int
     guide: Guide | None = None
+    ring_drafts: RingDrafts | None = None
     events: asyncio.Queue[RequestEvent | ShardnetError] = field(default_factory=asyncio.Queue)
     state: LiveState = LiveState.QUEUED
     n_tokens: int = 0

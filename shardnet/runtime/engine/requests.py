@@ -39,10 +39,11 @@ class Speculation:
     """Draft tokens and have the ring verify several at once (design decision 5).
 
     `make_draft_source` makes the draft source of one request; it gets a callback to call when
-    drafts are ready. `most` caps the drafts of one step.
+    drafts are ready. It is None where the ring's tail drafts (MTP). `most` caps the drafts of one
+    step.
     """
 
-    make_draft_source: Callable[[Callable[[], None]], DraftSource]
+    make_draft_source: Callable[[Callable[[], None]], DraftSource] | None
     most: int = MAX_DRAFT_TOKENS
 
 

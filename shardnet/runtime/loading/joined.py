@@ -3,22 +3,34 @@
 Knows how their computes follow each other. Must not know why a stage has grown.
 
 What passes from one part to the next is rounded as on a link in the ring's dtype, which rounds
-nothing that the layers have not rounded (design decision 4).
+nothing that the layers have not rounded (design decision 4). It stays in memory, and on its device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import chain, groupby
 
 from msgspec.structs import replace as replace_struct
 
 from shardnet.errors import CapacityError
-from shardnet.runtime.loading.loaded_stage import LoadedStage
-from shardnet.runtime.stage.compute import Activations, AnyThreadCompute, Samples, StageCompute
+from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
+from shardnet.runtime.stage.compute import (
+    Activations,
+    AnyThreadCompute,
+    PartCompute,
+    Samples,
+    StageCompute,
+)
+from shardnet.runtime.stage.compute_threads import on_cores
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.slot_operations import SlotOperation
 from shardnet.types import MicroBatch, WireDType, blocks_for
+
+Progress = Callable[[int, int], None]
+LoadPart = Callable[[StageOrder, int, Progress, KeptWeights | None], LoadedStage]
+"""Loads a part of a stage into so many bytes of its device, with what was kept there."""
 
 
 class JoinedCompute:
@@ -42,9 +54,14 @@ class JoinedCompute:
 
     def use_wire(self, sent: WireDType, received: WireDType) -> None:
         """See StageCompute."""
-        borders = [received, *[self._own] * (len(self._parts) - 1), sent]
-        for part, before, after in zip(self._parts, borders, borders[1:], strict=False):
-            part.use_wire(after, before)
+        *others, last = self._parts
+        for part in others:
+            if isinstance(part, PartCompute):
+                part.hand_over(received)
+            else:
+                part.use_wire(self._own, received)
+            received = self._own
+        last.use_wire(sent, received)
 
     def operate(self, operation: SlotOperation) -> None:
         """See StageCompute."""
@@ -72,8 +89,8 @@ class JoinedCompute:
 def join(order: StageOrder, stages: Sequence[LoadedStage]) -> LoadedStage:
     """Join loaded stages of neighbouring layers to that of `order`.
 
-    The KV room of the one that was loaded last is what all of them share. No prefixes are kept on
-    disk. Raises CapacityError if that room does not hold a context.
+    The KV room of the one that was loaded last is what all of them on one device share. No prefixes
+    are kept on disk. Raises CapacityError if that room does not hold a context.
     """
     from shardnet.stage.joined_moves import JoinedMoves
 
@@ -82,12 +99,15 @@ def join(order: StageOrder, stages: Sequence[LoadedStage]) -> LoadedStage:
     moves = [part.moves for part in parts if part.moves is not None]
     assert len(moves) == len(parts), "what cannot be moved is not joined"
     joined_moves = JoinedMoves(moves)
-    block_bytes = joined_moves.block_bytes
-    rooms = [
-        part.room_blocks * moves.block_bytes // block_bytes if block_bytes else part.room_blocks
-        for part, moves in zip(parts, moves, strict=True)
-    ]
-    room_blocks = min(rooms)
+    block_bytes: Counter[int] = Counter()
+    for part, own in zip(parts, moves, strict=True):
+        block_bytes[part.order.place] += own.block_bytes
+    room_blocks = min(
+        part.room_blocks * own.block_bytes // block_bytes[part.order.place]
+        if own.block_bytes
+        else part.room_blocks
+        for part, own in zip(parts, moves, strict=True)
+    )
     if room_blocks < blocks_for(order.context):
         raise CapacityError(
             f"{order.layers.words} together have room for {room_blocks} KV blocks, fewer than a "
@@ -106,3 +126,52 @@ def join(order: StageOrder, stages: Sequence[LoadedStage]) -> LoadedStage:
         moves=joined_moves,
         parts=tuple(parts),
     )
+
+
+def load_by_device(
+    order: StageOrder,
+    memory_bytes: Sequence[int],
+    load_part: LoadPart,
+    progress: Progress,
+    kept: Sequence[KeptWeights] = (),
+) -> LoadedStage:
+    """Load the parts of a stage, each onto its device, and join them.
+
+    `memory_bytes` are what each of the node's devices has for it. `load_part` loads one part into
+    so much, with what was `kept` on its device; it is given what to call with the bytes that are
+    done and all there are. Raises what loading raises, and CapacityError as `join`.
+    """
+    stages: list[LoadedStage] = []
+    left_bytes, kept_at = [*memory_bytes], {each.order.place: each for each in reversed(kept)}
+    del kept  # what a part does not take is to be freed
+    done_bytes = 0
+    for part in order.by_device:
+        sizes = [0, 0]
+
+        def told(done: int, total: int, sizes: list[int] = sizes, before: int = done_bytes) -> None:
+            sizes[:] = done, total
+            progress(before + done, before + total)
+
+        with on_cores(part.cores):  # what a thread touches first lies in the memory of its core
+            own = kept_at.pop(part.place, None)
+            stages.append(load_part(part, left_bytes[part.place], told, own))
+            del own
+        left_bytes[part.place] -= stages[-1].weight_bytes
+        done_bytes += sizes[1]
+    return join(order, stages) if order.parts else stages[0]
+
+
+def computes_by_device(stage: LoadedStage) -> list[tuple[int, StageCompute]]:
+    """List the devices of a stage in the order of its layers, each with what it computes there.
+
+    A device is the node's first, second and so on, and comes twice if other layers lie between.
+    """
+    own = WireDType.own(stage.order.dtype)
+    parts = groupby(stage.parts or (stage,), key=lambda part: part.order.place)
+    lanes = [(place, [part.compute for part in neighbours]) for place, neighbours in parts]
+    if len(lanes) == 1:
+        return [(lanes[0][0], stage.compute)]
+    return [
+        (place, computes[0] if len(computes) == 1 else JoinedCompute(computes, own))
+        for place, computes in lanes
+    ]

@@ -61,16 +61,26 @@ class LoadedStage:
     parts: tuple[LoadedStage, ...] = ()
 
     @property
-    def kept(self) -> KeptWeights | None:
-        """What the next stage may take of this one, None for nothing."""
-        if self.linears is None:
-            return None
-        copy = replace(self.linears, linears={**self.linears.linears})
-        return KeptWeights(order=self.order, stamp=self.stamp, linears=copy)
+    def kept(self) -> list[KeptWeights]:
+        """What the next stage may take of this one, of each of its parts."""
+        return [
+            KeptWeights(
+                order=part.order,
+                stamp=part.stamp,
+                linears=replace(part.linears, linears={**part.linears.linears}),
+            )
+            for part in self.parts or (self,)
+            if part.linears is not None
+        ]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it cannot compute any more: a shard of it is lost."""
+        return bool(getattr(self.compute, "is_lost", False))
 
     def fits(self, order: StageOrder) -> bool:
         """Whether loading `order` now would give the same stage."""
-        return self.order == order and self.stamp == stamp(order.folder)
+        return self.order == order and self.stamp == stamp(order.folder) and not self.is_lost
 
     def part(self, order: StageOrder) -> LoadedStage | None:
         """Return what loading `order` now would give: this stage, or a part of it."""
@@ -82,7 +92,9 @@ class LoadedStage:
         There are none if it is no part of that stage, or cannot be joined to one.
         """
         own, whole = self.order.layers, order.layers
-        alike = replace(self.order, layers=whole, is_tail=order.is_tail)
+        alike = replace(self.order, layers=whole, is_tail=order.is_tail, parts=order.parts)
+        if order.parts:
+            alike = replace(alike, device=order.device, place=order.place, cores=order.cores)
         is_part = whole.start <= own.start and own.end <= whole.end
         if self.moves is None or order.n_streamed or alike != order or not is_part:
             return []
@@ -90,7 +102,8 @@ class LoadedStage:
             return []
         ranges = [(whole.start, own.start), (own.end, whole.end)]
         return [
-            replace(order, layers=LayerRange(*ends), is_tail=order.is_tail and ends[1] == whole.end)
-            for ends in ranges
-            if ends[0] < ends[1]
+            part
+            for start, end in ranges
+            if start < end
+            for part in order.within(LayerRange(start, end))
         ]

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, UsageError
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.registry import family_of
+from shardnet.model.shards.cut import Cut
 from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
 from shardnet.runtime.loading.model_facts import Stamp, check_model_id, stamp
 from shardnet.runtime.stage.plugin import ComputePlugin, PluggedStage, StageJob
@@ -42,6 +44,7 @@ from shardnet.types import (
 
 if TYPE_CHECKING:
     from shardnet.model.sampling.sampler import Sampler
+    from shardnet.model.shards.group import ShardGroup
     from shardnet.stage.kept_linears import KeptLinears
     from shardnet.stage.pack_cache import PackCache
     from shardnet.stage.prefixes.prefix_store import PrefixStore
@@ -51,6 +54,10 @@ if TYPE_CHECKING:
 
 MAX_ROOM_POSITIONS = 1 << 20
 """KV room is never booked beyond this many positions, however much memory there is."""
+
+
+Packs = tuple[Path | None, tuple[object, ...]]
+"""Where quantised weights are cached, and what they are of."""
 
 
 def check_layers(config: ModelConfig, layers: LayerRange) -> None:
@@ -72,6 +79,11 @@ def _check_order(order: StageOrder, config: ModelConfig) -> None:
             f"a context of {order.context} was ordered, and the model has {config.max_positions} "
             "positions at most",
             remedy="lower --context",
+        )
+    if order.mtp and order.n_nodes > 1:
+        raise UsageError(
+            "--speculate mtp: the layer that predicts further tokens cannot be cut over nodes",
+            remedy="leave --nodes-per-stage out, or --mtp",
         )
 
 
@@ -101,6 +113,8 @@ def load(
     stamped = stamp(order.folder)
     checkpoint = Checkpoint.open(order.folder, ignore_unknown=order.ignore_unknown)
     check_model_id(order.folder, checkpoint.model_id, order.model_id)
+    if order.mtp:
+        checkpoint.use_mtp()
     _check_order(order, checkpoint.config)
     job = StageJob(
         order=order,
@@ -116,8 +130,8 @@ def load(
     else:
         had = kept.linears if kept is not None and kept.serves(order, stamped) else None
         del kept
-        cache = _pack_cache(order, stamped, packs)
-        loaded, stored, arithmetic, linears = _load_with_torch(job, cache, prefixes, had)
+        cached = (packs, _packed_from(order, stamped))
+        loaded, stored, arithmetic, linears = _load_with_torch(job, cached, prefixes, had)
     return LoadedStage(
         order=order,
         stamp=stamped,
@@ -136,21 +150,29 @@ def load(
 
 def _load_with_torch(
     job: StageJob,
-    packs: PackCache | None,
+    packs: Packs,
     prefixes: PrefixStore | None,
     had: KeptLinears | None,
 ) -> tuple[PluggedStage, StagePrefixes | None, str, KeptLinears | None]:
     """Load a stage as a plug-in does, with linears that were `had`; return its prefixes on disk,
     its arithmetic and its linears, too.
     """
+    from shardnet.runtime.stage.link_group import LinkGroup, SpanningCompute
     from shardnet.runtime.stage.torch_compute import StreamingCompute, TorchCompute
 
-    model, room_blocks = _load_model(job, packs, had)
+    order, group = job.order, None
+    if order.n_nodes > 1:
+        group = LinkGroup(order.shard, order.n_nodes, order.gather_dtype)
+        packs, prefixes, had = (None, ()), None, None  # of whole stages
+    model, room_blocks = _load_model(job, packs, had, group)
     release_freed_memory()  # quantising leaves some behind
     make_compute = StreamingCompute if model.streams else TorchCompute
-    arithmetic, kept = _prefixes(job.order, model, prefixes)
+    arithmetic, kept = _prefixes(order, model, prefixes)
+    compute = make_compute(model, job.sampler, WireDType.own(order.dtype), kept)
     plugged = PluggedStage(
-        compute=make_compute(model, job.sampler, WireDType.own(job.order.dtype), kept),
+        compute=compute
+        if group is None
+        else SpanningCompute(compute, group, embeds=order.layers.start == 0),
         weight_bytes=model.weight_bytes,
         room_blocks=room_blocks,
         kernel=model.kernel,
@@ -173,15 +195,22 @@ def _prefixes(
 
     arithmetic = arithmetic_of(model)
     identity = [order.model_id, str(order.layers), order.dtype.value, order.kv_dtype.value]
+    identity += ["mtp"] if order.mtp and order.is_tail else []
     identity += [order.quantization.value if order.quantization else "", str(order.context)]
     files = store.of_stage(json.dumps([*identity, arithmetic]), order.model, order.layers.words)
     return arithmetic, StagePrefixes(model.kv, files)
 
 
 def _load_model(
-    job: StageJob, packs: PackCache | None, had: KeptLinears | None
+    job: StageJob,
+    packs: Packs,
+    had: KeptLinears | None,
+    group: ShardGroup | None,
 ) -> tuple[StageModel, int]:
-    """Load the layers of an order. Returns them and their KV room in blocks; raises as `load`."""
+    """Load the layers of an order, of a shard its own part. Raises as `load`.
+
+    Returns them and their KV room in blocks.
+    """
     import torch
 
     from shardnet.model.kernels.linear import probe
@@ -200,7 +229,17 @@ def _load_model(
         order.n_streamed,
         device=device.type,
         held_bytes=job.held_bytes,
+        cut=None if group is None else cut_of(config, group.index, group.size),
     )
+    if order.shards:
+        from shardnet.runtime.shards.lead import load_leading
+
+        folder, files = packs
+        progress = job.progress
+        model = load_leading(
+            order, checkpoint, choice, room_blocks, packs=folder, files=files, progress=progress
+        )
+        return model, room_blocks
     model = load_stage(
         checkpoint,
         order.layers,
@@ -209,12 +248,19 @@ def _load_model(
         room_blocks=room_blocks,
         context=order.context,
         progress=job.progress,
-        packs=packs,
+        packs=_pack_cache(order, packs),
         kv_dtype=order.kv_dtype,
         n_streamed=order.n_streamed,
         kept=had,
+        group=group,
     )
     return model, room_blocks
+
+
+def cut_of(config: ModelConfig, index: int, size: int) -> Cut:
+    """Return which part of a model shard `index` of `size` has."""
+    whole_heads = family_of(config).has_whole_heads
+    return Cut.of(config, index, size, has_whole_heads=whole_heads)
 
 
 def _sampler(path: Path, config: ModelConfig) -> Sampler:
@@ -229,16 +275,21 @@ def _sampler(path: Path, config: ModelConfig) -> Sampler:
         return Sampler(config.vocab_size, tokenizer.ids_without_token(config.vocab_size))
 
 
-def _pack_cache(order: StageOrder, stamped: Stamp, folder: Path | None) -> PackCache | None:
+def _packed_from(order: StageOrder, stamped: Stamp) -> tuple[object, ...]:
+    """Say from what weights are quantised: what is cached belongs to these files."""
+    return order.model_id, str(order.folder), stamped, order.dtype.value
+
+
+def _pack_cache(order: StageOrder, packs: Packs) -> PackCache | None:
     """Return the cache of quantised weights of these files; None without quantisation."""
+    folder, files = packs
     if folder is None or order.quantization is None:
         return None
     from shardnet.stage.pack_cache import PackCache
 
-    identity = json.dumps([order.model_id, str(order.folder), stamped, order.dtype.value])
-    packs = PackCache(folder, identity, order.model, order.quantization)
-    packs.touch()
-    return packs
+    cache = PackCache(folder, json.dumps(files), order.model, order.quantization)
+    cache.touch()
+    return cache
 
 
 def set_compute_threads(n_threads: int) -> None:
@@ -275,15 +326,19 @@ def kv_room_blocks(
     *,
     device: str = "cpu",
     held_bytes: int = 0,
+    cut: Cut | None = None,
 ) -> int:
     """Return the KV blocks that fit into `memory_bytes` beside weights and activations.
 
     `n_streamed` of the layers are streamed from disk. On a CUDA `device` graphs take room as well.
+    With a `cut` they are those of one shard: its part of the weights, the heads of its own.
 
     Raises CapacityError if they do not hold one context, and if weights and activations do not fit
     beside `held_bytes`, which are given back later.
     """
     weights = stage_weight_bytes(config, layers, form, n_streamed)
+    if cut is not None:
+        weights, config = -(-weights // cut.size), cut.own_config(config)
     rows, dtype = PREFILL_CHUNK_ROWS, form.dtype
     activations = activation_peak_bytes(config, layers, rows, dtype, context, kv_dtype)
     if n_streamed:

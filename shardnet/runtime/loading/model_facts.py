@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
-from shardnet.checkpoint.checkpoint import Checkpoint, names_checkpoint
+from shardnet.checkpoint.checkpoint import Checkpoint, names_checkpoint, no_mtp
 from shardnet.checkpoint.formats.gguf_header import gguf_files
 from shardnet.checkpoint.hub_cache import HubName, pulled_folder
 from shardnet.checkpoint.model_folders import find_in_lm_studio
@@ -62,6 +62,14 @@ class ModelFacts:
     unknown_keys: tuple[str, ...] = ()
     layers: StoredLayers = NO_LAYERS
     recommended: Mapping[str, float] = field(default_factory=dict)
+    has_mtp: bool = False
+    """Whether it has a layer that predicts further tokens."""
+
+    def with_mtp(self) -> ModelFacts:
+        """Count that layer to the model. Raises UsageError where there is none."""
+        if not self.has_mtp:
+            raise no_mtp(self.path)
+        return replace(self, config=replace(self.config, has_mtp=True))
 
     def check_known(self) -> None:
         """Raise UnsupportedModelError, which names all unknown keys of the config, if any."""
@@ -108,6 +116,7 @@ def identify(path: Path) -> ModelFacts:
         unknown_keys=checkpoint.unknown_keys,
         recommended=read_recommended(path),
         layers=stored_layers(checkpoint),
+        has_mtp=checkpoint.has_mtp,
     )
 
 

@@ -16,6 +16,7 @@ from shardnet.runtime.stage.compute import (
     Activations,
     Samples,
     ScoredToken,
+    SequenceDrafts,
     StageInput,
     StageOutput,
     StepArrived,
@@ -28,6 +29,7 @@ from shardnet.transport.link import Link
 from shardnet.types import Epoch, SequenceId, StepId
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.extras import (
+    Drafts,
     Extras,
     PromptLogprobs,
     RowLogprobs,
@@ -248,12 +250,21 @@ class LinkSink:
         """Make the frame of what goes with a step, for the steps with which something does."""
         result, masks = computed.result, computed.batch.masks
         if isinstance(result, Samples):
-            if not computed.routing and not result.prompt_logprobs and not any(result.logprobs):
+            has_outputs = computed.routing or result.prompt_logprobs or result.drafts
+            if not has_outputs and not any(result.logprobs):
                 return ()
             extras = Extras(
                 logprobs=_logprob_rows(result),
                 prompt_logprobs=_prompt_rows(result) if result.prompt_logprobs else [],
                 routing=list(computed.routing),
+                drafts=[
+                    Drafts(
+                        sequence_id=drafts.sequence_id,
+                        position=drafts.position,
+                        token_ids=list(drafts.token_ids),
+                    )
+                    for drafts in result.drafts
+                ],
             )
         else:
             extras = Extras(routing=list(computed.routing), masks=mask_rows(masks) if masks else [])
@@ -352,6 +363,14 @@ def _answer(frame: Frame, extras: Extras, blocks: list[RowBlock]) -> StepAnswer:
         prompt_logprobs=_prompt_logprobs(extras) if extras.prompt_logprobs else (),
         blocks=blocks,
         routing=extras.routing,
+        drafts=[
+            SequenceDrafts(
+                sequence_id=SequenceId(drafts.sequence_id),
+                position=drafts.position,
+                token_ids=drafts.token_ids,
+            )
+            for drafts in extras.drafts
+        ],
     )
 
 

@@ -7,7 +7,6 @@ directly. Must not know texts, why a step was scheduled, or how nodes are found.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import assert_never
@@ -20,12 +19,14 @@ from shardnet.output_params import OutputKind, RoutingShape
 from shardnet.runtime.stage.compute import (
     Activations,
     ScoredToken,
+    SequenceDrafts,
     StageInput,
     StageOutput,
     StepArrived,
     StepComputed,
     StepFailed,
 )
+from shardnet.runtime.stage.handover import StageInputs
 from shardnet.runtime.stage.routing import join_routing
 from shardnet.sampling_params import TokenLogprobs
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
@@ -54,6 +55,7 @@ class StepAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Sequence[ScoredToken] = ()
     blocks: Sequence[RowBlock] = ()
     routing: Sequence[StageExperts] = ()
+    drafts: Sequence[SequenceDrafts] = ()
 
 
 class StuckStage(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,10 +107,7 @@ class Pipeline:
         self._clock_ns = clock_ns
         self._on_answered = on_answered
         self._on_failed = on_failed
-        self._inputs: asyncio.Queue[StageInput] = asyncio.Queue()
-        self._is_receiving = False
-        self._has_room: Callable[[], bool] = lambda: False
-        self._take: Callable[[StageInput], None] = self._inputs.put_nowait
+        self._inputs = StageInputs()
         self._in_flight: dict[StepId, _InFlight] = {}
         self._longest_ns = 0 if chunk_s is None else int(chunk_s * 1e9)
         self._at_least_s = STUCK_UNMEASURED_S if chunk_s is None else STUCK_AT_LEAST_S
@@ -130,29 +129,19 @@ class Pipeline:
         """Send a step. The scheduler's credit bounds how many are queued here."""
         now = self._clock_ns()
         self._in_flight[batch.step] = _InFlight(batch=batch, sent_ns=now)
-        self._put(StepArrived(batch=batch, activations=None, timings=(), arrived_ns=now))
+        self._inputs.put(StepArrived(batch=batch, activations=None, timings=(), arrived_ns=now))
 
     def operate(self, operation: SlotOperation) -> None:
         """Send a slot operation, in data order with the steps."""
-        self._put(operation)
+        self._inputs.put(operation)
 
     async def receive(self) -> StageInput:
         """Hand the next input to the head's own stage (StageSource)."""
-        self._is_receiving = True
-        try:
-            return await self._inputs.get()
-        finally:
-            self._is_receiving = False
+        return await self._inputs.receive()
 
     def offer(self, has_room: Callable[[], bool], take: Callable[[StageInput], None]) -> None:
         """See StageSource."""
-        self._has_room, self._take = has_room, take
-
-    def _put(self, made: StageInput) -> None:
-        if self._is_receiving and self._inputs.empty() and self._has_room():
-            self._take(made)
-        else:
-            self._inputs.put_nowait(made)
+        self._inputs.offer(has_room, take)
 
     def answer(self, answer: StepAnswer | StepFailed) -> None:
         """Handle an answer of the tail.
@@ -223,6 +212,23 @@ class Pipeline:
                 self._check_logprobs(logprobs)
         if answer.prompt_logprobs or answer.blocks:
             self._check_outputs(batch, answer)
+        if answer.drafts:
+            self._check_drafts(batch, answer)
+
+    def _check_drafts(self, batch: MicroBatch, answer: StepAnswer) -> None:
+        """Check that drafts are tokens of the model, for sequences of the step."""
+        sampled = {group.sequence_id for group in batch.groups if group.n_sampled}
+        for drafts in answer.drafts:
+            if drafts.sequence_id not in sampled:
+                raise RemoteProtocolError(
+                    f"the tail drafted for sequence {drafts.sequence_id} in step {batch.step}, "
+                    "which samples none of its rows"
+                )
+            if max(drafts.token_ids, default=0) >= self._vocab_size:
+                raise RemoteProtocolError(
+                    f"the tail drafted token {max(drafts.token_ids)}, the vocabulary has "
+                    f"{self._vocab_size}"
+                )
 
     def _check_outputs(self, batch: MicroBatch, answer: StepAnswer) -> None:
         """Check that logprobs and rows of an answer belong to rows of its step."""
@@ -299,6 +305,7 @@ def step_answer(output: StageOutput) -> StepAnswer | StepFailed | None:
                 prompt_logprobs=result.prompt_logprobs,
                 blocks=output.blocks,
                 routing=output.routing,
+                drafts=result.drafts,
             )
         case StepFailed():
             return output

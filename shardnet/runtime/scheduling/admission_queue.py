@@ -94,7 +94,7 @@ class AdmissionQueue:
             )
         if request.max_tokens < 0:
             raise UsageError(f"max-tokens must be 0 or more, not {request.max_tokens}")
-        if request.drafter is not None:
+        if request.drafter is not None and not request.n_drafts:
             check_drafts(has_state=self.state_slots is not None)
         if n_prompt + min(request.max_tokens, 1) > self.context:
             raise ContextExceededError.of(
@@ -386,4 +386,5 @@ def _opening(request: SequenceRequest, slot: SlotId, start: Start) -> OpenSequen
         n_prompt=len(request.prompt),
         stop_ids=tuple(sorted(request.stop_ids)) if holds_back else (),
         outputs=request.outputs,
+        n_drafts=request.n_drafts,
     )

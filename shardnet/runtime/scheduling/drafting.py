@@ -12,8 +12,9 @@ from typing import Protocol
 
 from shardnet.errors import UsageError
 from shardnet.runtime.scheduling.step_cost import StepCost
+from shardnet.slot_operations import MAX_DRAFTS
 
-MAX_DRAFT_TOKENS = 31
+MAX_DRAFT_TOKENS = MAX_DRAFTS
 """Together with the newest token, the rows that a step computes for about the cost of one."""
 
 _PROBE_EVERY = 16
@@ -21,12 +22,12 @@ _PROBE_EVERY = 16
 
 
 def check_drafts(*, has_state: bool) -> None:
-    """Raise UsageError where layers keep a state: rejected drafts could not be rewound."""
+    """Raise UsageError where layers keep a state: memory to rewind it was planned for MTP alone."""
     if has_state:
         raise UsageError(
             "--speculate: layers of this model keep a state that cannot be rewound when drafts are "
             "rejected",
-            remedy="leave --speculate off",
+            remedy="leave --speculate off, or choose mtp where the checkpoint has its layer",
         )
 
 
@@ -79,6 +80,30 @@ class NgramDrafts:
                 if size <= end:
                     self._next[tuple(tokens[end - size : end])] = end
         self._n_indexed = len(tokens)
+
+
+class RingDrafts:
+    """What the ring's tail has drafted behind the newest token (MTP)."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._position = 0
+        self._token_ids: Sequence[int] = ()
+
+    def take(self, position: int, token_ids: Sequence[int]) -> None:
+        """Keep the drafts for the positions from `position` on, in place of those before."""
+        self._position, self._token_ids = position, token_ids
+
+    def prepare(self, tokens: Sequence[int], limit: int) -> bool:
+        """Return True: drafts come with the token that they follow, or not at all."""
+        return True
+
+    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Return the drafts made for exactly so many tokens; none if there are others."""
+        return [*self._token_ids[:limit]] if self._position == len(tokens) else []
+
+    def close(self) -> None:
+        """Do nothing: it holds no resources."""
 
 
 def _continued(tokens: Sequence[int], start: int, limit: int) -> list[int]:

@@ -132,10 +132,11 @@ class KvBlockManager:
         """Return the fewest positions to which the slot can be rewound, other than 0.
 
         A layer with a sliding window keeps at least the window and the last `REWIND_ROWS` rows
-        (model/cache/kv_cache.py); earlier positions may be gone. A state is that after the last.
+        (model/cache/kv_cache.py); earlier positions may be gone. A state is that after the last,
+        rejected drafts aside.
         """
         if self.state_slots is not None:
-            return slot.n_written
+            return slot.n_held
         if self.window is None or slot.n_written <= self.window + REWIND_ROWS:
             return 0
         return slot.n_written - REWIND_ROWS

@@ -89,6 +89,8 @@ class SequenceRequest:
     guide: Guide | None = None
     n_stored: int = 0
     """Positions of the prompt that every stage has on disk."""
+    n_drafts: int = 0
+    """Most drafts that the tail makes behind a sampled token."""
     made: tuple[int, ...] = ()
     """Tokens of its output that are known already; they end nothing."""
 

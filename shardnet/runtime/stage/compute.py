@@ -43,11 +43,19 @@ class ScoredToken(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: TokenLogprobs
 
 
+class SequenceDrafts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the tail drafts for a sequence: the tokens from `position` on, behind the newest one."""
+
+    sequence_id: SequenceId
+    position: int
+    token_ids: Sequence[int]
+
+
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
     """The tail's result of a step: one token id per sampled row, and the requested outputs.
 
     `prompt_logprobs` and `blocks` are ordered by position within each sequence. `routing` holds the
-    routed experts of this stage's layers.
+    routed experts of this stage's layers. `drafts` are for sequences that asked for some.
     """
 
     token_ids: Sequence[int]
@@ -55,6 +63,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Sequence[ScoredToken] = ()
     blocks: Sequence[RowBlock] = ()
     routing: Sequence[StageExperts] = ()
+    drafts: Sequence[SequenceDrafts] = ()
 
 
 class StageCompute(Protocol):
@@ -141,6 +150,17 @@ class AnyThreadCompute(Protocol):
     @property
     def on_any_thread(self) -> bool:
         """Whether that is so now: asked on the loop's thread."""
+
+
+@runtime_checkable
+class PartCompute(Protocol):
+    """A StageCompute that another one of the same process may follow."""
+
+    def hand_over(self, received: WireDType) -> None:
+        """Give activations as they are in memory, in the ring's dtype; accept them in `received`.
+
+        From now on, in place of what `use_wire` has said.
+        """
 
 
 StageInput = StepArrived | SlotOperation | StepFailed

@@ -118,10 +118,14 @@ class LinkGroup:
 
 
 class SpanningCompute:
-    """The compute of one shard of a stage; shard 0 has the others do what it does."""
+    """The compute of one shard of a stage; shard 0 has the others do what it does.
 
-    def __init__(self, own: StageCompute, group: LinkGroup) -> None:
+    A stage that `embeds` takes no activations, whatever travels in their place.
+    """
+
+    def __init__(self, own: StageCompute, group: LinkGroup, *, embeds: bool = False) -> None:
         self._own = own
+        self._embeds = embeds
         self._group = group
         self._exchange: PartExchange | None = None
 
@@ -157,7 +161,7 @@ class SpanningCompute:
         exchange.begin(batch.step)
         self._group.begin()
         try:
-            result = self._own.compute(batch, activations)
+            result = self._own.compute(batch, None if self._embeds else activations)
         except Exception as error:
             self._tell(exchange, self._group.error or error, batch.step)
             self._group.check()  # what was computed from zeros is not the cause

@@ -15,6 +15,7 @@ from shardnet.model.sampling.penalties import RowContext, needs_context
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.sampling.token_history import TokenHistory
 from shardnet.runtime.stage.compute import Samples
+from shardnet.runtime.stage.mtp_drafts import MtpDrafts
 from shardnet.runtime.stage.row_outputs import Given, GroupRows, RowOutputs, TailModel
 from shardnet.slot_operations import OpenSequence
 from shardnet.stage.stage_model import sampled_rows
@@ -26,15 +27,23 @@ Owners = Mapping[SlotId, OpenSequence]
 class SamplingStage:
     """The sampler and the token history of a stage that is the tail.
 
-    `owners` are the sequences that own slots now: the stage keeps them.
+    `owners` are the sequences that own slots now: the stage keeps them. `drafts` drafts for them,
+    None where nothing can.
     """
 
-    def __init__(self, model: TailModel, sampler: Sampler, owners: Owners) -> None:
+    def __init__(
+        self,
+        model: TailModel,
+        sampler: Sampler,
+        owners: Owners,
+        drafts: MtpDrafts | None = None,
+    ) -> None:
         self._model = model
         self._sampler = sampler
         self._owners = owners
         self._history = TokenHistory()
         self._outputs = RowOutputs(model, sampler)
+        self._drafts = drafts
 
     def keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
         """Keep what is known of the slot's first positions, its own or copied from `source`."""
@@ -42,15 +51,21 @@ class SamplingStage:
             self._history.copy(source, slot, n_positions)
         self._history.trim(slot, n_positions)
         self._outputs.forget(slot)
+        if self._drafts is not None:
+            self._drafts.keep(slot, n_positions, source)
 
     def restore(self, slot: SlotId, token_ids: Sequence[int]) -> None:
         """Take the tokens at the first positions of an empty slot, whose rows are not computed."""
         self._history.write(slot, 0, token_ids)
+        if self._drafts is not None:
+            self._drafts.restore(slot, len(token_ids))
 
     def clear(self) -> None:
         """Forget all slots."""
         self._history.clear()
         self._outputs.clear()
+        if self._drafts is not None:
+            self._drafts.clear()
 
     def answer(self, batch: MicroBatch, hidden: Tensor) -> Samples:
         """Draw a token for each of the last `n_sampled` rows of the batch's groups.
@@ -85,11 +100,17 @@ class SamplingStage:
             rows += drawn
             start = end
         result = self._sampler.sample(logits, rows)
+        drafts = None
+        if self._drafts is not None:
+            drafts = self._drafts.draft(
+                batch, hidden, result.token_ids, self._owners, self._history
+            )
         return Samples(
             token_ids=result.token_ids,
             logprobs=result.logprobs,
             prompt_logprobs=given.prompt_logprobs,
             blocks=given.blocks,
+            drafts=drafts or (),
         )
 
     def _sample_rows(self, owner: OpenSequence, group: RowGroup) -> list[SampleRow]:

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardnet.model.config.quantization import Quantization
 from shardnet.types import Arith, DType, KvDType, LayerRange, WireDType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageDevice:
+    """A device of a node: the one at `place` in its list, called `name` there and `torch` by torch.
+
+    Its threads run on `cores`, on any where there are none.
+    """
+
+    place: int
+    name: str
+    torch: str = "cpu"
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePart:
+    """Neighbouring layers of a stage, and the device that computes them.
+
+    Where there are several `devices`, each has a shard of every one of these layers.
+    """
+
+    layers: LayerRange
+    devices: tuple[StageDevice, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,3 +61,50 @@ class StageOrder:
     n_nodes: int = 1
     gather_dtype: WireDType | None = None
     """The dtype in which parts travel between these nodes, None for their own."""
+    place: int = 0
+    """Which of the node's devices it is."""
+    cores: tuple[int, ...] = ()
+    """Cores that its threads run on, none for any."""
+    shards: tuple[StageDevice, ...] = ()
+    """The devices that share each layer, where there are several; the first is `device`."""
+    parts: tuple[StagePart, ...] = ()
+    """Which layers are on which device, where they are not all on one."""
+    mtp: bool = False
+    """Whether the last stage of the ring has the layer that predicts further tokens."""
+
+    def on(self, part: StagePart) -> StageOrder:
+        """Return the order of the layers of this stage that are on one device, or its shards."""
+        first = part.devices[0]
+        return replace(
+            self,
+            layers=part.layers,
+            is_tail=self.is_tail and part.layers.end == self.layers.end,
+            device=first.torch,
+            place=first.place,
+            cores=first.cores,
+            shards=part.devices if len(part.devices) > 1 else (),
+            parts=(),
+        )
+
+    @property
+    def by_device(self) -> list[StageOrder]:
+        """The orders of its parts; of a stage on one device that is itself."""
+        return [self.on(part) for part in self.parts] or [self]
+
+    def within(self, layers: LayerRange) -> list[StageOrder]:
+        """Return the orders of its parts, or what is left of them, that lie in `layers`."""
+        return [
+            replace(
+                order,
+                layers=LayerRange(start, end),
+                is_tail=self.is_tail and end == self.layers.end,
+            )
+            for order in self.by_device
+            if (start := max(order.layers.start, layers.start))
+            < (end := min(order.layers.end, layers.end))
+        ]
+
+    @property
+    def caching(self) -> LayerRange:
+        """The layers of which it has keys, values or states."""
+        return LayerRange(self.layers.start, self.layers.end + (self.mtp and self.is_tail))

@@ -19,10 +19,11 @@ from shardnet.errors import (
     UsageError,
     without_frames,
 )
-from shardnet.model.kernels.codec import pack_rows, unpack_rows
+from shardnet.model.kernels.codec import pack_rows, torch_dtype, unpack_rows
 from shardnet.model.kernels.device_memory import is_out_of_memory
 from shardnet.model.sampling.sampler import Sampler
 from shardnet.runtime.stage.compute import Activations, Samples, StepArrived, StepResult
+from shardnet.runtime.stage.mtp_drafts import MtpDrafts
 from shardnet.runtime.stage.routing import routing_table
 from shardnet.runtime.stage.row_outputs import layer_blocks
 from shardnet.runtime.stage.sampling_stage import SamplingStage
@@ -32,6 +33,16 @@ from shardnet.stage.slot_moves import SlotMoves
 from shardnet.stage.stage_model import Run, StageModel
 from shardnet.types import BLOCK_POSITIONS, MicroBatch, SequenceId, SlotId, WireDType
 from shardnet.wire.messages.extras import StageExperts
+from shardnet.wire.payloads.rows import RowBlock
+
+
+class HeldActivations(Activations, frozen=True, kw_only=True):
+    """Activations [T, E] that stay on their device: they never leave the process.
+
+    They are in `dtype`, and the payload is empty.
+    """
+
+    hidden: torch.Tensor
 
 
 class TorchCompute:
@@ -51,12 +62,16 @@ class TorchCompute:
         self._model = model
         self.prefixes = prefixes
         """What this stage keeps on disk, None for nothing."""
-        self._sent = self._received = wire_dtype
+        self._own = self._received = wire_dtype
+        self._sent: WireDType | None = wire_dtype
         self._owners: dict[SlotId, OpenSequence] = {}
         self._unopened: dict[SequenceId, CapacityError] = {}
         """Sequences for whose beginning there was no memory: their steps fail."""
-        self._tail = None if sampler is None else SamplingStage(model, sampler, self._owners)
-        self.moves = SlotMoves(model.kv, model.layers, self._owners)
+        self._tail: SamplingStage | None = None
+        if sampler is not None:
+            drafts = MtpDrafts(model, sampler) if model.has_mtp else None
+            self._tail = SamplingStage(model, sampler, self._owners, drafts)
+        self.moves = SlotMoves(model.kv, model.caching, self._owners)
         """What sequences have in other stages, on its way here, and from here."""
 
     @property
@@ -68,11 +83,21 @@ class TorchCompute:
     def on_any_thread(self) -> bool:
         """See AnyThreadCompute. Not with several threads: each caller's would be others."""
         model = self._model
-        return model.device.type == "cpu" and not model.streams and torch.get_num_threads() == 1
+        is_plain = model.device.type == "cpu" and not model.streams and model.group is None
+        return is_plain and torch.get_num_threads() == 1
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a shard of the stage is lost, so that it cannot compute any more."""
+        return self._model.is_lost
 
     def use_wire(self, sent: WireDType, received: WireDType) -> None:
         """Give activations in `sent` from now on, and take none but those in `received`."""
         self._sent, self._received = sent, received
+
+    def hand_over(self, received: WireDType) -> None:
+        """Give activations as tensors from now on; see PartCompute."""
+        self._sent, self._received = None, received
 
     def operate(self, operation: SlotOperation) -> None:
         """Open or close a sequence, or free a slot; see StageCompute.
@@ -165,11 +190,34 @@ class TorchCompute:
         if self._tail is not None:
             answer = self._tail.answer(batch, output)
             return replace(answer, routing=routing, blocks=[*blocks, *answer.blocks])
+        if self._sent is None:
+            return self._held(output, routing, blocks)
         payload = pack_rows(output, self._sent)
         return Activations(
             payload=payload,
             dtype=self._sent,
             width=self._model.width,
+            routing=routing,
+            blocks=blocks,
+        )
+
+    def _held(
+        self,
+        output: torch.Tensor,
+        routing: tuple[StageExperts, ...],
+        blocks: Sequence[RowBlock],
+    ) -> HeldActivations:
+        """Round what the layers gave to the ring's dtype, and leave it where it is."""
+        plain = self._own.plain
+        assert plain is not None, "a ring's own dtype is plain"
+        hidden = output.to(torch_dtype(plain))
+        if hidden.is_cuda:
+            hidden = hidden.clone()  # the next replay of a graph writes to the same memory
+        return HeldActivations(
+            payload=b"",
+            dtype=self._own,
+            width=self._model.width,
+            hidden=hidden,
             routing=routing,
             blocks=blocks,
         )
@@ -229,6 +277,8 @@ class TorchCompute:
                 f"step {batch.step} came in {activations.dtype.value}, this ring's wire is "
                 f"{self._received.value} here"
             )
+        if isinstance(activations, HeldActivations):
+            return activations.hidden.to(self._model.device, self._model.dtype)
         hidden = unpack_rows(
             activations.payload,
             activations.dtype,

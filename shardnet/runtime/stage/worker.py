@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from shardnet.errors import (
     CapacityError,
     LostShardError,
@@ -108,7 +110,9 @@ class StageWorker:
         on_step_done: Callable[[StepId], None],
         alertness: Alertness | None = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
+        stays_off_loop: bool = False,
     ) -> None:
+        """`stays_off_loop` has its own thread compute short steps, too."""
         self._rank = rank
         self._compute = compute
         self._executor = executor
@@ -129,7 +133,9 @@ class StageWorker:
         self._loop = asyncio.get_running_loop()
         self._room = asyncio.Event()
         self._waits_for_room = False
-        self._anywhere = compute if isinstance(compute, AnyThreadCompute) else None
+        self._anywhere = (
+            compute if isinstance(compute, AnyThreadCompute) and not stays_off_loop else None
+        )
         self._n_short_rows = 0
         self._has_ended = False
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -336,7 +342,20 @@ class StageWorker:
         return StepComputed(
             batch=arrived.batch,
             result=result,
-            timings=(*arrived.timings, timing),
+            timings=_with(arrived.timings, timing),
             routing=(*arrived.routing, *result.routing),
             blocks=(*arrived.blocks, *result.blocks),
         )
+
+
+def _with(timings: tuple[StageTiming, ...], own: StageTiming) -> tuple[StageTiming, ...]:
+    """Add the times of a part of a stage: what its other parts took so far counts with it."""
+    if not timings or timings[-1].rank != own.rank:
+        return (*timings, own)
+    last = timings[-1]
+    joined = replace(
+        last,
+        compute_us=last.compute_us + own.compute_us,
+        queue_us=last.queue_us + own.queue_us,
+    )
+    return (*timings[:-1], joined)

@@ -21,9 +21,17 @@ from shardnet.model.families.stage_tensors import (
     head_tensors,
     is_quantizable,
     layer_tensors,
+    mtp_tensors,
 )
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
-from shardnet.types import BLOCK_POSITIONS, STATE_SLOTS, DType, KvDType, LayerRange
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    MAX_STATE_DRAFTS,
+    STATE_SLOTS,
+    DType,
+    KvDType,
+    LayerRange,
+)
 
 N_BUFFERS = 2
 """Streamed layers in memory: one computes, the next is read."""
@@ -82,10 +90,36 @@ def head_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
     return n_bytes if packed is None else n_bytes + _added_bytes(packed.head, form.linear)
 
 
+def mtp_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Return the bytes of what predicts further tokens, beside embedding and LM head."""
+    return _layer_bytes(config, config.n_layers, form) if config.has_mtp else 0
+
+
+def mtp_read_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Return the weight bytes of it that one row reads."""
+    return _read_bytes(config, config.n_layers, form) if config.has_mtp else 0
+
+
 def embedding_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
     """Return the bytes of the embedding tables."""
     n_bytes, packed = _bytes(embedding_tensors(config).values(), form.dtype), form.packed
     return n_bytes if packed is None else n_bytes + _added_bytes(packed.embedding, form.dtype)
+
+
+def tail_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Return the bytes that a stage holds beside its layers because it is the last, not the first.
+
+    What predicts further tokens needs the embedding too.
+    """
+    n_bytes = head_weight_bytes(config, form) + mtp_weight_bytes(config, form)
+    if config.has_mtp:
+        n_bytes += embedding_weight_bytes(config, form) - tied_weight_bytes(form)
+    return n_bytes
+
+
+def shared_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Return what a stage saves of both ends' bytes that has both."""
+    return embedding_weight_bytes(config, form) if config.has_mtp else tied_weight_bytes(form)
 
 
 def tied_weight_bytes(form: WeightForm) -> int:
@@ -104,12 +138,12 @@ def stage_weight_bytes(
 
     For the `n_streamed` layers that are streamed from disk, that is their buffers. A stage that is
     first and last holds a tied table twice, unless it is packed: for lookups, and in the layout of
-    the LM head's kernel.
+    the LM head's kernel. What predicts further tokens, on the last stage, needs the embedding too.
     """
     is_first, is_last = layers.start == 0, layers.end == config.n_layers
     ends_bytes = embedding_weight_bytes(config, form) if is_first else 0
-    ends_bytes += head_weight_bytes(config, form) if is_last else 0
-    ends_bytes -= tied_weight_bytes(form) if is_first and is_last else 0
+    ends_bytes += tail_weight_bytes(config, form) if is_last else 0
+    ends_bytes -= shared_weight_bytes(config, form) if is_first and is_last else 0
     streamed = streamed_layers(layers, n_streamed)
     on_disk = [_linear_bytes(config, layer, form) for layer in streamed]
     scratch_bytes = max((_scratch_bytes(config, layer, form) for layer in streamed), default=0)
@@ -145,7 +179,7 @@ def read_bytes_per_step(config: ModelConfig, layers: LayerRange, form: WeightFor
     Of a layer with experts, only those that one row is routed to count.
     """
     is_last = layers.end == config.n_layers
-    head = head_weight_bytes(config, form) if is_last else 0
+    head = head_weight_bytes(config, form) + mtp_read_bytes(config, form) if is_last else 0
     return head + sum(_read_bytes(config, layer, form) for layer in layers)
 
 
@@ -155,7 +189,7 @@ def layer_read_bytes(config: ModelConfig, form: WeightForm) -> int:
 
 
 def _read_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
-    tensors, experts = layer_tensors(config, layer), config.layer_experts(layer)
+    tensors, experts = _tensors(config, layer), config.layer_experts(layer)
     whole, packed = _layer_bytes(config, layer, form), form.packed_linears
     if experts is None:
         return whole
@@ -175,13 +209,18 @@ def kv_block_bytes(
     Layers that keep a state take none.
     """
     n_caching = sum(config.state(layer) is None for layer in layers)
+    n_caching += config.has_mtp and layers.end == config.n_layers
     return n_caching * _kv_position_bytes(config, dtype, kv_dtype) * BLOCK_POSITIONS
 
 
 def state_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
-    """Return the bytes of the states of all slots over the stage's layers."""
+    """Return the bytes of the states of all slots over the stage's layers.
+
+    Where drafts are verified there is one more before each of them.
+    """
     shapes = (config.state(layer) for layer in layers)
-    return STATE_SLOTS * sum(shape.size_bytes(dtype) for shape in shapes if shape is not None)
+    n_states = STATE_SLOTS * (1 + MAX_STATE_DRAFTS if config.has_mtp else 1)
+    return n_states * sum(shape.size_bytes(dtype) for shape in shapes if shape is not None)
 
 
 def activation_peak_bytes(
@@ -300,8 +339,12 @@ def _kv_position_bytes(config: ModelConfig, dtype: DType, kv_dtype: KvDType) -> 
     return config.n_kv_heads * sum(kv_dtype.row_bytes(size, dtype) for size in sizes)
 
 
+def _tensors(config: ModelConfig, layer: int) -> Table:
+    return mtp_tensors(config) if layer == config.n_layers else layer_tensors(config, layer)
+
+
 def _layer_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
-    n_bytes, packed = _table_bytes(layer_tensors(config, layer), form), form.packed_linears
+    n_bytes, packed = _table_bytes(_tensors(config, layer), form), form.packed_linears
     return n_bytes if packed is None else n_bytes + _added_bytes(packed.layers[layer], form.linear)
 
 

@@ -19,6 +19,7 @@ from shardnet.model.families.stage_tensors import (
     head_tensors,
     is_quantizable,
     layer_tensors,
+    mtp_tensors,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class PackedCount:
 class PackedSizes:
     """The weights of a checkpoint that stay packed as they are stored.
 
-    Those of each layer, and of them those of experts; those of embedding and head. With `is_tied`
+    Those of each layer, what predicts further tokens behind the last one, and of them those of
+    experts; those of embedding and head. With `is_tied`
     the head is the embedding's table. `can_stream`: all of those in layers can be packed while they
     are read. `is_all`: no other linear of a layer has weights.
     """
@@ -65,7 +67,8 @@ def packed_sizes(checkpoint: Checkpoint) -> PackedSizes | None:
     if all(tensor.packed is None for tensor in checkpoint.tensors.values()):
         return None
     layers = [layer_tensors(config, layer) for layer in range(config.n_layers)]
-    linears = [_linears(checkpoint, tensors) for tensors in layers]
+    own = [_linears(checkpoint, tensors) for tensors in layers]
+    linears = [*own, _linears(checkpoint, mtp_tensors(config))] if checkpoint.has_mtp else own
     embedding, head = embedding_tensors(config), head_tensors(config)
     return PackedSizes(
         layers=tuple(_count(tensors) for tensors in linears),
@@ -76,8 +79,8 @@ def packed_sizes(checkpoint: Checkpoint) -> PackedSizes | None:
         embedding=_count(_linears(checkpoint, embedding)),
         head=_count(_linears(checkpoint, head)),
         is_tied=bool(embedding.keys() & head.keys()),
-        can_stream=all(packs_by_rows(tensor) for tensors in linears for tensor in tensors),
-        is_all=all(tensor.packed is not None for tensors in linears for tensor in tensors),
+        can_stream=all(packs_by_rows(tensor) for tensors in own for tensor in tensors),
+        is_all=all(tensor.packed is not None for tensors in own for tensor in tensors),
     )
 
 

@@ -126,9 +126,9 @@ class StagePrefixes:
         waiting = [*self._saving]
         if waiting and sum(each.n_bytes for each in waiting) + n_bytes > MAX_WAITING_BYTES:
             return
-        if self._kv.device.type != "cpu":
+        if self._kv.device.type != "cpu" or self._kv.is_cut:
             begin = self._first_missing(keys) * BLOCK_POSITIONS
-            # Other threads must keep off the device, whose graphs are captured.
+            # Other threads must keep off the device, whose graphs are captured, and other shards.
             contents = _copied(contents, begin, len(keys) * BLOCK_POSITIONS)
         saving = _Saving(
             contents=contents, keys=keys, end=len(keys) * BLOCK_POSITIONS, n_bytes=n_bytes

@@ -22,6 +22,8 @@ U32_MAX: Final = 2**32 - 1
 MAX_STAGES: Final = 256
 MAX_PEER_ADDRESSES: Final = 16
 
+MAX_DEVICES: Final = 16
+"""Devices of one node."""
 MAX_LAYERS: Final = 10_000
 MAX_POSITIONS: Final = 1 << 24
 MAX_THREADS: Final = 4096
@@ -57,7 +59,12 @@ Share = Annotated[float, Meta(ge=0, le=MAX_FIGURE)]
 Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Seconds since 1970, until the year 9999."""
 Rank = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
-Name = Annotated[str, Meta(max_length=256, pattern=_NO_NUL)]
+DeviceNumbers = Annotated[
+    list[Annotated[int, Meta(ge=0, lt=MAX_DEVICES)]], Meta(max_length=MAX_DEVICES)
+]
+"""Some of the devices of a node, by their places in its list."""
+MAX_NAME: Final = 256
+Name = Annotated[str, Meta(max_length=MAX_NAME, pattern=_NO_NUL)]
 RequestKey = Annotated[str, Meta(max_length=128, pattern=_PRINTABLE)]
 """By which a request is found again, "" for none."""
 Quant = Literal["", "int8", "int4"]

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from shardnet.wire.framing.schema import (
+    MAX_DEVICES,
     MAX_PEER_ADDRESSES,
     MAX_STAGES,
     U32,
@@ -178,12 +179,20 @@ class StandbyState(Strict, frozen=True, kw_only=True):
     weight_bytes: Count
 
 
+class PartState(Strict, frozen=True, kw_only=True):
+    """Layers of a stage that one of its node's `devices` has, or several, each a shard of them."""
+
+    layers: Layers
+    devices: Annotated[list[Name], Meta(max_length=MAX_DEVICES)]
+    weight_bytes: Count
+
+
 class StageState(Strict, frozen=True, kw_only=True):
     """The stage that a node holds, and its place in a ring; `n_stages` is 0 where it has none.
 
     `head` is the id of the ring's head. KV room is counted in blocks of 256 positions. `prefixes`
     is null where none are kept on disk. `standby` is null where it stands by for nobody; a node
-    that only stands by shows that stage.
+    that only stands by shows that stage. `parts` are there where the node has several devices.
     """
 
     model: PathText
@@ -200,6 +209,7 @@ class StageState(Strict, frozen=True, kw_only=True):
     head: Name = ""
     prefixes: PrefixState | None = None
     standby: StandbyState | None = None
+    parts: Annotated[list[PartState], Meta(max_length=MAX_DEVICES)] = field(default_factory=list)
 
 
 class RingLoad(Strict, frozen=True, kw_only=True):

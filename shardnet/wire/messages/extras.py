@@ -15,6 +15,7 @@ from msgspec import Meta
 from shardnet.constraints import MAX_MASK_BYTES, MaskForm, RowMask, TokenMask
 from shardnet.errors import RemoteProtocolError
 from shardnet.sampling_params import MAX_LOGPROBS
+from shardnet.slot_operations import MAX_DRAFTS
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import (
     MAX_LAYERS,
@@ -99,11 +100,19 @@ class RowTokenMask(Row, frozen=True, array_like=True):
     data: Annotated[bytes, Meta(max_length=MAX_MASK_BYTES)]
 
 
+class Drafts(Row, frozen=True, array_like=True):
+    """What the tail drafts for a sequence: the tokens from `position` on, behind its newest one."""
+
+    sequence_id: U64
+    position: Positions
+    token_ids: Annotated[list[U32], Meta(max_length=MAX_DRAFTS)]
+
+
 class Extras(Strict, frozen=True, kw_only=True, omit_defaults=True):
     """What goes with a step beside its rows or tokens. It precedes the step's own frame.
 
     Empty lists are left out. `routing` has the parts of all stages so far, in their order. `masks`
-    are on their way to the tail.
+    are on their way to the tail, `drafts` come from there.
     """
 
     logprobs: Annotated[list[RowLogprobs], Meta(max_length=MAX_STEP_ROWS)] = msgspec.field(
@@ -116,6 +125,9 @@ class Extras(Strict, frozen=True, kw_only=True, omit_defaults=True):
         default_factory=list
     )
     masks: Annotated[list[RowTokenMask], Meta(max_length=MAX_STEP_ROWS)] = msgspec.field(
+        default_factory=list
+    )
+    drafts: Annotated[list[Drafts], Meta(max_length=MAX_STEP_ROWS)] = msgspec.field(
         default_factory=list
     )
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from shardnet.wire.framing.frames import Limits
 from shardnet.wire.framing.schema import (
+    MAX_DEVICES,
     MAX_STAGES,
     ArithName,
     Count,
@@ -68,11 +69,28 @@ class StageSeconds(Strict, frozen=True, kw_only=True):
     step_s: Seconds = 0.0
 
 
+class DeviceMeasured(Strict, frozen=True, kw_only=True):
+    """What one of several devices of a node has measured; `seconds` is null where it has not.
+
+    `memory_bytes` is what a part of a stage may take there now.
+    """
+
+    name: Name
+    memory_bytes: Count
+    seconds: StageSeconds | None = None
+    is_steady: bool = True
+
+
+DevicesMeasured = Annotated[list[DeviceMeasured], Meta(max_length=MAX_DEVICES)]
+
+
 class StageMeasured(Tagged, frozen=True, kw_only=True):
     """Answers MeasureStage. `measured_at_s` counts from 1970, by that node's clock.
 
     `memory_bytes` is what a stage may take now, `disk_bytes_per_s` null without a checkpoint there.
-    `is_steady` is false if something else kept the device busy.
+    `is_steady` is false if something else kept the device busy. A node of several `devices` tells
+    of each; `seconds` are then the first one's, `memory_bytes` that of all, and `gather_s` is what
+    it takes all of them to join the parts of one row, null where that was not measured.
     """
 
     request: RequestId
@@ -83,6 +101,8 @@ class StageMeasured(Tagged, frozen=True, kw_only=True):
     is_steady: bool = True
     memory_bytes: Count
     disk_bytes_per_s: Figure | None = None
+    devices: DevicesMeasured = field(default_factory=list)
+    gather_s: Seconds | None = None
 
 
 class StageObserved(Tagged, frozen=True, kw_only=True):
@@ -140,7 +160,8 @@ class LinksMeasured(Tagged, frozen=True, kw_only=True):
 class NodeMeasured(Strict, frozen=True, kw_only=True):
     """What a candidate of a plan has measured of the model; `why_not` where it has not.
 
-    `memory_bytes` is what a stage may take there now, `isa` that of its NodeInfo.
+    `memory_bytes` is what a stage may take there now, `isa` that of its NodeInfo, the last two as
+    in StageMeasured.
     """
 
     node: Name
@@ -154,6 +175,8 @@ class NodeMeasured(Strict, frozen=True, kw_only=True):
     disk_bytes_per_s: Figure | None = None
     why_not: Explanation = ""
     isa: Name = ""
+    devices: DevicesMeasured = field(default_factory=list)
+    gather_s: Seconds | None = None
 
 
 class WayMeasured(Strict, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from typing import Annotated, Final
 from msgspec import Meta, field
 
 from shardnet.wire.framing.schema import (
+    MAX_DEVICES,
     MAX_PEER_ADDRESSES,
     MAX_STAGES,
     U32,
@@ -46,6 +47,18 @@ class StageInfo(Strict, frozen=True, kw_only=True):
     rank: Rank | None
 
 
+class DeviceInfo(Strict, frozen=True, kw_only=True):
+    """One of several devices of a node, called `name`; the other fields as in NodeInfo."""
+
+    name: Name
+    device: Name
+    memory_bytes: Count
+    threads: Threads
+    dtypes: Annotated[list[Name], Meta(max_length=16)]
+    isa: Name = ""
+    arithmetic: Name = ""
+
+
 class NodeInfo(Strict, frozen=True, kw_only=True):
     """What a node reports of itself. `host_id` is equal for nodes on one machine.
 
@@ -53,7 +66,9 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     built, `off` where they are switched off, "" where it has no use for them. `arithmetic` stands
     for how it computes: nodes of equal ones give equal bits. It has run for `uptime_s`. A node that
     `is_draining` takes no more stages, and ends when it is empty; one that `rests` takes none for
-    the reason given, until it does not any more.
+    the reason given, until it does not any more. A node of several `devices` has the memory of all
+    of them, and is otherwise as its first; `tensor_parallel` of them share each layer, 0 for as
+    the plan decides.
     """
 
     node: Name
@@ -73,6 +88,8 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     uptime_s: Seconds = 0.0
     is_draining: bool = False
     rests: Explanation = ""
+    devices: Annotated[list[DeviceInfo], Meta(max_length=MAX_DEVICES)] = field(default_factory=list)
+    tensor_parallel: Threads = 0
 
 
 class Status(Tagged, frozen=True, kw_only=True):

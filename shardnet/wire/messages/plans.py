@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.wire.framing.schema import (
+    MAX_DEVICES,
     MAX_STAGES,
     U32,
     Address,
@@ -52,7 +53,8 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     `wire_dtype` may name links, as `0-1=int8` or `slow=int8` do.
     Unknown keys of the model's config end the plan unless `ignore_unknown_config`. With `standby`
     nodes with memory to spare hold other nodes' layers, to go on in their place. Every stage spans
-    `nodes_per_stage` nodes; with 0 one, unless that pays where no nodes are named.
+    `nodes_per_stage` nodes; with 0 one, unless that pays where no nodes are named. With `mtp` the
+    last stage can draft with the layer that predicts further tokens.
     """
 
     model: PathText
@@ -71,6 +73,7 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     ignore_unknown_config: bool = False
     arith: Literal["auto", "portable", "fast"] = "auto"
     standby: Literal["", "auto"] = ""
+    mtp: bool = False
     nodes_per_stage: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
 
 
@@ -86,6 +89,16 @@ class PlanRequest(Tagged, frozen=True, kw_only=True):
     without: Annotated[list[Name], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
     )
+
+
+class PlannedPart(Strict, frozen=True, kw_only=True):
+    """Layers of a stage on one of its node's `devices`, or shared by several: as PlannedStage."""
+
+    layers: Layers
+    devices: Annotated[list[Name], Meta(max_length=MAX_DEVICES)]
+    weight_bytes: Count
+    kv_bytes: Count
+    compute_ms: Figure | None = None
 
 
 class PlannedShard(Strict, frozen=True, kw_only=True):
@@ -104,6 +117,7 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     node computes in `dtype`, with linear weights in `weight_dtype` where they are not quantised,
     and sends in `wire_dtype`, "" from the tail. Stages of equal `arithmetic` give equal bits. The
     stage spans the nodes `shards` too, of which each has an equal part of its bytes.
+    Where the node has several devices, `parts` say which has what, and `parts_why` for what reason.
     """
 
     rank: Rank
@@ -128,6 +142,10 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     shards: Annotated[list[PlannedShard], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
     )
+    parts: Annotated[list[PlannedPart], Meta(max_length=MAX_DEVICES)] = msgspec.field(
+        default_factory=list
+    )
+    parts_why: Explanation = ""
 
 
 class PlannedRing(Strict, frozen=True, kw_only=True):
@@ -208,7 +226,8 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     `wire` is there in answer to a PlanRequest that asks for a wire dtype, `recommended` where the
     model's makers recommend how to sample. `warnings` say what is dubious about the model as it was
     chosen. Where several `rings` are behind one head, `stages` are those of the first, and what is
-    predicted is what all give together; [] is one ring.
+    predicted is what all give together; [] is one ring. `mtp_bytes` is what the layer weighs that
+    predicts further tokens, 0 without it.
     """
 
     request: RequestId
@@ -240,6 +259,7 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     standbys: Annotated[list[PlannedStandby], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
     )
+    mtp_bytes: Count = 0
     rings: Annotated[list[PlannedRing], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
     )

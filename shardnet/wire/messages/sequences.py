@@ -14,7 +14,7 @@ from msgspec import Meta
 from shardnet import slot_operations
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS, MAX_TEMPERATURE, SamplingParams
-from shardnet.slot_operations import SlotOperation
+from shardnet.slot_operations import MAX_DRAFTS, SlotOperation
 from shardnet.types import SequenceId, SlotId
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import (
@@ -89,7 +89,8 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
 
     The first `n_kept` positions stay, are copied from the slot `source`, or with `is_restored` are
     what RestorePrefix has read for this sequence. Its output begins at position `n_prompt`;
-    `stop_ids` are those that `min_tokens` holds back.
+    `stop_ids` are those that `min_tokens` holds back. Behind a sampled token the tail makes at most
+    `n_drafts` drafts.
     """
 
     sequence_id: U64
@@ -101,6 +102,7 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
     stop_ids: Annotated[tuple[U32, ...], Meta(max_length=MAX_STOP_IDS)] = ()
     outputs: Outputs = Outputs()
     is_restored: bool = False
+    n_drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
 
     def operation(self) -> slot_operations.OpenSequence:
         """Return the operation; its parameters are unchecked."""
@@ -114,6 +116,7 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
             stop_ids=self.stop_ids,
             outputs=self.outputs.params(),
             is_restored=self.is_restored,
+            n_drafts=self.n_drafts,
         )
 
 
@@ -167,6 +170,7 @@ def _message(operation: SlotOperation) -> SequenceMessage:
                 stop_ids=operation.stop_ids,
                 outputs=Outputs.of(operation.outputs),
                 is_restored=operation.is_restored,
+                n_drafts=operation.n_drafts,
             )
         case slot_operations.CloseSequence():
             return CloseSequence(

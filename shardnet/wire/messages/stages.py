@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from shardnet.types import BLOCK_POSITIONS, MAX_STORED_BLOCKS
 from shardnet.wire.framing.schema import (
+    MAX_DEVICES,
     MAX_STAGES,
     U32,
     U64,
@@ -21,6 +22,7 @@ from shardnet.wire.framing.schema import (
     ArithName,
     BlockKeys,
     Count,
+    DeviceNumbers,
     Digest,
     DigestOrNone,
     Explanation,
@@ -42,6 +44,13 @@ from shardnet.wire.framing.schema import (
 )
 
 
+class DevicePart(Row, frozen=True, array_like=True):
+    """Layers of a stage on one device of its node, or on several, each with a shard of them."""
+
+    layers: Layers
+    devices: DeviceNumbers
+
+
 class LoadStage(Tagged, frozen=True, kw_only=True):
     """Tell a node to load its stage of a ring. A node with another `model_id` refuses.
 
@@ -56,7 +65,9 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     `received_dtype`, "" for the same. The ring is in the place of one that the node `instead_of`
     leads, "" for none: of that node orders of smaller epochs are refused from then on. A stage that
     spans the `shard_nodes` is cut over them; this node has part `shard` of each linear, and the
-    parts travel in `gather_dtype`, "" for as they are.
+    parts travel in `gather_dtype`, "" for as they are. `parts` say which of the node's devices have
+    which of the layers, [] that the first has all. With `mtp` the last stage has the layer behind
+    the last one too, which predicts further tokens.
     """
 
     request: RequestId
@@ -85,6 +96,10 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     shard_nodes: Addresses = msgspec.field(default_factory=list)
     shard: Rank = 0
     gather_dtype: Name = ""
+    parts: Annotated[list[DevicePart], Meta(max_length=MAX_DEVICES)] = msgspec.field(
+        default_factory=list
+    )
+    mtp: bool = False
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):

@@ -31,6 +31,7 @@ from shardnet.errors import (
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.handover import Lane
 from shardnet.slot_operations import SlotOperation
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
@@ -126,7 +127,7 @@ def test_a_bug_in_the_compute_breaks_the_ring_by_name(
         executor = Executor("test")
         pipeline = idle_pipeline()
         one = membership(note)
-        await one.join(compute, executor, pipeline)
+        await one.join([Lane(compute, executor)], pipeline)
         group = RowGroup(
             sequence_id=SequenceId(1), slot=SlotId(0), position=0, n_rows=1, n_sampled=1
         )
@@ -179,7 +180,7 @@ def test_a_seat_that_is_left_while_it_connects_keeps_no_link() -> None:
             return near
 
         one = membership(print, n_stages=2, dial=dial)
-        joining = asyncio.create_task(one.join(BrokenCompute(), Executor("test"), None))
+        joining = asyncio.create_task(one.join([Lane(BrokenCompute(), Executor("test"))], None))
         await dialled.wait()
         await one.leave()
         answer.set()
@@ -205,7 +206,7 @@ def test_a_seat_that_is_left_while_it_waits_for_its_neighbour_says_so() -> None:
             return near
 
         one = membership(print, n_stages=2, dial=dial)
-        joining = asyncio.create_task(one.join(BrokenCompute(), Executor("test"), None))
+        joining = asyncio.create_task(one.join([Lane(BrokenCompute(), Executor("test"))], None))
         await dialled.wait()
         await asyncio.sleep(0)  # it has the link now, and waits for the other one
         leaving = asyncio.create_task(one.leave())
@@ -240,7 +241,7 @@ def test_a_seat_that_is_left_before_its_work_begins_is_not_kept_awake(
         one, executor = membership(print, n_stages=3, rank=1, dial=dial), Executor("test")
         one._may_spin = lambda: True
         one.accept(here)
-        await one.join(BrokenCompute(), executor, None)
+        await one.join([Lane(BrokenCompute(), executor)], None)
         await one.leave()
         alertness.close.assert_called()
         await asyncio.gather(before.close(), after.close())
@@ -255,7 +256,7 @@ def test_a_ring_forms_until_its_first_step_or_until_none_has_come_for_some_secon
         one = membership(print, now_s=lambda: now_s)
         now_s += 1000  # loading may take long
         assert one.is_forming
-        await one.join(BrokenCompute(), executor, idle_pipeline())
+        await one.join([Lane(BrokenCompute(), executor)], idle_pipeline())
         now_s += SETTLE_S - 1
         assert one.is_forming
         one.last_step = StepId(1)
@@ -276,7 +277,7 @@ def test_a_ring_whose_head_is_gone_before_it_stands_is_over() -> None:
         assert one.is_over
         assert not one.is_forming
         standing = membership(print)
-        await standing.join(BrokenCompute(), executor, idle_pipeline())
+        await standing.join([Lane(BrokenCompute(), executor)], idle_pipeline())
         standing.lose_owner()  # its links tell
         assert not standing.is_over
         await standing.leave()

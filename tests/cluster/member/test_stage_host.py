@@ -25,11 +25,20 @@ from shardnet.errors import BusyError, DiskSilentError, PeerFailedError, TakenEr
 from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.transport.link import Link
-from shardnet.types import WireDType
+from shardnet.types import DType, LayerRange, WireDType
 from shardnet.wire.messages.stages import LoadStage
 
 AWAY = r"draining|no ring now"
-STAGE_ORDER = cast(StageOrder, SimpleNamespace(folder=Path("/m")))
+STAGE_ORDER = StageOrder(
+    model="/m",
+    folder=Path("/m"),
+    model_id="",
+    layers=LayerRange(0, 1),
+    dtype=DType.FLOAT32,
+    context=1,
+    is_tail=True,
+    device="cpu",
+)
 
 
 @dataclass
@@ -170,7 +179,7 @@ async def load(host: StageHost) -> None:
         sent=WireDType.FLOAT32,
         received=WireDType.FLOAT32,
         threads=1,
-        memory_bytes=1,
+        memory_bytes=[1],
         on_progress=lambda done, total: None,
     )
 
@@ -259,7 +268,9 @@ def test_only_a_standby_is_dropped_where_a_node_rests() -> None:
     """What is ready for a ring to come is needed there soon, or dropped by its head."""
 
     async def main(host: StageHost) -> None:
-        stage = cast(LoadedStage, SimpleNamespace(parts=(), weight_bytes=7, moves=None))
+        stage = cast(
+            LoadedStage, SimpleNamespace(parts=(), weight_bytes=7, moves=None, order=STAGE_ORDER)
+        )
         for stands_for, left in (("bert", 0), ("", 7)):
             host._prepared = PreparedStage(ring="r", stage=stage, stands_for=stands_for)
             await host.drop_standby()
@@ -321,7 +332,7 @@ def test_a_head_that_thinks_again_takes_its_own_place() -> None:
                 sent=WireDType.FLOAT32,
                 received=WireDType.FLOAT32,
                 threads=1,
-                memory_bytes=1,
+                memory_bytes=[1],
                 on_progress=lambda done, total: None,
             )
         with pytest.raises(UsageError, match="ring s was asked to connect before its stage"):

@@ -16,7 +16,7 @@ from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.types import DType, NodeId
-from shardnet.wire.messages.activity import RingActivity
+from shardnet.wire.messages.activity import RingActivity, RingKept
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Failed, Redirect
 from shardnet.wire.messages.deputies import CopiedTo, NodeFound
@@ -68,6 +68,7 @@ ANSWERS = {
     Redirect,
     ReportReply,
     RingActivity,
+    RingKept,
     RowsPiece,
     StageMeasured,
     StageReady,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support.cluster.machines import Machine, machines
+from support.cluster.machines import Machine, machines, until
 from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
 
@@ -17,6 +17,8 @@ from shardnet.api.events import RequestState
 from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.placement.figures import StageSpeed
+from shardnet.errors import BusyError
+from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import NodeId
 from shardnet.wire.messages.membership import NodeInfo
@@ -24,7 +26,9 @@ from shardnet.wire.messages.plans import ModelChoice
 
 N_STREAMS = 16
 N_TOKENS = 60
+SOME = 4
 DEADLINE_S = 60.0
+LAST = OutputParams(logit_rows=1)
 SAMPLED = SamplingParams(temperature=0.8, seed=7, repetition_penalty=1.2, n_logprobs=2)
 
 
@@ -50,11 +54,17 @@ class Said:
 
 
 async def say(
-    client: Client, prompts: list[list[int]], choice: ModelChoice, said: Said | None = None
+    client: Client,
+    prompts: list[list[int]],
+    choice: ModelChoice,
+    said: Said | None = None,
+    key: str = "",
 ) -> Said:
     """Generate from all prompts at once."""
     said = said or Said([[] for _ in prompts], [[] for _ in prompts])
-    events = client.generate(prompts, SAMPLED, model=choice, max_tokens=N_TOKENS, ignore_eos=True)
+    events = client.generate(
+        prompts, SAMPLED, model=choice, max_tokens=N_TOKENS, ignore_eos=True, key=key
+    )
     async with aclosing(events):
         async for event in events:
             if event.error is not None:
@@ -62,21 +72,22 @@ async def say(
             said.tokens[event.index] += event.token_ids
             said.logprobs[event.index] += [one.logprob for one in event.logprobs or ()]
             said.states.add(event.state)
-            if min(map(len, said.tokens)) >= 4:
+            if min(map(len, said.tokens)) >= SOME:
                 said.some.set()
     return said
 
 
-def loads(machine: Machine) -> list[tuple[str, int, str]]:
-    """The rings behind a head: whose, with how many requests, and why they take none."""
-    return [(ring.names[0], ring.n_requests, ring.why) for ring in machine.node.router.rings]
+def loads(machine: Machine) -> list[tuple[str, int, bool]]:
+    """The rings behind a head: whose, with how many requests, and whether they take more."""
+    rings = machine.node.router.rings
+    return [(ring.names[0], ring.n_requests, not ring.why) for ring in rings]
 
 
 @pytest.mark.usefixtures("alike")
-def test_one_ring_is_lost_and_the_other_goes_on_with_every_text(tmp_path: Path) -> None:
+def test_rings_that_are_lost_are_the_others_work(tmp_path: Path) -> None:
+    """First the other one's, then, once that is back, the one of the head itself."""
     model = make_llama(tmp_path / "model", max_position_embeddings=1024)
     prompts = [random_prompt(10 + n, 300, seed=n) for n in range(N_STREAMS)]
-    alone = ModelChoice(model=str(model))
     many = ModelChoice(model=str(model), optimise="throughput")
 
     async def main() -> None:
@@ -86,20 +97,76 @@ def test_one_ring_is_lost_and_the_other_goes_on_with_every_text(tmp_path: Path) 
             AsyncExitStack() as stack,
         ):
             client = await stack.enter_async_context(connect(anna.node.address))
-            whole = await say(client, prompts, alone)
+            whole = await say(client, prompts, ModelChoice(model=str(model)))
             assert not loads(anna)
             await client.unload()
 
             said = Said([[] for _ in prompts], [[] for _ in prompts])
             saying = asyncio.create_task(say(client, prompts, many, said))
             await said.some.wait()
-            assert loads(anna) == [("anna", 8, ""), ("bert", 8, "")]
+            assert loads(anna) == [("anna", 8, True), ("bert", 8, True)]
             await bert.unplug()
             await saying
             assert (said.tokens, said.logprobs) == (whole.tokens, whole.logprobs)
             assert RequestState.RECOVERING in said.states
-            [first, second] = anna.node.router.rings
-            assert first.n_taken_over == 8
-            assert second.why
+            assert [ring.n_taken_over for ring in anna.node.router.rings] == [8, 0]
+            assert loads(anna) == [("anna", 0, True), ("bert", 0, False)]
+
+            await bert.plug_in()
+            await until(lambda: loads(anna)[1][2])
+            said = Said([[] for _ in prompts], [[] for _ in prompts])
+            saying = asyncio.create_task(say(client, prompts, many, said, "k"))
+            await said.some.wait()
+            assert loads(anna) == [("anna", 8, True), ("bert", 8, True)]
+            await anna.unplug()
+            await saying
+            assert (said.tokens, said.logprobs) == (whole.tokens, whole.logprobs)
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("alike")
+def test_whoever_is_asked_several_rings_have_one_head(tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "model", max_position_embeddings=1024)
+    [prompt] = prompts = [random_prompt(400, 300, seed=1)]
+    many = ModelChoice(model=str(model), optimise="throughput")
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            machines(tmp_path, "anna", "bert") as (anna, bert),
+            AsyncExitStack() as stack,
+        ):
+            at_anna, at_bert = [
+                await stack.enter_async_context(connect(one.node.address)) for one in (anna, bert)
+            ]
+            reply = await at_anna.plan(many)
+            assert [ring.stages[0].name for ring in reply.rings] == ["anna", "bert"]
+            asked = await at_anna.tokenize(prompt, model=many)
+            assert asked.token_ids == prompt
+            assert [ring[2] for ring in loads(anna)] == [True, True]
+
+            # What a ring has computed before is asked of it again, also by way of another node.
+            whole = await say(at_anna, prompts, many)
+            [result] = await at_bert.complete(prompts, SAMPLED, model=str(model), max_tokens=2)
+            assert result.usage.n_reused >= 256
+            assert list(result.token_ids) == whole.tokens[0][:2]
+            assert not loads(bert)
+            seen = (await at_anna.activity()).rings
+            assert [ring.names for ring in seen] == [["anna"], ["bert"]]
+
+            scored = await at_anna.complete([prompt], model=many, max_tokens=1, outputs=LAST)
+            assert scored[0].logits is not None
+            wrong = ModelChoice(model=str(model), context=512)
+            said = Said([[]], [[]])
+            saying = asyncio.create_task(say(at_anna, prompts, many, said))
+            await said.some.wait()
+            with pytest.raises(BusyError, match="generating"):
+                await at_anna.complete([prompt], model=wrong, max_tokens=1)
+            with pytest.raises(BusyError, match="generating"):
+                await at_bert.unload()
+            await saying
+            await at_bert.unload()
+            assert (anna.node.head.latest, bert.node.head.latest) == (None, None)
 
     asyncio.run(main())

@@ -42,8 +42,14 @@ class Machine:
             link.abort("unplugged")
 
     async def plug_in(self) -> None:
-        """Let it reach others again."""
+        """Let it reach others again, and be reached where it was."""
         self.node._links.peers._dial = self._dial
+        port = int(self.listener.address.rpartition(":")[2])
+        self.listener = await self.node.listen("127.0.0.1", port)
+
+    async def close(self) -> None:
+        """Listen no more."""
+        await self.listener.close()
 
 
 @asynccontextmanager
@@ -62,8 +68,8 @@ async def machines(folder: Path, *names: str) -> AsyncIterator[list[Machine]]:
             )
             node = await stack.enter_async_context(running(settings))
             listener = await node.listen("127.0.0.1", 0)
-            stack.push_async_callback(listener.close)
             found.append(Machine(node=node, listener=listener, lines=lines))
+            stack.push_async_callback(found[-1].close)
         for one in found:
             links = one.node._links.peers.links
             await until(lambda links=links: len(links.linked()) == len(found) - 1)

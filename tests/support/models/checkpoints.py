@@ -55,6 +55,13 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT
     | {"n_routed_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": 14}
     | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0},
+    "glm4_moe": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "head_dim": 8,
+        "num_mtp_layers": 0,
+    },
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8},
     "qwen2_moe": SHARED_EXPERTS,
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},

@@ -97,6 +97,16 @@ CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     },
+    "glm4_moe": {"num_hidden_layers": 3, "use_qk_norm": True, "attention_bias": True},
+    "glm4_moe-groups": {
+        "num_hidden_layers": 3,
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": False,
+        "first_k_dense_replace": 2,
+        "tie_word_embeddings": True,
+    },
     "gpt_oss": {"sliding_window": 20, "num_hidden_layers": 3},
     "gpt_oss-odd": ODD
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "swiglu_limit": 0.5},
@@ -139,6 +149,14 @@ CASES: dict[str, dict[str, Any]] = {
 SELDOM = [
     *("qwen2_vl", "qwen3_5", "mistral", "mistral-no-window", "qwen2", "phi3", "gemma2"),
     *("granite", "olmo2"),
-    *("mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss-odd", "qwen2_moe", "qwen3_moe"),
+    *(
+        "mixtral",
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe-groups",
+        "gpt_oss-odd",
+        "qwen2_moe",
+        "qwen3_moe",
+    ),
 ]
 """Cases that another one nearly is, here or among those of keys and values in int8."""

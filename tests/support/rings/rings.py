@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from shardnet.errors import ShardnetError
+from shardnet.errors import ShardnetError, first_error
 from shardnet.output_params import RoutingShape
 from shardnet.runtime.engine.engine import Engine, MakePipeline
 from shardnet.runtime.engine.prefixes import Prefixes
@@ -16,7 +16,8 @@ from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.stage.compute import StageCompute
 from shardnet.runtime.stage.executor import Executor
-from shardnet.runtime.stage.worker import StageSink, StageSource, StageWorker
+from shardnet.runtime.stage.handover import Lane, LaneWorkers
+from shardnet.runtime.stage.worker import StageSink, StageSource
 from shardnet.transport import tcp
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
@@ -38,7 +39,7 @@ class NoText:
 
 @asynccontextmanager
 async def running_ring(
-    computes: Sequence[StageCompute],
+    computes: Sequence[StageCompute | Sequence[StageCompute]],
     scheduler: Scheduler,
     *,
     vocab_size: int,
@@ -76,7 +77,7 @@ def pipeline_maker(
 
 @asynccontextmanager
 async def running_stages(
-    computes: Sequence[StageCompute],
+    computes: Sequence[StageCompute | Sequence[StageCompute]],
     pipeline: Pipeline,
     epoch: Epoch,
     on_broken: Callable[[ShardnetError], None],
@@ -84,10 +85,13 @@ async def running_stages(
     over: str = "memory",
     options: LinkOptions = SMALLEST,
 ) -> AsyncIterator[list[Link]]:
-    """Run stages that work for `pipeline`; yields the links between them."""
+    """Run stages that work for `pipeline`; yields the links between them.
+
+    A stage of several parts has a thread for each.
+    """
     n_stages = len(computes)
     pairs = [await _pair(over, options) for _ in range(n_stages if n_stages > 1 else 0)]
-    executors = [Executor(f"stage-{rank}") for rank in range(n_stages)]
+    executors: list[Executor] = []
     async with asyncio.TaskGroup() as tasks:
         running = []
         for rank, compute in enumerate(computes):
@@ -98,10 +102,12 @@ async def running_stages(
                     source = LinkSource(pairs[rank - 1][1], epoch)
                 is_tail = rank == n_stages - 1
                 sink = (TailSink if is_tail else LinkSink)(pairs[rank][0], epoch)
-            worker = StageWorker(
+            parts = compute if isinstance(compute, Sequence) else [compute]
+            lanes = [Lane(part, Executor(f"stage-{rank}")) for part in parts]
+            executors += [lane.executor for lane in lanes]
+            worker = LaneWorkers(
+                lanes,
                 rank=rank,
-                compute=compute,
-                executor=executors[rank],
                 source=source,
                 sink=sink,
                 on_step_done=lambda step: None,
@@ -123,11 +129,11 @@ async def running_stages(
                 executor.join()
 
 
-async def _until_broken(worker: StageWorker, on_broken: Callable[[ShardnetError], None]) -> None:
+async def _until_broken(worker: LaneWorkers, on_broken: Callable[[ShardnetError], None]) -> None:
     try:
         await worker.run()
     except* ShardnetError as group:
-        on_broken(ShardnetError(f"broken: {group.exceptions[0]}"))
+        on_broken(ShardnetError(f"broken: {first_error(group)}"))
 
 
 async def _answers(tail: TailLink, pipeline: Pipeline) -> None:

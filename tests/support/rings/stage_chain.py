@@ -85,9 +85,13 @@ class StageChain:
         capture: Capture | None = None,
         group: ShardGroup | None = None,
         device: torch.device = CPU,
+        *,
+        has_mtp: bool = False,
     ) -> StageChain:
         """Load a checkpoint's layers, split as `ranges` say; by default as probed for float32."""
         checkpoint = Checkpoint.open(folder)
+        if has_mtp:
+            checkpoint.use_mtp()
         choice = choice or probed(CPU, DType.FLOAT32, None)
         return cls(
             [

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from support.rings.rings import NoText, running_ring
+from support.rings.shard_followers import load_sharded
 from support.rings.stage_chain import StageChain
 
 from shardnet.checkpoint.checkpoint import Checkpoint
@@ -59,12 +60,23 @@ class TorchStages:
         choice: KernelChoice | None = None,
         context: int = CONTEXT,
         kv_dtype: KvDType = KvDType.AUTO,
+        n_shards: int = 1,
+        *,
+        has_mtp: bool = False,
     ) -> None:
         self.context = context
         config = Checkpoint.open(folder).config
         self.window, self.routing = config.smallest_window, config.routing
         self.state_slots = STATE_SLOTS if config.has_state else None
-        stages = StageChain.load(folder, ranges, choice, context, kv_dtype).stages
+        if n_shards == 1:
+            stages = StageChain.load(
+                folder, ranges, choice, context, kv_dtype, has_mtp=has_mtp
+            ).stages
+        else:
+            stages = [
+                load_sharded(folder, layers, n_shards, context=context, kv_dtype=kv_dtype)
+                for layers in ranges
+            ]
         self.exact_rows = min(stage.exact_rows for stage in stages)
         self.vocab_size = stages[-1].vocab_size
         sampler = Sampler(self.vocab_size)
@@ -103,7 +115,7 @@ class TorchStages:
 class LoadedStages:
     """Stages that were loaded as a node loads them."""
 
-    computes: Sequence[StageCompute]
+    computes: Sequence[StageCompute | Sequence[StageCompute]]
     vocab_size: int
     context: int = CONTEXT
     window: int | None = None

@@ -156,6 +156,11 @@ function Node({ one }) {
       html`<p>
         ${layers(one.layers)} of ${one.model}, ${bytes(one.weight_bytes)}${one.dtype && ` in ${one.dtype}`}
       </p>`}
+      ${one.parts?.map(
+        (part) => html`<p class="figures">
+          ${part.devices.join(" + ")}: ${layers(part.layers)}, ${bytes(part.weight_bytes)}
+        </p>`,
+      )}
       ${one.standby &&
       html`<p class="figures">
         Stands by for ${one.standby.name} with ${layers(one.standby.layers)}, ${bytes(one.standby.weight_bytes)}

@@ -1,4 +1,4 @@
-/* Waiting for another thread without sleeping: see runtime/stage/executor.py.
+/* Waiting for another thread or process without sleeping: see runtime/stage/executor.py.
 
    A thread that sleeps takes 50 us and more to be back, often longer than a step's whole way through
    Python. */
@@ -40,4 +40,10 @@ void shardnet_wait(const int64_t *word, int64_t seen, int64_t at_most_ns)
         }
         sched_yield();
     } while (now_ns() < end);
+}
+
+/* Set a word that another waits for, after all that was written before. */
+void shardnet_set(int64_t *word, int64_t value)
+{
+    __atomic_store_n(word, value, __ATOMIC_RELEASE);
 }

@@ -1,0 +1,65 @@
+"""What comes for a slot of a shard, until the slot holds it.
+
+Knows which KV heads are the shard's. Must not know sequences, nor how rows travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.cache.slot_blocks import SlotContents
+from shardnet.model.kernels.codec import to_bytes
+from shardnet.runtime.shards.calls import AdoptRows
+from shardnet.types import SlotId
+
+
+class ArrivingSlot:
+    """Collects rows of all KV heads for a slot of `kv`, and keeps those of its own heads."""
+
+    def __init__(self, kv: KvCache, first_head: int) -> None:
+        """Keep as many heads from `first_head` on as `kv` has."""
+        self._kv = kv
+        self._heads = slice(first_head, first_head + kv.n_kv_heads)
+        self._contents: SlotContents | None = None
+        self._states: dict[int, Tensor] = {}
+
+    def clear(self) -> None:
+        """Forget what has come."""
+        self._contents = None
+        self._states.clear()
+
+    def take(self, call: AdoptRows, data: Tensor) -> None:
+        """Take some rows of a layer, as plain bytes, of all heads."""
+        if self._contents is None:
+            self._contents = self._kv.new_contents(0)
+        contents, layer = self._contents, call.layer
+        if call.part == "state":
+            flat = self._states.setdefault(layer, torch.empty(call.n_rows, dtype=torch.uint8))
+            flat[call.begin : call.begin + call.n] = data
+            if call.begin + call.n == call.n_rows:
+                contents.states[layer].write(self._states.pop(layer))
+                contents.states[layer].end = call.end
+            return
+        held = contents.keys if call.part == "keys" else contents.values
+        if call.begin == 0:
+            n_heads, _, width = held[layer].shape
+            held[layer] = held[layer].new_empty(n_heads, call.n_rows, width)
+        own = held[layer]
+        rows = data.view(own.dtype).view(-1, call.n, own.shape[2])
+        own[:, call.begin : call.begin + call.n] = rows[self._heads]
+
+    def adopt(self, slot: SlotId, firsts: Sequence[int], n_blocks: int) -> None:
+        """Let the slot hold what has come."""
+        contents = self._contents or self._kv.new_contents(0)
+        self.clear()
+        contents.firsts[:] = firsts
+        self._kv.adopt(slot, contents, n_blocks)
+
+    @staticmethod
+    def as_bytes(tensor: Tensor) -> memoryview:
+        """Return a tensor as plain bytes."""
+        return to_bytes(tensor)

@@ -1,0 +1,149 @@
+"""What the first shard of a stage tells the others, and what they answer: msgpack and plain bytes.
+
+Knows the messages only. Both ends are processes of one node, started from the same files.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from shardnet.types import MicroBatch, SlotId
+
+WAKE: Final = b"."
+"""What comes through the socket with each call that stands in the mailbox."""
+
+
+class ShardJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Which shard to load; the first message to a process.
+
+    `memory` and `mailbox` are file descriptors, `cores` those to keep to (none: any), `packs` is
+    the folder for quantised weights, "" for none. The others are those of a StageOrder.
+    """
+
+    index: int
+    size: int
+    memory: int
+    mailbox: int
+    mailbox_bytes: int
+    cores: tuple[int, ...]
+    n_threads: int
+    room_blocks: int
+    packs: str
+    model: str
+    folder: str
+    model_id: str
+    layers: tuple[int, int]
+    dtype: str
+    context: int
+    device: str
+    quantization: str
+    kv_dtype: str
+    ignore_unknown: bool
+    arith: str
+    pack_identity: str
+    """What quantised weights are cached by."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
+    """Run a micro-batch; hidden states of `dtype` and `width` follow, none for token ids alone."""
+
+    batch: MicroBatch
+    dtype: str
+    width: int
+    n_threads: int
+
+
+class Logits(msgspec.Struct, frozen=True, kw_only=True, tag="logits"):
+    """Apply norm and LM head to the rows that follow."""
+
+    n_rows: int
+    dtype: str
+
+
+class Trim(msgspec.Struct, frozen=True, kw_only=True, tag="trim"):
+    """Free blocks of a slot."""
+
+    slot: SlotId
+    n_positions: int
+
+
+class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="copy"):
+    """Copy positions of a slot."""
+
+    source: SlotId
+    target: SlotId
+    n_positions: int
+
+
+class Clear(msgspec.Struct, frozen=True, kw_only=True, tag="clear"):
+    """Free all slots."""
+
+
+class AdoptRows(msgspec.Struct, frozen=True, kw_only=True, tag="adopt rows"):
+    """Positions `[begin, begin + n)` of a layer with `n_rows` follow: all heads, [KV heads, n, W].
+
+    `part` says what they are: keys, values, or the state of the layer, all of its bytes.
+    """
+
+    layer: int
+    part: str
+    begin: int
+    n: int
+    n_rows: int
+    end: int = 0
+    """Of a state: the positions after which it is."""
+
+
+class Adopt(msgspec.Struct, frozen=True, kw_only=True, tag="adopt"):
+    """Let a slot hold what came in AdoptRows."""
+
+    slot: SlotId
+    firsts: tuple[int, ...]
+    n_blocks: int
+
+
+class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
+    """Answer rows of a layer, counted from the first one that the slot holds."""
+
+    slot: SlotId
+    layer: int
+    begin: int
+    end: int
+    values: bool
+
+
+Call = Run | Logits | Trim | Copy | Clear | AdoptRows | Adopt | Read
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """How far a shard is loaded."""
+
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """A shard is loaded; `exact_rows` as StageModel's."""
+
+    exact_rows: int
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """A shard could not be loaded, or cannot go on: a ShardnetError."""
+
+    code: int
+    message: str
+    remedy: str
+
+
+class Rows(msgspec.Struct, frozen=True, kw_only=True, tag="rows"):
+    """The answer to Read: the rows follow."""
+
+    n_bytes: int
+    dtype: str
+    shape: tuple[int, int, int]
+
+
+Answer = Progress | Ready | Failed | Rows

@@ -1,0 +1,195 @@
+"""The process of one shard of a stage but the first: it loads its shard, then does as it is told.
+
+Knows how a call becomes what StageModel and its KV cache do. Must not know rings, sequences or
+sampling: the first shard has those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Final, assert_never
+
+import msgspec
+
+from shardnet.errors import ShardnetError, internal_error
+from shardnet.runtime.shards.calls import (
+    Adopt,
+    AdoptRows,
+    Call,
+    Clear,
+    Copy,
+    Failed,
+    Logits,
+    Progress,
+    Read,
+    Ready,
+    Rows,
+    Run,
+    ShardJob,
+    Trim,
+)
+from shardnet.runtime.shards.frames import read_exactly, read_message, write_message
+from shardnet.runtime.shards.mailbox import Mailbox
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shardnet.stage.stage_model import StageModel
+
+_CALLS: Final = msgspec.msgpack.Decoder(Call)
+_REPORT_S: Final = 0.5
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Be the shard that the process at the other end of a socket wants."""
+    leader = socket.socket(fileno=int(sys.argv[1]))
+    job = read_job(leader)
+    logging.basicConfig(format=f"shard {job.index}: %(levelname)s %(message)s")
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    if job.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, job.cores)  # before torch starts threads, and touches memory
+    serve(job, leader)
+
+
+def read_job(leader: socket.socket) -> ShardJob:
+    """Wait for the first message. Raises EOFError if none comes."""
+    return msgspec.msgpack.decode(read_message(leader), type=ShardJob)
+
+
+def serve(job: ShardJob, leader: socket.socket) -> None:
+    """Load a shard and do as `leader` says until it goes; say what goes wrong."""
+    try:
+        _serve(job, leader)
+    except ShardnetError as error:
+        _tell(leader, error)
+    except (EOFError, ConnectionError):
+        return
+    except Exception as error:
+        log.exception("this shard cannot go on")
+        _tell(leader, internal_error(f"shard {job.index}", error))
+
+
+def _end_with_parent() -> None:
+    """End when the other end of standard input does, whatever this process is at."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(0)
+
+
+def _tell(leader: socket.socket, error: ShardnetError) -> None:
+    with contextlib.suppress(OSError):
+        failed = Failed(code=error.code, message=error.message, remedy=error.remedy)
+        write_message(leader, failed)
+
+
+def _serve(job: ShardJob, leader: socket.socket) -> None:
+    import torch
+
+    from shardnet.model.shards.memory_group import SharedMemory
+    from shardnet.runtime.shards.load_shard import load_shard
+
+    torch.set_num_threads(job.n_threads)
+    memory = SharedMemory.of(job.memory, job.size)
+    mailbox = Mailbox(job.mailbox, job.mailbox_bytes, job.size)
+    try:
+        model = load_shard(job, memory, _Reporter(leader))
+        model.finish_packs()
+        write_message(leader, Ready(exact_rows=model.exact_rows))
+        shard = _Shard(job, model, leader)
+        n_taken = 0
+        while True:
+            mailbox.wait(n_taken)
+            read_exactly(leader, 1)  # comes with the call, and wakes this process if it sleeps
+            message, following = mailbox.take()
+            call = _CALLS.decode(message)
+            rows = shard.copied(call, following)
+            mailbox.taken(job.index)
+            n_taken += 1
+            shard.do(call, rows)
+    except BaseException:
+        memory.fail(job.index)  # at once: the others are in the middle of a step
+        raise
+
+
+class _Reporter:
+    """Tells how far loading is, not too often."""
+
+    def __init__(self, leader: socket.socket) -> None:
+        self._leader = leader
+        self._told = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._told > _REPORT_S:
+            self._told = time.monotonic()
+            write_message(self._leader, Progress(done=done, total=total))
+
+
+class _Shard:
+    """A loaded shard, and what has come of a slot that it is to hold."""
+
+    def __init__(self, job: ShardJob, model: StageModel, leader: socket.socket) -> None:
+        from shardnet.runtime.shards.arriving import ArrivingSlot
+
+        assert model.cut is not None
+        self._job = job
+        self._model = model
+        self._leader = leader
+        self._arriving = ArrivingSlot(model.kv, model.cut.kv_heads[0])
+
+    def copied(self, call: Call, following: memoryview) -> Tensor | None:
+        """Return the rows that follow a call, in memory of their own."""
+        import torch
+
+        if not len(following):
+            return None
+        data = torch.frombuffer(bytearray(following), dtype=torch.uint8)
+        match call:
+            case Run(dtype=dtype, width=width):
+                return data.view(getattr(torch, dtype)).view(-1, width)
+            case Logits(n_rows=n_rows, dtype=dtype):
+                return data.view(getattr(torch, dtype)).view(n_rows, -1)
+            case _:
+                return data
+
+    def do(self, call: Call, rows: Tensor | None) -> None:
+        """Carry out a call."""
+        import torch
+
+        kv = self._model.kv
+        match call:
+            case Run(batch=batch, n_threads=n_threads):
+                if min(n_threads, self._job.n_threads) != torch.get_num_threads():
+                    torch.set_num_threads(min(n_threads, self._job.n_threads))
+                self._model.run(batch, rows)
+            case Logits():
+                assert rows is not None
+                self._model.logits(rows)
+            case Trim(slot=slot, n_positions=n_positions):
+                kv.trim(slot, n_positions)
+            case Copy(source=source, target=target, n_positions=n_positions):
+                kv.copy(source, target, n_positions)
+            case Clear():
+                kv.clear()
+                self._arriving.clear()
+            case AdoptRows():
+                assert rows is not None
+                self._arriving.take(call, rows)
+            case Adopt(slot=slot, firsts=firsts, n_blocks=n_blocks):
+                self._arriving.adopt(slot, firsts, n_blocks)
+            case Read(slot=slot, layer=layer, begin=begin, end=end, values=values):
+                contents = kv.contents(slot)
+                held = (contents.values if values else contents.keys)[layer][:, begin:end]
+                data = self._arriving.as_bytes(held)
+                dtype = str(held.dtype).rpartition(".")[2]
+                shape = (held.shape[0], held.shape[1], held.shape[2])
+                write_message(self._leader, Rows(n_bytes=data.nbytes, dtype=dtype, shape=shape))
+                self._leader.sendall(data)
+            case _:
+                assert_never(call)

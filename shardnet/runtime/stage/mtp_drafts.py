@@ -1,0 +1,244 @@
+"""The tail's drafts by the layer that predicts further tokens (MTP).
+
+Knows the slots whose rows went through that layer, and how far. Must not know what becomes of the
+drafts: the head sends them back as rows, or does not (design decision 5).
+
+That layer takes the output at a position together with the token behind it. So the last row of a
+step waits for the next one, unless it is sampled; a draft that was rejected was no such token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.sampling.penalties import RowContext, needs_context
+from shardnet.model.sampling.sampler import Sampler, SampleRow
+from shardnet.model.sampling.token_history import TokenHistory
+from shardnet.runtime.stage.compute import SequenceDrafts
+from shardnet.slot_operations import OpenSequence
+from shardnet.types import MicroBatch, RowGroup, SlotId
+
+
+class MtpModel(Protocol):
+    """A last stage with such a layer: StageModel."""
+
+    kv: KvCache
+
+    @property
+    def context(self) -> int:
+        """The limit of positions per sequence."""
+
+    def normed(self, rows: Tensor) -> Tensor:
+        """Apply the final norm: [R, E] in and out."""
+
+    def run_mtp(
+        self, groups: Sequence[RowGroup], token_ids: Sequence[int], normed: Tensor
+    ) -> Tensor:
+        """Run rows [T, E] at the positions of `groups` with the tokens behind them: [T, E]."""
+
+    def mtp_logits(self, rows: Tensor) -> Tensor:
+        """Apply the LM head to what `run_mtp` gave: float32 [R, V]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Last:
+    """The output [1, E] at a slot's last position that counts, after the final norm.
+
+    With `token_id` the layer has run there already; None where the token behind was not known.
+    """
+
+    position: int
+    normed: Tensor
+    token_id: int | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """Rows of one slot to be run: from `position` on, each with the token behind it."""
+
+    group: RowGroup
+    position: int
+    normed: list[Tensor] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The position behind the last row."""
+        return self.position + len(self.token_ids)
+
+    @property
+    def rows(self) -> RowGroup:
+        """The rows as a group."""
+        n_rows = len(self.token_ids)
+        return msgspec.structs.replace(self.group, position=self.position, n_rows=n_rows)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Drafting:
+    """A sequence that gets drafts: `hidden` [1, E] is what the layer gave at the last row."""
+
+    owner: OpenSequence
+    part: _Part
+    most: int
+    hidden: Tensor
+    token_ids: list[int] = field(default_factory=list)
+
+
+class MtpDrafts:
+    """Runs the rows of every step through that layer, and drafts for sequences that ask."""
+
+    def __init__(self, model: MtpModel, sampler: Sampler) -> None:
+        self._model = model
+        self._sampler = sampler
+        self._ends: dict[SlotId, int] = {}
+        """The positions of each slot, from 0 on, that the layer has keys and values of."""
+        self._last: dict[SlotId, _Last] = {}
+
+    def keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
+        """Keep what is known of the slot's first positions, its own or copied from `source`."""
+        if source is not None:
+            self._ends[slot] = self._ends.get(source, 0)
+        self._ends[slot] = min(self._ends.get(slot, 0), n_positions)
+        last = self._last.get(slot)
+        if last is not None and (source not in (None, slot) or last.position != n_positions - 1):
+            del self._last[slot]
+
+    def restore(self, slot: SlotId, n_positions: int) -> None:
+        """Take an empty slot whose first positions have come from elsewhere, this layer's too."""
+        self._last.pop(slot, None)
+        self._ends[slot] = n_positions
+
+    def clear(self) -> None:
+        """Forget all slots."""
+        self._ends.clear()
+        self._last.clear()
+
+    def draft(
+        self,
+        batch: MicroBatch,
+        hidden: Tensor,
+        sampled: Sequence[int],
+        owners: Mapping[SlotId, OpenSequence],
+        history: TokenHistory,
+    ) -> list[SequenceDrafts]:
+        """Run the rows of a step, and draft behind the last token of its sequences.
+
+        `hidden` is [T, E], what the last layer gave, `sampled` the tokens of its sampled rows;
+        `history` has those of the rows.
+        """
+        parts, start, first = [], 0, 0
+        for group in batch.groups:
+            rows, end = slice(start, start + group.n_rows), first + group.n_sampled
+            part = self._part(group, batch.token_ids[rows], hidden[rows], sampled[first:end])
+            if part.token_ids:
+                parts.append(part)
+            start, first = rows.stop, end
+        if not parts:
+            return []
+        groups = [part.rows for part in parts]
+        ids = [token_id for part in parts for token_id in part.token_ids]
+        normed = torch.cat([row for part in parts for row in part.normed])
+        outputs = self._model.run_mtp(groups, ids, normed)  # [T, E]
+        drafting, end = [], 0
+        for part in parts:
+            end += len(part.token_ids)
+            owner, n_sent = owners[part.group.slot], part.group.n_sampled - 1
+            # One more than the head has sent: so many it found worth their rows last time.
+            most = min(owner.n_drafts, n_sent + 1, self._n_chained(part) + 1)
+            if n_sent >= 0 and most > 0:
+                drafting.append(
+                    _Drafting(owner=owner, part=part, most=most, hidden=outputs[end - 1 : end])
+                )
+        return self._drafts(drafting, history)
+
+    def _part(
+        self, group: RowGroup, token_ids: Sequence[int], hidden: Tensor, sampled: Sequence[int]
+    ) -> _Part:
+        """Take the rows of a group that are right and whose next token is known."""
+        slot, n_drafts = group.slot, max(0, group.n_sampled - 1)
+        n_right = 0
+        while n_right < n_drafts and token_ids[n_right - n_drafts] == sampled[n_right]:
+            n_right += 1
+        n_rows = group.n_rows - n_drafts + n_right
+        normed = self._model.normed(hidden[:n_rows])
+        following = [*token_ids[1:n_rows], *sampled[n_right : n_right + 1]]
+        part = _Part(group=group, position=group.position)
+        last = self._last.pop(slot, None)
+        is_next = last is not None and last.position == group.position - 1
+        if last is not None and is_next and last.token_id != token_ids[0]:
+            part.position -= 1
+            part.normed.append(last.normed)
+            part.token_ids.append(token_ids[0])
+        self._last[slot] = _Last(
+            position=group.position + n_rows - 1,
+            normed=normed[-1:].clone(),
+            token_id=following[-1] if len(following) == n_rows else None,
+        )
+        if self._ends.get(slot, 0) < part.position:  # what it would attend to is not there
+            return _Part(group=group, position=group.position)
+        part.normed.append(normed[: len(following)])
+        part.token_ids += following
+        self._ends[slot] = part.end
+        return part
+
+    def _n_chained(self, part: _Part) -> int:
+        """Count the positions behind a part's rows for which the slot has room."""
+        n_chained = 0
+        while part.end + n_chained < self._model.context and self._model.kv.holds(
+            part.group.slot, part.end + n_chained + 1
+        ):
+            n_chained += 1
+            if n_chained == part.group.n_sampled:
+                break
+        return n_chained
+
+    def _drafts(self, drafting: list[_Drafting], history: TokenHistory) -> list[SequenceDrafts]:
+        """Draw the drafts of some sequences, each with the noise of its own position."""
+        made = list(drafting)
+        for place in range(max((one.most for one in drafting), default=0)):
+            drafting = [one for one in drafting if one.most > place]
+            if place:
+                groups = [
+                    msgspec.structs.replace(
+                        one.part.group, position=one.part.end + place - 1, n_rows=1
+                    )
+                    for one in drafting
+                ]
+                ids = [one.token_ids[-1] for one in drafting]
+                rows = torch.cat([one.hidden for one in drafting])
+                outputs = self._model.run_mtp(groups, ids, rows)
+                for number, one in enumerate(drafting):
+                    one.hidden = outputs[number : number + 1]
+            logits = self._model.mtp_logits(torch.cat([one.hidden for one in drafting]))
+            drawn = self._sampler.sample(logits, [_row(one, history) for one in drafting]).token_ids
+            for one, token_id in zip(drafting, drawn, strict=True):
+                one.token_ids.append(token_id)
+        return [
+            SequenceDrafts(
+                sequence_id=one.owner.sequence_id,
+                position=one.part.end + 1,
+                token_ids=one.token_ids,
+            )
+            for one in made
+        ]
+
+
+def _row(one: _Drafting, history: TokenHistory) -> SampleRow:
+    """Say how the token behind the drafts so far is drawn: as when it is verified."""
+    end, owner = one.part.end, one.owner
+    position = end + len(one.token_ids)
+    params = replace(owner.sampling, n_logprobs=None)
+    if not needs_context(params):
+        return SampleRow(params=params, position=position)
+    known = history.tokens(one.part.group.slot, end)
+    tokens = np.append(known, [one.part.token_ids[-1], *one.token_ids]).astype(np.int32)
+    context = RowContext(tokens=tokens, n_prompt=owner.n_prompt, stop_ids=owner.stop_ids)
+    return SampleRow(params=params, position=position, context=context)

@@ -1,0 +1,148 @@
+"""The KV cache of a shard: it has the keys and values of some heads.
+
+The first shard of a stage speaks for all: what goes into its cache goes into every shard's, and
+what is taken out is that of all heads, as a whole stage has it. So slots move between sharded and
+whole stages. Must not know processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.cache.slot_blocks import SlotContents
+from shardnet.model.shards.cut import Cut
+from shardnet.stage.followers import Followers
+from shardnet.types import SlotId
+
+
+class LeadingKvCache(KvCache):
+    """The KV cache of a stage's first shard."""
+
+    def __init__(self, *arguments: Any, cut: Cut, followers: Followers) -> None:
+        """Take what KvCache takes, for the KV heads of the first shard."""
+        super().__init__(*arguments)
+        self._cut = cut
+        self._followers = followers
+
+    @property
+    def whole_kv_heads(self) -> int:
+        """See KvCache."""
+        return self._cut.n_kv_heads
+
+    @property
+    def is_cut(self) -> bool:
+        """See KvCache."""
+        return True
+
+    def trim(self, slot: SlotId, n_positions: int) -> None:
+        """See KvCache."""
+        super().trim(slot, n_positions)
+        self._followers.trim(slot, n_positions)
+
+    def copy(self, source: SlotId, target: SlotId, n_positions: int) -> None:
+        """See KvCache."""
+        super().copy(source, target, n_positions)
+        self._followers.copy(source, target, n_positions)
+
+    def clear(self) -> None:
+        """See KvCache."""
+        super().clear()
+        self._followers.clear()
+
+    def adopt(self, slot: SlotId, contents: SlotContents, n_blocks: int) -> None:
+        """See KvCache."""
+        super().adopt(slot, own_heads(contents, self._cut), n_blocks)
+        self._followers.adopt(slot, contents, n_blocks)
+
+    def contents(self, slot: SlotId) -> SlotContents:
+        """See KvCache: keys and values of all heads, each asked for when it is used."""
+        own = super().contents(slot)
+        return WholeContents(
+            keys=cast(Any, _Layers(self, slot, own, values=False)),  # as a list is read
+            values=cast(Any, _Layers(self, slot, own, values=True)),
+            firsts=own.firsts,
+            states=own.states,
+            own=own,
+            n_shares=self.whole_kv_heads // self.n_kv_heads,
+        )
+
+    def whole_rows(
+        self, slot: SlotId, own: SlotContents, layer: int, rows: tuple[int, int], *, values: bool
+    ) -> Tensor:
+        """Join what all shards have of a layer's rows, counted from the first one of the slot."""
+        tensors = own.values if values else own.keys
+        mine = tensors[layer][:, rows[0] : rows[1]]
+        if not self._cut.cuts_heads or not mine.numel():
+            return mine
+        parts = [mine, *self._followers.read(slot, layer, *rows, values=values)]
+        ranges = [self._cut.kv_heads_of(index) for index in range(self._cut.size)]
+        distinct = [index for index, heads in enumerate(ranges) if ranges.index(heads) == index]
+        return torch.cat([parts[index] for index in distinct])
+
+
+class _Layers(Sequence[Tensor]):
+    """Keys or values of all heads, layer by layer."""
+
+    def __init__(
+        self, kv: LeadingKvCache, slot: SlotId, own: SlotContents, *, values: bool
+    ) -> None:
+        self._kv, self._slot, self._own, self._is_values = kv, slot, own, values
+
+    def __len__(self) -> int:
+        return len(self._own.keys)
+
+    def __getitem__(self, layer: Any) -> Any:
+        tensor = (self._own.values if self._is_values else self._own.keys)[layer]
+        return self.rows(layer, 0, tensor.shape[1])
+
+    def rows(self, layer: int, begin: int, end: int) -> Tensor:
+        """Return some rows of one layer."""
+        return self._kv.whole_rows(
+            self._slot, self._own, layer, (begin, end), values=self._is_values
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeContents(SlotContents):
+    """What all shards hold of a slot; `own` is what the first one holds."""
+
+    own: SlotContents
+    n_shares: int
+    """How many times the own heads all heads are."""
+
+    def row_bytes(self, layers: Sequence[int]) -> int:
+        """See SlotContents."""
+        return self.own.row_bytes(layers) * self.n_shares
+
+    def _pieces(
+        self, layers: Sequence[int], begin: int, end: int, flat: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        offset = 0
+        for layer in layers:
+            first = self.firsts[layer]
+            for tensors, own in (
+                (cast(_Layers, self.keys), self.own.keys),
+                (cast(_Layers, self.values), self.own.values),
+            ):
+                if not own[layer].shape[2]:
+                    continue
+                held = tensors.rows(layer, begin - first, end - first)
+                n_bytes = held.numel() * held.element_size()
+                yield flat[offset : offset + n_bytes].view(held.dtype).view(held.shape), held
+                offset += n_bytes
+
+
+def own_heads(contents: SlotContents, cut: Cut) -> SlotContents:
+    """Return what a shard has of contents with all KV heads, in memory of its own."""
+    begin, end = cut.kv_heads
+
+    def cut_out(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor[begin:end].clone() if tensor.shape[0] else tensor for tensor in tensors]
+
+    return replace(contents, keys=cut_out(contents.keys), values=cut_out(contents.values))

@@ -1,0 +1,196 @@
+"""Stages cut over shards: the very same bits as the whole stage, whatever is asked of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.models.checkpoints import make_decoder, make_gpt2, make_llama
+from support.models.family_cases import CASES
+from support.models.gguf_files import write_gguf
+from support.models.packed_blocks import packed_and_plain
+from support.models.quantized_cases import CASES as STORED
+from support.models.quantized_checkpoints import quantized
+from support.rings.shard_threads import on_each_shard
+from support.rings.stage_chain import CPU, StageChain, probed, random_prompt
+from support.rings.torch_rings import TorchStages, request, run
+from support.soak import cases
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.errors import LostShardError
+from shardnet.model.config.quantization import Quantization
+from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.linear import KernelChoice
+from shardnet.model.shards.group import ShardGroup
+from shardnet.runtime.engine.requests import TokenGenerated
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import OpenSequence
+from shardnet.types import DType, KvDType, LayerRange, SequenceId, SlotId, block_spans
+
+pytestmark = pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
+
+USUAL = [("llama", 4), ("gpt2", 2), ("gpt_oss-odd", 2), ("deepseek_v3", 2), ("qwen3_next", 4)]
+ALL = [(name, n_shards) for name in ("llama", "gpt2", *CASES) for n_shards in (2, 4)]
+EVEN = {"num_attention_heads": 8, "num_key_value_heads": 2}
+"""Of four shards each two have the same KV head. In most other cases heads do not divide by 4."""
+STORED_USUAL = ["awq", "fp8-blocks"]
+SAMPLED = SamplingParams(temperature=0.8, seed=3)
+
+
+def make(name: str, folder: Path) -> Path:
+    if name == "gpt2":
+        return make_gpt2(folder)
+    config = EVEN if name == "llama" else CASES[name]
+    return make_decoder(folder, name.split("-")[0], **config)
+
+
+def assert_same_bits(folder: Path, n_shards: int, choice: KernelChoice | None = None) -> None:
+    """Prefill and decode, in two stages each of which is cut."""
+    n_layers = Checkpoint.open(folder).config.n_layers
+    ranges = [LayerRange(0, 1), LayerRange(1, n_layers)]
+    prompt = random_prompt(70, 290, seed=1)
+
+    def logits(group: ShardGroup | None = None) -> torch.Tensor:
+        chain = StageChain.load(folder, ranges, choice, group=group)
+        [made] = chain.generate([prompt], 3)
+        return made
+
+    whole = logits()
+    for shard in on_each_shard(n_shards, logits):
+        assert torch.equal(shard, whole)
+
+
+@pytest.mark.parametrize(("name", "n_shards"), cases(USUAL, [c for c in ALL if c not in USUAL]))
+def test_every_family_gives_the_bits_of_the_whole_stage(
+    name: str, n_shards: int, tmp_path: Path
+) -> None:
+    assert_same_bits(make(name, tmp_path), n_shards)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    cases(
+        [("qwen2", Quantization.INT4)],
+        [(name, kind) for name in ("llama", "gpt2", "mixtral") for kind in Quantization],
+    ),
+)
+def test_quantised_while_loading(name: str, kind: Quantization, tmp_path: Path) -> None:
+    assert_same_bits(make(name, tmp_path), 2, probed(CPU, DType.FLOAT32, None, kind))
+
+
+@pytest.mark.parametrize(
+    "name", cases(STORED_USUAL, [name for name in STORED if name not in STORED_USUAL])
+)
+def test_quantised_as_stored(name: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    source = make_llama(tmp_path / "source", with_tokenizer=False, num_hidden_layers=2, **sizes)
+    write = partial(STORED[name].write, np.random.default_rng(7))
+    quantized(source, tmp_path / "made", STORED[name].config, write, STORED[name].also)
+    assert_same_bits(tmp_path / "made", 4)
+
+
+def test_blocks_of_gguf(tmp_path: Path) -> None:
+    """Rows of queries and keys that stand in another order, forms that differ, a packed table."""
+    kinds = {"attn_q": "Q4_0", "attn_k": "Q8_0", "ffn_up": "Q5_0", "ffn": "Q4_0", "token": "Q8_0"}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    source = make_decoder(tmp_path, "llama", num_attention_heads=4, **sizes)
+    packed, _ = packed_and_plain(kinds)
+    assert_same_bits(write_gguf(source, tmp_path / "packed.gguf", pack=packed), 2)
+
+
+def test_two_sharded_stages_generate_what_whole_ones_do(tmp_path: Path) -> None:
+    """The whole way from requests to tokens: chunks, batches, warm slots, greedy and sampled.
+
+    All shards but the first follow as they do in processes.
+    """
+    folder = make_decoder(tmp_path, "llama", num_hidden_layers=2, **EVEN)
+    ranges = [LayerRange(0, 1), LayerRange(1, 2)]
+    prompt = random_prompt(40, 290, seed=1)
+    requests = [
+        request(prompt, 6),
+        request(prompt, 6, SAMPLED),
+        request([*prompt[:30], 5], 4, SamplingParams(n_logprobs=2, repetition_penalty=1.2)),
+    ]
+    texts = []
+    for n_shards in (1, 2):
+        stages = TorchStages(folder, ranges, n_shards=n_shards)
+        texts.append(
+            [
+                [
+                    (event.token_id, event.logprobs)
+                    for event in events
+                    if isinstance(event, TokenGenerated)
+                ]
+                for at_once in (True, False)
+                for events in run(stages, *requests, at_once=at_once)
+            ]
+        )
+    assert texts[0] == texts[1]
+    assert all(len(text) >= 4 for text in texts[0])
+
+
+@pytest.mark.parametrize("family", cases(["gemma3_text", "qwen3_next"], ["llama", "deepseek_v2"]))
+def test_slots_move_between_whole_and_sharded_stages(family: str, tmp_path: Path) -> None:
+    """Rows, quantised or not, of a window or not, and states: both ways, through plain bytes."""
+    more = {"head_dim": 32, "sliding_window": 6} if family == "gemma3_text" else {}
+    linear = ["linear_attention", "full_attention"]
+    kinds = {"layer_types": linear} if family == "qwen3_next" else {}
+    folder = make_decoder(tmp_path, family, num_hidden_layers=2, **{**EVEN, **more, **kinds})
+    kv_dtype = KvDType.INT8 if family == "gemma3_text" else KvDType.AUTO
+    layers = [LayerRange(0, 2)]
+    stages = [
+        TorchStages(folder, layers, kv_dtype=kv_dtype, n_shards=n_shards) for n_shards in (1, 2, 4)
+    ]
+    prompt = random_prompt(300, 290, seed=1)
+    drawn = []
+    for first, second in ((0, 1), (1, 2), (2, 0)):
+        old, new = stages[first], stages[second]
+        old.open(SAMPLED, n_prompt=300)
+        old.step(0, prompt[:150], 0)
+        old.step(150, prompt[150:], 1)
+        _move(old, new, prompt)
+        drawn.append([new.step(300 + n, [n], 1).token_ids for n in range(4)])
+        drawn.append([old.step(300 + n, [n], 1).token_ids for n in range(4)])
+        for each in (old, new):
+            each.computes[0].reset()
+    assert all(tokens == drawn[0] for tokens in drawn)
+
+
+def _move(old: TorchStages, new: TorchStages, prompt: list[int]) -> None:
+    """Move sequence 0 as nodes do it."""
+    sequence, slot, end = SequenceId(0), SlotId(0), len(prompt)
+    source, target = old.computes[0].moves, new.computes[0].moves
+    assert source.form == target.form
+    target.begin(sequence, prompt)
+    for layer in range(2):
+        held = source.held(sequence, slot, layer, 0, end)
+        target.expect(sequence, layer, held, end)
+        for part in [(0, end)] if held.is_state else [*block_spans(held.first, end)]:
+            data = bytearray(source.read(sequence, slot, layer, *part))
+            target.write(sequence, layer, *part, data)
+        target.came(sequence, layer, end)
+    opened = OpenSequence(
+        sequence_id=sequence,
+        slot=slot,
+        sampling=SAMPLED,
+        n_kept=end,
+        n_prompt=end,
+        is_restored=True,
+    )
+    new.computes[0].operate(opened)
+
+
+def test_a_lost_shard_is_named_and_ends_the_stage(tmp_path: Path) -> None:
+    stages = TorchStages(make_decoder(tmp_path, "llama"), [LayerRange(0, 4)], n_shards=2)
+    stages.open(SAMPLED)
+    stages.step(0, [1, 2, 3], 1)
+    assert not stages.computes[0].is_lost
+    followers = stages.computes[0]._model._followers
+    followers._followers[0].process.kill()
+    followers._followers[0].process.wait()
+    with pytest.raises(LostShardError, match="shard 1 of 2"):
+        stages.step(3, [4], 1)
+    assert stages.computes[0].is_lost
