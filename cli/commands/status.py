@@ -21,7 +21,7 @@ from ..output.columns import terminal_width, wrapped
 from ..output.exit_codes import counted, one_line, run_command, write_out
 
 if TYPE_CHECKING:
-    from shardnet.wire.messages.diagnostics import NodeReport, StageState
+    from shardnet.wire.messages.diagnostics import NodeReport, RingBehind, StageState
     from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
 _INDENT = "address  "
@@ -84,6 +84,7 @@ def _as_json(info: NodeInfo, report: NodeReport) -> dict[str, Any]:
         "deputy_of": [msgspec.structs.asdict(head) for head in report.deputy_of],
         "peers": [_peer_name(report, view.node) for view in report.peers if view.is_linked],
         "stage": None if stage is None else _stage_as_json(info, report, stage),
+        "rings": [msgspec.structs.asdict(ring) for ring in report.rings],
     }
 
 
@@ -136,7 +137,7 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
     lines += [*_pressure_lines(report), *_deputy_lines(report)]
     stage = report.stage
     if stage is None:
-        return [*lines, "stage    none: nothing is loaded"]
+        return [*lines, "stage    none: nothing is loaded", *map(ring_line, report.rings)]
     lines.append(f"stage    {LayerRange(*stage.layers).words} of {stage.model}")
     if stage.n_stages:
         lines.append(
@@ -154,7 +155,16 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
         *_prefix_lines(stage),
         *_standby_lines(stage),
         f"running  {_running(report, stage)}",
+        *map(ring_line, report.rings),
     ]
+
+
+def ring_line(ring: RingBehind) -> str:
+    """Say of one of several rings behind a node what it has in hand, or why it takes nothing."""
+    words = f"behind   the ring of {'+'.join(ring.names)}: {counted(ring.n_requests, 'request')}"
+    if ring.n_taken_over:
+        words += f", {ring.n_taken_over} taken over"
+    return f"{words}; takes none: {ring.why}" if ring.why else words
 
 
 def _part_lines(stage: StageState) -> list[str]:

@@ -94,6 +94,10 @@ def _head(view: TopView) -> Iterator[str]:
         f"{rates.tokens_per_s:.1f} tokens/s, prompts {rates.prefill_tokens_per_s:.0f} tokens/s"
         f"{step}{queue}{room}"
     )
+    for one in ring.rings:
+        state = f"takes none: {one.why}" if one.why else f"{one.n_requests} requests"
+        taken = f", {one.n_taken_over} taken over" if one.n_taken_over else ""
+        yield one_line(f"ring of {'+'.join(one.names)}: {state}{taken}")
 
 
 def _n_up(nodes: Sequence[ShownNode]) -> str:

@@ -52,6 +52,7 @@ from shardnet.wire.messages.diagnostics import (
     PeerView,
     PressureState,
     RecordSeen,
+    RingBehind,
     RingWork,
     StageState,
 )
@@ -84,7 +85,8 @@ class NodeReporter:
     linked node, None where they are not known. `resolve` finds the name that a part of one means,
     `temperature` returns the device's in degrees Celsius without waiting, None if unknown.
     `ring_work` gives what the ring has done that this node leads, `pressure` how short memory is,
-    `deputies` the deputy of this node and the heads that it is the deputy of.
+    `deputies` the deputy of this node and the heads that it is the deputy of, `rings`
+    those behind this head.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class NodeReporter:
         stage_state: Callable[[], StageState | None],
         n_requests: Callable[[], int],
         ring_work: Callable[[], RingWork | None],
+        rings: Callable[[], list[RingBehind]],
         traffic: Traffic,
         cluster: str | None,
         advertisement: Advertisement,
@@ -113,6 +116,7 @@ class NodeReporter:
         self._stage_state = stage_state
         self._n_requests = n_requests
         self._ring_work = ring_work
+        self._rings = rings
         self._traffic = traffic
         self._cluster = cluster
         self._advertisement = advertisement
@@ -229,6 +233,7 @@ class NodeReporter:
             model_config=model.config,
             temperature_c=self._temperature(),
             ring=self._ring_work(),
+            rings=self._rings(),
             pressure=self._pressure(),
             deputy=deputy,
             deputy_of=deputy_of,

@@ -237,6 +237,23 @@ class RingLoad(Strict, frozen=True, kw_only=True):
     restored_positions: Count = 0
 
 
+class RingBehind(Strict, frozen=True, kw_only=True):
+    """One of several rings behind a head: its nodes in order, and how it is.
+
+    `why` says why it takes no requests now, "" while it does. It has `n_requests` now, and took
+    `n_taken_over` from rings that were lost.
+    """
+
+    node: Name
+    address: Address
+    names: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
+    why: Explanation = ""
+    n_requests: U32 = 0
+    n_taken_over: Count = 0
+    load: RingLoad | None = None
+    predicted_tok_s: Figure | None = None
+
+
 class StageWork(Strict, frozen=True, kw_only=True):
     """What one stage has done since its ring was built, microseconds by its own clock."""
 
@@ -309,7 +326,7 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     the GPU's, else the CPU's, in degrees Celsius. `ring` is what the ring has done that the node
     leads, `links` what went over its links to other nodes. `pressure` is null where it does not
     look at the memory of its machine. `deputy` goes on if this node is lost, and this node if one
-    of those in `deputy_of` is.
+    of those in `deputy_of` is. `rings` are those behind this head where there are several.
     """
 
     cluster: Name
@@ -336,5 +353,8 @@ class NodeReport(Strict, frozen=True, kw_only=True):
         default_factory=list
     )
     links: Annotated[list[LinkTraffic], Meta(max_length=MAX_TRAFFIC)] = msgspec.field(
+        default_factory=list
+    )
+    rings: Annotated[list[RingBehind], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
     )

@@ -14,8 +14,10 @@ from support.cluster.watched_node import WatchedNode, activity, stage_state, ste
 from shardnet.api.dashboard.node_book import NodeBook
 from shardnet.api.dashboard.ring_book import RingBook
 from shardnet.api.dashboard.state import ShownLoading
-from shardnet.wire.messages.diagnostics import DeputyState, StandbyState
+from shardnet.api.server.ring_metrics import RingMetrics
+from shardnet.wire.messages.diagnostics import DeputyState, RingBehind, StandbyState
 from shardnet_cli.commands import top
+from shardnet_cli.commands.status import ring_line
 from shardnet_cli.output.top_view import TopView, top_lines
 
 HOSTS = ("anna", "bert", "cleo")
@@ -64,6 +66,31 @@ def test_a_ring_is_shown_stage_by_stage_and_who_is_gone_in_red() -> None:
         "bert stands by for anna with layers 0-1",
         "cleo is left out: too slow",
     ]
+
+
+def test_several_rings_are_shown_with_what_each_has() -> None:
+    """In `top`, in `status` and for Prometheus."""
+    rings = [
+        RingBehind(node="a", address="", names=["anna"], n_requests=8, n_taken_over=2),
+        RingBehind(node="b", address="", names=["bert", "cleo"], why="it was lost"),
+    ]
+    book = RingBook()
+    book.take(activity(rings=rings))
+    texts = [text for _, text in top_lines(replace(looked(), ring=book.ring()), None)]
+    assert "ring of anna: 8 requests, 2 taken over" in texts
+    assert "ring of bert+cleo: takes none: it was lost" in texts
+    assert ring_line(rings[0]) == "behind   the ring of anna: 8 requests, 2 taken over"
+    assert ring_line(rings[1]).endswith("bert+cleo: 0 requests; takes none: it was lost")
+    metrics = RingMetrics()
+    metrics.take([reply("anna", rings=rings)], None)
+    values = {
+        (sample.name, sample.labels.get("ring")): sample.value
+        for metric in metrics.collect()
+        for sample in metric.samples
+    }
+    assert values["shardnet_rings_up", "bert+cleo"] == 0
+    assert values["shardnet_rings_requests", "anna"] == 8
+    assert values["shardnet_rings_taken_over_total", "anna"] == 2
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

@@ -58,6 +58,9 @@ function TheRing() {
       `, predicted ${rate(value.predicted_tok_s)}`}.
     </p>
     <p class="quiet sentence">${value.why}</p>
+    ${value.rings.length > 0 && html`<ul>${value.rings.map((one) => html`<li>
+      <b>${one.names.join(" + ")}</b>: ${one.why || `${one.n_requests} requests`}${
+        one.n_taken_over > 0 && `, ${one.n_taken_over} taken over`}</li>`)}</ul>`}
     ${value.left_out.length > 0 &&
     html`<details>
       <summary>Not used: ${value.left_out.map(({ name }) => name).join(", ")}</summary>
