@@ -44,7 +44,7 @@ from shardnet.runtime.stage.measuring import (
     read_config,
     rounded,
 )
-from shardnet.runtime.stage.measuring_gathers import measure_gather
+from shardnet.runtime.shards.measuring_gathers import measure_gather
 from shardnet.types import Arith, DType, KvDType, LayerRange
 from shardnet.wire.messages.measurements import (
     DeviceMeasured,
