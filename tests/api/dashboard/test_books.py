@@ -23,7 +23,12 @@ from shardnet.api.dashboard.ring_book import (
 from shardnet.api.dashboard.state import ShownPart, ShownStandby
 from shardnet.types import LiveState
 from shardnet.wire.messages.activity import RingActivity, RingOpening, StageProgress
-from shardnet.wire.messages.diagnostics import AddressView, PartState, StandbyState
+from shardnet.wire.messages.diagnostics import (
+    AddressView,
+    DeputyState,
+    PartState,
+    StandbyState,
+)
 from shardnet.wire.messages.membership import ReportReply
 
 
@@ -35,8 +40,14 @@ def test_a_node_that_dies_is_lost_with_what_it_had_and_forgotten_later() -> None
     book = NodeBook()
     standby = StandbyState(node="carl", layers=(2, 4), weight_bytes=7)
     part = PartState(layers=(0, 2), devices=["cpu:0"], weight_bytes=5)
-    stage = stage_state(standby=standby, parts=[part])
-    loaded = reply("bert", view("anna"), stage=stage, temperature_c=61.0)
+    loaded = reply(
+        "bert",
+        view("anna"),
+        stage=stage_state(standby=standby, parts=[part]),
+        temperature_c=61.0,
+        deputy=DeputyState(node="carl", n_requests=1),
+        deputy_of=[DeputyState(node="anna", n_requests=0)],
+    )
     book.take([reply("anna", view("bert")), loaded], 100.0)
     anna, bert = book.nodes(102.5)
     assert (anna.name, anna.is_asked, bert.is_asked) == ("anna", True, False)
@@ -49,7 +60,8 @@ def test_a_node_that_dies_is_lost_with_what_it_had_and_forgotten_later() -> None
     )
     assert bert.standby == ShownStandby(name="carl", layers=(2, 4), weight_bytes=7)
     assert bert.parts == [ShownPart(layers=(0, 2), devices=["cpu:0"], weight_bytes=5)]
-    assert (anna.model, anna.standby) == (None, None)
+    assert (bert.deputy, bert.deputy_of) == ("carl", ["anna"])
+    assert (anna.model, anna.standby, anna.deputy) == (None, None, None)
     assert [(link.node, link.rtt_ms) for link in anna.links] == [("bert-id", 0.4)]
 
     for peers in ([], [unlinked("bert", told_by=[])]):

@@ -17,6 +17,7 @@ from shardnet.wire.messages.measurements import (
 from shardnet.wire.messages.plans import (
     LeftOut,
     PlannedPart,
+    PlannedRing,
     PlannedStage,
     PlannedStandby,
     PlanReply,
@@ -157,6 +158,27 @@ def test_who_stands_by_for_whom_is_said() -> None:
     assert line in plan_text(plan).splitlines()
     [told] = plan_json(plan)["standbys"]
     assert (told["name"], told["rank"], told["layers"]) == ("anna", 1, [4, 8])
+
+
+def test_several_rings_are_told_one_by_one() -> None:
+    rings = [
+        PlannedRing(stages=[stage(0, name, 31.4, None)], predicted_tok_s=tok_s)
+        for name, tok_s in (("anna", 30.0), ("bert", None))
+    ]
+    plan = msgspec.structs.replace(PLAN, stages=rings[0].stages, rings=rings, nodes=[], links=[])
+    lines = plan_text(plan).splitlines()[2:]
+    assert [line.partition(" (")[0] for line in lines] == [
+        "  ring 1 of 2, 30 tokens/s:",
+        "    rank 0: anna",
+        "  ring 2 of 2:",
+        "    rank 0: bert",
+        "  left out: cleo: with it 3 tok/s, without 18",
+    ]
+    told = plan_json(plan)["rings"]
+    assert [(ring["names"], ring["predicted_tok_s"]) for ring in told] == [
+        (["anna"], 30.0),
+        (["bert"], None),
+    ]
 
 
 def test_what_many_sequences_make_is_called_so() -> None:
