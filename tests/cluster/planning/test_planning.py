@@ -584,3 +584,36 @@ def test_a_stage_over_several_nodes_is_planned_told_and_ordered() -> None:
     gpu = structs.replace(nodes[0], device="cuda")
     with pytest.raises(PlanError, match="a stage spans CPUs only"):
         make_plan(choice, facts(), [gpu, *nodes[1:]])
+
+
+def test_what_predicts_further_tokens_is_planned_on_the_last_stage() -> None:
+    """Its weights, the embedding that it needs there, one layer more of keys and values."""
+    raw = {
+        "model_type": "glm4_moe",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "vocab_size": 128,
+        "torch_dtype": "float32",
+    }
+    model = replace(facts("float32"), config=parse_config(raw, "config.json"), has_mtp=True)
+    nodes, choice = [node("a"), node("b")], ModelChoice(model="/m", layers=[(0, 3), (3, 6)])
+    plain, ahead = (
+        make_plan(structs.replace(choice, mtp=mtp, nodes=["a:1", "b:1"]), model, nodes)
+        for mtp in (False, True)
+    )
+    before, after = (plan.placement.stages for plan in (plain, ahead))
+    table, joined = 128 * 64 * 4, (2 * 64 * 64 + 3 * 64) * 4
+    added = after[1].weight_bytes - before[1].weight_bytes
+    assert before[0] == after[0]
+    assert added == table + ahead.reply(1).mtp_bytes
+    assert ahead.reply(1).mtp_bytes > joined
+    assert after[1].kv_bytes * 3 == before[1].kv_bytes * 4
+    assert plain.reply(1).mtp_bytes == 0
+    with pytest.raises(UsageError, match="--speculate mtp: /m has no layer"):
+        make_plan(ModelChoice(model="/m", mtp=True), facts(), nodes)
