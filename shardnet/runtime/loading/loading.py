@@ -157,7 +157,7 @@ def _load_with_torch(
     """Load a stage as a plug-in does, with linears that were `had`; return its prefixes on disk,
     its arithmetic and its linears, too.
     """
-    from shardnet.runtime.stage.link_group import LinkGroup, SpanningCompute
+    from shardnet.runtime.shards.link_group import LinkGroup, SpanningCompute
     from shardnet.runtime.stage.torch_compute import StreamingCompute, TorchCompute
 
     order, group = job.order, None
