@@ -80,6 +80,8 @@ def _as_json(info: NodeInfo, report: NodeReport) -> dict[str, Any]:
         "rests": info.rests or None,
         "pressure": None if report.pressure is None else msgspec.structs.asdict(report.pressure),
         "requests": report.n_requests,
+        "deputy": None if report.deputy is None else msgspec.structs.asdict(report.deputy),
+        "deputy_of": [msgspec.structs.asdict(head) for head in report.deputy_of],
         "peers": [_peer_name(report, view.node) for view in report.peers if view.is_linked],
         "stage": None if stage is None else _stage_as_json(info, report, stage),
         "rings": [msgspec.structs.asdict(ring) for ring in report.rings],
@@ -132,7 +134,7 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
         lines.append("state    draining: it gives its layers to other nodes, and ends")
     if info.rests:
         lines.append(f"state    resting: it takes no layers now, since {info.rests}")
-    lines += _pressure_lines(report)
+    lines += [*_pressure_lines(report), *_deputy_lines(report)]
     stage = report.stage
     if stage is None:
         return [*lines, "stage    none: nothing is loaded", *map(ring_line, report.rings)]
@@ -188,6 +190,19 @@ def _pressure_lines(report: NodeReport) -> list[str]:
         f"pressure {waited}caches dropped {counted(pressure.n_drops, 'time')}, "
         f"rested {counted(pressure.n_rests, 'time')}"
     ]
+
+
+def _deputy_lines(report: NodeReport) -> list[str]:
+    """Say who goes on for whom: nothing where no answers are copied."""
+    deputy = report.deputy
+    lines = [
+        f"deputy   goes on with {counted(head.n_requests, 'request')} of {head.node}, if it is lost"
+        for head in report.deputy_of
+    ]
+    if deputy is not None:
+        n_requests = counted(deputy.n_requests, "request")
+        lines.append(f"deputy   {deputy.node} goes on with {n_requests}, if this node is lost")
+    return lines
 
 
 def _prefix_lines(stage: StageState) -> list[str]:

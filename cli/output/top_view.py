@@ -179,6 +179,12 @@ def _request_rows(requests: Sequence[ShownRequest]) -> Iterator[tuple[str, ...]]
 
 
 def _remarks(view: TopView) -> Iterator[str]:
+    for node in view.nodes:
+        if node.standby is not None:
+            layers = LayerRange(*node.standby.layers).words
+            yield f"{node.name} stands by for {node.standby.name} with {layers}"
+        if node.deputy is not None:
+            yield f"{node.deputy} goes on with the answers of {node.name}, if that is lost"
     for out in view.ring.left_out if view.ring is not None else ():
         yield f"{out.name} is left out: {out.why}"
 

@@ -58,11 +58,13 @@ Part = tuple[str, Callable[[], Iterable[Sequence[str]]]]
 def main() -> None:
     """Run all parts and exit with what came of them."""
     options = _parse_options()
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if options.device != "cpu" and not torch.cuda.is_available():
         print("check_cuda: torch finds no CUDA device here, nothing was checked", file=sys.stderr)
         raise SystemExit(2)
     device = torch.device(options.device)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU, to try the script"
+    name = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU, to try the script"
+    )
     print(f"{name}, torch {torch.__version__}")
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -79,7 +81,7 @@ def main() -> None:
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="check_cuda.py")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu to try the script")
     parser.add_argument("--small", action="store_true", help="tiny shapes and times")
     parser.add_argument("--layers", type=int, default=32, help="of Llama-3-8B's")
     parser.add_argument("--seconds", type=float, default=420, help="no part begins after so many")

@@ -78,6 +78,8 @@ class ShownNode(msgspec.Struct, kw_only=True):
     dtype: str | None = None
     n_sequences: int | None = None
     standby: ShownStandby | None = None
+    deputy: str | None = None
+    deputy_of: list[str] = []
     parts: list[ShownPart] = []
     links: list[ShownLink] = []
 

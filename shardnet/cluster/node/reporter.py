@@ -43,6 +43,7 @@ from shardnet.wire.messages.diagnostics import (
     MAX_TELLERS,
     MAX_VIEWS,
     AddressView,
+    DeputyState,
     InterfaceAddress,
     LinkTraffic,
     MulticastHeard,
@@ -84,7 +85,8 @@ class NodeReporter:
     linked node, None where they are not known. `resolve` finds the name that a part of one means,
     `temperature` returns the device's in degrees Celsius without waiting, None if unknown.
     `ring_work` gives what the ring has done that this node leads, `pressure` how short memory is,
-    `rings` those behind this head.
+    `deputies` the deputy of this node and the heads that it is the deputy of, `rings`
+    those behind this head.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class NodeReporter:
         resolve: Callable[[str], Awaitable[str]],
         temperature: Callable[[], float | None],
         pressure: Callable[[], PressureState | None],
+        deputies: Callable[[], tuple[DeputyState | None, list[DeputyState]]],
     ) -> None:
         self._own_info = own_info
         self._stage_state = stage_state
@@ -127,6 +130,7 @@ class NodeReporter:
         self._resolve = resolve
         self._temperature = temperature
         self._pressure = pressure
+        self._deputies = deputies
         self._probe_slots = asyncio.Semaphore(PROBES_AT_ONCE)
 
     def register(self, handlers: MessageHandlers) -> None:
@@ -208,7 +212,7 @@ class NodeReporter:
         views, model = await asyncio.gather(
             self._views(message.probe), self._look_for(message.model)
         )
-        now = time.monotonic()
+        now, (deputy, deputy_of) = time.monotonic(), self._deputies()
         report = NodeReport(
             cluster=self._cluster or "",
             protocol=PROTOCOL_VERSION,
@@ -231,6 +235,8 @@ class NodeReporter:
             ring=self._ring_work(),
             rings=self._rings(),
             pressure=self._pressure(),
+            deputy=deputy,
+            deputy_of=deputy_of,
             links=[_traffic(counts) for counts in self._traffic.counts()],
             sent_at=time.time(),
         )

@@ -179,6 +179,13 @@ class StandbyState(Strict, frozen=True, kw_only=True):
     weight_bytes: Count
 
 
+class DeputyState(Strict, frozen=True, kw_only=True):
+    """A head's deputy, or a head that a node is the deputy of: its name, and answers copied."""
+
+    node: Name
+    n_requests: U32
+
+
 class PartState(Strict, frozen=True, kw_only=True):
     """Layers of a stage that one of its node's `devices` has, or several, each a shard of them."""
 
@@ -317,9 +324,9 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     `model_id`, `model_config` (its config.json) and `model_failure` answer for the model that was
     asked about. `disk_free_bytes` is that of the disk where weights are kept. `temperature_c` is
     the GPU's, else the CPU's, in degrees Celsius. `ring` is what the ring has done that the node
-    leads, `links` what went over its links to other nodes. `rings` are those behind this head where
-    there are several. `pressure` is null where it does not
-    look at the memory of its machine.
+    leads, `links` what went over its links to other nodes. `pressure` is null where it does not
+    look at the memory of its machine. `deputy` goes on if this node is lost, and this node if one
+    of those in `deputy_of` is. `rings` are those behind this head where there are several.
     """
 
     cluster: Name
@@ -341,6 +348,10 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     temperature_c: Annotated[float, Meta(ge=-100, le=1000)] | None = None
     ring: RingWork | None = None
     pressure: PressureState | None = None
+    deputy: DeputyState | None = None
+    deputy_of: Annotated[list[DeputyState], Meta(max_length=MAX_STAGES)] = msgspec.field(
+        default_factory=list
+    )
     links: Annotated[list[LinkTraffic], Meta(max_length=MAX_TRAFFIC)] = msgspec.field(
         default_factory=list
     )

@@ -15,7 +15,7 @@ from shardnet.api.dashboard.node_book import NodeBook
 from shardnet.api.dashboard.ring_book import RingBook
 from shardnet.api.dashboard.state import ShownLoading
 from shardnet.api.server.ring_metrics import RingMetrics
-from shardnet.wire.messages.diagnostics import RingBehind
+from shardnet.wire.messages.diagnostics import DeputyState, RingBehind, StandbyState
 from shardnet_cli.commands import top
 from shardnet_cli.commands.status import ring_line
 from shardnet_cli.output.top_view import TopView, top_lines
@@ -26,9 +26,13 @@ HOSTS = ("anna", "bert", "cleo")
 def looked(*, with_ring: bool = True) -> TopView:
     """Two nodes in a ring and a third that died, after a second of decoding."""
     nodes, ring = NodeBook(), RingBook()
-    bert = reply("bert", view("anna"), stage=stage_state(layers=(2, 4)), temperature_c=61.4)
+    standby = StandbyState(node="anna", layers=(0, 2), weight_bytes=1)
+    stage = stage_state(layers=(2, 4), standby=standby)
+    bert = reply("bert", view("anna"), stage=stage, temperature_c=61.4)
     nodes.take([reply("anna", view("bert"), view("cleo")), bert, reply("cleo")], 0.0)
-    nodes.take([reply("anna", view("bert"), unlinked("cleo", told_by=[])), bert], 1.0)
+    deputy = DeputyState(node="bert", n_requests=1)
+    anna = reply("anna", view("bert"), unlinked("cleo", told_by=[]), deputy=deputy)
+    nodes.take([anna, bert], 1.0)
     if with_ring:
         ring.take(activity(*(step(n, 9000.0 + 20 * n) for n in range(50))))
     return TopView(
@@ -57,7 +61,11 @@ def test_a_ring_is_shown_stage_by_stage_and_who_is_gone_in_red() -> None:
     assert "lost 5 s" in cleo[1]
     assert (anna[0], cleo[0]) == ("", "bold red")
     assert any(text.startswith("7        prefill  64 of 100 (64 %)  32") for text in texts)
-    assert texts[-1] == "cleo is left out: too slow"
+    assert texts[-3:] == [
+        "bert goes on with the answers of anna, if that is lost",
+        "bert stands by for anna with layers 0-1",
+        "cleo is left out: too slow",
+    ]
 
 
 def test_several_rings_are_shown_with_what_each_has() -> None:

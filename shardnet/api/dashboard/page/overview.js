@@ -168,6 +168,10 @@ function Node({ one }) {
       html`<p class="figures">
         Stands by for ${one.standby.name} with ${layers(one.standby.layers)}, ${bytes(one.standby.weight_bytes)}
       </p>`}
+      ${one.deputy && html`<p class="figures">Its answers are copied to ${one.deputy}</p>`}
+      ${one.deputy_of?.map(
+        (head) => html`<p class="figures">Goes on with the answers of ${head}, if that is lost</p>`,
+      )}
       ${one.kv_positions > 0 &&
       html`
         <p class="figures">${one.kv_used_positions ?? 0} of ${one.kv_positions} positions of KV cache</p>
