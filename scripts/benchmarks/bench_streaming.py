@@ -25,7 +25,7 @@ from bench_steps import make_step
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels.linear import probe
-from shardnet.runtime.stage.measuring import measure_disk
+from shardnet.runtime.loading.measuring import measure_disk
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     layer_stream_bytes,

@@ -28,8 +28,8 @@ from shardnet.cluster.planning.model_shape import model_shape
 from shardnet.cluster.planning.ring_dtypes import node_ariths, node_form, settle_arith, settle_dtype
 from shardnet.errors import ShardnetError
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.runtime.loading.measuring import read_config
 from shardnet.runtime.loading.model_facts import ModelFacts, identify_at
-from shardnet.runtime.stage.measuring import read_config
 from shardnet.threads import DaemonThreads
 from shardnet.types import NodeId
 from shardnet.wire.framing.frames import PROTOCOL_VERSION

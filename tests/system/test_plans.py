@@ -28,7 +28,7 @@ from support.system.weighing import shape_here
 from shardnet.cluster.measuring.figure_cache import FOLDER, Figure, FigureCache, FigureKey
 from shardnet.cluster.placement.figures import HeldModel
 from shardnet.cluster.placement.room import context_that_fits, fits_somehow
-from shardnet.runtime.stage.measuring import StageFigures
+from shardnet.runtime.loading.measuring import StageFigures
 
 DELAY_S = 0.1
 """One way to the node that is far: much longer than a busy machine needs for a way on loopback."""

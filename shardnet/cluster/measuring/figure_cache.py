@@ -17,7 +17,7 @@ from typing import Any
 from shardnet.files import read_own, write_whole
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
-from shardnet.runtime.stage.measuring import StageFigures
+from shardnet.runtime.loading.measuring import StageFigures
 from shardnet.types import Arith, DType, KvDType
 
 FOLDER = "figures"

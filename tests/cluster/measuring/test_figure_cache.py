@@ -17,7 +17,7 @@ from shardnet.cluster.measuring.figure_cache import (
 )
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.registry import parse_config
-from shardnet.runtime.stage.measuring import StageFigures
+from shardnet.runtime.loading.measuring import StageFigures
 from shardnet.types import DType, KvDType
 
 FIGURE = Figure(
