@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable
 from itertools import islice
 
 import pytest
-from support.chaos.faults import Kind, Moment, draw_rounds
+from support.chaos.faults import OF_HEAD, Kind, Moment, draw_rounds
 from support.chaos.lab import differences
 from support.chaos.ledger import Entry, summary
+from support.chaos.memory import MemoryBook
 from support.chaos.rounds import read_parts
 from support.chaos.streams import Heard
 from support.chaos.switch import PREFACE, REACHED, REFUSED, Switch
@@ -28,8 +29,8 @@ def test_a_seed_draws_the_same_rounds_and_in_time_every_fault_at_every_moment() 
     faults = [fault for one in drawn for fault in one.faults]
     assert {fault.kind for fault in faults} == set(Kind)
     assert {fault.moment for fault in faults} == set(Moment)
-    assert {fault.victim for fault in faults if fault.kind is not Kind.HEAD} == {1, 2, 3}
-    assert {fault.victim for fault in faults if fault.kind is Kind.HEAD} == {0}
+    assert {fault.victim for fault in faults if fault.kind not in OF_HEAD} == {1, 2, 3}
+    assert {fault.victim for fault in faults if fault.kind in OF_HEAD} == {0}
 
 
 def through_switch(talk: Talk, *, listens: bool = True) -> None:
@@ -128,6 +129,19 @@ def test_parts_are_read_from_the_line_of_a_head() -> None:
     parts = {"notice": 0.05, "plan": 0.02, "load": 0.3, "replay": 0.5}
     assert read_parts(record.words) == parts
     assert read_parts(f"{record.words}\n{record.words}")["replay"] == 1.0
+
+
+def test_memory_that_grows_once_it_was_settled_is_named() -> None:
+    book = MemoryBook(1000.0)
+    for minute in range(21):
+        now_s = 1000.0 + 60 * minute
+        assert book.is_due(now_s)
+        grown = 100 * min(minute, 10)
+        line = book.take(now_s, {"anna": (2000 + grown) << 20, "bert": (2000 + minute * 10) << 20})
+        assert not book.is_due(now_s + 59)
+    assert line == "resident after 20 min (MiB): anna 3000.0, bert 2200.0"
+    assert book.growths() == {"anna": 0.0, "bert": pytest.approx(100 / 2100)}
+    assert book.wrong() == ["bert has grown by 4.8 % after 10 min"]
 
 
 def test_what_a_process_holds_too_much_is_named() -> None:

@@ -21,7 +21,7 @@ from ..output.columns import terminal_width, wrapped
 from ..output.exit_codes import counted, one_line, run_command, write_out
 
 if TYPE_CHECKING:
-    from shardnet.wire.messages.diagnostics import NodeReport, StageState
+    from shardnet.wire.messages.diagnostics import NodeReport, RingBehind, StageState
     from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
 _INDENT = "address  "
@@ -80,8 +80,11 @@ def _as_json(info: NodeInfo, report: NodeReport) -> dict[str, Any]:
         "rests": info.rests or None,
         "pressure": None if report.pressure is None else msgspec.structs.asdict(report.pressure),
         "requests": report.n_requests,
+        "deputy": None if report.deputy is None else msgspec.structs.asdict(report.deputy),
+        "deputy_of": [msgspec.structs.asdict(head) for head in report.deputy_of],
         "peers": [_peer_name(report, view.node) for view in report.peers if view.is_linked],
         "stage": None if stage is None else _stage_as_json(info, report, stage),
+        "rings": [msgspec.structs.asdict(ring) for ring in report.rings],
     }
 
 
@@ -131,10 +134,10 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
         lines.append("state    draining: it gives its layers to other nodes, and ends")
     if info.rests:
         lines.append(f"state    resting: it takes no layers now, since {info.rests}")
-    lines += _pressure_lines(report)
+    lines += [*_pressure_lines(report), *_deputy_lines(report)]
     stage = report.stage
     if stage is None:
-        return [*lines, "stage    none: nothing is loaded"]
+        return [*lines, "stage    none: nothing is loaded", *map(ring_line, report.rings)]
     lines.append(f"stage    {LayerRange(*stage.layers).words} of {stage.model}")
     if stage.n_stages:
         lines.append(
@@ -152,7 +155,16 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
         *_prefix_lines(stage),
         *_standby_lines(stage),
         f"running  {_running(report, stage)}",
+        *map(ring_line, report.rings),
     ]
+
+
+def ring_line(ring: RingBehind) -> str:
+    """Say of one of several rings behind a node what it has in hand, or why it takes nothing."""
+    words = f"behind   the ring of {'+'.join(ring.names)}: {counted(ring.n_requests, 'request')}"
+    if ring.n_taken_over:
+        words += f", {ring.n_taken_over} taken over"
+    return f"{words}; takes none: {ring.why}" if ring.why else words
 
 
 def _part_lines(stage: StageState) -> list[str]:
@@ -178,6 +190,19 @@ def _pressure_lines(report: NodeReport) -> list[str]:
         f"pressure {waited}caches dropped {counted(pressure.n_drops, 'time')}, "
         f"rested {counted(pressure.n_rests, 'time')}"
     ]
+
+
+def _deputy_lines(report: NodeReport) -> list[str]:
+    """Say who goes on for whom: nothing where no answers are copied."""
+    deputy = report.deputy
+    lines = [
+        f"deputy   goes on with {counted(head.n_requests, 'request')} of {head.node}, if it is lost"
+        for head in report.deputy_of
+    ]
+    if deputy is not None:
+        n_requests = counted(deputy.n_requests, "request")
+        lines.append(f"deputy   {deputy.node} goes on with {n_requests}, if this node is lost")
+    return lines
 
 
 def _prefix_lines(stage: StageState) -> list[str]:

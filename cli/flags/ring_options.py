@@ -200,7 +200,8 @@ class RingOptions:
             "--optimise",
             autocompletion=one_of("latency", "throughput"),
             metavar="latency|throughput",
-            help="Plan for the speed of one sequence (default), or of many at once.",
+            help="Plan for the speed of one sequence (default), or of many at once: then nodes may "
+            "make several rings, each with the whole model, behind one head.",
             envvar="SHARDNET_OPTIMISE",
             show_default=False,
         ),

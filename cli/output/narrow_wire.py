@@ -72,6 +72,8 @@ def narrow_wire_words(plan: PlanReply, wire: NarrowWire) -> str:
     """Describe the size, the time saved and the error of the plan's wire dtype."""
     name = f"wire {plan.wire_dtype}"
     if len(plan.stages) == 1 or plan.wire_dtype == plan.dtype:
+        if wire.error is not None:  # only parts within stages are rounded
+            return f"parts between the nodes of a stage are rounded: {_error_words(wire.error)}"
         return f"{name}: {wire.why}"
     size = f"{_kb(wire.row_bytes)} instead of {_kb(wire.exact_row_bytes)} kB per token and hop"
     links = [

@@ -83,6 +83,15 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
             }
             for standby in plan.standbys
         ],
+        "rings": [
+            {
+                "nodes": [stage.node for stage in ring.stages],
+                "names": [stage.name for stage in ring.stages],
+                "layers": [list(stage.layers) for stage in ring.stages],
+                "predicted_tok_s": ring.predicted_tok_s,
+            }
+            for ring in plan.rings
+        ],
         "left_out": [{"node": out.node, "name": out.name, "why": out.why} for out in plan.left_out],
         "predicted_tok_s": plan.predicted_tok_s,
         "why": plan.why,
@@ -109,16 +118,15 @@ def plan_text(plan: PlanReply) -> str:
     lines = [f"{plan.model} in {dtype_words(plan)}, context {plan.context}: {plan.why}"]
     if plan.predicted_tok_s is not None:
         of_what = " of many sequences" if plan.optimise == "throughput" else ""
-        used = {stage.node for stage in plan.stages}
+        stages = [stage for ring in plan.rings for stage in ring.stages] or plan.stages
+        used = {stage.node for stage in stages}
         is_steady = all(node.is_steady for node in plan.nodes if node.node in used)
         of_what += "" if is_steady else ", measured while busy: likely more"
         lines.append(f"  predicted: {short_number(plan.predicted_tok_s)} tokens/s{of_what}")
     lines += [f"  warning: {warning}" for warning in plan.warnings]
     if plan.exact is not None:
         lines.append(f"  same bits ({plan.arith} arithmetic): {plan.exact.why}")
-    for stage in plan.stages:
-        lines.append(_stage_line(plan, stage))
-        lines += [f"    {_part_line(part)}" for part in stage.parts]
+    lines += _ring_lines(plan)
     lines += [_standby_line(plan, standby) for standby in plan.standbys]
     lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
     if plan.wire is not None:
@@ -129,6 +137,27 @@ def plan_text(plan: PlanReply) -> str:
         names = {node.node: node.name for node in plan.nodes}
         lines += [f"  {_link_line(link, names)}" for link in plan.links]
     return "\n".join(map(one_line, lines))
+
+
+def _ring_lines(plan: PlanReply) -> list[str]:
+    """Describe the stages, ring by ring where there are several behind one head."""
+    if not plan.rings:
+        return _stage_lines(plan)
+    lines = []
+    for number, ring in enumerate(plan.rings, 1):
+        about = "" if ring.predicted_tok_s is None else f", {_rate(ring.predicted_tok_s)} tokens/s"
+        lines.append(f"  ring {number} of {len(plan.rings)}{about}:")
+        stages = _stage_lines(msgspec.structs.replace(plan, stages=ring.stages))
+        lines += [f"  {line}" for line in stages]
+    return lines
+
+
+def _stage_lines(plan: PlanReply) -> list[str]:
+    lines = []
+    for stage in plan.stages:
+        lines.append(_stage_line(plan, stage))
+        lines += [f"    {_part_line(part)}" for part in stage.parts]
+    return lines
 
 
 def part_json(part: PlannedPart) -> dict[str, Any]:

@@ -94,6 +94,10 @@ def _head(view: TopView) -> Iterator[str]:
         f"{rates.tokens_per_s:.1f} tokens/s, prompts {rates.prefill_tokens_per_s:.0f} tokens/s"
         f"{step}{queue}{room}"
     )
+    for one in ring.rings:
+        state = f"takes none: {one.why}" if one.why else f"{one.n_requests} requests"
+        taken = f", {one.n_taken_over} taken over" if one.n_taken_over else ""
+        yield one_line(f"ring of {'+'.join(one.names)}: {state}{taken}")
 
 
 def _n_up(nodes: Sequence[ShownNode]) -> str:
@@ -175,6 +179,12 @@ def _request_rows(requests: Sequence[ShownRequest]) -> Iterator[tuple[str, ...]]
 
 
 def _remarks(view: TopView) -> Iterator[str]:
+    for node in view.nodes:
+        if node.standby is not None:
+            layers = LayerRange(*node.standby.layers).words
+            yield f"{node.name} stands by for {node.standby.name} with {layers}"
+        if node.deputy is not None:
+            yield f"{node.deputy} goes on with the answers of {node.name}, if that is lost"
     for out in view.ring.left_out if view.ring is not None else ():
         yield f"{out.name} is left out: {out.why}"
 

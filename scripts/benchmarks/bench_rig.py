@@ -58,7 +58,9 @@ class NoText:
 
 
 @asynccontextmanager
-async def open_ring(checkpoint: Path, n_stages: int, threads: int) -> AsyncIterator[Engine]:
+async def open_ring(
+    checkpoint: Path, n_stages: int, threads: int, *, mtp: bool = False
+) -> AsyncIterator[Engine]:
     """Give the engine of a ring over `n_stages` nodes, this process being the first."""
     access = Access(key_file="", insecure=True)
     opened = Checkpoint.open(checkpoint)
@@ -79,7 +81,11 @@ async def open_ring(checkpoint: Path, n_stages: int, threads: int) -> AsyncItera
         listening(settings, "127.0.0.1", 0) as node,
     ):
         choice = ModelChoice(
-            model=str(checkpoint), nodes=[node.address, *others], threads=threads, context=context
+            model=str(checkpoint),
+            nodes=[node.address, *others],
+            threads=threads,
+            context=context,
+            mtp=mtp,
         )
         async with node.head.lead(
             choice, on_plan=lambda plan: None, on_progress=lambda rank, phase, done, total: None
@@ -120,11 +126,12 @@ def request(
     *,
     speculation: Speculation | None = None,
     deterministic: bool = False,
+    sampling: SamplingParams | None = None,
 ) -> GenerationRequest:
-    """Ask greedily, without stop ids."""
+    """Ask greedily, or as `sampling` says, without stop ids."""
     return GenerationRequest(
         prompt=tuple(prompt),
-        sampling=SamplingParams(),
+        sampling=sampling or SamplingParams(),
         max_tokens=max_tokens,
         stop_ids=frozenset(),
         text=NoText(),

@@ -233,11 +233,11 @@ class Checkpoint:
     ) -> torch.Tensor:
         """Read one parameter into a CPU tensor of the shape in the family's table.
 
-        If it is stored without any conversion, this is a view of the file, in the file's dtype: do
-        not write to it. The pages stay mapped until the tensor is freed. Computed values are in
-        `dtype`, by default float32. `came` is called with each number of stored bytes read from the
-        disk; if it raises, reading ends. Raises CheckpointError if the tensor is missing or its
-        file is damaged.
+        If it is stored without any conversion, this is a view of the file, in the file's dtype, or
+        with `came` a copy: do not write to it; see `read_stored`. Computed values are in `dtype`,
+        by default float32. `came` is called with each number of stored bytes read from the disk; if
+        it raises, reading ends. Raises CheckpointError if the tensor is missing or its file is
+        damaged.
         """
         tensor = self._tensor(name)
         import torch

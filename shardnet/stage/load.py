@@ -69,10 +69,9 @@ def load_stage(
     quantised weights, which may be written while the stage computes already. `n_streamed` layers
     stay on disk. `capture` is that of load_family_stage. `kept` are linears of a stage of the same
     model, loaded with the same choice: they are taken from there. With a `group` this is a shard of
-    the stage, with the heads of its own, and with `followers` the first, as which the others do.
-    `progress` is called with (bytes
-    done, bytes in total) after every part; an exception it raises aborts the loading and releases
-    everything.
+    the stage, with the heads of its own, and with `followers` the first one, as which others do.
+    `progress` is called with (bytes done, bytes in total) after every part; an exception it raises
+    aborts the loading and releases everything.
 
     Raises CheckpointError for tensors that do not match the config, UsageError for layers that the
     model does not have and for layers that cannot be streamed, CapacityError if memory runs out or

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shardnet.errors import LostShardError, ShardnetError, UsageError
+from shardnet.errors import CapacityError, LostShardError, ShardnetError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import FamilyStage
@@ -72,6 +72,8 @@ class StageModel:
         self.cut = cut
         """Which shard it is, None for a whole stage."""
         self._followers = followers
+        self._sampled: tuple[Tensor, Tensor] | None = None
+        """Of a shard, the rows that were sampled last, with their logits."""
         self._writer = writer
         self._stream = stream
         self._config = config
@@ -163,8 +165,14 @@ class StageModel:
         """Apply final norm and LM head, on the last stage: [R, E] to float32 [R, V]."""
         if rows.shape[0] == 0:
             return torch.empty(0, self.vocab_size, device=self.device)
+        sampled, self._sampled = self._sampled, None
+        if sampled is not None and torch.equal(sampled[0], rows):
+            return sampled[1]
         if self._followers is not None:
             self._followers.logits(rows)
+        return self._logits(rows)
+
+    def _logits(self, rows: Tensor) -> Tensor:
         logits = self._family.logits(rows).float()
         self._check_group()
         return logits
@@ -215,6 +223,7 @@ class StageModel:
         """
         return self.run_alone(Run(batch=batch, hidden=hidden, experts=experts))
 
+    @torch.inference_mode()
     def run_alone(self, run: Run) -> Tensor:
         """Run one micro-batch, and collect what it asks for. As `run`."""
         [result] = self.run_together([run])
@@ -223,6 +232,10 @@ class StageModel:
                 raise result
             finally:
                 del result  # an error that knows this frame would keep the model in memory
+        if self.group is not None and self.last and run.batch.n_sampled:
+            # All shards know that these will be asked for: one call of them less in each step.
+            rows = sampled_rows(result, run.batch)
+            self._sampled = rows, self._logits(rows)
         return result
 
     @torch.inference_mode()
@@ -300,18 +313,23 @@ class StageModel:
         self._check_token_ids(batch)
         if batch.n_rows == 0:
             return torch.empty(0, self.width, device=self.device), None
-        narrower = self.choice.hidden_dtype
-        step = plan_step(
-            batch,
-            self.kv,
-            self._context,
-            self.dtype,
-            run.experts,
-            None if narrower is None else torch_dtype(narrower),
-            layer_by_layer=bool(run.kept_states),
-        )
-        if self._followers is not None:  # from here on they compute the same
+        if self._followers is not None:  # while this one begins; they meet the same errors
             self._followers.run(batch, run.hidden)
+        narrower = self.choice.hidden_dtype
+        try:
+            step = plan_step(
+                batch,
+                self.kv,
+                self._context,
+                self.dtype,
+                run.experts,
+                None if narrower is None else torch_dtype(narrower),
+                layer_by_layer=bool(run.kept_states),
+            )
+        except CapacityError as error:
+            if self._followers is not None and error.__cause__ is not None:
+                self._followers.fail()  # but not that this process has no memory left
+            raise
         if run.hidden is None:
             embedded = self._family.embed(step)
             _keep_state(run, 0, embedded)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -75,6 +76,7 @@ class TensorReader:
         """Tensors whose bytes are done, or being done."""
         self._coming = {name: False for name in self._shapes if name not in on_disk}
         """Tensors still to be read, about in this order, and whether read-ahead has begun."""
+        self._files: dict[str, FilePart] = {}
         self._done_bytes = 0
         self._workers: WorkerPool | None = None
         self._total_bytes = sum(checkpoint.tensors[name].size_bytes for name in self._shapes)
@@ -99,7 +101,8 @@ class TensorReader:
         if name in self._kept:
             return self._kept.pop(name)
         is_first = self._begin(name)
-        tensor = self._checkpoint.read(name, self._dtype, self._came if is_first else None)
+        came = self._came if is_first else lambda n_bytes: None
+        tensor = self._checkpoint.read(name, self._dtype, came)
         if name in self._shared and is_first:
             self._kept[name] = tensor
         return tensor
@@ -187,8 +190,7 @@ class TensorReader:
 
     def own(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Read a tensor to `device` in `dtype`; it shares no memory with the file."""
-        is_stored = self._checkpoint.tensors[name].dtype is not None
-        return self.read(name).to(device, dtype, copy=is_stored)
+        return self.read(name).to(device, dtype)
 
     def again(self, name: str) -> Tensor:
         """Read a tensor in its stored dtype, without counting it."""
@@ -201,9 +203,15 @@ class TensorReader:
     def parts(self, name: str) -> list[FilePart]:
         """Locate the bytes of the stored tensors that a tensor is made of."""
         return [
-            FilePart.of(self._checkpoint.folder / source.file, source.offset, source.size_bytes)
+            replace(self._file(source.file), offset=source.offset, size_bytes=source.size_bytes)
             for source in self._checkpoint.tensors[name].sources
         ]
+
+    def _file(self, name: str) -> FilePart:
+        """Locate a file, as it was when it was needed first: it must stay as it is."""
+        if name not in self._files:
+            self._files[name] = FilePart.of(self._checkpoint.folder / name, 0, 0)
+        return self._files[name]
 
     def read_ahead(self) -> None:
         """Start reading the next tensors into the page cache, while the caller packs."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from support.models.checkpoints import make_gpt2, make_llama
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.tensors import stored_tensor
 from shardnet.errors import CheckpointError
 from shardnet.model.families.stage_tensors import left_over
 
@@ -52,6 +54,23 @@ def test_tensors_are_read_as_stored_and_counted(name: str, request: pytest.Fixtu
         before = checkpoint.bytes_read[file]
         assert torch.equal(checkpoint.read(key), tensor)
         assert checkpoint.bytes_read[file] - before == tensor.nbytes == info.size_bytes
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of a file that are mapped and gone would end the process."""
+    monkeypatch.setattr(stored_tensor, "READ_AT_A_TIME", mmap.PAGESIZE)
+    folder = make_llama(tmp_path)
+    checkpoint = Checkpoint.open(folder)
+    largest = max(checkpoint.stored.values(), key=lambda tensor: tensor.size_bytes)
+    assert largest.size_bytes > 3 * mmap.PAGESIZE
+
+    def shrink(n_bytes: int) -> None:
+        truncate(folder / largest.file, largest.offset + n_bytes)
+
+    with pytest.raises(CheckpointError, match=f"{largest.file}: it has changed"):
+        checkpoint.read(largest.name, came=shrink)
 
 
 def test_opening_imports_no_torch(single: Path) -> None:

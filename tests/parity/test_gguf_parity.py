@@ -120,6 +120,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "extra": {"blk.4.nextn.eh_proj.weight": np.zeros((4, 8), np.float32)},
         },
     ),
+    "glm4_moe": ({"num_hidden_layers": 3, "attention_bias": True, "head_dim": 10}, {}),
     "gpt_oss": ({"num_hidden_layers": 3, "sliding_window": 20}, {}),
     "phi3": (
         {

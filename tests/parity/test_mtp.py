@@ -9,17 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.models.gguf_files import write_gguf
 from support.models.mtp_checkpoints import N_LAYERS, PlainMtp, make_mtp
 from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
+from support.soak import cases
 
 from shardnet.runtime.engine.requests import GenerationFinished, Speculation
 from shardnet.sampling_params import SamplingParams
+from shardnet.types import LayerRange, SequenceId, SlotId
+from tests.parity.test_moved_kv import pull
 
 MTP = Speculation(make_draft_source=None, most=3)
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe", "qwen3_next"])
+@pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_mtp(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -29,6 +33,7 @@ def stages(folder: Path) -> TorchStages:
     return TorchStages(folder, even_split(N_LAYERS, 2), has_mtp=True)
 
 
+@pytest.mark.parametrize("folder", ["deepseek_v3", "glm4_moe", "qwen3_next"], indirect=True)
 def test_drafts_are_those_of_the_published_module(folder: Path, stages: TorchStages) -> None:
     """Behind a prompt in chunks, a row alone, and rows of which some are rejected."""
     oracle = PlainMtp(folder)
@@ -54,6 +59,9 @@ def test_drafts_are_those_of_the_published_module(folder: Path, stages: TorchSta
 
 
 @pytest.mark.usefixtures("drafts_always_pay")
+@pytest.mark.parametrize(
+    "folder", cases(["qwen3_next"], ["deepseek_v3", "glm4_moe"]), indirect=True
+)
 def test_drafts_change_no_token(stages: TorchStages) -> None:
     """Greedy and sampled, at once and one behind the other, which begins with what the first said.
 
@@ -75,3 +83,48 @@ def test_drafts_change_no_token(stages: TorchStages) -> None:
         assert [tokens_of(one) for one in events] == plain
         ends = [one[-1] for one in events]
         assert all(isinstance(end, GenerationFinished) and end.timing.n_drafted for end in ends)
+
+
+@pytest.mark.parametrize("how", ["moved", "gguf"])
+def test_drafts_go_on_elsewhere_and_come_from_a_gguf(how: str, tmp_path: Path) -> None:
+    """What the layer has of a sequence is moved with it to the stages of another split."""
+    folder = make_mtp(tmp_path, "deepseek_v3")
+    oracle, source = PlainMtp(folder), folder
+    if how == "gguf":
+        raw = {"block_count": N_LAYERS + 1, "nextn_predict_layers": 1}
+        named = {name.replace("d.n", "d_n"): rows.numpy() for name, rows in oracle.own.items()}
+        extra = {f"blk.{N_LAYERS}.nextn.{name}.weight": rows for name, rows in named.items()}
+        source = write_gguf(folder / "whole", tmp_path / "model.gguf", extra=extra, **raw)
+    whole = [LayerRange(0, N_LAYERS)]
+    stages = TorchStages(source, even_split(N_LAYERS, 2), has_mtp=True)
+    tokens = random_prompt(30, 300)
+    stages.open(SamplingParams(), n_prompt=30, n_drafts=1)
+    samples = stages.step(0, tokens, 1)
+    if how == "moved":
+        new = TorchStages(source, whole, has_mtp=True)
+        target = new.computes[0].moves
+        target.begin(SequenceId(0), tokens)
+        for rank, compute in enumerate(stages.computes):
+            pull(compute.moves, target, LayerRange(rank, rank + 1 + rank), 30)
+        new.open(SamplingParams(), n_prompt=30, n_drafts=1, n_kept=30, is_restored=True)
+        stages = new
+    tokens.append(samples.token_ids[0])
+    samples = stages.step(30, tokens[30:], 1)
+    tokens.append(samples.token_ids[0])
+    assert [*samples.drafts[0].token_ids] == oracle.drafts(tokens, 1)
+
+
+@pytest.mark.parametrize("folder", ["qwen3_next"], indirect=True)
+def test_a_slot_that_the_layer_has_not_run_gets_no_drafts(stages: TorchStages) -> None:
+    """Nor is one drafted beyond what is booked for the slot."""
+    draft = stages.computes[-1]._tail._drafts  # type: ignore[union-attr]
+    stages.open(SamplingParams(), n_drafts=3, slot=5)
+    stages.step(0, [1, 2, 3], 0, slot=5)
+    assert draft is not None
+    draft.keep(SlotId(5), 2, None)
+    assert not stages.step(3, [4], 1, slot=5).drafts
+    stages.open(SamplingParams(), n_drafts=3, slot=6)
+    rows = random_prompt(254, 300)
+    assert len(stages.step(0, rows, 1, slot=6).drafts[0].token_ids) == 1
+    [drafts] = stages.step(254, [7, 8], 2, slot=6).drafts  # the block is full behind them
+    assert len(drafts.token_ids) == (1 if drafts.position == 257 else 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from shardnet.types import DType, KvDType, LayerRange, SequenceId, SlotId, block
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
 
-USUAL = [("llama", 4), ("gpt2", 2), ("gpt_oss-odd", 2), ("deepseek_v3", 2), ("qwen3_next", 4)]
+USUAL = [("llama", 4), ("gpt2", 2), ("gpt_oss-odd", 2), ("deepseek_v3", 2)]
 ALL = [(name, n_shards) for name in ("llama", "gpt2", *CASES) for n_shards in (2, 4)]
 EVEN = {"num_attention_heads": 8, "num_key_value_heads": 2}
 """Of four shards each two have the same KV head. In most other cases heads do not divide by 4."""
@@ -128,6 +129,8 @@ def test_two_sharded_stages_generate_what_whole_ones_do(tmp_path: Path) -> None:
                 for events in run(stages, *requests, at_once=at_once)
             ]
         )
+        del stages
+        gc.collect()  # a ring that has ended is a cycle; shards end with their stage
     assert texts[0] == texts[1]
     assert all(len(text) >= 4 for text in texts[0])
 

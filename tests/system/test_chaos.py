@@ -14,7 +14,9 @@ from support.chaos.rounds import Rounds
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.transport.loop import run
 
-SEEDS = range(10)
+SEEDS = (1, 3, 5, 7, 12, 43)
+HEADS = {22: False, 52: False, 86: True, 37: True}
+"""Seeds that kill or drain the head, and whether it has a deputy then."""
 N_NODES = 3
 N_STREAMS = 3
 N_TOKENS = 20
@@ -37,10 +39,11 @@ def test_no_fault_changes_a_text_or_leaves_anything_behind(tmp_path: Path) -> No
                 return_s=0.0,
             ) as rounds:
                 await rounds.record_undisturbed()
-                for seed in SEEDS:
+                for seed in (*SEEDS, *HEADS):
                     [drawn] = islice(draw_rounds(seed, N_NODES, moments=MOMENTS), 1)
                     short = shortened(drawn, longest_s=1.0, most_tokens=N_STREAMS * N_TOKENS // 2)
-                    entries.append(await rounds.run(short))
+                    assert drawn.ends_head == (seed in HEADS)
+                    entries.append(await rounds.run(short, has_deputy=HEADS.get(seed, False)))
                     print(entries[-1].row)
         finally:
             wrong = await lab.close()

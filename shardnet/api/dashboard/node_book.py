@@ -146,6 +146,8 @@ def _shown(info: NodeInfo, report: NodeReport, address: str, *, is_asked: bool) 
         temperature_c=report.temperature_c,
         host=info.host_id,
         is_asked=is_asked,
+        deputy=None if report.deputy is None else report.deputy.node,
+        deputy_of=[head.node for head in report.deputy_of],
         links=[
             ShownLink(node=view.node, rtt_ms=None if view.rtt_s is None else 1e3 * view.rtt_s)
             for view in report.peers

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from shardnet.api.dashboard.state import (
+    ShownBehind,
     ShownLeftOut,
     ShownLoad,
     ShownLoading,
@@ -112,6 +113,16 @@ class RingBook:
             stages=self._stages(plan.stages),
             left_out=[
                 ShownLeftOut(node=one.node, name=one.name, why=one.why) for one in plan.left_out
+            ],
+            rings=[
+                ShownBehind(
+                    names=one.names,
+                    why=one.why or None,
+                    n_requests=one.n_requests,
+                    n_taken_over=one.n_taken_over,
+                    predicted_tok_s=one.predicted_tok_s,
+                )
+                for one in activity.rings
             ],
         )
 

@@ -78,6 +78,8 @@ class ShownNode(msgspec.Struct, kw_only=True):
     dtype: str | None = None
     n_sequences: int | None = None
     standby: ShownStandby | None = None
+    deputy: str | None = None
+    deputy_of: list[str] = []
     parts: list[ShownPart] = []
     links: list[ShownLink] = []
 
@@ -119,6 +121,16 @@ class ShownLoad(msgspec.Struct, kw_only=True):
     room_blocks: int
 
 
+class ShownBehind(msgspec.Struct, kw_only=True):
+    """One of several rings behind a head; `why` it takes no requests now."""
+
+    names: list[str]
+    why: str | None
+    n_requests: int
+    n_taken_over: int
+    predicted_tok_s: float | None
+
+
 class ShownRing(msgspec.Struct, kw_only=True):
     """The ring."""
 
@@ -137,6 +149,7 @@ class ShownRing(msgspec.Struct, kw_only=True):
     load: ShownLoad | None
     stages: list[ShownStage]
     left_out: list[ShownLeftOut]
+    rings: list[ShownBehind] = []
 
 
 class ShownRequest(msgspec.Struct, kw_only=True):

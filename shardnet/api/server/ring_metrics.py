@@ -90,6 +90,7 @@ class RingMetrics(Collector):
             value = 0 if self._load is None else getattr(self._load, name)
             yield GaugeMetricFamily(f"shardnet_ring_{name}", text, value=value)
         yield from self._of_ring()
+        yield from self._of_rings()
         yield from self._of_links()
 
     def _of_nodes(self) -> Iterator[Metric]:
@@ -160,6 +161,26 @@ class RingMetrics(Collector):
                 value = getattr(stage, f"{name}_us") / 1e6
                 counter.add_metric([str(stage.rank), stage.name], value)
             yield counter
+
+    def _of_rings(self) -> Iterator[Metric]:
+        """Write how the rings are that are behind one head."""
+        up = GaugeMetricFamily(
+            "shardnet_rings_up", "1 for a ring behind the head that takes requests", labels=["ring"]
+        )
+        requests = GaugeMetricFamily(
+            "shardnet_rings_requests", "Requests that a ring behind the head has", labels=["ring"]
+        )
+        taken = CounterMetricFamily(
+            "shardnet_rings_taken_over",
+            "Requests that a ring took over from one that was lost",
+            labels=["ring"],
+        )
+        for ring in (ring for node in self._nodes for ring in node.report.rings):
+            name = ["+".join(ring.names)]
+            up.add_metric(name, 0 if ring.why else 1)
+            requests.add_metric(name, ring.n_requests)
+            taken.add_metric(name, ring.n_taken_over)
+        yield from (up, requests, taken)
 
     def _of_links(self) -> Iterator[Metric]:
         labels = ["node", "peer", "purpose"]

@@ -53,11 +53,6 @@ class Turns:
         self._idle_since_s = 0.0
 
     @property
-    def n_running(self) -> int:
-        """Requests that run."""
-        return len(self._running)
-
-    @property
     def is_wanted(self) -> bool:
         """Whether any request runs or waits, or is promised to come again."""
         return bool(self._running or self._waiting or self._promises)

@@ -15,6 +15,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import RawIOBase
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -148,13 +149,13 @@ def read_stored(
     file_bytes: int,
     came: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
-    """Map a stored tensor into memory: a CPU view of the file. Do not write to it.
+    """Read a stored tensor: a CPU view of the file, or with `came` a copy. Do not write to it.
 
     It has the stored shape and type; of a packed type it is [rows, bytes of a row] in uint8. The
-    pages stay mapped until the view is freed. `file_bytes` is the size that the file had when it
-    was opened. With `came` all of it is read now, and `came` is called with the bytes of each piece
-    read; if it raises, reading ends. Raises CheckpointError if the file is gone or has changed its
-    size.
+    pages of a view stay mapped until it is freed, and the process dies if the file shrinks before;
+    a copy is read now, and `came` is called with the bytes of each piece read; if it raises,
+    reading ends. `file_bytes` is the size that the file had when it was opened. Raises
+    CheckpointError if the file is gone or has changed its size.
     """
     import torch
 
@@ -166,6 +167,8 @@ def read_stored(
         with open_file(path) as file:
             if file.seek(0, 2) != file_bytes:
                 raise file_changed(path)
+            if came is not None:
+                return _shaped(tensor, kind, _read(file, path, tensor, came))
             begin = tensor.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             inside = tensor.offset - begin
             # A private mapping, since torch warns of buffers that cannot be written.
@@ -177,10 +180,30 @@ def read_stored(
             f"{path}: tensor {tensor.name} cannot be read ({error.strerror})", remedy=AGAIN
         ) from error
     raw = torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.size_bytes, offset=inside)
-    if came is not None:
-        for piece in torch.split(raw, READ_AT_A_TIME):
-            piece[:: mmap.PAGESIZE].sum()  # a byte of each page: it is read, off Python's lock
-            came(piece.numel())
+    return _shaped(tensor, kind, raw)
+
+
+def _read(
+    file: RawIOBase, path: Path, tensor: StoredTensor, came: Callable[[int], None]
+) -> torch.Tensor:
+    """Read the bytes of a tensor. Raises CheckpointError if the file has shrunk, and OSError."""
+    import torch
+
+    raw = torch.empty(tensor.size_bytes, dtype=torch.uint8)
+    file.seek(tensor.offset)
+    for piece in torch.split(raw, READ_AT_A_TIME):
+        left = piece.numpy().data
+        while left:
+            n_bytes = file.readinto(left)
+            if not n_bytes:
+                raise file_changed(path)
+            left = left[n_bytes:]
+        came(piece.numel())
+    return raw
+
+
+def _shaped(tensor: StoredTensor, kind: torch.dtype | None, raw: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor in its shape and type."""
     if kind is None:
         return raw.view(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1)
     if raw.data_ptr() % kind.itemsize:

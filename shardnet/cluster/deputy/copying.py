@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from shardnet.cluster.deputy.request_book import CopiedRequest, End, RequestBook, written
 from shardnet.cluster.peers.control_link import ControlLink
@@ -26,6 +27,9 @@ from shardnet.wire.messages.deputies import (
     TokensCopied,
 )
 from shardnet.wire.messages.generation import Generate
+
+AGAIN_S: Final = 60.0
+"""When a node that does not stand by is asked again."""
 
 Describe = Callable[[], StandBy]
 """Says what the ring is by now, in the words that its deputy is told: for one ring once."""
@@ -57,6 +61,8 @@ class Copying:
         self.deputy: Deputy | None = None
         self.appointed: NodeId | None = None
         """The last one, lost or not: it may have taken over."""
+        self._refused: dict[NodeId, float] = {}
+        """Nodes that do not stand by for this one, and until when they are not asked again."""
         self._describe: Describe | None = None
         self._rows: list[CopiedTokens] = []
         self._is_posted = False
@@ -144,6 +150,13 @@ class Copying:
         """Forget everything: another node leads."""
         self.book, self.deputy, self._describe = RequestBook(), None, None
 
+    def refused_by(self, node: NodeId, why: str) -> None:
+        """Note that a node does not stand by for this one; the next turn another one is asked."""
+        self._refused[node] = time.monotonic() + AGAIN_S
+        if self.deputy is not None and self.deputy.node == node:
+            self._log(f"{self.deputy.control.link.peer.name} does not stand by as deputy: {why}")
+            self.deputy = None
+
     def _standing_by(self) -> Deputy | None:
         """Return the deputy; one that is new is told everything. It is not noted yet."""
         if self._describe is None:
@@ -155,7 +168,8 @@ class Copying:
                 return deputy
         for place in told.nodes[1:]:
             control = self._link_of(NodeId(place.node))
-            if control is None or control.link.closed:
+            is_asked = time.monotonic() >= self._refused.get(NodeId(place.node), 0.0)
+            if control is None or control.link.closed or not is_asked:
                 continue
             new = Deputy(node=NodeId(place.node), address=place.address, control=control, told=told)
             try:

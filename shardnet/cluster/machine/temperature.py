@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Final, Protocol
 
@@ -22,6 +22,11 @@ FRESH_S: Final = 2.0
 
 _CPU_SENSORS: Final = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal", "acpitz")
 """What Linux calls the sensor of a CPU, the best first."""
+SAMPLED_S: Final = 2.0
+"""What a process took of a GPU longer ago does not count."""
+MOST_PROCESSES: Final = 256
+_NVML_NOT_FOUND: Final = 6
+"""NVML_ERROR_NOT_FOUND"""
 _NVML_GPU: Final = 0
 """NVML_TEMPERATURE_GPU"""
 
@@ -88,17 +93,48 @@ def gpu_temperature() -> float | None:
     return None
 
 
-def gpu_use() -> float | None:
+def gpu_use(ours: Collection[int]) -> float | None:
     """Read the share of the last moments in which torch's first CUDA device computed, 0 to 1.
 
-    Whoever it was that used it. None as `gpu_temperature`.
+    For other processes than `ours`. None as `gpu_temperature`, and where the device does not say
+    who uses it while several of ours may.
     """
     with contextlib.suppress(OSError, AttributeError, RuntimeError):
         nvml, device = _first_gpu()
+        samples = _process_samples(nvml, device)
+        if samples is not None:
+            taken = sum(int(one.sm) for one in samples if one.pid not in ours)
+            return min(1.0, taken / 100)
         percent = (ctypes.c_uint * 2)()  # of the processors, and of the memory
-        if nvml.nvmlDeviceGetUtilizationRates(device, ctypes.byref(percent)) == 0:
+        read = nvml.nvmlDeviceGetUtilizationRates
+        if len(ours) <= 1 and read(device, ctypes.byref(percent)) == 0:
             return min(1.0, percent[0] / 100)
     return None
+
+
+class _ProcessSample(ctypes.Structure):
+    """What one process took of the device, in percent, at a moment in microseconds."""
+
+    _fields_ = [
+        ("pid", ctypes.c_uint),
+        ("at_us", ctypes.c_ulonglong),
+        *((name, ctypes.c_uint) for name in ("sm", "memory", "encoder", "decoder")),
+    ]
+
+
+def _process_samples(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> Sequence[_ProcessSample] | None:
+    """Return what each process took lately, None where the device does not tell them apart.
+
+    In a container the library names processes by ids of the machine, which ours are not.
+    """
+    since = ctypes.c_ulonglong(int((time.time() - SAMPLED_S) * 1e6))
+    samples = (_ProcessSample * MOST_PROCESSES)()
+    count = ctypes.c_uint(MOST_PROCESSES)
+    code = nvml.nvmlDeviceGetProcessUtilization(device, samples, ctypes.byref(count), since)
+    if code == _NVML_NOT_FOUND:  # nobody used it
+        return []
+    found = samples[: count.value] if code == 0 else None
+    return found if found is None or all(psutil.pid_exists(one.pid) for one in found) else None
 
 
 def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_void_p]:

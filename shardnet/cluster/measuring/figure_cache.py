@@ -5,6 +5,7 @@ Knows what a figure depends on, and which files are valid. Must not know how any
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -130,6 +131,7 @@ class FigureCache:
         self._log = log
         self._now_s = now_s
         self._known: dict[FigureKey, Figure] = {}
+        self._gathers: dict[tuple[FigureKey, int], float] = {}
         self._has_logged = False
 
     def get(self, key: FigureKey) -> Figure | None:
@@ -160,6 +162,30 @@ class FigureCache:
             if not self._has_logged:
                 self._log(f"figures are not kept in {self._folder}: {error}")
             self._has_logged = True
+
+    def gather_s(self, key: FigureKey, n_shards: int) -> float | None:
+        """Return what it takes so many devices, each like that of `key`, to join parts; None if
+        that was not measured.
+        """
+        try:
+            took_s = float(json.loads(read_own(self._gather_path(key, n_shards)))["gather_s"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return self._gathers.get((key, n_shards))
+        return took_s if 0 < took_s < 1 else None
+
+    def put_gather(self, key: FigureKey, n_shards: int, gather_s: float) -> None:
+        """Cache what it takes to join parts, in memory alone if the disk fails."""
+        self._gathers[key, n_shards] = gather_s
+        with contextlib.suppress(OSError):
+            write_whole(
+                self._gather_path(key, n_shards), json.dumps({"gather_s": gather_s}).encode()
+            )
+
+    def _gather_path(self, key: FigureKey, n_shards: int) -> Path:
+        """Return the file of a gather: the model and its dtypes do not matter."""
+        machine = [key.device, key.isa, key.threads, key.cores, key.version, key.host, n_shards]
+        name = hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:24]
+        return self._folder / f"gather-{name}.json"
 
 
 def _read(path: Path, key: FigureKey) -> Figure | None:

@@ -25,7 +25,13 @@ from shardnet.cluster.member.order_checks import check_threads
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import StageOrders
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import BusyError, ConfigurationError, DiskSilentError, UsageError
+from shardnet.errors import (
+    BusyError,
+    ConfigurationError,
+    DiskSilentError,
+    LostShardError,
+    UsageError,
+)
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.loading.loading import check_layers, set_compute_threads
@@ -63,7 +69,6 @@ class NodeBenchmark:
         self._disk_jobs = disk
         self._cache = cache
         self._disks: dict[int, float | None] = {}
-        self._gathered_s: float | None = None
 
     async def measure(
         self, message: MeasureStage, asker: str, on_progress: Callable[[int, int], None]
@@ -88,7 +93,7 @@ class NodeBenchmark:
         answer = self._answer(message, figures[0], disk)
         if len(figures) == 1:
             return answer
-        gather_s = await self._gather_s(message)
+        gather_s = await self._gather_s(message, asker)
         return structs.replace(answer, devices=self._told(figures), gather_s=gather_s)
 
     async def _figure(
@@ -149,17 +154,21 @@ class NodeBenchmark:
             )
         ]
 
-    async def _gather_s(self, message: MeasureStage) -> float | None:
+    async def _gather_s(self, message: MeasureStage, asker: str) -> float | None:
         """Return what it takes all devices to join the parts of a row; None where they cannot."""
         devices = self._orders.devices
         if any(device.kind != "cpu" or device.isa == kernels.NONE for device in devices):
             return None
-        if self._gathered_s is None or message.again:
-            try:
-                self._gathered_s = await self._host.measure_together(measure_gather)
-            except (ConfigurationError, BusyError):
-                return None
-        return self._gathered_s
+        key = self._subject(message, asker)[-1]
+        known_s = self._cache.gather_s(key, len(devices))
+        if known_s is not None and not message.again:
+            return known_s
+        try:
+            gather_s = rounded(await self._host.measure_together(measure_gather))
+        except (ConfigurationError, LostShardError, BusyError):
+            return known_s
+        self._cache.put_gather(key, len(devices), gather_s)
+        return gather_s
 
     async def _is_better_now(self, known: Figure) -> bool:
         """Say whether a figure of a busy machine can be replaced: nobody computes any more."""
@@ -202,10 +211,12 @@ class NodeBenchmark:
             if figure is None:
                 raise UsageError("this node is not measured yet", remedy="run `shardnet plan`")
             figures.append(figure)
+        key = self._subject(message, "this node")[-1]
+        gather_s = self._cache.gather_s(key, len(figures))
         answer = self._answer(message, figures[0], None)
         if len(figures) == 1:
             return answer
-        return structs.replace(answer, devices=self._told(figures), gather_s=self._gathered_s)
+        return structs.replace(answer, devices=self._told(figures), gather_s=gather_s)
 
     def _subject(
         self, message: MeasureStage | StageObserved, asker: str, place: int = 0

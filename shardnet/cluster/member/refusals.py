@@ -21,19 +21,27 @@ class Refusals:
     rests: str = ""
     """Why this node takes no stages now, "" while it does."""
     is_closing: bool = False
-    _superseded: dict[str, int] = field(default_factory=dict)
-    """Former heads, and the epochs of the rings that took the place of theirs."""
+    _superseded: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Former heads, with the epochs and heads of the rings that took the place of theirs."""
 
-    def supersede(self, former: str, epoch: int) -> None:
-        """Note that a ring of this epoch took the place of those of a former head."""
+    def supersede(self, former: str, epoch: int, owner: str) -> None:
+        """Note that a ring of `owner`, of this epoch, took the place of those of a former head."""
         self._superseded.pop(former, None)
-        self._superseded[former] = epoch
+        self._superseded[former] = epoch, owner
         if len(self._superseded) > MAX_SUPERSEDED:
             del self._superseded[next(iter(self._superseded))]
 
+    def head_lost(self, owner: str) -> None:
+        """Note that a head is lost: whoever it took the place of may lead again.
+
+        It may not have said so to them, and nobody else will.
+        """
+        kept = {node: by for node, by in self._superseded.items() if by[1] != owner}
+        self._superseded = kept
+
     def check_not_superseded(self, owner: str, epoch: int) -> None:
         """Raise SupersededError for an order of a head from before another took its place."""
-        if epoch < self._superseded.get(owner, 0):
+        if epoch < self._superseded.get(owner, (0, ""))[0]:
             raise SupersededError(
                 "another node leads this ring since its head was lost", remedy="ask again"
             )

@@ -150,7 +150,7 @@ class StageHost:
             refuse_others(self.membership, owner)
             self.refusals.check_not_superseded(owner, message.epoch)
             if message.instead_of:
-                self.refusals.supersede(message.instead_of, message.epoch)
+                self.refusals.supersede(message.instead_of, message.epoch, owner)
             if self.membership is not None and self.membership.ring != message.ring:
                 self.membership.revoke(PeerFailedError(f"the node joined ring {message.ring}"))
             await self._leave()

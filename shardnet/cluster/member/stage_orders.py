@@ -167,6 +167,8 @@ class StageOrders:
         def entered() -> None:
             self._stop_watching()
             self._stop_watching = self._watch(control, lambda _: self._host.head_lost(message.ring))
+            if message.instead_of:  # also when this node is in another ring by then
+                self._watch(control, lambda _: self._host.refusals.head_lost(owner))
 
         owner = control.link.peer.node
         if message.stands_for:

@@ -342,6 +342,7 @@ def build_services(
         stage_state=stage.host.state,
         n_requests=lambda: head.n_requests,
         ring_work=lambda: head.work,
+        rings=lambda: router.rings,
         traffic=links.traffic,
         cluster=settings.cluster,
         advertisement=links.advertisement,
@@ -355,6 +356,7 @@ def build_services(
         resolve=lists.resolve,
         temperature=Thermometer(settings.budget.device.kind).read,
         pressure=lambda: pressure.state(),
+        deputies=lambda: (stand_in.deputy, stand_in.deputy_of),
     )
     unused = UnusedModels(
         router=router,
@@ -453,8 +455,8 @@ def _owner_look(settings: NodeSettings, head: Head, host: StageHost) -> Callable
         return [os.getpid()]
 
     def gpu() -> float | None:
-        """Return its use by others: that of all while nothing is computed here."""
-        return None if head.is_in_use or host.is_busy else gpu_use()
+        """Return its use by others, where nothing is computed here."""
+        return None if head.is_in_use or host.is_busy else gpu_use(own_processes())
 
     has_gpu = any(device.kind == "cuda" for device in settings.budget.devices)
     return OwnerUse(own_processes, gpu if has_gpu else lambda: None).look

@@ -43,6 +43,7 @@ from shardnet.wire.messages.diagnostics import (
     MAX_TELLERS,
     MAX_VIEWS,
     AddressView,
+    DeputyState,
     InterfaceAddress,
     LinkTraffic,
     MulticastHeard,
@@ -51,6 +52,7 @@ from shardnet.wire.messages.diagnostics import (
     PeerView,
     PressureState,
     RecordSeen,
+    RingBehind,
     RingWork,
     StageState,
 )
@@ -82,7 +84,9 @@ class NodeReporter:
     `disk` a folder on the disk where weights are kept. `bandwidth` gives the bytes per second to a
     linked node, None where they are not known. `resolve` finds the name that a part of one means,
     `temperature` returns the device's in degrees Celsius without waiting, None if unknown.
-    `ring_work` gives what the ring has done that this node leads, `pressure` how short memory is.
+    `ring_work` gives what the ring has done that this node leads, `pressure` how short memory is,
+    `deputies` the deputy of this node and the heads that it is the deputy of, `rings`
+    those behind this head.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class NodeReporter:
         stage_state: Callable[[], StageState | None],
         n_requests: Callable[[], int],
         ring_work: Callable[[], RingWork | None],
+        rings: Callable[[], list[RingBehind]],
         traffic: Traffic,
         cluster: str | None,
         advertisement: Advertisement,
@@ -105,11 +110,13 @@ class NodeReporter:
         resolve: Callable[[str], Awaitable[str]],
         temperature: Callable[[], float | None],
         pressure: Callable[[], PressureState | None],
+        deputies: Callable[[], tuple[DeputyState | None, list[DeputyState]]],
     ) -> None:
         self._own_info = own_info
         self._stage_state = stage_state
         self._n_requests = n_requests
         self._ring_work = ring_work
+        self._rings = rings
         self._traffic = traffic
         self._cluster = cluster
         self._advertisement = advertisement
@@ -123,6 +130,7 @@ class NodeReporter:
         self._resolve = resolve
         self._temperature = temperature
         self._pressure = pressure
+        self._deputies = deputies
         self._probe_slots = asyncio.Semaphore(PROBES_AT_ONCE)
 
     def register(self, handlers: MessageHandlers) -> None:
@@ -204,7 +212,7 @@ class NodeReporter:
         views, model = await asyncio.gather(
             self._views(message.probe), self._look_for(message.model)
         )
-        now = time.monotonic()
+        now, (deputy, deputy_of) = time.monotonic(), self._deputies()
         report = NodeReport(
             cluster=self._cluster or "",
             protocol=PROTOCOL_VERSION,
@@ -225,7 +233,10 @@ class NodeReporter:
             model_config=model.config,
             temperature_c=self._temperature(),
             ring=self._ring_work(),
+            rings=self._rings(),
             pressure=self._pressure(),
+            deputy=deputy,
+            deputy_of=deputy_of,
             links=[_traffic(counts) for counts in self._traffic.counts()],
             sent_at=time.time(),
         )

@@ -29,13 +29,12 @@ from shardnet.wire.messages.activity import (
     RecoverySeen,
     RequestSeen,
     RingActivity,
-    RingBehind,
     RingOpening,
     StageProgress,
     StepSeen,
 )
 from shardnet.wire.messages.control import Done, Redirect
-from shardnet.wire.messages.diagnostics import RingLoad
+from shardnet.wire.messages.diagnostics import RingBehind, RingLoad
 from shardnet.wire.messages.handshake import explanation
 
 

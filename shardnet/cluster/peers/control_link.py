@@ -40,6 +40,7 @@ from shardnet.wire.messages.deputies import (
     RequestCopied,
     Resume,
     StandBy,
+    StandByRefused,
     TakenOver,
     TakeOver,
     TokensCopied,
@@ -116,7 +117,9 @@ ControlRequest = (
     | Unload
     | DescribeTokenizer
 )
-Notice = RingBroken | PeersKnown | StandBy | RequestCopied | TokensCopied | TakenOver
+Notice = (
+    RingBroken | PeersKnown | StandBy | StandByRefused | RequestCopied | TokensCopied | TakenOver
+)
 Incoming = ControlRequest | Notice
 Answer = TypeVar("Answer", bound=ControlMessage)
 Handler = Callable[["ControlLink", Incoming], Coroutine[None, None, None]]

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
-from types import MappingProxyType
 
 from msgspec import structs
 
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
-from shardnet.cluster.placement.devices import as_one, first_device, place_over_devices
+from shardnet.cluster.placement.devices import first_device, place_over_devices
 from shardnet.cluster.placement.figures import (
     CandidateNode,
     Exclusion,
-    HeldModel,
     Links,
     ModelShape,
     Objective,
@@ -29,32 +27,32 @@ from shardnet.cluster.placement.rings import Division, divide
 from shardnet.cluster.placement.room import fits_somehow
 from shardnet.cluster.placement.spans import grouped, place_span, weigh_spans
 from shardnet.cluster.placement.words import LISTED
-from shardnet.cluster.planning.model_shape import UNQUANTIZED, QuantizationChoice, model_shape
-from shardnet.cluster.planning.node_devices import node_devices
+from shardnet.cluster.planning.candidates import (
+    NO_HOLDINGS,
+    Holdings,
+    Shapes,
+    candidates_of,
+    fetching,
+    forms_of,
+    holders_of,
+)
+from shardnet.cluster.planning.model_shape import UNQUANTIZED, QuantizationChoice
 from shardnet.cluster.planning.plan import Plan, silent_words
 from shardnet.cluster.planning.ring_dtypes import (
     NodeForm,
     narrow_hops,
-    node_ariths,
-    node_form,
     settle_arith,
     settle_dtype,
     settle_wires,
 )
-from shardnet.cluster.sharing.replica_sources import ReplicaSource
 from shardnet.errors import PlanError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.loading.model_facts import ModelFacts
-from shardnet.stage.estimate.memory_estimate import graph_bytes
-from shardnet.stage.estimate.stored_dtype import check_streamable, is_streamable
+from shardnet.stage.estimate.stored_dtype import check_streamable
 from shardnet.types import Arith, DType, KvDType, LayerRange, NodeId, WireDType, parse_wires
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice
-
-Holdings = Mapping[NodeId, ReplicaSource]
-"""What nodes have of a model."""
-NO_HOLDINGS: Holdings = MappingProxyType({})
 
 
 def make_plan(
@@ -87,8 +85,8 @@ def make_plan(
     quantization = QuantizationChoice(
         weights=Quantization.named(choice.quant), kv_dtype=KvDType(choice.kv_dtype)
     )
-    forms = _forms(facts, nodes, dtype, choice.arith, arith)
-    shapes = _Shapes(
+    forms = forms_of(facts, nodes, dtype, choice.arith, arith)
+    shapes = Shapes(
         facts=facts,
         context=context,
         wire=wires.every or WireDType.own(dtype),
@@ -106,8 +104,8 @@ def make_plan(
     disks = {told.node: told.disk_bytes_per_s for told in measured.reports}
     shape = shapes.of(forms[NodeId(nodes[0].node)])
     candidates = [
-        _fetching(candidate, facts, holdings, measured.links)
-        for candidate in _candidates(
+        fetching(candidate, facts, holdings, measured.links)
+        for candidate in candidates_of(
             facts,
             dtype,
             quantization.weights,
@@ -156,7 +154,7 @@ def make_plan(
         objective=objective,
         chunk_s=_chunk_s(placement, shape, measured, disks),
         silent=tuple(silent),
-        holders=tuple(source.node for source in _holders(facts, holdings)),
+        holders=tuple(source.node for source in holders_of(facts, holdings)),
         spans=spans if any(spans) else (),
         gather_dtype=wires.gather,
     )
@@ -169,7 +167,7 @@ def _may_divide(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> bool:
     """Say whether several rings may do what is asked for: nothing fixes one, and others reach all
     nodes.
     """
-    is_fixed = choice.nodes or choice.layers or choice.stream_layers
+    is_fixed = choice.nodes or choice.layers or choice.stream_layers or choice.nodes_per_stage > 1
     return not is_fixed and all(node.address for node in nodes)
 
 
@@ -256,132 +254,17 @@ def fits(facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
     """
     dtype = settle_dtype("auto", facts.config, nodes)
     arith = settle_arith("auto", nodes)
-    shapes = _Shapes(
+    shapes = Shapes(
         facts=facts,
         context=facts.config.default_context,
         wire=WireDType.own(dtype),
         quantization=UNQUANTIZED,
         narrow_hops={},
     )
-    forms = _forms(facts, nodes, dtype, "auto", arith)
-    candidates = _candidates(facts, dtype, None, nodes, NOTHING_MEASURED, {}, shapes, forms)
+    forms = forms_of(facts, nodes, dtype, "auto", arith)
+    candidates = candidates_of(facts, dtype, None, nodes, NOTHING_MEASURED, {}, shapes, forms)
     shape = shapes.of(NodeForm(dtype=dtype, linear=dtype, arithmetic="", by_library=False))
     return fits_somehow([candidate.held(shape) for candidate in candidates])
-
-
-def _forms(
-    facts: ModelFacts,
-    nodes: Sequence[NodeInfo],
-    dtype: DType,
-    requested: str,
-    arith: Arith,
-) -> dict[NodeId, NodeForm]:
-    """Tell in which form each node holds the model in a ring of `dtype` and `arith`."""
-    ariths, linear = node_ariths(requested, arith, nodes), facts.linear_dtype
-    return {
-        (node := NodeId(info.node)): node_form(info, dtype, ariths[node], facts.config, linear)
-        for info in nodes
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shapes:
-    """The sizes of a model in each form in which nodes hold it, each computed once."""
-
-    facts: ModelFacts
-    context: int
-    wire: WireDType
-    gather: WireDType | None = None
-    quantization: QuantizationChoice
-    narrow_hops: Mapping[tuple[NodeId, NodeId], int]
-    _known: dict[tuple[DType, DType], ModelShape] = field(default_factory=dict)
-
-    def of(self, form: NodeForm) -> ModelShape:
-        """Return the sizes on a node that holds the model so."""
-        dtypes = (form.dtype, form.linear)
-        if dtypes not in self._known:
-            self._known[dtypes] = self._made(form)
-        return self._known[dtypes]
-
-    def _made(self, form: NodeForm) -> ModelShape:
-        facts = self.facts
-        shape = model_shape(
-            facts.config,
-            form.dtype,
-            self.context,
-            self.wire,
-            self.quantization,
-            form.linear,
-            facts.packed,
-            self.gather,
-        )
-        is_quantised = self.quantization.weights is not None
-        streams = is_quantised or is_streamable(facts.stored_dtype, facts.packed, form.linear)
-        streaming = shape.streaming if streams else None
-        return replace(shape, streaming=streaming, narrow_hops=self.narrow_hops)
-
-
-def _candidates(
-    facts: ModelFacts,
-    dtype: DType,
-    quantization: Quantization | None,
-    nodes: Sequence[NodeInfo],
-    measured: Measured,
-    disks: Mapping[str, float | None],
-    shapes: _Shapes,
-    forms: Mapping[NodeId, NodeForm],
-    arith: Arith = Arith.FAST,
-    objective: Objective = Objective.LATENCY,
-) -> list[CandidateNode]:
-    """Describe the nodes to the planner. A GPU keeps memory for CUDA graphs."""
-    graphs_bytes = graph_bytes(
-        facts.config, dtype, quantization, is_packed=facts.packed is not None
-    )
-
-    def held(node: NodeInfo) -> HeldModel:
-        memory_bytes = max(0, node.memory_bytes - graphs_bytes * node.device.startswith("cuda"))
-        form = forms[NodeId(node.node)]
-        if node.dtypes != by_node[node.node].dtypes:  # a device that is not the node's first
-            form = node_form(node, dtype, arith, facts.config, facts.linear_dtype)
-        return HeldModel(shape=shapes.of(form), memory_bytes=memory_bytes)
-
-    by_node = {node.node: node for node in nodes}
-    found = []
-    for node in nodes:
-        devices = node_devices(node, facts.config, measured, held)
-        one = CandidateNode(
-            node=NodeId(node.node),
-            name=node.name,
-            memory_bytes=held(node).memory_bytes,
-            speed=measured.speeds.get(NodeId(node.node)),
-            disk_bytes_per_s=disks.get(node.node),
-            shape=shapes.of(forms[NodeId(node.node)]),
-            devices=devices,
-        )
-        if devices is not None:
-            one = as_one(one, devices, None, facts.config.n_layers, objective)
-        found.append(one)
-    return found
-
-
-def _fetching(
-    candidate: CandidateNode, facts: ModelFacts, holdings: Holdings, links: Links
-) -> CandidateNode:
-    """Add what a node lacks of the model, and the best measured rate from a node that has it."""
-    own = holdings.get(candidate.node)
-    lacking = () if own is None else own.lacking_bytes(facts.model_id, facts.layers.size_bytes)
-    if not any(lacking):
-        return candidate
-    ways = [(source.node, candidate.node) for source in _holders(facts, holdings)]
-    measured = [links.get(way) or links.get(way[::-1]) for way in ways]
-    rates = [link.bytes_per_s for link in measured if link is not None]
-    return replace(candidate, lacking=lacking, fetch_bytes_per_s=max(rates, default=None))
-
-
-def _holders(facts: ModelFacts, holdings: Holdings) -> list[ReplicaSource]:
-    """Return the nodes with the whole model, else those with parts of it."""
-    having = [source for source in holdings.values() if source.model_id == facts.model_id]
-    return [source for source in having if source.is_complete] or having
 
 
 def _placed(

@@ -198,6 +198,17 @@ class Plan:
         borders = zip((stage.layers.start for stage in stages), self.wires, strict=True)
         return {border: wire for border, wire in borders if wire is not own}
 
+    @property
+    def rounded_parts(self) -> dict[int, tuple[WireDType, int]]:
+        """Layers whose parts are rounded on their way, with their dtype and number of nodes."""
+        at = zip(self.placement.stages, self.gathers, self.forms, strict=True)
+        return {
+            layer: (wire, 1 + len(stage.shards))
+            for stage, wire, form in at
+            if wire is not None and wire is not WireDType.own(form.dtype)
+            for layer in stage.layers
+        }
+
     def disproved_by(self, alone_s: Sequence[float], timing: Timing) -> list[StageRun]:
         """List the stages of which a generation says otherwise than the plan.
 

@@ -22,7 +22,8 @@ from shardnet.cluster.download.pulling import pull_beside
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured, OnMeasured, StageRun
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
-from shardnet.cluster.planning.placing import Holdings, make_plan, plan_again
+from shardnet.cluster.planning.candidates import Holdings
+from shardnet.cluster.planning.placing import make_plan, plan_again
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.ring_dtypes import node_ariths, settle_arith, settle_dtype
 from shardnet.cluster.sharing.sharing import Sharing

@@ -41,6 +41,7 @@ class _Key(Strict, frozen=True, kw_only=True):
     model_id: str
     borders: tuple[tuple[int, str], ...]
     dtype: str
+    gathers: tuple[tuple[int, str, int], ...] = ()
 
 
 class _Cached(Strict, frozen=True, kw_only=True):
@@ -74,9 +75,9 @@ class WireLoss:
         wires = plan.wires or (parse_wires(plan.choice.wire_dtype).every or own,)
         saves_ms: float | None = 0.0
         why, error = "", None
-        if not plan.wires:
+        if not plan.wires and not plan.rounded_parts:
             why = "the plan has one stage, so nothing crosses a wire"
-        elif not plan.narrowed:
+        elif not plan.narrowed and not plan.rounded_parts:
             slow = " and no link is slow" if parse_wires(plan.choice.wire_dtype).slow else ""
             why = f"the ring's hidden states are {own.value}{slow}, so nothing is rounded"
         else:
@@ -134,13 +135,16 @@ class WireLoss:
             model_id=plan.facts.model_id,
             borders=tuple((layer, wire.value) for layer, wire in plan.narrowed.items()),
             dtype=plan.dtype.value,
+            gathers=tuple((n, wire.value, size) for n, (wire, size) in plan.rounded_parts.items()),
         )
         path = self._folder / f"{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:32]}.json"
         kept = _read(path, key)
         if kept is not None:
             return kept
         set_compute_threads(threads)
-        measured = measure_wire_loss(plan.facts, plan.dtype, plan.narrowed, reporter.report)
+        measured = measure_wire_loss(
+            plan.facts, plan.dtype, plan.narrowed, reporter.report, plan.rounded_parts
+        )
         error = WireError(**asdict(measured))
         try:
             write_whole(path, msgspec.json.encode(_Cached(key=key, error=error)))

@@ -41,10 +41,12 @@ from shardnet.wire.messages.deputies import (
     RequestCopied,
     Resume,
     StandBy,
+    StandByRefused,
     TakenOver,
     TakeOver,
     TokensCopied,
 )
+from shardnet.wire.messages.diagnostics import DeputyState
 from shardnet.wire.messages.generation import StateChanged
 
 EPOCHS: Final = 1 << 16
@@ -116,12 +118,30 @@ class StandIn:
     def register(self, handlers: MessageHandlers) -> None:
         """Register what heads tell their deputies, and what is asked of either."""
         handlers.register(StandBy, self._stand_by)
+        handlers.register(StandByRefused, self._refused)
         handlers.register(RequestCopied, self._request_copied)
         handlers.register(TokensCopied, self._tokens_copied)
         handlers.register(TakeOver, self._take_over_for)
         handlers.register(TakenOver, self._taken_over)
         handlers.register(FindNode, self._find_node)
         handlers.register(Resume, self._resume)
+
+    @property
+    def deputy(self) -> DeputyState | None:
+        """The node that goes on with what this one leads, None without one."""
+        deputy = self._copying.deputy
+        if deputy is None or self._head.latest is None:
+            return None
+        n_requests = len(self._copying.book.running)
+        return DeputyState(node=deputy.control.link.peer.name, n_requests=n_requests)
+
+    @property
+    def deputy_of(self) -> list[DeputyState]:
+        """The heads in whose place this node goes on."""
+        return [
+            DeputyState(node=duty.name, n_requests=len(duty.book.running))
+            for duty in self._duties.values()
+        ]
 
     def stop_copying(self) -> None:
         """Copy nothing more: this node ends; see Copying.stop."""
@@ -146,6 +166,8 @@ class StandIn:
         head = NodeId(control.link.peer.node)
         duty = self._duties.get(head)
         if duty is None and len(self._duties) >= MAX_DUTIES:
+            why = f"it stands by for {MAX_DUTIES} heads already"
+            control.send(StandByRefused(why=why))
             return
         if duty is None or duty.control is not control:  # over a new link all is copied again
             if duty is not None:
@@ -155,6 +177,10 @@ class StandIn:
             self._duties[head] = duty
             duty.stop_watching = self._links.watch(control, partial(self._head_lost, duty))
         duty.told = message
+
+    async def _refused(self, control: ControlLink, message: StandByRefused) -> None:
+        """Have another node stand by for this one."""
+        self._copying.refused_by(NodeId(control.link.peer.node), message.why)
 
     async def _request_copied(self, control: ControlLink, message: RequestCopied) -> None:
         duty = self._duties.get(NodeId(control.link.peer.node))

@@ -152,7 +152,7 @@ class Standbys:
         computed = lead.ring.engine.computed()
         await asyncio.gather(*(self._keep(ready, computed) for ready in self._ready))
         self._took_s = time.monotonic() - began_s
-        if self._ready and all(ready.is_loaded for ready in self._ready):
+        if self._ready and all(ready.is_loaded and not ready.refused for ready in self._ready):
             self.is_ready.set()
 
     async def _choose(self, lead: Lead) -> None:

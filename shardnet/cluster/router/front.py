@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
+from typing import Final
 
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.supervision import SupervisedJobs
@@ -17,6 +18,9 @@ from shardnet.cluster.router.choosing import choose
 from shardnet.cluster.router.kept_ring import KeptRing, OnProgress
 from shardnet.errors import PeerFailedError, ShardnetError
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
+
+GRACE_S: Final = 10.0
+"""How long requests wait for the other rings when the first one is there."""
 
 Reach = Callable[[Plan], Awaitable[ControlLink]]
 """Gives the control link to the head of a ring with this plan."""
@@ -48,6 +52,8 @@ class Front:
         self._listeners: set[OnProgress] = set()
         self._n_users = 0
         self._used_at_s = time.monotonic()
+        self._open_at_s: float | None = None
+        """When requests begin in any case, by the loop's clock; None before the first ring."""
         self._keeping = [
             jobs.begin(partial(ring.keep, partial(self._progressed, ring)), "a ring behind a head")
             for ring in self.rings
@@ -85,6 +91,8 @@ class Front:
             and choice.stream_layers in (0, "auto")
             and choice.context in (0, plan.context)
             and choice.dtype in ("auto", plan.dtype.value)
+            and choice.nodes_per_stage in (0, had.nodes_per_stage)
+            and (had.mtp or not choice.mtp)
             and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)
             and choice.wire_dtype == had.wire_dtype
             and choice.arith in ("auto", plan.arith.value)
@@ -94,11 +102,18 @@ class Front:
         )
 
     async def opened(self, on_progress: OnProgress) -> None:
-        """Wait until each ring was whole once, or cannot be built now."""
+        """Wait until each ring was whole once, or cannot be built now.
+
+        When the first is whole the others have GRACE_S: they may have to fetch their weights.
+        """
         self._listeners.add(on_progress)
         try:
-            while any(ring.is_hopeful and not ring.n_times for ring in self.rings):
-                await self._change.wait()
+            async with asyncio.timeout_at(self._open_at_s) as patience:
+                while any(ring.is_hopeful and not ring.n_times for ring in self.rings):
+                    await self._change.wait()
+                    patience.reschedule(self._open_at_s)
+        except TimeoutError:
+            pass
         finally:
             self._listeners.discard(on_progress)
 
@@ -140,6 +155,8 @@ class Front:
 
     def _changed(self, _: KeptRing) -> None:
         """Have requests of rings that take none go on where they can."""
+        if self._open_at_s is None and any(ring.is_whole for ring in self.rings):
+            self._open_at_s = asyncio.get_running_loop().time() + GRACE_S
         for ring in self.rings:
             if not ring.is_whole and self.others_than(ring):
                 ring.give_up(ring.error)

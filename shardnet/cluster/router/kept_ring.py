@@ -24,9 +24,9 @@ from shardnet.errors import (
     ShardnetError,
 )
 from shardnet.transport.deadline import deadline
-from shardnet.wire.messages.activity import KeepRing, RingBehind, RingKept
+from shardnet.wire.messages.activity import KeepRing, RingKept
 from shardnet.wire.messages.control import ControlMessage, Failed, Redirect, reported_error
-from shardnet.wire.messages.diagnostics import RingLoad
+from shardnet.wire.messages.diagnostics import RingBehind, RingLoad
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.plans import NodeProgress, PlanReply

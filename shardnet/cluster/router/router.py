@@ -40,10 +40,11 @@ from shardnet.runtime.engine.requests import MadeToken
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.framing.schema import MAX_STAGES
-from shardnet.wire.messages.activity import KeepRing, RingBehind
+from shardnet.wire.messages.activity import KeepRing
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
 from shardnet.wire.messages.deputies import RingNode, StandBy
+from shardnet.wire.messages.diagnostics import RingBehind
 from shardnet.wire.messages.generation import Generate, Unload
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 from shardnet.wire.messages.tokens import Detokenize, Tokenize, Tokenized
@@ -299,7 +300,7 @@ class Router:
 
     def _may_divide(self, choice: ModelChoice) -> bool:
         """Say whether several rings may be opened: for many sequences, and where there is none."""
-        if choice.optimise != Objective.THROUGHPUT.value or choice.layers or choice.stream_layers:
+        if choice.optimise != Objective.THROUGHPUT.value:
             return False
         lead = self._head.latest
         stands = lead is not None and lead.stands and lead.suits(choice)

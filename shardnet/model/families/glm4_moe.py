@@ -69,6 +69,7 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata. What no key says, the tensors do."""
+    fields.require("expert_gating_func", 2)  # sigmoid
     return (
         read_gguf_decoder(fields, tensors, factors)
         | deepseek_v2.read_gguf_experts(fields)

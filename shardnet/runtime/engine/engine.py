@@ -89,11 +89,6 @@ class Engine:
         self._on_replayed: Callable[[], None] = lambda: None
 
     @property
-    def is_suspended(self) -> bool:
-        """Whether its ring is gone and no other one has come."""
-        return self._is_suspended
-
-    @property
     def n_active(self) -> int:
         """Requests that wait or run."""
         return self._scheduler.n_active

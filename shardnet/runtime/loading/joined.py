@@ -152,11 +152,14 @@ def load_by_device(
             sizes[:] = done, total
             progress(before + done, before + total)
 
+        places = [device.place for device in part.shards] or [part.place]
+        room_bytes = len(places) * min(left_bytes[place] for place in places)  # shares are equal
         with on_cores(part.cores):  # what a thread touches first lies in the memory of its core
             own = kept_at.pop(part.place, None)
-            stages.append(load_part(part, left_bytes[part.place], told, own))
+            stages.append(load_part(part, room_bytes, told, own))
             del own
-        left_bytes[part.place] -= stages[-1].weight_bytes
+        for place in places:
+            left_bytes[place] -= stages[-1].weight_bytes // len(places)
         done_bytes += sizes[1]
     return join(order, stages) if order.parts else stages[0]
 

@@ -162,8 +162,14 @@ def _load_with_torch(
 
     order, group = job.order, None
     if order.n_nodes > 1:
+        if order.shards or order.parts:
+            raise UsageError(
+                "a stage that spans several nodes has one device of each",
+                remedy="name one --device on these nodes, or use --nodes-per-stage 1",
+            )
         group = LinkGroup(order.shard, order.n_nodes, order.gather_dtype)
-        packs, prefixes, had = (None, ()), None, None  # of whole stages
+        prefixes = had = None  # these, and packed weights, are of whole stages
+        packs = (None, packs[1])
     model, room_blocks = _load_model(job, packs, had, group)
     release_freed_memory()  # quantising leaves some behind
     make_compute = StreamingCompute if model.streams else TorchCompute

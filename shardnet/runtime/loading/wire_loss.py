@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from shardnet.checkpoint.checkpoint import Checkpoint
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardnet.model.kernels.linear import KernelChoice
+    from shardnet.model.shards.group import ShardGroup
     from shardnet.stage.stage_model import StageModel
 
 N_ROWS = 64
@@ -71,11 +73,13 @@ def measure_wire_loss(
     dtype: DType,
     borders: Mapping[int, WireDType],
     progress: Progress,
+    gathers: Mapping[int, tuple[WireDType, int]] = MappingProxyType({}),
 ) -> LogitDifference:
     """Compare the model in `dtype` with itself when rows are rounded before the layers `borders`.
 
-    Each has the dtype of its wire. Takes the memory of one layer, or of the embedding or LM head
-    with one, and reads the whole checkpoint once.
+    Each has the dtype of its wire. In each of the layers `gathers` parts are rounded, too, as they
+    travel in a dtype between so many nodes. Takes the memory of one layer, or of the embedding or
+    LM head with one, twice where parts are rounded, and reads the whole checkpoint as often.
 
     Raises CheckpointError when the checkpoint is not here or not that of `facts`, NumericalError
     for logits that are not finite or activations that do not fit the wire, and what `progress`
@@ -93,7 +97,7 @@ def measure_wire_loss(
             )
         choice = probe(torch.device("cpu"), dtype, checkpoint.config.checkpoint_dtype)
         rows = _rows(facts.path, checkpoint.config)
-        exact, rounded = _both(checkpoint, choice, rows, borders, progress)
+        exact, rounded = _both(checkpoint, choice, rows, borders, gathers, progress)
         return compare_logits(exact, rounded)
 
 
@@ -151,12 +155,14 @@ def _both(
     choice: KernelChoice,
     rows: list[int],
     borders: Mapping[int, WireDType],
+    gathers: Mapping[int, tuple[WireDType, int]],
     progress: Progress,
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits [R, V], exact and with rounding at the borders."""
+    """Return the logits [R, V], exact and with rounding at the borders and of parts."""
     from shardnet.model.kernels.codec import pack_rows, unpack_rows
+    from shardnet.runtime.loading.rounded_group import RoundedGroup
 
-    read = _BytesRead(checkpoint, progress)
+    read = _BytesRead(checkpoint, progress, 2 if gathers else 1)
     exact: Tensor | None = None
     rounded: Tensor | None = None
     for layer in range(checkpoint.config.n_layers):
@@ -167,10 +173,17 @@ def _both(
             wide = unpack_rows(payload, wire_dtype, len(rows), parted.shape[1], parted.device)
             rounded = wide.to(parted.dtype)
         stage = _load_layer(checkpoint, choice, layer, len(rows), read.progress)
+        before = exact
         exact = stage.forward(_batch(rows, slot=0), exact)
-        if rounded is not None:
+        if layer in gathers:
+            group = RoundedGroup(*gathers[layer])
+            del stage  # before the next one is loaded
+            stage = _load_layer(checkpoint, choice, layer, len(rows), read.progress, group)
+            rounded = before if rounded is None else rounded
             rounded = stage.forward(_batch(rows, slot=1), rounded)
-        del stage  # before the next one is loaded
+        elif rounded is not None:
+            rounded = stage.forward(_batch(rows, slot=1), rounded)
+        del stage
     assert exact is not None
     return exact, exact if rounded is None else rounded
 
@@ -178,9 +191,10 @@ def _both(
 class _BytesRead:
     """Adds up the progress of the layers."""
 
-    def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
+    def __init__(self, checkpoint: Checkpoint, progress: Progress, n_times: int) -> None:
         self._progress = progress
-        self._total_bytes = sum(tensor.size_bytes for tensor in checkpoint.tensors.values())
+        n_bytes = sum(tensor.size_bytes for tensor in checkpoint.tensors.values())
+        self._total_bytes = n_bytes * n_times
         self._before_bytes = 0
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
@@ -192,7 +206,12 @@ class _BytesRead:
 
 
 def _load_layer(
-    checkpoint: Checkpoint, choice: KernelChoice, layer: int, n_rows: int, progress: Progress
+    checkpoint: Checkpoint,
+    choice: KernelChoice,
+    layer: int,
+    n_rows: int,
+    progress: Progress,
+    group: ShardGroup | None = None,
 ) -> StageModel:
     import torch
 
@@ -206,6 +225,7 @@ def _load_layer(
         room_blocks=2,
         progress=progress,
         context=n_rows,
+        group=group,
     )
 
 

@@ -45,8 +45,8 @@ def load_leading(
     """Load the first shard of a stage, while processes load the others that `order` names.
 
     `packs` is the folder of quantised weights, `files` what identifies the checkpoint's files
-    there. `launch` starts a process. Raises what loading raises in any of them,
-    ConfigurationError where a process cannot be given what it needs.
+    there. `launch` starts a process. Raises what loading raises in any of them, ConfigurationError
+    where a process cannot be given what it needs.
     """
     _check(order)
     n_shards, config = len(order.shards), checkpoint.config
@@ -113,6 +113,11 @@ def _check(order: StageOrder) -> None:
         raise UsageError(
             "layers that are streamed from disk cannot be cut over devices",
             remedy="leave out --stream-layers, or give --tensor-parallel 1",
+        )
+    if order.mtp:
+        raise UsageError(
+            "--speculate mtp: the layer that predicts further tokens cannot be cut over devices",
+            remedy="give --tensor-parallel 1, or leave --mtp out",
         )
     if len(order.shards) > MAX_SHARDS:
         raise UsageError(

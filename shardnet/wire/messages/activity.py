@@ -16,10 +16,8 @@ from shardnet.wire.framing.schema import (
     MAX_STAGES,
     U32,
     U64,
-    Address,
     Count,
     Explanation,
-    Figure,
     Moment,
     Name,
     PathText,
@@ -33,7 +31,7 @@ from shardnet.wire.framing.schema import (
     Strict,
     Tagged,
 )
-from shardnet.wire.messages.diagnostics import RingLoad
+from shardnet.wire.messages.diagnostics import RingBehind, RingLoad
 from shardnet.wire.messages.extras import Microseconds, StageTiming
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
 
@@ -125,23 +123,6 @@ class RecoverySeen(Strict, frozen=True, kw_only=True):
     nodes: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
     is_over: bool
     error: Explanation = ""
-
-
-class RingBehind(Strict, frozen=True, kw_only=True):
-    """One of several rings behind a head: its nodes in order, and how it is.
-
-    `why` says why it takes no requests now, "" while it does. It has `n_requests` now, and took
-    `n_taken_over` from rings that were lost.
-    """
-
-    node: Name
-    address: Address
-    names: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
-    why: Explanation = ""
-    n_requests: U32 = 0
-    n_taken_over: Count = 0
-    load: RingLoad | None = None
-    predicted_tok_s: Figure | None = None
 
 
 class RingActivity(Tagged, frozen=True, kw_only=True):

@@ -38,6 +38,7 @@ from shardnet.wire.messages.deputies import (
     RequestCopied,
     Resume,
     StandBy,
+    StandByRefused,
     TakenOver,
     TakeOver,
     TokensCopied,
@@ -160,6 +161,7 @@ ControlMessage = (
     | TokensCopied
     | TakeOver
     | TakenOver
+    | StandByRefused
     | FindNode
     | NodeFound
     | Done

@@ -16,6 +16,7 @@ from shardnet.wire.framing.schema import (
     U32,
     Address,
     ArithName,
+    Explanation,
     Logprob,
     Name,
     Positions,
@@ -104,6 +105,12 @@ class TakenOver(Tagged, frozen=True, kw_only=True):
     """Tell a former head, unasked, that the sender leads in its place, from `epoch` on."""
 
     epoch: U32
+
+
+class StandByRefused(Tagged, frozen=True, kw_only=True):
+    """Tell a head, unasked, that the sender does not stand by for it, and why."""
+
+    why: Explanation
 
 
 class FindNode(Tagged, frozen=True, kw_only=True):

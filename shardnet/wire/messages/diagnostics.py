@@ -179,6 +179,13 @@ class StandbyState(Strict, frozen=True, kw_only=True):
     weight_bytes: Count
 
 
+class DeputyState(Strict, frozen=True, kw_only=True):
+    """A head's deputy, or a head that a node is the deputy of: its name, and answers copied."""
+
+    node: Name
+    n_requests: U32
+
+
 class PartState(Strict, frozen=True, kw_only=True):
     """Layers of a stage that one of its node's `devices` has, or several, each a shard of them."""
 
@@ -228,6 +235,23 @@ class RingLoad(Strict, frozen=True, kw_only=True):
     room_blocks: U32
     room_slots: U32 = 0
     restored_positions: Count = 0
+
+
+class RingBehind(Strict, frozen=True, kw_only=True):
+    """One of several rings behind a head: its nodes in order, and how it is.
+
+    `why` says why it takes no requests now, "" while it does. It has `n_requests` now, and took
+    `n_taken_over` from rings that were lost.
+    """
+
+    node: Name
+    address: Address
+    names: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
+    why: Explanation = ""
+    n_requests: U32 = 0
+    n_taken_over: Count = 0
+    load: RingLoad | None = None
+    predicted_tok_s: Figure | None = None
 
 
 class StageWork(Strict, frozen=True, kw_only=True):
@@ -301,7 +325,8 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     asked about. `disk_free_bytes` is that of the disk where weights are kept. `temperature_c` is
     the GPU's, else the CPU's, in degrees Celsius. `ring` is what the ring has done that the node
     leads, `links` what went over its links to other nodes. `pressure` is null where it does not
-    look at the memory of its machine.
+    look at the memory of its machine. `deputy` goes on if this node is lost, and this node if one
+    of those in `deputy_of` is. `rings` are those behind this head where there are several.
     """
 
     cluster: Name
@@ -323,6 +348,13 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     temperature_c: Annotated[float, Meta(ge=-100, le=1000)] | None = None
     ring: RingWork | None = None
     pressure: PressureState | None = None
+    deputy: DeputyState | None = None
+    deputy_of: Annotated[list[DeputyState], Meta(max_length=MAX_STAGES)] = msgspec.field(
+        default_factory=list
+    )
     links: Annotated[list[LinkTraffic], Meta(max_length=MAX_TRAFFIC)] = msgspec.field(
+        default_factory=list
+    )
+    rings: Annotated[list[RingBehind], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
     )

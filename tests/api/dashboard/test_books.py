@@ -20,10 +20,15 @@ from shardnet.api.dashboard.ring_book import (
     request_id,
     shown_step,
 )
-from shardnet.api.dashboard.state import ShownStandby
+from shardnet.api.dashboard.state import ShownPart, ShownStandby
 from shardnet.types import LiveState
 from shardnet.wire.messages.activity import RingActivity, RingOpening, StageProgress
-from shardnet.wire.messages.diagnostics import AddressView, StandbyState
+from shardnet.wire.messages.diagnostics import (
+    AddressView,
+    DeputyState,
+    PartState,
+    StandbyState,
+)
 from shardnet.wire.messages.membership import ReportReply
 
 
@@ -34,7 +39,15 @@ def states(book: NodeBook, now_s: float = 0.0) -> dict[str, str]:
 def test_a_node_that_dies_is_lost_with_what_it_had_and_forgotten_later() -> None:
     book = NodeBook()
     standby = StandbyState(node="carl", layers=(2, 4), weight_bytes=7)
-    loaded = reply("bert", view("anna"), stage=stage_state(standby=standby), temperature_c=61.0)
+    part = PartState(layers=(0, 2), devices=["cpu:0"], weight_bytes=5)
+    loaded = reply(
+        "bert",
+        view("anna"),
+        stage=stage_state(standby=standby, parts=[part]),
+        temperature_c=61.0,
+        deputy=DeputyState(node="carl", n_requests=1),
+        deputy_of=[DeputyState(node="anna", n_requests=0)],
+    )
     book.take([reply("anna", view("bert")), loaded], 100.0)
     anna, bert = book.nodes(102.5)
     assert (anna.name, anna.is_asked, bert.is_asked) == ("anna", True, False)
@@ -46,7 +59,9 @@ def test_a_node_that_dies_is_lost_with_what_it_had_and_forgotten_later() -> None
         256,
     )
     assert bert.standby == ShownStandby(name="carl", layers=(2, 4), weight_bytes=7)
-    assert (anna.model, anna.standby) == (None, None)
+    assert bert.parts == [ShownPart(layers=(0, 2), devices=["cpu:0"], weight_bytes=5)]
+    assert (bert.deputy, bert.deputy_of) == ("carl", ["anna"])
+    assert (anna.model, anna.standby, anna.deputy) == (None, None, None)
     assert [(link.node, link.rtt_ms) for link in anna.links] == [("bert-id", 0.4)]
 
     for peers in ([], [unlinked("bert", told_by=[])]):

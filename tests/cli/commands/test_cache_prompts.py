@@ -7,11 +7,23 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from support.cluster.checkup_facts import reply
 from typer.testing import CliRunner
 
 from shardnet.stage.prefixes.prefix_store import PrefixStore
-from shardnet.wire.messages.diagnostics import PrefixState, StageState, StandbyState
-from shardnet_cli.commands.status import _prefix_lines, _standby_lines
+from shardnet.wire.messages.diagnostics import (
+    DeputyState,
+    PartState,
+    PrefixState,
+    StageState,
+    StandbyState,
+)
+from shardnet_cli.commands.status import (
+    _deputy_lines,
+    _part_lines,
+    _prefix_lines,
+    _standby_lines,
+)
 from shardnet_cli.main import app
 
 KEY = bytes(16)
@@ -56,8 +68,27 @@ def test_status_tells_of_prompts_where_any_are_kept_and_for_whom_it_stands_by() 
     assert _prefix_lines(stage) == [
         "prompts  3.00 GiB of 20.00 GiB on disk, 1024 positions saved, 512 restored"
     ]
-    assert _standby_lines(stage) == []
+    assert _standby_lines(stage) == _part_lines(stage) == []
+    parts = [
+        PartState(layers=(0, 2), devices=["cuda:0", "cuda:1"], weight_bytes=1 << 30),
+        PartState(layers=(2, 3), devices=["cpu"], weight_bytes=1 << 20),
+    ]
+    assert _part_lines(replace(stage, parts=parts)) == [
+        "device   cuda:0 + cuda:1: layers 0-1, each shared by them, 1.00 GiB",
+        "device   cpu: layer 2, 1 MiB",
+    ]
     standby = StandbyState(node="bert", layers=(4, 8), weight_bytes=3 << 30)
     assert _standby_lines(replace(stage, standby=standby)) == [
         "standby  layers 4-7 (3.00 GiB), if bert is lost"
+    ]
+
+
+def test_status_tells_who_goes_on_for_whom() -> None:
+    report = reply("anna").report
+    assert report is not None
+    assert _deputy_lines(report) == []
+    bert, cleo = (DeputyState(node=name, n_requests=1) for name in ("bert", "cleo"))
+    assert _deputy_lines(replace(report, deputy=bert, deputy_of=[cleo])) == [
+        "deputy   goes on with 1 request of cleo, if it is lost",
+        "deputy   bert goes on with 1 request, if this node is lost",
     ]

@@ -8,8 +8,20 @@ import pytest
 from shardnet.errors import UsageError
 from shardnet.types import parse_layers
 from shardnet.wire.messages.generation import LastRun, MeanStageTime, Timing
-from shardnet.wire.messages.measurements import NodeMeasured, StageSeconds, WayMeasured
-from shardnet.wire.messages.plans import LeftOut, PlannedStage, PlannedStandby, PlanReply
+from shardnet.wire.messages.measurements import (
+    DeviceMeasured,
+    NodeMeasured,
+    StageSeconds,
+    WayMeasured,
+)
+from shardnet.wire.messages.plans import (
+    LeftOut,
+    PlannedPart,
+    PlannedRing,
+    PlannedStage,
+    PlannedStandby,
+    PlanReply,
+)
 from shardnet_cli.output.plan_text import (
     HOPS_NOTE,
     dtype_words,
@@ -97,6 +109,31 @@ def test_a_plan_says_what_it_predicts_and_from_what() -> None:
     assert lines[8:] == ["  anna - bert: round trip 0.42 ms, 110 MB/s"]
 
 
+def test_devices_of_a_node_have_lines_of_their_own() -> None:
+    """In the plan what each gets, among the measurements what each has shown."""
+    part = PlannedPart(
+        layers=(0, 3), devices=["cpu:0", "cpu:1"], weight_bytes=2**20, kv_bytes=0, compute_ms=1.5
+    )
+    anna, bert = PLAN.stages
+    seconds = StageSeconds(layer_s=0.001, layer_256_s=0.1, embed_s=0, head_s=0)
+    told = DeviceMeasured(name="cpu:1", memory_bytes=2**29, seconds=seconds)
+    measured = msgspec.structs.replace(PLAN.nodes[0], devices=[told], gather_s=2e-5)
+    anna = msgspec.structs.replace(anna, parts=[part], parts_why="it is faster")
+    plan = msgspec.structs.replace(PLAN, stages=[anna, bert], nodes=[measured])
+    lines = plan_text(plan).splitlines()
+    shared = "    cpu:0 + cpu:1: layers 0-2, each shared by them, weights 1.0 MiB, KV cache 0.0 MiB"
+    assert lines[3] == f"{shared}, compute 1.5 ms"
+    assert lines[7].endswith(
+        "; cpu:1: layer 1 ms, memory 0.50 GiB; a gather of their parts 0.02 ms"
+    )
+    written = plan_json(plan)
+    [stage, other] = written["stages"]
+    assert (stage["parts"][0]["layers"], stage["parts_why"]) == ([0, 3], "it is faster")
+    assert (other["parts"], other["parts_why"]) == ([], None)
+    [node] = written["measured"]["nodes"]
+    assert (node["devices"][0]["layer_ms"], node["gather_ms"]) == (1.0, 0.02)
+
+
 def test_nodes_without_compiled_kernels_are_named_in_one_line() -> None:
     assert "kernels" not in plan_text(PLAN)
     isas = {"anna": "none", "bert": "none", "cleo": "avx2"}
@@ -121,6 +158,27 @@ def test_who_stands_by_for_whom_is_said() -> None:
     assert line in plan_text(plan).splitlines()
     [told] = plan_json(plan)["standbys"]
     assert (told["name"], told["rank"], told["layers"]) == ("anna", 1, [4, 8])
+
+
+def test_several_rings_are_told_one_by_one() -> None:
+    rings = [
+        PlannedRing(stages=[stage(0, name, 31.4, None)], predicted_tok_s=tok_s)
+        for name, tok_s in (("anna", 30.0), ("bert", None))
+    ]
+    plan = msgspec.structs.replace(PLAN, stages=rings[0].stages, rings=rings, nodes=[], links=[])
+    lines = plan_text(plan).splitlines()[2:]
+    assert [line.partition(" (")[0] for line in lines] == [
+        "  ring 1 of 2, 30 tokens/s:",
+        "    rank 0: anna",
+        "  ring 2 of 2:",
+        "    rank 0: bert",
+        "  left out: cleo: with it 3 tok/s, without 18",
+    ]
+    told = plan_json(plan)["rings"]
+    assert [(ring["names"], ring["predicted_tok_s"]) for ring in told] == [
+        (["anna"], 30.0),
+        (["bert"], None),
+    ]
 
 
 def test_what_many_sequences_make_is_called_so() -> None:

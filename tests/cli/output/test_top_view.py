@@ -14,7 +14,10 @@ from support.cluster.watched_node import WatchedNode, activity, stage_state, ste
 from shardnet.api.dashboard.node_book import NodeBook
 from shardnet.api.dashboard.ring_book import RingBook
 from shardnet.api.dashboard.state import ShownLoading
+from shardnet.api.server.ring_metrics import RingMetrics
+from shardnet.wire.messages.diagnostics import DeputyState, RingBehind, StandbyState
 from shardnet_cli.commands import top
+from shardnet_cli.commands.status import ring_line
 from shardnet_cli.output.top_view import TopView, top_lines
 
 HOSTS = ("anna", "bert", "cleo")
@@ -23,9 +26,13 @@ HOSTS = ("anna", "bert", "cleo")
 def looked(*, with_ring: bool = True) -> TopView:
     """Two nodes in a ring and a third that died, after a second of decoding."""
     nodes, ring = NodeBook(), RingBook()
-    bert = reply("bert", view("anna"), stage=stage_state(layers=(2, 4)), temperature_c=61.4)
+    standby = StandbyState(node="anna", layers=(0, 2), weight_bytes=1)
+    stage = stage_state(layers=(2, 4), standby=standby)
+    bert = reply("bert", view("anna"), stage=stage, temperature_c=61.4)
     nodes.take([reply("anna", view("bert"), view("cleo")), bert, reply("cleo")], 0.0)
-    nodes.take([reply("anna", view("bert"), unlinked("cleo", told_by=[])), bert], 1.0)
+    deputy = DeputyState(node="bert", n_requests=1)
+    anna = reply("anna", view("bert"), unlinked("cleo", told_by=[]), deputy=deputy)
+    nodes.take([anna, bert], 1.0)
     if with_ring:
         ring.take(activity(*(step(n, 9000.0 + 20 * n) for n in range(50))))
     return TopView(
@@ -54,7 +61,36 @@ def test_a_ring_is_shown_stage_by_stage_and_who_is_gone_in_red() -> None:
     assert "lost 5 s" in cleo[1]
     assert (anna[0], cleo[0]) == ("", "bold red")
     assert any(text.startswith("7        prefill  64 of 100 (64 %)  32") for text in texts)
-    assert texts[-1] == "cleo is left out: too slow"
+    assert texts[-3:] == [
+        "bert goes on with the answers of anna, if that is lost",
+        "bert stands by for anna with layers 0-1",
+        "cleo is left out: too slow",
+    ]
+
+
+def test_several_rings_are_shown_with_what_each_has() -> None:
+    """In `top`, in `status` and for Prometheus."""
+    rings = [
+        RingBehind(node="a", address="", names=["anna"], n_requests=8, n_taken_over=2),
+        RingBehind(node="b", address="", names=["bert", "cleo"], why="it was lost"),
+    ]
+    book = RingBook()
+    book.take(activity(rings=rings))
+    texts = [text for _, text in top_lines(replace(looked(), ring=book.ring()), None)]
+    assert "ring of anna: 8 requests, 2 taken over" in texts
+    assert "ring of bert+cleo: takes none: it was lost" in texts
+    assert ring_line(rings[0]) == "behind   the ring of anna: 8 requests, 2 taken over"
+    assert ring_line(rings[1]).endswith("bert+cleo: 0 requests; takes none: it was lost")
+    metrics = RingMetrics()
+    metrics.take([reply("anna", rings=rings)], None)
+    values = {
+        (sample.name, sample.labels.get("ring")): sample.value
+        for metric in metrics.collect()
+        for sample in metric.samples
+    }
+    assert values["shardnet_rings_up", "bert+cleo"] == 0
+    assert values["shardnet_rings_requests", "anna"] == 8
+    assert values["shardnet_rings_taken_over_total", "anna"] == 2
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

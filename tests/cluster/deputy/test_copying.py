@@ -7,11 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
+
 from shardnet.cluster.deputy.copying import Copying
 from shardnet.cluster.deputy.request_book import RequestBook
 from shardnet.cluster.head.lead import Lead
+from shardnet.cluster.recovery.stand_in import MAX_DUTIES, StandIn
 from shardnet.runtime.engine.requests import MadeToken
-from shardnet.wire.messages.deputies import RingNode, StandBy, TokensCopied
+from shardnet.types import NodeId
+from shardnet.wire.messages.deputies import RingNode, StandBy, StandByRefused, TokensCopied
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.sequences import Sampling
@@ -28,14 +32,7 @@ class Copied:
         link = SimpleNamespace(closed=False, peer=SimpleNamespace(name="bert"))
         control: Any = SimpleNamespace(link=link, send=self.sent.append)
         self.copying = Copying(link_of=lambda node: control, log=lambda line: None)
-        self.told = StandBy(
-            epoch=1,
-            choice=CHOICE,
-            dtype="float32",
-            arith="fast",
-            context=64,
-            nodes=[RingNode(node=name * 32, address=f"{name}:1") for name in "ab"],
-        )
+        self.told = self.told_of("abc")
         generate = Generate(
             request=1,
             choice=CHOICE,
@@ -47,6 +44,18 @@ class Copied:
         copy = self.copying.begin(generate, (), lambda: self.told)
         assert copy is not None
         self.copy = copy
+
+    @staticmethod
+    def told_of(names: str) -> StandBy:
+        """What a deputy is told of a ring of nodes with these names."""
+        return StandBy(
+            epoch=1,
+            choice=CHOICE,
+            dtype="float32",
+            arith="fast",
+            context=64,
+            nodes=[RingNode(node=name * 32, address=f"{name}:1") for name in names],
+        )
 
     async def rows(self) -> list[Any]:
         """The rows that were sent in this turn of the event loop."""
@@ -85,6 +94,52 @@ def test_a_head_that_ends_says_nothing_of_what_that_does_to_its_requests() -> No
         assert not await copied.rows()
 
     asyncio.run(main())
+
+
+def test_a_node_that_does_not_stand_by_has_the_next_one_asked() -> None:
+    async def main() -> None:
+        copied = Copied()
+        copied.copy.add(TOKEN)
+        await copied.rows()
+        copied.copying.refused_by(NodeId("b" * 32), "it stands by for 8 heads already")
+        assert copied.copy.address == ""
+        copied.copy.add(TOKEN)
+        assert [len(row.tokens) for row in await copied.rows()] == [2]  # the next is told all
+        assert copied.copy.address == "c:1"
+        copied.copying.refused_by(NodeId("c" * 32), "it leaves")
+        copied.copy.add(TOKEN)
+        assert not await copied.rows()
+        assert copied.copy.address == ""
+
+    asyncio.run(main())
+
+
+def test_who_stands_by_for_many_heads_tells_the_next_one() -> None:
+    nothing: Any = Mock()
+    stand_in = StandIn(
+        node=NodeId("d" * 32),
+        head=nothing,
+        planner=nothing,
+        router=nothing,
+        copying=nothing,
+        links=Mock(watch=Mock(return_value=Mock())),
+        address_of=nothing,
+        tasks=nothing,
+        log=pytest.fail,
+    )
+    told = Copied.told_of("ab")
+    sent: list[list[Any]] = []
+
+    async def main() -> None:
+        for head in range(MAX_DUTIES + 1):
+            sent.append([])
+            link = SimpleNamespace(peer=SimpleNamespace(node=str(head), name=str(head)))
+            control: Any = SimpleNamespace(link=link, send=sent[-1].append)
+            await stand_in._stand_by(control, told)
+
+    asyncio.run(main())
+    assert sent[:-1] == [[]] * MAX_DUTIES
+    assert [type(one) for one in sent[-1]] == [StandByRefused]
 
 
 def test_a_ring_is_described_once_for_its_deputy() -> None:

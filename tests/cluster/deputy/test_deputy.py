@@ -16,6 +16,7 @@ from shardnet.api.client import Client, connect
 from shardnet.api.events import RequestState
 from shardnet.errors import PeerFailedError, SupersededError
 from shardnet.sampling_params import SamplingParams
+from shardnet.wire.messages.diagnostics import DeputyState
 from shardnet.wire.messages.plans import ModelChoice
 
 SAMPLED = SamplingParams(temperature=0.8, seed=7, repetition_penalty=1.2, n_logprobs=2)
@@ -88,6 +89,10 @@ def test_a_deputy_goes_on_and_the_former_head_gives_way(tmp_path: Path) -> None:
             saying = asyncio.create_task(say(client, prompts, choice, "k1", said=said))
             await said.some.wait()
             assert "bert stands by as deputy" in anna.lines
+            of_bert = bert.node._services.stand_in.deputy_of
+            assert of_bert == [DeputyState(node="anna", n_requests=2)]
+            its = anna.node._services.stand_in.deputy
+            assert its == DeputyState(node="bert", n_requests=2)
             former = anna.node.head.latest
             assert former is not None
             old = former.ring.order(1)

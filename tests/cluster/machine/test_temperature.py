@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from shardnet.cluster.machine.temperature import (
     FRESH_S,
     Thermometer,
     gpu_temperature,
+    gpu_use,
     warmest,
 )
 
@@ -63,6 +65,8 @@ class Nvml:
 
     def __init__(self) -> None:
         self.status = 0
+        self.use: dict[int, int] = {}
+        """What processes take of a device, in percent."""
 
     def nvmlInit_v2(self) -> int:
         return 0
@@ -75,6 +79,38 @@ class Nvml:
         assert sensor == 0
         degrees._obj.value = 30 * device.value
         return self.status
+
+    def nvmlDeviceGetUtilizationRates(self, device: Any, percent: Any) -> int:
+        percent._obj[0] = sum(self.use.values())
+        return 0
+
+    def nvmlDeviceGetProcessUtilization(
+        self, device: Any, samples: Any, count: Any, since: Any
+    ) -> int:
+        for place, (pid, percent) in enumerate(self.use.items()):
+            samples[place].pid, samples[place].sm = pid, percent
+        count._obj.value = len(self.use)
+        return self.status or (0 if self.use else 6)
+
+
+def test_nodes_that_share_a_gpu_are_no_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device does not tell them apart, one node alone knows that it is not its own."""
+    nvml, ours, node, other = Nvml(), os.getpid(), os.getppid(), 1
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="first")
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
+    assert gpu_use({ours, node}) == 0.0
+    nvml.use = {node: 70}
+    assert gpu_use({ours, node}) == 0.0
+    assert gpu_use({ours}) == 0.7
+    nvml.use[other] = 20
+    assert gpu_use({ours, node}) == 0.2
+    nvml.use = {2**31 - 1: 40}  # a container has other ids
+    assert gpu_use({ours, node}) is None
+    assert gpu_use({ours}) == 0.4
+    nvml.status = 3
+    assert gpu_use({ours, node}) is None
 
 
 def test_the_gpu_that_torch_computes_on_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from shardnet.cluster.measuring.figure_cache import FigureCache
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.cluster.member.stage_host import StageHost
-from shardnet.cluster.member.stage_orders import StageOrders
+from shardnet.cluster.member.stage_orders import StageOrders, stage_devices
 from shardnet.cluster.member.stage_span import DataEnd
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
@@ -30,8 +30,10 @@ from shardnet.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from shardnet.model.kernels.library import native_kernels
 from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.runtime.stage import measuring as measuring_stages
+from shardnet.runtime.stage import measuring_gathers
 from shardnet.transport.link import Link
 from shardnet.types import DType
 from shardnet.wire.messages.measurements import MeasureStage, StageMeasured, StageObserved
@@ -67,17 +69,24 @@ def measuring(
     main: Callable[[NodeBenchmark, StageHost], Awaitable[None]],
     memory_bytes: int | None = None,
     isa: str = "avx2",
+    n_groups: int = 1,
 ) -> None:
     async def dial(address: str, own: DataEnd) -> Link:
         raise AssertionError(f"{address} was dialled")
 
     async def run() -> None:
-        host, disk = StageHost(dial=dial), DiskJobs("test")
         device = Device(kind="cpu", description="cpu", dtypes=(DType.FLOAT32,), isa=isa)
+        groups = [device]
+        if n_groups > 1:
+            groups = [replace(device, index=index, cores=(0,)) for index in range(n_groups)]
+        host = StageHost(dial=dial, devices=stage_devices(groups))
+        disk = DiskJobs("test")
         orders = StageOrders(
             host=host,
             sharing=cast(Sharing, None),  # measuring fetches nothing
-            budget=MemoryBudget(device=device, asked_bytes=memory_bytes),
+            budget=MemoryBudget(
+                device=groups[0], others=tuple(groups[1:]), asked_bytes=memory_bytes
+            ),
             asked_threads=1,
             local_nodes=LocalNodes(folder / "run"),
             watch=lambda control, on_lost: lambda: None,
@@ -134,6 +143,31 @@ def test_what_is_known_is_told_also_by_a_node_that_generates(tmp_path: Path) -> 
     measuring(tmp_path, first)
     measuring(tmp_path, later)
     measuring(tmp_path, without_kernels, isa=kernels.NONE)
+
+
+def test_equal_groups_of_cores_are_measured_once_and_their_gathers_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring_gathers, "GATHERS", 5)
+
+    async def first(figures: NodeBenchmark, host: StageHost) -> None:
+        answer = await measure(figures, ask(threads=0))
+        assert [device.name for device in answer.devices] == ["cpu:0", "cpu:1"]
+        assert answer.seconds == answer.devices[0].seconds == answer.devices[1].seconds
+        assert sum(device.memory_bytes for device in answer.devices) == answer.memory_bytes
+        assert (answer.gather_s is not None) == (native_kernels() is not None)
+        known = figures.known(ask(threads=0))
+        assert (known.devices, known.gather_s) == (answer.devices, answer.gather_s)
+        figures.observe(
+            StageObserved(
+                request=1, config=json.dumps(CONFIG), dtype="float32", threads=0,
+                layers=(0, 1), compute_s=1e-6,
+            ),
+            "anna",
+        )  # fmt: skip
+        assert figures.known(ask(threads=0)).seconds == answer.seconds
+
+    measuring(tmp_path, first, memory_bytes=1 << 28, n_groups=2)
 
 
 def test_what_cannot_be_measured_is_refused_by_name(tmp_path: Path) -> None:

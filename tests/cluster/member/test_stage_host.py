@@ -17,11 +17,19 @@ from msgspec.structs import replace
 
 from shardnet.cluster.member import stage_host as stage_host_module
 from shardnet.cluster.member import stage_loader
+from shardnet.cluster.member.refusals import Refusals
 from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_span import DataEnd
 from shardnet.cluster.member.stage_state import PreparedStage
-from shardnet.errors import BusyError, DiskSilentError, PeerFailedError, TakenError, UsageError
+from shardnet.errors import (
+    BusyError,
+    DiskSilentError,
+    PeerFailedError,
+    SupersededError,
+    TakenError,
+    UsageError,
+)
 from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.transport.link import Link
@@ -317,6 +325,20 @@ def test_a_member_that_drains_or_rests_goes_on_for_the_head_of_its_ring() -> Non
                 await enter_ring(host, owner="head")
 
     hosted(main)
+
+
+def test_a_former_head_may_lead_again_when_who_took_its_place_is_lost() -> None:
+    """That one may not have told it: then it would be refused, and nobody could say why."""
+    refusals = Refusals(node="own")
+    refusals.supersede("anna", 70000, "bert")
+    with pytest.raises(SupersededError):
+        refusals.check_not_superseded("anna", 2)
+    refusals.check_not_superseded("anna", 70001)
+    refusals.head_lost("carl")
+    with pytest.raises(SupersededError):
+        refusals.check_not_superseded("anna", 2)
+    refusals.head_lost("bert")
+    refusals.check_not_superseded("anna", 2)
 
 
 def test_a_head_that_thinks_again_takes_its_own_place() -> None:

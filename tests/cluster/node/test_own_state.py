@@ -18,7 +18,13 @@ def test_a_stage_whose_ring_is_over_has_no_rank_in_it(is_over: bool, rank: int |
     order = SimpleNamespace(model="/m", layers=LayerRange(1, 4))
     own = OwnState(
         settings=cast(
-            Any, SimpleNamespace(node="n", name="n", budget=SimpleNamespace(device=device))
+            Any,
+            SimpleNamespace(
+                node="n",
+                name="n",
+                budget=SimpleNamespace(device=device, devices=(device,)),
+                tensor_parallel=0,
+            ),
         ),
         advertisement=cast(Any, SimpleNamespace(address="h:1")),
         host=cast(
@@ -26,8 +32,7 @@ def test_a_stage_whose_ring_is_over_has_no_rank_in_it(is_over: bool, rank: int |
             SimpleNamespace(
                 loaded=SimpleNamespace(order=order, weight_bytes=1),
                 membership=SimpleNamespace(is_over=is_over, rank=2),
-                is_draining=False,
-                rests="",
+                refusals=SimpleNamespace(is_draining=False, rests=""),
             ),
         ),
         orders=cast(Any, SimpleNamespace(memory_bytes=lambda: 2, threads=1)),

@@ -16,12 +16,12 @@ from msgspec import structs
 
 from shardnet.checkpoint.replica import StoredLayers
 from shardnet.cluster.head.ring_builder import ring_spec
-from shardnet.cluster.measuring.measurement import Measured
+from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
 from shardnet.cluster.peers.node_directory import NodeCandidates
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
 from shardnet.cluster.planning import planning
 from shardnet.cluster.planning.model_shape import QuantizationChoice, model_shape
-from shardnet.cluster.planning.placing import fits, make_plan
+from shardnet.cluster.planning.placing import fits, make_plan, plan_again
 from shardnet.cluster.planning.planning import PlanCandidates, Planner
 from shardnet.cluster.sharing.replica_sources import ReplicaSource
 from shardnet.errors import (
@@ -37,7 +37,7 @@ from shardnet.runtime.loading.loading import kv_room_blocks
 from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes, stage_weight_bytes
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
-from shardnet.types import DType, KvDType, LayerRange, NodeId, WireDType
+from shardnet.types import Arith, DType, Epoch, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.messages.generation import MeanStageTime, Timing
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice
@@ -534,3 +534,86 @@ def test_members_that_leave_are_used_where_a_lost_ring_cannot_do_without(
     with pytest.raises(PlanError):
         asyncio.run(planner.replan(opened, now, {NodeId(leaving.node): "it leaves"}))
     assert tried == ["a", "ab", "a"]
+
+
+def test_a_stage_over_several_nodes_is_planned_told_and_ordered() -> None:
+    """Named nodes make stages in their order; when one is lost, the others do without such stages.
+
+    Narrower parts are no other node's bits: the plan says so, unless they are rounded anyway.
+    """
+    nodes = [node(name) for name in "abcd"]
+    choice = ModelChoice(
+        model="/m",
+        nodes=[one.address for one in nodes],
+        nodes_per_stage=2,
+        wire_dtype="gather=int8",
+        dtype="float32",
+    )
+    plan = make_plan(choice, facts(), nodes)
+    assert [one.name for one in plan.ring_nodes] == ["a", "b", "c", "d"]
+    told = plan.reply(1)
+    assert [[shard.name for shard in stage.shards] for stage in told.stages] == [["b"], ["d"]]
+    assert told.exact is not None
+    assert not told.exact.split
+    assert {wire for wire, _ in plan.rounded_parts.values()} == {WireDType.INT8}
+    assert sorted(plan.rounded_parts) == [*range(6)]
+    spec = ring_spec(plan)
+    order = spec.order(1, 1, ring="r", epoch=Epoch(1), sources=["c:1", "d:1"], instead_of="")
+    assert (order.rank, order.shard, order.gather_dtype) == (1, 1, "int8")
+    assert order.shard_nodes == ["c:1", "d:1"]
+    assert order.addresses == ["a:1", "c:1"]
+    assert order.sources == ["c:1"]
+
+    exact = make_plan(
+        structs.replace(choice, wire_dtype="gather=bfloat16", dtype="bfloat16"), *[facts(), nodes]
+    )
+    assert exact.rounded_parts == {}
+    told = exact.reply(1)
+    assert told.exact is not None
+    assert told.exact.split
+
+    left = plan_again(choice, facts(), nodes[:3], NOTHING_MEASURED, (), {}, Arith.FAST)
+    assert (left.spans, len(left.nodes)) == ((), 3)
+    standing = make_plan(structs.replace(choice, standby="auto"), facts(), nodes)
+    assert standing.standbys == ()
+    best = make_plan(ModelChoice(model="/m", nodes_per_stage=2), facts(), nodes)
+    assert [len(further) for further in best.spans] == [1]
+    assert len(best.placement.left_out) == 2
+    with pytest.raises(PlanError, match="3 nodes make no stages of 2"):
+        make_plan(structs.replace(choice, nodes=choice.nodes[:3]), facts(), nodes[:3])
+    gpu = structs.replace(nodes[0], device="cuda")
+    with pytest.raises(PlanError, match="a stage spans CPUs only"):
+        make_plan(choice, facts(), [gpu, *nodes[1:]])
+
+
+def test_what_predicts_further_tokens_is_planned_on_the_last_stage() -> None:
+    """Its weights, the embedding that it needs there, one layer more of keys and values."""
+    raw = {
+        "model_type": "glm4_moe",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "vocab_size": 128,
+        "torch_dtype": "float32",
+    }
+    model = replace(facts("float32"), config=parse_config(raw, "config.json"), has_mtp=True)
+    nodes, choice = [node("a"), node("b")], ModelChoice(model="/m", layers=[(0, 3), (3, 6)])
+    plain, ahead = (
+        make_plan(structs.replace(choice, mtp=mtp, nodes=["a:1", "b:1"]), model, nodes)
+        for mtp in (False, True)
+    )
+    before, after = (plan.placement.stages for plan in (plain, ahead))
+    table, joined = 128 * 64 * 4, (2 * 64 * 64 + 3 * 64) * 4
+    added = after[1].weight_bytes - before[1].weight_bytes
+    assert before[0] == after[0]
+    assert added == table + ahead.reply(1).mtp_bytes
+    assert ahead.reply(1).mtp_bytes > joined
+    assert after[1].kv_bytes * 3 == before[1].kv_bytes * 4
+    assert plain.reply(1).mtp_bytes == 0
+    with pytest.raises(UsageError, match="--speculate mtp: /m has no layer"):
+        make_plan(ModelChoice(model="/m", mtp=True), facts(), nodes)

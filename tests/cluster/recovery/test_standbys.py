@@ -24,7 +24,7 @@ from shardnet.cluster.placement.figures import Placement, StagePlan
 from shardnet.cluster.placement.standbys import Standby, choose_standbys, without_stage
 from shardnet.cluster.recovery.standbys import Standbys
 from shardnet.errors import LinkClosedError, PeerFailedError
-from shardnet.types import LayerRange, NodeId
+from shardnet.types import LayerRange, NodeId, SequenceId
 from shardnet.wire.messages.plans import ModelChoice
 
 A, B, C, D, SPARE = (NodeId(letter * 32) for letter in "abcds")
@@ -111,7 +111,7 @@ class Chosen:
         self.made.append(standby.rank)
         if standby.rank == 1:
             raise LinkClosedError("anna is not there")
-        return SimpleNamespace(standby=standby, is_loaded=True)
+        return SimpleNamespace(standby=standby, is_loaded=True, refused={})
 
 
 def test_a_node_that_cannot_be_reached_keeps_no_other_one_from_standing_by(
@@ -126,7 +126,10 @@ def test_a_node_that_cannot_be_reached_keeps_no_other_one_from_standing_by(
         monkeypatch.setattr(standbys, "_keep", AsyncMock())
         await standbys.look()
         assert standbys.is_ready.is_set()
+        standbys.is_ready.clear()
+        standbys._ready[0].refused[SequenceId(1)] = 300
         await standbys.look()
+        assert not standbys.is_ready.is_set()  # one that runs has not been followed
         assert head.made == [1, 2]
         assert head.lines == ["no node stands by for bert yet: anna is not there"]
         standbys._not_before_s = 0.0

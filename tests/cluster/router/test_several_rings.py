@@ -25,7 +25,7 @@ from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import ModelChoice
 
 N_STREAMS = 16
-N_TOKENS = 60
+N_TOKENS = 40
 SOME = 4
 DEADLINE_S = 60.0
 LAST = OutputParams(logit_rows=1)
@@ -168,5 +168,18 @@ def test_whoever_is_asked_several_rings_have_one_head(tmp_path: Path) -> None:
             await saying
             await at_bert.unload()
             assert (anna.node.head.latest, bert.node.head.latest) == (None, None)
+
+            # A head that leaves hands its ring's work over as well.
+            both = [prompt, prompt[::-1]]
+            whole = await say(at_anna, both, many)
+            said = Said([[], []], [[], []])
+            saying = asyncio.create_task(say(at_anna, both, many, said))
+            await said.some.wait()
+            assert loads(anna) == [("anna", 1, True), ("bert", 1, True)]
+            await at_bert.drain(20.0)
+            await saying
+            assert (said.tokens, said.logprobs) == (whole.tokens, whole.logprobs)
+            assert loads(anna) == [("anna", 0, True), ("bert", 0, False)]
+            assert "draining" in anna.node.router.rings[1].why
 
     asyncio.run(main())

@@ -71,6 +71,24 @@ def test_a_copy_has_a_state_of_its_own(cache: KvCache) -> None:
     assert cache.state(SLOT, 0).recurrent.eq(30).all()
 
 
+def test_a_state_is_rewound_to_what_was_noted(cache: KvCache) -> None:
+    """As before drafts, of which the first is right and the second is not."""
+    write(cache, SLOT, 0, 10)
+    for position in (10, 11, 12):
+        cache.state(SLOT, 0).note()
+        state = cache.state(SLOT, 0)
+        state.recurrent += 1
+        state.end += 1
+        assert state.end == position + 1
+    cache.copy(SLOT, OTHER, 11)
+    assert cache.state(OTHER, 0).recurrent.eq(11).all()
+    cache.ensure(SLOT, 13, 1)
+    assert (cache.state(SLOT, 0).end, cache.state(SLOT, 0).earlier) == (12, [])
+    assert cache.state(SLOT, 0).recurrent.eq(12).all()
+    with pytest.raises(CapacityError, match="after 12 positions"):
+        cache.ensure(SLOT, 12, 1)
+
+
 def test_only_other_layers_have_blocks(cache: KvCache) -> None:
     write(cache, SLOT, 0, 1)
     assert cache.block_bytes == 2 * (8 + 8) * 4 * BLOCK_POSITIONS

@@ -61,6 +61,19 @@ def test_a_wire_that_rounds_nothing_changes_nothing(folder: Path) -> None:
         assert measure_wire_loss(facts, DType.FLOAT32, borders, no_report) == exact
 
 
+def test_parts_of_layers_are_rounded_as_they_travel_between_nodes(folder: Path) -> None:
+    facts = identify(folder)
+
+    def found(wire: WireDType, *layers: int) -> float:
+        gathers = dict.fromkeys(layers, (wire, 2))
+        return measure_wire_loss(facts, DType.FLOAT32, {}, no_report, gathers).rms_error
+
+    assert found(WireDType.FLOAT32, 0, 1) == 0
+    coarse, fine = found(WireDType.INT8, 0, 1, 2, 3), found(WireDType.BFLOAT16, 0, 1, 2, 3)
+    assert 0 < fine < coarse < 0.2
+    assert 0 < found(WireDType.INT8, 2) < coarse
+
+
 def test_a_model_without_tokenizer_or_of_few_positions_has_its_rows(tmp_path: Path) -> None:
     made = make_llama(tmp_path, with_tokenizer=False, max_position_embeddings=20)
     found = measure_wire_loss(identify(made), DType.FLOAT32, {2: WireDType.INT8}, no_report)

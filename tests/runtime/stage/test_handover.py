@@ -15,7 +15,8 @@ from support.rings.torch_rings import LoadedStages, load_stages, request, run, t
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.runtime.loading.joined import computes_by_device, load_by_device
+from shardnet.runtime.loading.joined import computes_by_device, join, load_by_device
+from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.loading.loading import load
 from shardnet.runtime.stage.compute import (
     Activations,
@@ -159,9 +160,8 @@ def test_two_groups_of_cores_give_the_tokens_of_one(tmp_path: Path) -> None:
     model_id = Checkpoint.open(folder).model_id
     kinds: set[type] = set()
 
-    def loaded(layers: LayerRange) -> list[Any]:
-        middle = (layers.start + layers.end) // 2
-        order = StageOrder(
+    def ordered(layers: LayerRange, middle: int) -> StageOrder:
+        return StageOrder(
             model=str(folder),
             folder=folder,
             model_id=model_id,
@@ -175,6 +175,9 @@ def test_two_groups_of_cores_give_the_tokens_of_one(tmp_path: Path) -> None:
                 StagePart(layers=LayerRange(middle, layers.end), devices=GROUPS[1:]),
             ),
         )
+
+    def loaded_stage(layers: LayerRange, middle: int) -> LoadedStage:
+        order = ordered(layers, middle)
         told: list[tuple[int, int]] = []
         stage = load_by_device(
             order,
@@ -187,6 +190,10 @@ def test_two_groups_of_cores_give_the_tokens_of_one(tmp_path: Path) -> None:
         assert stage.fits(order)
         # Each device has the room that it would have alone: the second one half of the first's.
         assert stage.room_blocks == stage.parts[1].room_blocks < stage.parts[0].room_blocks
+        return stage
+
+    def loaded(layers: LayerRange) -> list[Any]:
+        stage = loaded_stage(layers, (layers.start + layers.end) // 2)
         stage.compute.use_wire(WireDType.FLOAT32, WireDType.FLOAT32)
         lanes = computes_by_device(stage)
         assert [place for place, _ in lanes] == [0, 1]
@@ -200,10 +207,28 @@ def test_two_groups_of_cores_give_the_tokens_of_one(tmp_path: Path) -> None:
         first._finish = noting
         return [compute for _, compute in lanes]
 
+    def grown() -> list[Any]:
+        """A stage of two parts that stands by for the one behind it."""
+        own = loaded_stage(LayerRange(0, 2), 1)
+        order = ordered(LayerRange(0, 4), 1)
+        [lacking] = own.lacks(order)
+        assert (lacking.layers, lacking.place, lacking.is_tail) == (LayerRange(2, 4), 1, True)
+        stage = join(order, [own, load(lacking, 1 << 28, lambda *_: None)])
+        assert own.part(own.order) is own
+        assert [part.order.place for part in stage.parts] == [0, 1, 1]
+        stage.compute.use_wire(WireDType.FLOAT32, WireDType.FLOAT32)
+        lanes = computes_by_device(stage)
+        assert [place for place, _ in lanes] == [0, 1]
+        return [compute for _, compute in lanes]
+
     whole = load_stages(folder, even_split(4, 1))
     expected = [tokens_of(events) for events in run(whole, *requests)]
-    for ranges in (even_split(4, 1), even_split(4, 2)):
-        cut = LoadedStages(computes=[loaded(r) for r in ranges], vocab_size=whole.vocab_size)
+    for computes in (
+        [loaded(LayerRange(0, 4))],
+        [loaded(each) for each in even_split(4, 2)],
+        [grown()],
+    ):
+        cut = LoadedStages(computes=computes, vocab_size=whole.vocab_size)
         assert [tokens_of(events) for events in run(cut, *requests)] == expected
     assert kinds == {HeldActivations}
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from support.chaos.faults import Moment, draw_rounds
 from support.chaos.lab import Lab
 from support.chaos.ledger import HEAD, Entry, summary
+from support.chaos.memory import MemoryBook
 from support.chaos.rounds import Rounds
 from support.chaos.simulate import SIMULATIONS, run_schedules
 from support.system.netns import Network, NotPermittedError, open_network
@@ -89,11 +90,23 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=8, help="requests at once (default 8)")
     parser.add_argument("--tokens", type=int, default=200, help="longest request (default 200)")
     parser.add_argument("--namespaces", action="store_true", help="give each node its network")
+    parser.add_argument(
+        "--standby", choices=("", "auto"), default="", help="let nodes stand by for others"
+    )
+    parser.add_argument(
+        "--deputy", choices=("off", "auto"), default="off", help="copy answers to a second node"
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL_NAME, help="default: the bundled model")
     parser.add_argument("--ledger", type=Path, help="append a JSON object for each round here")
     parser.add_argument(
         "--moments", nargs="*", default=moments, choices=moments, help="when faults happen",
     )  # fmt: skip
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="end no process, and say each minute what every node has resident; more than 2 %% of "
+        "growth after ten minutes is wrong",
+    )
     parser.add_argument("--simulate", type=int, default=0, help="so many schedules instead")
     parser.add_argument("--what", default="", choices=["", *SIMULATIONS], help="only of this kind")
     asked = parser.parse_args(arguments)
@@ -105,13 +118,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 async def _run(asked: argparse.Namespace, folder: Path) -> tuple[list[Entry], list[str]]:
     moments = frozenset(Moment[name.upper()] for name in asked.moments)
     entries: list[Entry] = []
+    memory = MemoryBook(time.monotonic())
     name = os.environ.get(NETWORK)
     network = Network(asked.nodes + 1, name) if name else None
     lab = Lab(folder, asked.nodes, random.Random(asked.seed), network)
     try:
         await lab.start()
         async with Rounds(
-            lab, asked.seed, model=asked.model, n_streams=asked.streams, n_tokens=asked.tokens
+            lab,
+            asked.seed,
+            model=asked.model,
+            n_streams=asked.streams,
+            n_tokens=asked.tokens,
+            standby=asked.standby,
         ) as rounds:
             await rounds.record_undisturbed()
             print(f"seed {asked.seed}, undisturbed texts recorded\n{HEAD}", flush=True)
@@ -123,18 +142,22 @@ async def _run(asked: argparse.Namespace, folder: Path) -> tuple[list[Entry], li
                     break
                 if asked.only and drawn.number not in asked.only:
                     continue
+                if asked.memory and drawn.ends_process:
+                    continue
                 if time.monotonic() > ends or n_faults >= (asked.faults or n_faults + 1):
                     break
                 n_faults += len(drawn.faults)
-                entry = await rounds.run(drawn)
+                entry = await rounds.run(drawn, has_deputy=asked.deputy == "auto")
                 entries.append(entry)
                 print(entry.row, flush=True)
+                if asked.memory and memory.is_due(now_s := time.monotonic()):
+                    print(memory.take(now_s, lab.resident()), flush=True)
                 if asked.ledger:
                     with asked.ledger.open("a") as file:
                         file.write(json.dumps(entry.json) + "\n")
     finally:
         wrong = await lab.close()
-    return entries, wrong
+    return entries, wrong + memory.wrong()
 
 
 if __name__ == "__main__":

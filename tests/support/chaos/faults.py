@@ -27,6 +27,7 @@ class Kind(Enum):
     CLOCK = "clock jumped"
     DRAIN = "drained and started again"
     HEAD = "head killed"
+    HEAD_DRAIN = "head drained and started again"
 
 
 class Moment(Enum):
@@ -54,12 +55,16 @@ SECONDS: dict[Kind, tuple[float, ...]] = {
     Kind.CLOCK: (5.0,),
     Kind.DRAIN: (0.0,),
     Kind.HEAD: (0.0,),
+    Kind.HEAD_DRAIN: (0.0,),
 }
 """How long each kind may last, unless all texts have ended before; 0 for a moment."""
 
 CLOCK_JUMPS_S = (-86_400.0, -60.0, 60.0, 86_400.0)
-LONE: dict[Kind, int] = {Kind.DRAIN: 2, Kind.HEAD: 1}
+LONE: dict[Kind, int] = {Kind.DRAIN: 2, Kind.HEAD: 1, Kind.HEAD_DRAIN: 1}
 """What happens alone only, while texts run."""
+OF_HEAD = frozenset({Kind.HEAD, Kind.HEAD_DRAIN})
+"""What happens to the node that clients ask."""
+DRAINS = frozenset({Kind.DRAIN, Kind.HEAD_DRAIN})
 WEIGHTS: dict[Kind, int] = {
     kind: {Kind.KILL: 5, Kind.FREEZE: 2}.get(kind, 1) for kind in Kind if kind not in LONE
 }
@@ -73,7 +78,7 @@ PLANS: dict[tuple[Moment, ...], int] = {
 }
 """How often each sequence of moments is drawn, among as many."""
 ENDING = frozenset({Kind.KILL, Kind.HEAD})
-"""What ends a node: it has to be started again."""
+"""What kills a node: it has to be started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +113,21 @@ class Round:
     after_tokens: int
 
     @property
-    def is_headless(self) -> bool:
-        """Whether it ends the node that clients ask: then each request fails by name."""
+    def kills_head(self) -> bool:
+        """Whether it kills the node that clients ask: without a deputy each request then fails."""
         return any(fault.kind is Kind.HEAD for fault in self.faults)
+
+    @property
+    def ends_process(self) -> bool:
+        """Whether any process ends by it."""
+        return any(fault.kind in ENDING | DRAINS for fault in self.faults) or any(
+            fault.moment is Moment.DRAINING for fault in self.faults
+        )
+
+    @property
+    def ends_head(self) -> bool:
+        """Whether it ends that node, politely or not."""
+        return any(fault.kind in OF_HEAD for fault in self.faults)
 
 
 def shortened(drawn: Round, longest_s: float, most_tokens: int) -> Round:
@@ -148,7 +165,7 @@ def draw_round(
         victim = faults[0].victim if again else victims[place % len(victims)]
         weights = WEIGHTS | LONE if plan == (Moment.RUNNING,) else WEIGHTS
         [kind] = chance.choices(list(weights), list(weights.values()))
-        victim = 0 if kind is Kind.HEAD else victim
+        victim = 0 if kind in OF_HEAD else victim
         if moment is Moment.RECOVERING or plan[place + 1 : place + 2] == (Moment.RECOVERING,):
             kind = Kind.KILL if place == 0 else kind  # so that there is a recovery
         if again or plan[place + 1 : place + 2] == (Moment.AGAIN,):

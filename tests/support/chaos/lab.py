@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.chaos.faults import ENDING, Fault, Kind
+import psutil
+from support.chaos.faults import DRAINS, ENDING, Fault, Kind
 from support.chaos.switch import VARIABLE, Switch, Way, changed
 from support.system.netns import Host, Network, NotPermittedError
 from support.system.nodes import FIGURES_VARIABLE, Command, Machine, NodeProcess
@@ -222,6 +223,14 @@ class Lab:
                 return told["answer"]
         raise AssertionError(f"{place.name} cannot {do}: {told['error']}")
 
+    def resident(self) -> dict[str, int]:
+        """Return the bytes that each node has resident, by name."""
+        return {
+            place.name: psutil.Process(place.process.pid).memory_info().rss
+            for place in self.places
+            if place.process is not None
+        }
+
     # --- faults
 
     async def inflict(self, fault: Fault) -> None:
@@ -232,7 +241,7 @@ class Lab:
         assert victim.process is not None
         if fault.kind in ENDING:
             await self.kill(fault.victim)
-        elif fault.kind is Kind.DRAIN:
+        elif fault.kind in DRAINS:
             await self.drain(fault.victim)
         elif fault.kind is Kind.FLIP:
             for way in self.switch.ways(fault.victim, fault.other, inward=fault.inward):

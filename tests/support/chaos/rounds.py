@@ -13,8 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from support.chaos.faults import Fault, Kind, Moment, Round
+from support.chaos.faults import DRAINS, Fault, Moment, Round
 from support.chaos.lab import Lab, Place, differences
 from support.chaos.ledger import DIFFERS, EQUAL, NAMED, SILENT, Entry
 from support.chaos.streams import Heard, listen, listen_to_all, make_prompts
@@ -102,14 +103,18 @@ class Rounds:
         n_streams: int,
         n_tokens: int,
         return_s: float = RETURN_S,
+        standby: Literal["", "auto"] = "",
     ) -> None:
         self._return_s = return_s
         self._lab = lab
         self._connection = contextlib.AsyncExitStack()
         self._seed = seed
         self._prompts = make_prompts(n_streams, n_tokens)
-        self._choice = ModelChoice(model=model, nodes=lab.addresses, dtype="float32")
+        self._choice = ModelChoice(
+            model=model, nodes=lab.addresses, dtype="float32", standby=standby
+        )
         self.undisturbed: list[Heard] = []
+        self._n_asked = 0
         self._opened: dict[tuple[int, int], dict[str, int]] = {}
 
     async def __aenter__(self) -> Rounds:
@@ -139,16 +144,22 @@ class Rounds:
             self.undisturbed = heard
         await self._leaks()
 
-    async def run(self, drawn: Round) -> Entry:
-        """Run one round; afterwards all nodes are there and in one ring."""
+    async def run(self, drawn: Round, *, has_deputy: bool = False) -> Entry:
+        """Run one round; afterwards all nodes are there and in one ring.
+
+        If it `has_deputy` its answers are copied to one, and no end of the head is to be seen.
+        """
         if drawn.faults[0].moment is Moment.LOADING:
             with contextlib.suppress(ShardnetError):
                 await self._client.unload()
         inflicted: list[float] = []
         watch = Watch(after_tokens=drawn.after_tokens)
         log_before = len(self._head_log)
+        self._n_asked += 1
         heard, is_silent = await self._listen(
-            watch, lambda watch: self._inflict(drawn, watch, inflicted)
+            watch,
+            lambda watch: self._inflict(drawn, watch, inflicted),
+            key=f"{self._seed}-{self._n_asked}" if has_deputy else "",
         )
         wrong: list[str] = []
         outcomes: Counter[str] = Counter()
@@ -164,7 +175,8 @@ class Rounds:
             outcomes = Counter({SILENT: len(heard)})
             wrong.append(f"nothing came for {SILENCE_S:g} s")
         first = min(inflicted, default=0.0)
-        if drawn.is_headless and inflicted:
+        is_headless = drawn.kills_head and not has_deputy
+        if is_headless and inflicted:
             wrong += await self._headless(heard, first)
         else:
             errors = Counter(str(one.error) for one in heard if one.error is not None)
@@ -174,10 +186,13 @@ class Rounds:
         log = self._head_log[log_before:]
         await self._lab.until_lifted()
         started = [place.n_starts for place in self._lab.places]
+        wrong += await self._lab.until_drained()
+        if drawn.ends_head and inflicted and not is_headless:
+            await self._end_other_rings()
         whole_s, returned = await self._heal(wrong)
         for fault in drawn.faults if inflicted else ():
             place = self._lab.places[fault.victim]
-            if fault.kind is Kind.DRAIN and place.n_starts == started[fault.victim]:
+            if fault.kind in DRAINS and place.n_starts == started[fault.victim]:
                 wrong.append(f"{place.name} has not ended by its drain")
         wrong += await self._leaks()
         return Entry(
@@ -193,7 +208,7 @@ class Rounds:
             parts=read_parts(log),
             whole_s=whole_s,
             returned=returned,
-            is_headless=drawn.is_headless,
+            is_headless=is_headless,
             wrong=tuple(wrong),
         )
 
@@ -205,12 +220,12 @@ class Rounds:
         return head.log if head is not None else ""
 
     async def _listen(
-        self, watch: Watch, inflict: Callable[[Watch], Awaitable[None]]
+        self, watch: Watch, inflict: Callable[[Watch], Awaitable[None]], key: str = ""
     ) -> tuple[list[Heard], bool]:
         """Run all requests, with faults beside them; return what came, and whether they hung."""
         asking = asyncio.create_task(
             listen_to_all(
-                self._client, self._prompts, self._choice, watch.on_event, watch.on_loading
+                self._client, self._prompts, self._choice, watch.on_event, watch.on_loading, key
             )
         )
         inflicting = asyncio.ensure_future(inflict(watch))
@@ -277,6 +292,15 @@ class Rounds:
         self._opened.pop((others[0].number, others[0].n_starts), None)  # a head has more threads
         return wrong
 
+    async def _end_other_rings(self) -> None:
+        """Have nodes that went on without the head free their ring."""
+        others = [place for place in self._lab.places[1:] if place.lives]
+        for place in others:
+            self._opened.pop((place.number, place.n_starts), None)  # a head has more threads
+        async with connect(others[0].address) as client:
+            with contextlib.suppress(ShardnetError):
+                await client.unload()
+
     async def _n_sequences(self, places: Sequence[Place]) -> int:
         """Sequences that are open on the stages of some nodes."""
         counts = [await self._lab.order(place.number, "count") for place in places]
@@ -285,7 +309,6 @@ class Rounds:
     async def _heal(self, wrong: list[str]) -> tuple[float, str]:
         """Start what was killed; have all nodes in one ring. Returns seconds, and who saw to it."""
         began = time.monotonic()
-        wrong += await self._lab.until_drained()
         ended = [place for place in self._lab.places if not place.lives]
         for place in ended:
             if place.process is not None:  # nobody ended it

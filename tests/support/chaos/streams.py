@@ -89,13 +89,17 @@ async def listen(
     prompt: Prompt,
     choice: ModelChoice,
     *,
+    key: str = "",
     on_event: Callable[[str, int], None] = lambda state, n_tokens: None,
     on_loading: Callable[[], None] = lambda: None,
 ) -> Heard:
-    """Ask, and hear all of it; `on_event` takes each event's state and number of tokens."""
+    """Ask, and hear all of it; `on_event` takes each event's state and number of tokens.
+
+    With a `key` the answer is copied to a deputy of the head.
+    """
     heard = Heard()
     try:
-        asked = client.generate([prompt], model=choice, on_loading=lambda *_: on_loading())
+        asked = client.generate([prompt], model=choice, key=key, on_loading=lambda *_: on_loading())
         async for event in asked:
             now = time.monotonic()
             if event.token_ids:
@@ -119,10 +123,18 @@ async def listen_to_all(
     choice: ModelChoice,
     on_event: Callable[[str, int], None],
     on_loading: Callable[[], None],
+    key: str = "",
 ) -> list[Heard]:
     """Ask for all at once."""
     asked = (
-        listen(client, prompt, choice, on_event=on_event, on_loading=on_loading)
-        for prompt in prompts
+        listen(
+            client,
+            prompt,
+            choice,
+            key=key and f"{key}-{number}",
+            on_event=on_event,
+            on_loading=on_loading,
+        )
+        for number, prompt in enumerate(prompts)
     )
     return await asyncio.gather(*asked)

@@ -41,6 +41,7 @@ ARCHITECTURES = {
     "llama4_text": "llama4",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "glm4_moe": "glm4moe",
     "gpt2": "gpt2",
 }
 """From `model_type` to `general.architecture`."""
@@ -323,7 +324,9 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
                 "interleave_moe_layer_step": config["interleave_moe_layer_step"],
             }
         case "deepseek_v2" | "deepseek_v3":
-            made |= _latents(config, rope)
+            made |= _latents(config, rope) | _grouped_experts(config)
+        case "glm4_moe":
+            made |= _grouped_experts(config)
         case "gemma3_text" | "phi3":
             made |= {"attention.sliding_window": config["sliding_window"]}
     if "linear_num_key_heads" in config:
@@ -343,7 +346,6 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
 def _latents(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     """DeepSeek's keys, as newer converters write them."""
     rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    is_v3 = config["model_type"] == "deepseek_v3"
     made = {
         "attention.head_count_kv": 1,
         "attention.kv_lora_rank": rank,
@@ -353,14 +355,6 @@ def _latents(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
         "attention.key_length_mla": config["qk_nope_head_dim"] + turned,
         "attention.value_length_mla": config["v_head_dim"],
         "rope.dimension_count": turned,
-        "leading_dense_block_count": config["first_k_dense_replace"],
-        "expert_feed_forward_length": config["moe_intermediate_size"],
-        "expert_shared_count": config["n_shared_experts"],
-        "expert_weights_scale": float(config["routed_scaling_factor"]),
-        "expert_weights_norm": is_v3 and config["norm_topk_prob"],
-        "expert_gating_func": 2 if is_v3 else None,
-        "expert_group_count": config["n_group"],
-        "expert_group_used_count": config["topk_group"],
     }
     if rope["rope_type"] == "yarn":
         made |= {
@@ -370,3 +364,18 @@ def _latents(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
             "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
         }
     return made
+
+
+def _grouped_experts(config: dict[str, Any]) -> dict[str, Any]:
+    """Keys of experts in groups, chosen by softmax in DeepSeek-V2 and else by sigmoid."""
+    is_sigmoid = config["model_type"] != "deepseek_v2"
+    return {
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": is_sigmoid and config["norm_topk_prob"],
+        "expert_gating_func": 2 if is_sigmoid else None,
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+    }

@@ -1,4 +1,4 @@
-"""A stage whose shards follow the first one as threads, not processes; the rest is real."""
+"""A stage whose shards follow the first one as threads: all but how they start is real."""
 
 from __future__ import annotations
 

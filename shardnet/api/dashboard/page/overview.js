@@ -58,6 +58,9 @@ function TheRing() {
       `, predicted ${rate(value.predicted_tok_s)}`}.
     </p>
     <p class="quiet sentence">${value.why}</p>
+    ${value.rings.length > 0 && html`<ul>${value.rings.map((one) => html`<li>
+      <b>${one.names.join(" + ")}</b>: ${one.why || `${one.n_requests} requests`}${
+        one.n_taken_over > 0 && `, ${one.n_taken_over} taken over`}</li>`)}</ul>`}
     ${value.left_out.length > 0 &&
     html`<details>
       <summary>Not used: ${value.left_out.map(({ name }) => name).join(", ")}</summary>
@@ -165,6 +168,10 @@ function Node({ one }) {
       html`<p class="figures">
         Stands by for ${one.standby.name} with ${layers(one.standby.layers)}, ${bytes(one.standby.weight_bytes)}
       </p>`}
+      ${one.deputy && html`<p class="figures">Its answers are copied to ${one.deputy}</p>`}
+      ${one.deputy_of?.map(
+        (head) => html`<p class="figures">Goes on with the answers of ${head}, if that is lost</p>`,
+      )}
       ${one.kv_positions > 0 &&
       html`
         <p class="figures">${one.kv_used_positions ?? 0} of ${one.kv_positions} positions of KV cache</p>

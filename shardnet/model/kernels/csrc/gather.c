@@ -20,6 +20,7 @@
 
 #define LINE 64       /* bytes of a cache line */
 #define LOOKS 64      /* about a microsecond of them between two looks at the clock */
+#define ALONE_NS 20000 /* before others are let on to this core: the others are nearly there */
 #define NAP_NS 50000  /* between two looks of who sleeps */
 
 /* The beginning of the shared memory. Behind it come two buffers for each shard, of `buffer_bytes` each. */
@@ -74,6 +75,7 @@ static int wait_for(const struct gather *self, struct shared *shared, int32_t sh
             shardnet_fail(shared, shard);
             return 0;
         }
+        if (now - start < ALONE_NS) continue;
         if (now - start < self->spin_ns) {
             sched_yield(); /* whoever else wants this core gets it: maybe the one that is waited for */
         } else {

@@ -1,0 +1,42 @@
+"""Orders that no ring has, or not on this node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardnet.cluster.member.order_checks import check_load_order
+from shardnet.errors import UsageError
+from shardnet.wire.messages.stages import DevicePart, LoadStage
+
+
+def order(*parts: DevicePart, **changes: Any) -> LoadStage:
+    values: dict[str, Any] = {
+        "request": 1, "ring": "r", "epoch": 1, "rank": 0, "n_stages": 1, "model": "/m",
+        "model_id": "ab" * 32, "layers": (0, 4), "dtype": "float32", "wire_dtype": "float32",
+        "context": 256, "threads": 0, "addresses": ["a:1"], "parts": list(parts),
+    }  # fmt: skip
+    return LoadStage(**values | changes)
+
+
+def part(start: int, end: int, *devices: int) -> DevicePart:
+    return DevicePart(layers=(start, end), devices=list(devices))
+
+
+def test_parts_cover_the_layers_on_devices_that_are_here() -> None:
+    for good in (order(), order(part(0, 4, 1)), order(part(0, 1, 1), part(1, 4, 0))):
+        check_load_order(good, 8, 2)
+    check_load_order(order(part(0, 4, 0, 1)), 8, 2)
+    for bad, complaint in (
+        (order(part(0, 3, 0)), "its parts are not its layers"),
+        (order(part(0, 2, 0), part(1, 4, 1)), "its parts are not its layers"),
+        (order(part(0, 2, 0), part(2, 2, 1), part(2, 4, 1)), "its parts are not its layers"),
+        (order(part(0, 2, 0), part(2, 4)), "its parts are not its layers"),
+        (order(part(0, 2, 0), part(2, 4, 0)), "and this node has 2"),
+        (order(part(0, 4, 1, 1)), "and this node has 2"),
+        (order(part(0, 4, 2)), "and this node has 2"),
+        (order(part(0, 2, 0), part(2, 4, 1), streamed_layers=1), "are to be streamed"),
+    ):
+        with pytest.raises(UsageError, match=complaint):
+            check_load_order(bad, 8, 2)

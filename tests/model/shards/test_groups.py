@@ -1,0 +1,140 @@
+"""Groups of shards: every shard gets every part, whatever the widths; who is lost is named."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models.checkpoints import make_decoder
+from support.rings.shard_threads import on_each_shard
+from support.rings.stage_chain import StageChain, random_prompt
+
+from shardnet.errors import LostShardError, UsageError
+from shardnet.model.kernels.library import native_kernels
+from shardnet.model.shards.cut import MAX_SHARDS, shares
+from shardnet.model.shards.distributed_group import DistributedGroup
+from shardnet.model.shards.group import PythonGather, ShardGroup
+from shardnet.model.shards.memory_group import BUFFER_BYTES, MemoryGroup, SharedMemory
+from shardnet.types import LayerRange
+
+pytestmark = pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
+
+ENDS = (0, 16, 16, 19, 40)
+"""Four shards, one of which has nothing."""
+
+
+def gathered(group: ShardGroup) -> list[torch.Tensor]:
+    """Gather parts that say whose they are, in turns of different sizes and dtypes."""
+    made = []
+    for turn, (n_rows, dtype) in enumerate([(1, torch.float32), (5, torch.bfloat16)] * 20):
+        width = ENDS[group.index + 1] - ENDS[group.index]
+        part = torch.full((n_rows, width), group.index * 100.0 + turn, dtype=dtype)
+        made.append(group.gather(part, ENDS))
+        group.check()
+    return made
+
+
+def assert_whole(made: list[torch.Tensor]) -> None:
+    for turn, whole in enumerate(made):
+        for index in range(4):
+            part = whole[:, ENDS[index] : ENDS[index + 1]]
+            assert (part == torch.tensor(index * 100.0 + turn, dtype=whole.dtype)).all()
+
+
+def test_shared_memory_brings_every_part_to_every_shard() -> None:
+    for made in on_each_shard(4, gathered):
+        assert_whole(made)
+
+
+def test_torch_distributed_brings_every_part_to_every_shard() -> None:
+    """By Gloo: NCCL needs GPUs."""
+    store = dist.HashStore()
+
+    def by_gloo(group: MemoryGroup) -> ShardGroup:
+        return DistributedGroup(store, group.index, group.size, torch.device("cpu"))
+
+    for made in on_each_shard(4, gathered, by_gloo):
+        assert_whole(made)
+
+
+def test_more_rows_than_a_buffer_holds_are_gathered_in_pieces() -> None:
+    n_rows = BUFFER_BYTES // 4 // 1000 * 2 + 1
+
+    def work(group: ShardGroup) -> torch.Tensor:
+        rows = torch.arange(n_rows, dtype=torch.float32)[:, None].expand(n_rows, 1000)
+        return group.gather(rows * (group.index + 1), (0, 1000, 2000))
+
+    for whole in on_each_shard(2, work):
+        rows = torch.arange(n_rows, dtype=torch.float32)
+        assert torch.equal(whole[:, 0], rows)
+        assert torch.equal(whole[:, 1999], rows * 2)
+
+
+def test_who_does_not_come_in_time_is_named() -> None:
+    group = MemoryGroup(SharedMemory.create(2), 0, 2, deadline_s=0.05)
+    group.gather(torch.zeros(1, 4), (0, 4, 8))
+    with pytest.raises(LostShardError, match="shard 1 of 2"):
+        group.check()
+
+
+def test_a_lost_shard_ends_the_waiting_at_once() -> None:
+    memory = SharedMemory.create(2)
+    group = MemoryGroup(memory, 0, 2)
+    waiting = threading.Thread(target=group.gather, args=(torch.zeros(1, 4), (0, 4, 8)))
+    waiting.start()
+    memory.fail(1)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    with pytest.raises(LostShardError, match="shard 1 of 2"):
+        group.check()
+
+
+class _ByPython:
+    """A group that the library reaches through Python."""
+
+    def __init__(self, group: MemoryGroup) -> None:
+        self._group = group
+        self.index, self.size, self.gather = group.index, group.size, self._gather
+        self._python = PythonGather(self)
+        self.struct = self._python.struct
+        self.n_gathers = 0
+
+    def _gather(self, part: torch.Tensor, ends: Any) -> torch.Tensor:
+        self.n_gathers += 1
+        return self._group.gather(part, ends)
+
+    def check(self) -> None:
+        self._python.raise_error()
+        self._group.check()
+
+
+def test_the_library_gathers_by_python_where_a_group_has_nothing_better(tmp_path: Any) -> None:
+    folder = make_decoder(tmp_path, "llama", num_attention_heads=4, num_hidden_layers=2)
+    prompt, layers = random_prompt(20, 290, seed=1), [LayerRange(0, 2)]
+
+    def logits(group: Any = None) -> tuple[torch.Tensor, int]:
+        made = StageChain.load(folder, layers, group=group).generate([prompt], 3)
+        return made[0], 0 if group is None else group.n_gathers
+
+    whole, _ = logits()
+    for shard, n_gathers in on_each_shard(2, logits, _ByPython):
+        assert torch.equal(shard, whole)
+        assert n_gathers == 3 * (1 + 2 * 4 + 1)  # steps: embedding, four in each layer, head
+
+
+def test_columns_are_shared_out_in_whole_panels_where_there_are_enough() -> None:
+    assert shares(64, 4) == (0, 16, 32, 48, 64)
+    assert shares(70, 2) == (0, 32, 70)
+    assert shares(35, 4) == (0, 8, 17, 26, 35)
+    for total in (16, 17, 1000, 50257):
+        for n_shards in range(1, MAX_SHARDS + 1):
+            ends = shares(total, n_shards)
+            assert ends[0] == 0
+            assert ends[-1] == total
+            assert all(begin < end for begin, end in pairwise(ends))
+    with pytest.raises(UsageError, match="3 columns cannot be cut over 4 shards"):
+        shares(3, 4)
