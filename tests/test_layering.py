@@ -63,7 +63,7 @@ ROOMS: dict[str, list[str]] = {
     ],
     "checkpoint": ["tensors", "quantization", "formats", ""],
     "tokenizers": ["chat", "backends", "formats", "", "grammar"],
-    "stage": ["estimate", "streaming", "prefixes", ""],
+    "stage": ["estimate", "packs", "streaming", "prefixes", "shards", ""],
     "runtime": ["scheduling", "processors", "stage", "shards", "loading", "ring", "engine"],
     "cluster": [
         "pressure",

@@ -15,8 +15,8 @@ import typer
 from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER, cache_dir
 from shardnet.cluster.store.model_cache import CachedModel, ModelCache
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.stage.pack_cache import PackedModel, packed_models
-from shardnet.stage.pack_cache import remove as remove_packed
+from shardnet.stage.packs.pack_cache import PackedModel, packed_models
+from shardnet.stage.packs.pack_cache import remove as remove_packed
 from shardnet.stage.prefixes.prefix_store import PrefixesOfModel, stored_prefixes
 from shardnet.stage.prefixes.prefix_store import remove as remove_prefixes
 

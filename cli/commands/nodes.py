@@ -119,6 +119,7 @@ def _as_json(info: NodeInfo) -> dict[str, Any]:
         "version": info.version,
         "uptime_s": round(info.uptime_s, 3),
         "device": info.device,
+        "devices": [device.name for device in info.devices] or [info.device],
         "memory_bytes": info.memory_bytes,
         "memory_free_bytes": info.memory_free_bytes,
         "threads": info.threads,

@@ -205,7 +205,7 @@ def _nodes() -> list[tuple[str, str]]:
 def _cached() -> list[tuple[str, str]]:
     from shardnet.cluster.machine.folders import PACKS_FOLDER, cache_dir
     from shardnet.cluster.store.model_cache import ModelCache
-    from shardnet.stage.pack_cache import packed_models
+    from shardnet.stage.packs.pack_cache import packed_models
 
     cache = ModelCache(cache_dir(os.environ))
     packs = [(p.folder.name[:12], p.model) for p in packed_models(cache.folder / PACKS_FOLDER)]

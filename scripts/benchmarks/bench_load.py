@@ -35,7 +35,7 @@ from shardnet.model.families.stage_tensors import is_quantizable, stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice, make_linear, probe
 from shardnet.stage.load import load_stage
-from shardnet.stage.pack_cache import PackCache
+from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.stage_model import StageModel
 from shardnet.types import DType, LayerRange
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
+from bench_ring import random_1b
 from support.system.nodes import Machine, NodeProcess
 
 from shardnet.api.client import Client, connect
@@ -81,12 +82,13 @@ async def run(
 
 
 async def measure(asked: argparse.Namespace, standby: str, folder: Path) -> None:
-    """Print the pause of one ring."""
+    """Print the pause of one ring, and its parts."""
+    checkpoint = str(random_1b()) if asked.random_1b else asked.checkpoint
     names = ["anna", "bert", "cleo", "dora", "emil", "fred"][: asked.nodes]
     async with nodes_on_loopback(folder, names) as nodes:
         async with connect(nodes[0].address) as client:
             choice = ModelChoice(
-                model=asked.checkpoint or DEFAULT_MODEL_NAME,
+                model=checkpoint or DEFAULT_MODEL_NAME,
                 nodes=[node.address for node in nodes],
                 standby="auto" if standby == "auto" else "",
             )
@@ -106,6 +108,11 @@ def main() -> None:
     """Measure with and without nodes that stand by."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", default="", help="default: the bundled model")
+    parser.add_argument(
+        "--random-1b",
+        action="store_true",
+        help="make and use a random checkpoint of the TinyLlama-1.1B shape in bfloat16 (2.2 GB)",
+    )
     parser.add_argument("--nodes", type=int, default=4, choices=range(2, 7))
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=40, help="tokens of each prompt")

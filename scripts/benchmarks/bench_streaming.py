@@ -32,7 +32,7 @@ from shardnet.stage.estimate.memory_estimate import (
     stage_weight_bytes,
 )
 from shardnet.stage.load import load_stage
-from shardnet.stage.pack_cache import PackCache
+from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.stage_model import Run, StageModel
 from shardnet.types import (
     LayerRange,

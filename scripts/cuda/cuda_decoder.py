@@ -32,7 +32,7 @@ from shardnet.stage.estimate.memory_estimate import (
     activation_peak_bytes,
     stage_weight_bytes,
 )
-from shardnet.stage.pack_writer import PackWriter
+from shardnet.stage.packs.pack_writer import PackWriter
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, DType, LayerRange, SlotId

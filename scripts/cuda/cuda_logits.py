@@ -30,7 +30,7 @@ from shardnet.model.kernels.linear import probe
 from shardnet.model.kernels.panels import unpack
 from shardnet.model.kernels.quantized_linear import quantized
 from shardnet.stage.load import load_stage
-from shardnet.stage.pack_cache import PackCache
+from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.stage_model import StageModel
 from shardnet.types import DType, KvDType, LayerRange
 

@@ -31,11 +31,11 @@ from shardnet.model.shards.group import ShardGroup
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes, streamed_layers
 from shardnet.stage.estimate.packed_sizes import packed_sizes
 from shardnet.stage.estimate.stored_dtype import check_streamable, stored_dtype, weight_form
-from shardnet.stage.followers import Followers
 from shardnet.stage.kept_linears import KeptLinears
-from shardnet.stage.pack_cache import PackCache
-from shardnet.stage.shard_kv import LeadingKvCache
+from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.shard_weights import ShardWeights
+from shardnet.stage.shards.followers import Followers
+from shardnet.stage.shards.leading_kv import LeadingKvCache
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.tensor_reader import Progress
 from shardnet.stage.weights import StageWeights

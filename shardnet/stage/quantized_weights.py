@@ -14,8 +14,8 @@ from shardnet.model.kernels.linear import Linear, join_biases
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.model.kernels.quantized_linear import pack_all
-from shardnet.stage.pack_cache import PackCache
-from shardnet.stage.pack_writer import PackWriter
+from shardnet.stage.packs.pack_cache import PackCache
+from shardnet.stage.packs.pack_writer import PackWriter
 from shardnet.stage.plain_weights import PlainWeights
 from shardnet.stage.streaming.file_parts import FilePart
 from shardnet.stage.streaming.layer_stream import LayerStream

@@ -21,9 +21,9 @@ from shardnet.model.layers.attention import ForwardStep, plan_step, step_over
 from shardnet.model.shards.cut import Cut
 from shardnet.model.shards.group import ShardGroup
 from shardnet.output_params import RoutingShape
-from shardnet.stage.followers import Followers
 from shardnet.stage.kept_linears import KeptLinears
-from shardnet.stage.pack_writer import PackWriter
+from shardnet.stage.packs.pack_writer import PackWriter
+from shardnet.stage.shards.followers import Followers
 from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.types import LayerRange, MicroBatch, RowGroup, SlotId
 

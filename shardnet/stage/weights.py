@@ -33,9 +33,9 @@ from shardnet.model.layers.tables import PanelTable, PlainTable, Table
 from shardnet.model.shards.cut import Axis
 from shardnet.stage.batch_invariance import BatchInvarianceTests
 from shardnet.stage.kept_linears import KeptLinears, LinearKey
-from shardnet.stage.pack_cache import PackCache
-from shardnet.stage.pack_writer import PackWriter
 from shardnet.stage.packed_weights import JoinedLinear, make_panels, stream_panels
+from shardnet.stage.packs.pack_cache import PackCache
+from shardnet.stage.packs.pack_writer import PackWriter
 from shardnet.stage.plain_weights import PlainWeights
 from shardnet.stage.quantized_weights import QuantizedWeights
 from shardnet.stage.streaming.buffers import find_buffers

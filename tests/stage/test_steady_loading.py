@@ -18,9 +18,10 @@ from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels import quantized_linear
 from shardnet.model.kernels.library import NativeMatmul, native_kernels
 from shardnet.model.kernels.linear import KernelChoice, probe
-from shardnet.stage import pack_cache, tensor_reader
+from shardnet.stage import tensor_reader
 from shardnet.stage.load import load_stage
-from shardnet.stage.pack_cache import PackCache
+from shardnet.stage.packs import pack_cache
+from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.stage_model import StageModel
 from shardnet.types import ANY_ROWS, DType, LayerRange
 

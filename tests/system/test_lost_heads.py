@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from support.soak import cases
 from support.system.nodes import Machine, check_log
 
 from shardnet.api.client import connect
@@ -19,7 +20,7 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.wire.messages.plans import ModelChoice
 
 DEADLINE_S = 120.0
-N_TOKENS = 30
+N_TOKENS = 24
 SOME = 6
 """Events that every client has when its head ends."""
 ASKED = [{"role": "user", "content": "Who is Emma?"}]
@@ -70,54 +71,58 @@ class Stream:
 
 
 def streams() -> list[Stream]:
-    """Make every dialect's stream, greedy and sampled."""
-    return [
-        Stream(
-            path="/v1/completions",
-            body={"prompt": "It was", "stream": True, "max_tokens": N_TOKENS, "temperature": 0},
-            said=lambda event: event["choices"][0]["text"],
-        ),
-        Stream(
-            path="/v1/chat/completions",
-            body={**CHAT, "temperature": 0.9, "seed": 3},
-            said=lambda event: event["choices"][0]["delta"].get("content") or "",
-            sampled=True,
-        ),
-        *(
+    """Make a stream of every dialect, some greedy and some sampled; in the soak each is both."""
+    return cases(
+        [
             Stream(
-                path="/v1/messages",
-                body={**CHAT, "model": "default", "temperature": temperature},
-                said=lambda event: event.get("delta", {}).get("text", ""),
-                sampled=temperature > 0,
-            )
-            for temperature in (0, 0.9)
-        ),
-        *(
+                path="/v1/completions",
+                body={"prompt": "It was", "stream": True, "max_tokens": N_TOKENS, "temperature": 0},
+                said=lambda event: event["choices"][0]["text"],
+            ),
             Stream(
-                path="/v1/responses",
-                body={
-                    "input": "Who is Emma?",
-                    "stream": True,
-                    "max_output_tokens": N_TOKENS,
-                    "temperature": temperature,
-                },
-                said=lambda event: event["delta"] if event["type"].endswith("text.delta") else "",
-                sampled=temperature > 0,
-            )
-            for temperature in (0, 0.9)
-        ),
-        Stream(
-            path="/api/generate",
-            body={"prompt": "It was", "model": "default", "options": SAMPLED},
-            said=lambda event: event["response"],
-            sampled=True,
-        ),
-        Stream(
-            path="/api/chat",
-            body={"messages": ASKED, "model": "default", "options": GREEDY},
-            said=lambda event: event["message"]["content"],
-        ),
-    ]
+                path="/v1/chat/completions",
+                body={**CHAT, "temperature": 0.9, "seed": 3},
+                said=lambda event: event["choices"][0]["delta"].get("content") or "",
+                sampled=True,
+            ),
+            _messages(0.9),
+            _responses(0),
+            Stream(
+                path="/api/generate",
+                body={"prompt": "It was", "model": "default", "options": SAMPLED},
+                said=lambda event: event["response"],
+                sampled=True,
+            ),
+        ],
+        [
+            _messages(0),
+            _responses(0.9),
+            Stream(
+                path="/api/chat",
+                body={"messages": ASKED, "model": "default", "options": GREEDY},
+                said=lambda event: event["message"]["content"],
+            ),
+        ],
+    )
+
+
+def _messages(temperature: float) -> Stream:
+    return Stream(
+        path="/v1/messages",
+        body={**CHAT, "model": "default", "temperature": temperature},
+        said=lambda event: event.get("delta", {}).get("text", ""),
+        sampled=temperature > 0,
+    )
+
+
+def _responses(temperature: float) -> Stream:
+    body = {"input": "Who is Emma?", "max_output_tokens": N_TOKENS, "temperature": temperature}
+    return Stream(
+        path="/v1/responses",
+        body={**body, "stream": True},
+        said=lambda event: event["delta"] if event["type"].endswith("text.delta") else "",
+        sampled=temperature > 0,
+    )
 
 
 @asynccontextmanager

@@ -37,6 +37,7 @@ from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.loading.loading import check_layers, set_compute_threads
 from shardnet.runtime.loading.model_facts import find_folder
 from shardnet.runtime.processors.processor_use import ProcessorUse
+from shardnet.runtime.shards.measuring_gathers import measure_gather
 from shardnet.runtime.stage.measuring import (
     StageFigures,
     measure_disk,
@@ -44,7 +45,6 @@ from shardnet.runtime.stage.measuring import (
     read_config,
     rounded,
 )
-from shardnet.runtime.stage.measuring_gathers import measure_gather
 from shardnet.types import Arith, DType, KvDType, LayerRange
 from shardnet.wire.messages.measurements import (
     DeviceMeasured,

@@ -30,9 +30,9 @@ from shardnet.runtime.processors.alertness import SPIN_NS, Alertness
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
 from shardnet.runtime.ring.shard_links import ShardLinks, ShardSink
+from shardnet.runtime.shards.link_group import SpanningCompute
 from shardnet.runtime.stage.compute import StageCompute
 from shardnet.runtime.stage.handover import Lane, LaneWorkers
-from shardnet.runtime.stage.link_group import SpanningCompute
 from shardnet.runtime.stage.worker import StageSink, StageSource
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, NodeId, StepId

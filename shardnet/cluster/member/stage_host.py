@@ -35,7 +35,7 @@ from shardnet.runtime.stage.handover import Lane
 from shardnet.runtime.stage.plugin import ComputePlugin
 from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder
-from shardnet.stage.pack_cache import drop_pages
+from shardnet.stage.packs.pack_cache import drop_pages
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, LayerRange, WireDType
 from shardnet.wire.messages.diagnostics import StageState

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
+from shardnet.cluster.machine.device_list import CPU
 from shardnet.cluster.measuring.measurement import Measured, stage_speed
 from shardnet.cluster.placement.figures import (
     HeldModel,
@@ -19,7 +20,7 @@ from shardnet.cluster.placement.figures import (
 )
 from shardnet.errors import UsageError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.shards.cut import Cut
+from shardnet.runtime.loading.loading import cut_of
 from shardnet.wire.messages.measurements import DeviceMeasured, NodeMeasured
 from shardnet.wire.messages.membership import NodeInfo
 
@@ -68,17 +69,14 @@ def node_devices(
     n_devices = len(each)
     sizes = [n for n in range(2, n_devices + 1) if n_devices % n == 0]
     gather_s = report.gather_s if report is not None else None
-    is_mixed = len(set(kinds)) > 1
     return NodeDevices(
         each=each,
         tensor_parallel=info.tensor_parallel if n_devices % (info.tensor_parallel or 1) == 0 else 0,
         gather=None
         if gather_s is None
         else LinkSpeed(round_trip_s=gather_s, bytes_per_s=JOINED_BYTES_PER_S),
-        why_not_shared=f"{each[0].name} and {_other(each)} are unlike" if is_mixed else "",
-        whole_heads=frozenset(
-            n for n in sizes if not Cut.of(config, 0, n, has_whole_heads=False).cuts_heads
-        ),
+        why_not_shared=_why_not_shared(each, gather_s),
+        whole_heads=frozenset(n for n in sizes if not cut_of(config, 0, n).cuts_heads),
         attention_share=_attention_share(config),
     )
 
@@ -99,8 +97,13 @@ def _speed(told: DeviceMeasured | None) -> StageSpeed | None:
         return None
 
 
-def _other(each: Sequence[NodeDevice]) -> str:
-    return next(device.name for device in each if device.kind != each[0].kind)
+def _why_not_shared(each: Sequence[NodeDevice], gather_s: float | None) -> str:
+    others = [device.name for device in each if device.kind != each[0].kind]
+    if others:
+        return f"{each[0].name} and {others[0]} are unlike"
+    if each[0].kind != CPU:
+        return "only groups of cores can share layers"
+    return "joining their parts is not measured" if gather_s is None else ""
 
 
 def _attention_share(config: ModelConfig) -> float:

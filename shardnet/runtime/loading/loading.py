@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from shardnet.model.sampling.sampler import Sampler
     from shardnet.model.shards.group import ShardGroup
     from shardnet.stage.kept_linears import KeptLinears
-    from shardnet.stage.pack_cache import PackCache
+    from shardnet.stage.packs.pack_cache import PackCache
     from shardnet.stage.prefixes.prefix_store import PrefixStore
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
     from shardnet.stage.stage_model import StageModel
@@ -157,7 +157,7 @@ def _load_with_torch(
     """Load a stage as a plug-in does, with linears that were `had`; return its prefixes on disk,
     its arithmetic and its linears, too.
     """
-    from shardnet.runtime.stage.link_group import LinkGroup, SpanningCompute
+    from shardnet.runtime.shards.link_group import LinkGroup, SpanningCompute
     from shardnet.runtime.stage.torch_compute import StreamingCompute, TorchCompute
 
     order, group = job.order, None
@@ -196,7 +196,7 @@ def _prefixes(
     """
     if store is None or model.kv.has_states:
         return "", None
-    from shardnet.runtime.stage.arithmetic import arithmetic_of
+    from shardnet.runtime.loading.arithmetic import arithmetic_of
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
 
     arithmetic = arithmetic_of(model)
@@ -291,7 +291,7 @@ def _pack_cache(order: StageOrder, packs: Packs) -> PackCache | None:
     folder, files = packs
     if folder is None or order.quantization is None:
         return None
-    from shardnet.stage.pack_cache import PackCache
+    from shardnet.stage.packs.pack_cache import PackCache
 
     cache = PackCache(folder, json.dumps(files), order.model, order.quantization)
     cache.touch()

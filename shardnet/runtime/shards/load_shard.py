@@ -17,7 +17,7 @@ from shardnet.model.kernels.linear import probe
 from shardnet.model.shards.memory_group import MemoryGroup, SharedMemory
 from shardnet.runtime.shards.calls import ShardJob
 from shardnet.stage.load import load_stage
-from shardnet.stage.pack_cache import PackCache
+from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.stage_model import StageModel
 from shardnet.types import Arith, DType, KvDType, LayerRange
 

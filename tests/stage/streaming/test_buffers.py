@@ -26,7 +26,7 @@ from shardnet.model.kernels.linear import Kernel, KernelChoice, probe
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.stage import weights
 from shardnet.stage.load import load_stage
-from shardnet.stage.pack_cache import PackCache
+from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.streaming.buffers import Buffers, DeviceBuffers, HostBuffers, find_buffers
 from shardnet.stage.streaming.streamed_linear import StreamedLinear

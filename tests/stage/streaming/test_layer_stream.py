@@ -32,7 +32,7 @@ from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_bytes, streamed_layers
 from shardnet.stage.load import load_stage
-from shardnet.stage.pack_cache import PackCache, packed_models, remove
+from shardnet.stage.packs.pack_cache import PackCache, packed_models, remove
 from shardnet.stage.stage_model import Run, StageModel
 from shardnet.stage.streaming import file_parts, layer_stream
 from shardnet.stage.streaming.file_parts import FilePart
@@ -332,7 +332,7 @@ import ctypes, json, sys, torch
 from pathlib import Path
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.kernels.linear import probe
-from shardnet.stage.pack_cache import PackCache
+from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.model.config.quantization import Quantization
 from shardnet.stage.load import load_stage
 from shardnet.types import *

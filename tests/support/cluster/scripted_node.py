@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -213,7 +214,7 @@ REPORTS = (
 
 def _text(message: Generate) -> str:
     if message.token_ids is not None:
-        return "".join(map(chr, message.token_ids))
+        return "".join(chr(token_id % sys.maxunicode) for token_id in message.token_ids)
     return message.messages[-1].content or "" if message.messages else message.prompt
 
 

@@ -133,6 +133,7 @@ def state_of_two() -> Value:
             "load": {**load, "room_blocks": 256},
             "stages": stages,
             "left_out": [],
+            "rings": [],
         },
         "requests": [request],
         "rates": {

@@ -15,9 +15,10 @@ from support.rings.stage_chain import CPU, StageChain, probed, random_prompt
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.quantization import Quantization
-from shardnet.stage import pack_cache, quantized_weights
+from shardnet.stage import quantized_weights
 from shardnet.stage.load import load_stage
-from shardnet.stage.pack_cache import PackCache, packed_models, remove
+from shardnet.stage.packs import pack_cache
+from shardnet.stage.packs.pack_cache import PackCache, packed_models, remove
 from shardnet.stage.stage_model import StageModel
 from shardnet.types import DType, LayerRange
 

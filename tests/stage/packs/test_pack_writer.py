@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardnet.model.config.quantization import Quantization
-from shardnet.stage.pack_cache import PackCache
-from shardnet.stage.pack_writer import PackWriter
+from shardnet.stage.packs.pack_cache import PackCache
+from shardnet.stage.packs.pack_writer import PackWriter
 
 INT4 = Quantization.INT4
 TIMEOUT_S = 20.0

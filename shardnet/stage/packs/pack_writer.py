@@ -24,7 +24,7 @@ from typing import Final
 from torch import Tensor
 
 from shardnet.model.config.quantization import Quantization
-from shardnet.stage.pack_cache import PackCache
+from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.threads import DaemonThreads
 
 _REPORT_S: Final = 0.1

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shardnet.errors import CapacityError, LostShardError, NumericalError, ShardnetError
 from shardnet.model.kernels.codec import pack_rows, unpack_rows
+from shardnet.runtime.shards.link_group import LinkGroup, SpanningCompute
 from shardnet.runtime.stage.compute import Activations, Samples
-from shardnet.runtime.stage.link_group import LinkGroup, SpanningCompute
 from shardnet.slot_operations import FreeSlot, SlotOperation
 from shardnet.types import Epoch, MicroBatch, SlotId, StepId, WireDType
 

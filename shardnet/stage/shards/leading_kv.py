@@ -17,7 +17,7 @@ from torch import Tensor
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.slot_blocks import SlotContents
 from shardnet.model.shards.cut import Cut
-from shardnet.stage.followers import Followers
+from shardnet.stage.shards.followers import Followers
 from shardnet.types import SlotId
 
 

@@ -1,0 +1,1 @@
+"""Quantised, packed weights on disk, for the next start."""
