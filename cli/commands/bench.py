@@ -97,6 +97,13 @@ def bench(
         int,
         typer.Option("--rounds", metavar="N", min=1, help="Times to measure; the best one counts."),
     ] = 2,
+    static: Annotated[
+        bool,
+        typer.Option(
+            "--static",
+            help="Run sequences in fixed sets of 16, each in lockstep: the same steps each time.",
+        ),
+    ] = False,
     perplexity: Annotated[
         str,
         typer.Option(
@@ -129,6 +136,7 @@ def bench(
         n_tokens=tokens,
         parallel=parallel or [1, 4],
         rounds=rounds,
+        static=static,
         text=perplexity,
         pieces=_pieces(perplexity, piece) if perplexity else [],
         as_json=as_json,
@@ -143,6 +151,7 @@ class _Job:
     n_tokens: int
     parallel: Sequence[int]
     rounds: int
+    static: bool
     text: str
     pieces: Sequence[str]
     as_json: bool
@@ -319,6 +328,7 @@ class _Bench:
                 max_tokens=n_tokens,
                 ignore_eos=True,
                 outputs=outputs,
+                lockstep=self._job.static,
             )
             async with contextlib.aclosing(events):
                 async for event in events:

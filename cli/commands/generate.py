@@ -63,6 +63,14 @@ def generate(
             help="Many prompts, one per line, as text or JSON; - reads standard input.",
         ),
     ] = "",
+    static: Annotated[
+        bool,
+        typer.Option(
+            "--static",
+            help="Run prompts in fixed sets of 16, each in lockstep, none begun before the last "
+            "set has ended: the same steps each time, to measure.",
+        ),
+    ] = False,
     n: Annotated[
         int,
         typer.Option("--n", metavar="N", min=1, help="Samples of each prompt.", show_default=False),
@@ -140,6 +148,8 @@ def generate(
     if as_json and as_lines:
         raise typer.BadParameter("choose one of --json and --jsonl")
     lines, prompts = _prompts(prompt, token_ids, prompts_file, params)
+    if static and not prompts_file:
+        raise typer.BadParameter("it needs --prompts-file", param_hint="--static")
     if chat:
         prompts = [
             replace(asked, content=_conversation(asked, sampling.system)) for asked in prompts
@@ -152,6 +162,7 @@ def generate(
         sampling=params,
         options={
             **options,
+            "lockstep": static,
             "priority": priority,
             "deadline_s": deadline,
             "trace": bool(trace),

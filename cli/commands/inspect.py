@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -167,8 +168,8 @@ async def _run(job: _Job) -> None:
                 bars.expect(found)
                 plan[:] = [found]
 
-            [result] = await target.client.complete(
-                [job.prompt],
+            events = target.client.generate(
+                job.prompt,
                 GREEDY,
                 model=target.choice,
                 max_tokens=job.max_tokens,
@@ -177,6 +178,9 @@ async def _run(job: _Job) -> None:
                 on_plan=on_plan,
                 on_loading=bars.update,
             )
+            async with contextlib.aclosing(events):
+                results = [event.result async for event in events if event.result is not None]
+    [result] = results
     n_layers = plan[0].stages[-1].layers[1] if plan else 0
     arrays = _arrays(result, job.outputs, n_layers)
     _write(job.path, arrays, _metadata(result, job.outputs))

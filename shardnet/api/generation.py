@@ -41,6 +41,8 @@ AGAIN_S = 0.2
 
 WINDOW = 128
 """Most requests of one call that a node holds at a time: more than run at once."""
+LOCKSTEP_SET = 16
+"""Requests of a call in lockstep that run together; the next ones wait until all have ended."""
 
 REQUEST_ERRORS = (UsageError, CapacityError, DeadlineError, NumericalError)
 """Errors of one request: they do not mean that the other requests of the call fail too."""
@@ -105,6 +107,7 @@ class Generations:
         self._answers: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
         self._plan: PlanReply | None = None
         self._is_served = False
+        self._n_of_set = 0
 
     async def events(self) -> AsyncGenerator[GenerationEvent, None]:
         """Run all requests and yield their events. Closing the iterator cancels those that run."""
@@ -132,7 +135,12 @@ class Generations:
     async def _send_more(self) -> None:
         """Send waiting requests until the window is full."""
         window = WINDOW if self._is_served else 1
+        if not self._running:
+            self._n_of_set = 0
         while self._waiting and len(self._running) < window:
+            if self._waiting[0].message.lockstep and self._n_of_set == LOCKSTEP_SET:
+                return  # the next set begins when this one has ended
+            self._n_of_set += 1
             running = self._next()
             self._running[running.view.request_id] = running
             with contextlib.suppress(LinkError):  # each request gets it as its own event

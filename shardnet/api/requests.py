@@ -44,7 +44,8 @@ class GenerationOptions(TypedDict, total=False):
     ("off"): draft tokens ahead, by look-up in the text with "ngram", with "mtp" by the model's own
     layer that predicts further tokens, or by the small model at a path on the head;
     `draft_tokens` (0): draft at most so many at once, 0 is as many as pay off.
-    `deterministic` (False): no bit depends on what else runs (design decision 4). `outputs` (none):
+    `deterministic` (False): no bit depends on what else runs (design decision 4). `lockstep`
+    (False): the requests of the call are run in fixed sets, each in lockstep. `outputs` (none):
     prompt logprobs, logits, hidden states and routing. `recommended` (none): the names among
     temperature, top_k, top_p, min_p and repetition_penalty that are as the model's makers
     recommend, if they do; PlanReply tells the values. For messages: `tools` (none), objects with
@@ -67,6 +68,7 @@ class GenerationOptions(TypedDict, total=False):
     speculate: str
     draft_tokens: int
     deterministic: bool
+    lockstep: bool
     outputs: OutputParams
     recommended: Sequence[RecommendedName]
     tools: Sequence[Mapping[str, Any]]

@@ -12,7 +12,7 @@ from support.cluster.scripted_node import ScriptedNode, client_of, serving
 
 from shardnet.api import ActiveRequest, Client, GenerationEvent, RequestState, SamplingParams
 from shardnet.api import client as client_module
-from shardnet.api.generation import WINDOW
+from shardnet.api.generation import LOCKSTEP_SET, WINDOW
 from shardnet.errors import (
     CapacityError,
     ContextExceededError,
@@ -121,6 +121,24 @@ def test_a_node_never_has_more_than_a_window_of_requests() -> None:
             events = await all_of(client.generate(["abc"] * (3 * WINDOW)))
         assert len(ends(events)) == 3 * WINDOW
         assert WINDOW // 2 < node.n_most <= WINDOW
+
+    asyncio.run(main())
+
+
+def test_a_set_in_lockstep_begins_when_the_last_has_ended() -> None:
+    async def main() -> None:
+        async with client_of(ScriptedNode()) as client:
+            running: set[int] = set()
+            seen: list[int] = []
+            async for event in client.generate(["ab"] * (2 * LOCKSTEP_SET + 3), lockstep=True):
+                if event.index not in seen:
+                    seen.append(event.index)
+                    if len(seen) % LOCKSTEP_SET == 1:
+                        assert not running
+                    running.add(event.index)
+                if event.state.is_end:
+                    running.remove(event.index)
+            assert sorted(seen) == [*range(2 * LOCKSTEP_SET + 3)]
 
     asyncio.run(main())
 

@@ -326,6 +326,7 @@ class Clients:
             deadline_s=message.deadline_s,
             speculation=speculation,
             deterministic=message.deterministic,
+            lockstep=message.lockstep,
             outputs=output_params(message, lead),
             constrained=constrained,
             is_traced=message.trace,

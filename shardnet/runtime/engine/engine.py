@@ -153,7 +153,8 @@ class Engine:
                 priority=request.priority,
                 deterministic=request.deterministic
                 and self._scheduler.limits.exact_rows < ANY_ROWS,
-                whole_prompt=request.outputs.needs_whole_prompt,
+                whole_prompt=request.outputs.needs_whole_prompt or request.lockstep,
+                lockstep=request.lockstep,
                 sampling=request.sampling,
                 outputs=request.outputs,
                 drafter=drafter,

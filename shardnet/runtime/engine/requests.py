@@ -60,7 +60,8 @@ class GenerationRequest:
     """One prompt to continue. `stop_ids` end it and their text is not shown.
 
     A larger `priority` goes first. A request that has not ended after `deadline_s` fails.
-    `deterministic` asks for bits that do not depend on the batch (design decision 4). What
+    `deterministic` asks for bits that do not depend on the batch (design decision 4), `lockstep`
+    for decode steps with all that run. What
     `constrained` matches ends with the output, whatever the stop ids are. With `is_traced` its end
     has its steps. A text that no stop string can end says so by `stops_by_text`: its next row need
     not wait for it. The answer begins with the tokens `made`, which are reported again.
@@ -75,6 +76,7 @@ class GenerationRequest:
     deadline_s: float | None = None
     speculation: Speculation | None = None
     deterministic: bool = False
+    lockstep: bool = False
     outputs: OutputParams = NO_OUTPUTS
     constrained: Constrained | None = None
     is_traced: bool = False

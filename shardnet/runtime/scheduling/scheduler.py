@@ -69,6 +69,9 @@ class Scheduler:
         default_factory=dict
     )
     _next_step: int = 1
+    _n_round: int = 0
+    """Rows of the lockstep round that are still to be sent, `_round_share` in each step."""
+    _round_share: int = 0
 
     def __post_init__(self) -> None:
         self._queue = AdmissionQueue(
@@ -139,6 +142,7 @@ class Scheduler:
         Its sequences wait. Nothing may be sent before `resume`.
         """
         self._steps.clear()
+        self._n_round = 0
         self._queue.suspend()
 
     def resume(self, ring: RingLimits) -> list[SequenceFailed]:
@@ -253,6 +257,8 @@ class Scheduler:
         """Send one step if there are rows to send; return whether it was sent."""
         running = self._queue.running
         n_decoding = [sequence.is_decoding for sequence in running.values()].count(True)
+        if any(sequence.request.lockstep for sequence in running.values()):
+            return self._send_in_lockstep()
         if not n_decoding:
             rows = self._chooser.prompt_rows(self.limits.chunk_rows)
             return self._send(rows, is_decode=False)
@@ -267,6 +273,25 @@ class Scheduler:
         no_prompts = is_exact or all_decode
         prompts = [] if no_prompts else chooser.prompt_rows(self.mixed_rows, beside=decode)
         return self._send([*decode, *prompts], is_decode=bool(decode))
+
+    def _send_in_lockstep(self) -> bool:
+        """Send prompt rows while there are any, then a round: one row of all that run, in order.
+
+        A round is one step for each stage, and begins when the one before it is answered.
+        """
+        queue = self._queue
+        if not self._n_round:
+            rows = self._chooser.prompt_rows(self.limits.chunk_rows)
+            if rows:
+                return self._send(rows, is_decode=False)
+            if self._steps or len(queue.ready) < len(queue.running):
+                return False
+            queue.ready = dict(sorted(queue.ready.items(), key=lambda each: each[1].rank))
+            self._n_round = len(queue.ready)
+            self._round_share = -(-self._n_round // self.n_stages)
+        rows = self._chooser.decode_rows(min(self._round_share, self._n_round))
+        self._n_round = self._n_round - len(rows) if rows else 0
+        return self._send(rows, is_decode=True)
 
     def _send(self, rows: Sequence[Rows], *, is_decode: bool) -> bool:
         if not rows:

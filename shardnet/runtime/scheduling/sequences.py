@@ -72,8 +72,9 @@ class SequenceRequest:
 
     A larger `priority` goes first. With `max_tokens` 0 the prompt is computed and nothing is
     sampled. With `whole_prompt` every row of the prompt is computed even if a slot holds its
-    prefix. With `deterministic` its rows are batched as design decision 4 says. `sampling` and
-    `outputs` are for the tail, and so are the masks of `guide`.
+    prefix. With `deterministic` its rows are batched as design decision 4 says. While one with
+    `lockstep` runs, prompts are computed first, then all decode together. `sampling` and `outputs`
+    are for the tail, and so are the masks of `guide`.
     """
 
     sequence_id: SequenceId
@@ -83,6 +84,7 @@ class SequenceRequest:
     priority: int = 0
     deterministic: bool = False
     whole_prompt: bool = False
+    lockstep: bool = False
     sampling: SamplingParams = _GREEDY
     outputs: OutputParams = NO_OUTPUTS
     drafter: Drafter | None = None

@@ -66,7 +66,8 @@ class Generate(Tagged, frozen=True, kw_only=True):
     model's chat template, else `prompt`. The template gets `tools` and `template_options` too.
 
     `speculate` is off, ngram or the path of a draft model on the head; `draft_tokens` 0 drafts as
-    many as pay. `deterministic` is design decision 4's. A larger `priority` goes first;
+    many as pay. `deterministic` is design decision 4's; with `lockstep` it decodes in one step with
+    all that run, once no prompt is left to compute. A larger `priority` goes first;
     `deadline_s` counts from when the ring has the request. Fields of `sampling` that are named in
     `recommended` are as the model's makers recommend, if they do. All of the output matches
     `constraint`. With `trace` TracePieces precede Finished. With a `key` it is copied to a deputy,
@@ -94,6 +95,7 @@ class Generate(Tagged, frozen=True, kw_only=True):
     speculate: PathText = "off"
     draft_tokens: U32 = 0
     deterministic: bool = False
+    lockstep: bool = False
     priority: Priority = 0
     deadline_s: Seconds | None = None
     outputs: Outputs = Outputs()

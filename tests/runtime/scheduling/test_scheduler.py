@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -549,3 +549,30 @@ def test_blocks_are_what_stages_count() -> None:
     one.scheduler.submit(request(1, BLOCK_POSITIONS + 1, max_tokens=2))
     one.run()
     assert one.stage.n_blocks == one.scheduler.book.booked_blocks == 2
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_sequences_in_lockstep_decode_in_rounds(n_stages: int, at_once: int) -> None:
+    """Prompts first; then one row of each in every round, whenever the answers came."""
+    one = ring(n_stages=n_stages, room_blocks=40)
+    lengths = {1: 9, 2: 3, 3: 12, 4: 12, 5: 1}
+    for number, n_tokens in lengths.items():
+        asked = request(number, 150 * number, max_tokens=n_tokens)
+        one.scheduler.submit(replace(asked, lockstep=True))
+    one.pump()
+    while one.in_flight:
+        for _ in range(min(at_once, len(one.in_flight))):
+            one.answer()
+        one.pump()
+    for number, n_tokens in lengths.items():
+        assert one.said[SequenceId(number)] == text_of(
+            prompt(number, 150 * number), n_tokens, CONTEXT
+        )
+    kinds = [step.is_decode for step in one.sent]
+    assert kinds == sorted(kinds)
+    rows = [group.sequence_id for step in one.sent if step.is_decode for group in step.batch.groups]
+    rounds = [[n for n, most in lengths.items() if most - 1 > made] for made in range(11)]
+    assert rows == [number for numbers in rounds for number in numbers]
+    most = max(len(step.batch.groups) for step in one.sent if step.is_decode)
+    assert most == -(-len(rounds[0]) // n_stages)
