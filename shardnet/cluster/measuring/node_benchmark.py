@@ -163,11 +163,13 @@ class NodeBenchmark:
         known_s = self._cache.gather_s(key, len(devices))
         if known_s is not None and not message.again:
             return known_s
+        before = ProcessorUse.now()
         try:
             gather_s = rounded(await self._host.measure_together(measure_gather))
         except (ConfigurationError, LostShardError, BusyError):
             return known_s
-        self._cache.put_gather(key, len(devices), gather_s)
+        is_disturbed = before.disturbed(ProcessorUse.now())
+        self._cache.put_gather(key, len(devices), gather_s, keeps=not is_disturbed)
         return gather_s
 
     async def _is_better_now(self, known: Figure) -> bool:
