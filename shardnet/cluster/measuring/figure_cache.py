@@ -173,6 +173,10 @@ class FigureCache:
             return self._gathers.get((key, n_shards))
         return took_s if 0 < took_s < 1 else None
 
+    def keeps_gather(self, key: FigureKey, n_shards: int) -> bool:
+        """Say whether that was measured undisturbed, so that it need not be measured again."""
+        return self._gather_path(key, n_shards).exists()
+
     def put_gather(
         self, key: FigureKey, n_shards: int, gather_s: float, *, keeps: bool = True
     ) -> None:
