@@ -107,11 +107,9 @@ class NodeBenchmark:
         config, dtype, quantization, key = self._subject(message, asker, place)
         kv_dtype, arith = KvDType(message.kv_dtype), Arith(key.arith)
         known = self._cache.get(key)
-        is_first = place == 0 or key != self._subject(message, asker, 0)[-1]
-        if (
-            known is not None
-            and not (message.again and is_first)
-            and not (await self._is_better_now(known))
+        is_like_first = place > 0 and key == self._subject(message, asker)[-1]
+        if known is not None and (
+            is_like_first or not (message.again or await self._is_better_now(known))
         ):
             return known
         memory_bytes = self._orders.free_bytes(place)
