@@ -173,13 +173,22 @@ class FigureCache:
             return self._gathers.get((key, n_shards))
         return took_s if 0 < took_s < 1 else None
 
-    def put_gather(self, key: FigureKey, n_shards: int, gather_s: float) -> None:
-        """Cache what it takes to join parts, in memory alone if the disk fails."""
+    def keeps_gather(self, key: FigureKey, n_shards: int) -> bool:
+        """Say whether that was measured undisturbed, so that it need not be measured again."""
+        return self._gather_path(key, n_shards).exists()
+
+    def put_gather(
+        self, key: FigureKey, n_shards: int, gather_s: float, *, keeps: bool = True
+    ) -> None:
+        """Cache what it takes to join parts.
+
+        In memory alone if the disk fails, or unless it `keeps`, as after a disturbed measurement.
+        """
         self._gathers[key, n_shards] = gather_s
-        with contextlib.suppress(OSError):
-            write_whole(
-                self._gather_path(key, n_shards), json.dumps({"gather_s": gather_s}).encode()
-            )
+        if keeps:
+            path = self._gather_path(key, n_shards)
+            with contextlib.suppress(OSError):
+                write_whole(path, json.dumps({"gather_s": gather_s}).encode())
 
     def _gather_path(self, key: FigureKey, n_shards: int) -> Path:
         """Return the file of a gather: the model and its dtypes do not matter."""

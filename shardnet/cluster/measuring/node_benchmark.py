@@ -107,11 +107,9 @@ class NodeBenchmark:
         config, dtype, quantization, key = self._subject(message, asker, place)
         kv_dtype, arith = KvDType(message.kv_dtype), Arith(key.arith)
         known = self._cache.get(key)
-        is_first = place == 0 or key != self._subject(message, asker, 0)[-1]
-        if (
-            known is not None
-            and not (message.again and is_first)
-            and not (await self._is_better_now(known))
+        is_like_first = place > 0 and key == self._subject(message, asker)[-1]
+        if known is not None and (
+            is_like_first or not (message.again or await self._is_better_now(known))
         ):
             return known
         memory_bytes = self._orders.free_bytes(place)
@@ -161,13 +159,15 @@ class NodeBenchmark:
             return None
         key = self._subject(message, asker)[-1]
         known_s = self._cache.gather_s(key, len(devices))
-        if known_s is not None and not message.again:
+        if self._cache.keeps_gather(key, len(devices)) and not message.again:
             return known_s
+        before = ProcessorUse.now()
         try:
             gather_s = rounded(await self._host.measure_together(measure_gather))
         except (ConfigurationError, LostShardError, BusyError):
             return known_s
-        self._cache.put_gather(key, len(devices), gather_s)
+        is_disturbed = before.disturbed(ProcessorUse.now())
+        self._cache.put_gather(key, len(devices), gather_s, keeps=not is_disturbed)
         return gather_s
 
     async def _is_better_now(self, known: Figure) -> bool:

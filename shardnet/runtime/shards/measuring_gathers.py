@@ -12,7 +12,7 @@ from functools import partial
 
 from shardnet.runtime.processors.processor_use import ProcessorUse
 
-GATHERS = 200
+GATHERS = 100
 """Gathers in a window."""
 WINDOWS = 5
 COLUMNS = 2048
