@@ -401,7 +401,8 @@ class KvCache:
             )
 
     def _rewind_states(self, slot: SlotId, n_positions: int) -> None:
-        for state in self._slots[slot].states.values():
+        held = self._slots.get(slot)
+        for state in held.states.values() if held is not None else ():
             state.rewind(n_positions)
 
     def _enough_memory(self, slot: SlotId, what: str) -> AbstractContextManager[None]:

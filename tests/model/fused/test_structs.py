@@ -24,6 +24,7 @@ from shardnet.model.kernels import library, packing
 from shardnet.model.kernels.recurrence import RecurrenceStruct
 from shardnet.model.layers.attention import plan_step
 from shardnet.model.layers.native_attention import MAX_HEAD, AttendStruct
+from shardnet.model.shards.group import GatherStruct, JoinedStruct
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 
 SOURCES = Path(__file__).parents[3] / "shardnet" / "model" / "kernels" / "csrc"
@@ -32,6 +33,7 @@ TYPES = {
     "int64_t": ctypes.c_int64,
     "float": ctypes.c_float,
     "parallel_function": ctypes.c_void_p,
+    "join_function": ctypes.c_void_p,
 }
 MIRRORS: dict[str, type[ctypes.Structure]] = {
     "team": library.Team,
@@ -46,6 +48,8 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "head_matmuls": head_matmuls.HeadStruct,
     "residual": structs.ResidualStruct,
     "attend": AttendStruct,
+    "gather": GatherStruct,
+    "joined": JoinedStruct,
     "attention_call": structs.AttentionStruct,
     "mlp_call": structs.MlpStruct,
     "layer": structs.LayerStruct,

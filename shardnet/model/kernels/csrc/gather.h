@@ -5,11 +5,15 @@
 
 #include <stdint.h>
 
+struct gather;
+
 /* Joins the parts of all shards. Shard i has the columns [ends[i], ends[i + 1]) of each row, of `item` bytes each:
  * `part` is [n_rows, own columns], `whole` [n_rows, ends[size]]. A group that has failed leaves `whole` as it is. */
+typedef void (*join_function)(const struct gather *self, const void *part, void *whole, int64_t n_rows,
+                              const int64_t *ends, int64_t item);
+
 struct gather {
-    void (*join)(const struct gather *self, const void *part, void *whole, int64_t n_rows, const int64_t *ends,
-                 int64_t item);
+    join_function join;
     void *memory;        /* of the shards of one machine, else whatever `join` needs */
     int64_t deadline_ns; /* how long it waits for another shard */
     int64_t spin_ns;     /* and how much of that without sleeping */
