@@ -42,7 +42,7 @@ from shardnet.runtime.loading.measuring import (
     read_config,
     rounded,
 )
-from shardnet.runtime.loading.measuring_gathers import measure_gather
+from shardnet.runtime.stage.measuring_gathers import measure_gather
 from shardnet.runtime.loading.model_facts import find_folder
 from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.types import Arith, DType, KvDType, LayerRange
