@@ -31,9 +31,9 @@ from shardnet.errors import (
     UsageError,
 )
 from shardnet.model.kernels.library import native_kernels
+from shardnet.runtime.loading import measuring as measuring_stages
 from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.runtime.shards import measuring_gathers
-from shardnet.runtime.stage import measuring as measuring_stages
 from shardnet.transport.link import Link
 from shardnet.types import DType
 from shardnet.wire.messages.measurements import MeasureStage, StageMeasured, StageObserved

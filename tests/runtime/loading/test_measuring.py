@@ -21,6 +21,7 @@ from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear, make_linear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers.attention import ForwardStep
+from shardnet.runtime.loading import measuring
 from shardnet.runtime.loading.measuring import (
     Windows,
     in_a_row,
@@ -30,7 +31,6 @@ from shardnet.runtime.loading.measuring import (
     rounded,
 )
 from shardnet.runtime.processors.processor_use import ProcessorUse
-from shardnet.runtime.stage import measuring
 from shardnet.stage import synthetic_model
 from shardnet.stage.estimate.memory_estimate import WeightForm, layer_weight_bytes
 from shardnet.stage.synthetic_model import (
