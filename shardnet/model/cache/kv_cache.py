@@ -180,7 +180,8 @@ class KvCache:
         self._check_rewind(slot, begin)
         if begin:
             self._check_states(slot, begin)
-            self._rewind_states(slot, begin)
+            if slot in self._slots:
+                self._rewind_states(slot, begin)
         wanted = blocks_for(n_positions)
         held = self._slots[slot].blocks if slot in self._slots else 0
         if wanted > held:
