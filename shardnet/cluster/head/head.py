@@ -21,6 +21,7 @@ from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Elsewhere, Planner
 from shardnet.cluster.ring.ring import OnStageProgress, Ring
+from shardnet.cluster.ring.told_losses import lost_first
 from shardnet.errors import (
     BusyError,
     LinkError,
@@ -290,7 +291,7 @@ class Head:
             if ours is not None and ours.name == ring:
                 if silent is not None and ours.broken is None:
                     ours.fell_silent(reporter or self._node, silent, error)
-                ours.lost(f"the ring broke: {error}")
+                ours.lost(f"the ring broke: {lost_first(str(error), ours.other_names)}")
 
     async def _find_or_build(
         self,

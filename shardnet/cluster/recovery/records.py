@@ -50,8 +50,14 @@ class RecoveryRecord:
         return self.notice_s + self.plan_s + self.load_s + self.replay_s
 
     @property
+    def first_words(self) -> str:
+        """The line for the log when it begins."""
+        waiting = "1 request waits" if self.n_requests == 1 else f"{self.n_requests} requests wait"
+        return f"recovering: {self.why}; {waiting}"
+
+    @property
     def words(self) -> str:
-        """The line for the log."""
+        """The line for the log when it is over."""
         parts = (
             f"notice {self.notice_s:.2f}, plan {self.plan_s:.2f}, load {self.load_s:.2f}, "
             f"replay {self.replay_s:.2f} s"

@@ -80,7 +80,7 @@ class Recovery:
         self.records.append(record)
         lead.is_recovering = True
         record.notice_s = engine.suspend(why, expected_s)
-        self._log(f"recovering: {why}; {record.n_requests} requests wait")
+        self._log(record.first_words)
         return record
 
     def left_out(self, lead: Lead) -> dict[NodeId, str]:

@@ -192,6 +192,12 @@ class Ring:
         """The names of its nodes, in order."""
         return [port.node_name for port in self._ports]
 
+    @property
+    def other_names(self) -> list[str]:
+        """The names of its nodes beside the head, those of spans included."""
+        head = self._ports[0]
+        return [seat.port.node_name for seat in self.seats if seat.port is not head]
+
     async def build(self, on_progress: OnStageProgress) -> float:
         """Load every stage, connect them and start. Returns the seconds it took.
 
@@ -396,7 +402,8 @@ class Ring:
 
     def _node_lost(self, port: StagePort, error: ShardnetError) -> None:
         self.blamed[port.node] = error
-        self.lost(f"node {port.name} was lost: {error}")
+        why = str(error).removeprefix(f"{port.name}: ")
+        self.lost(f"node {port.name} was lost: {why}")
 
     async def _watch(self) -> None:
         while self.broken is None:

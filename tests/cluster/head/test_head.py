@@ -61,7 +61,9 @@ class Alone:
     async def plan(self, *_: object, **__: object) -> Any:
         """Plan a ring without nodes."""
         facts = SimpleNamespace(path=MODEL)
-        return SimpleNamespace(choice=ModelChoice(model=MODEL), nodes=(), facts=facts)
+        return SimpleNamespace(
+            choice=ModelChoice(model=MODEL), nodes=(), ring_nodes=(), facts=facts
+        )
 
     async def prepare(self, plan: object) -> Any:
         """Give the ring, or raise why there is none."""
@@ -82,6 +84,7 @@ class EndlessRing:
     causes: list[str]
 
     name = "r"
+    other_names = ()
     spec = SimpleNamespace(model=MODEL, vocab_size=1)
 
     def __init__(self, *_: object) -> None:
@@ -213,7 +216,8 @@ class Losing(Alone):
         self.planned.append(nodes)
         facts = SimpleNamespace(path=MODEL)
         names = [SimpleNamespace(node=NodeId(node), name=node) for node in nodes]
-        return SimpleNamespace(choice=ModelChoice(model=MODEL), nodes=names, facts=facts)
+        choice = ModelChoice(model=MODEL)
+        return SimpleNamespace(choice=choice, nodes=names, ring_nodes=names, facts=facts)
 
     def ring(self, *_: object) -> Any:
         """Make a ring that is lost while it is built, as long as there are losses."""
