@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as changed
 from typing import Protocol, Unpack
 
 from msgspec.structs import replace
@@ -107,7 +108,7 @@ class Generations:
         self._answers: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
         self._plan: PlanReply | None = None
         self._is_served = False
-        self._n_of_set = 0
+        self._n_of_set = self._set = self._set_size = 0
 
     async def events(self) -> AsyncGenerator[GenerationEvent, None]:
         """Run all requests and yield their events. Closing the iterator cancels those that run."""
@@ -137,6 +138,7 @@ class Generations:
         window = WINDOW if self._is_served else 1
         if not self._running:
             self._n_of_set = 0
+            self._set_size = min(len(self._waiting), LOCKSTEP_SET)
         while self._waiting and len(self._running) < window:
             if self._waiting[0].message.lockstep and self._n_of_set == LOCKSTEP_SET:
                 return  # the next set begins when this one has ended
@@ -148,9 +150,22 @@ class Generations:
                 await self._first.link.drain(shared=True)
 
     def _next(self) -> RunningRequest:
-        request = self._waiting.popleft()
-        view = ActiveRequest(request_id=next(self._ids), index=request.index, sample=request.sample)
-        return RunningRequest(request=request, view=view)
+        request, request_id = self._waiting.popleft(), next(self._ids)
+        view = ActiveRequest(request_id=request_id, index=request.index, sample=request.sample)
+        return RunningRequest(request=self._in_set(request, request_id), view=view)
+
+    def _in_set(self, request: Request, request_id: int) -> Request:
+        """Say of a request in lockstep which set it is in: its head waits for all of that.
+
+        A set has the id of its first request.
+        """
+        message = request.message
+        if not message.lockstep:
+            return request
+        if self._n_of_set == 1:
+            self._set = request_id
+        message = replace(message, lockstep_set=self._set, lockstep_size=self._set_size)
+        return changed(request, message=message)
 
     def _send(self, running: RunningRequest, control: ControlLink) -> None:
         request_id = running.view.request_id

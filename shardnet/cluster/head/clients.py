@@ -21,6 +21,7 @@ from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.last_run import write_last_run
 from shardnet.cluster.head.lead import Lead
+from shardnet.cluster.head.lockstep_sets import LockstepSets, Member
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.replies import (
     finished,
@@ -59,6 +60,7 @@ from shardnet.runtime.engine.requests import (
     TokenGenerated,
 )
 from shardnet.runtime.stage.executor import Executor
+from shardnet.types import LiveState
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.deputies import CopiedTo
@@ -109,6 +111,7 @@ class Clients:
         self._wire_loss = wire_loss
         self._lists = lists
         self._copying = copying
+        self._sets = LockstepSets()
         self._cache = cache
         self._log = log
         self._has_logged = False
@@ -196,14 +199,26 @@ class Clients:
         self, control: ControlLink, request: int, copied: CopiedRequest, n_tokens: int
     ) -> None:
         """Go on with an answer, from its token number `n_tokens` on, or reply Redirect."""
-        message = replace(copied.generate, request=request)
+        message = replace(copied.generate, request=request, lockstep_size=0)
         await self._generate(control, message, tuple(copied.tokens), n_tokens)
 
     async def _generate(
         self, control: ControlLink, message: Generate, made: Sequence[MadeToken], n_told: int
     ) -> None:
         """Run a request whose answer begins with `made`; the client has `n_told` tokens of it."""
-        message.sampling.params().check()
+        with self._sets.member(control, message) as member:
+            message.sampling.params().check()
+            await self._lead_and_stream(control, message, member, made, n_told)
+
+    async def _lead_and_stream(
+        self,
+        control: ControlLink,
+        message: Generate,
+        member: Member,
+        made: Sequence[MadeToken],
+        n_told: int,
+    ) -> None:
+        """Have a ring, built if need be, that runs it; else reply Redirect."""
 
         def on_plan(plan: Plan) -> None:
             control.send(plan.reply(message.request))
@@ -219,7 +234,7 @@ class Clients:
         ) as lead:
             if lead is not None:
                 try:
-                    await self._stream(control, message, lead, load_s, made, n_told)
+                    await self._stream(control, message, member, lead, load_s, made, n_told)
                 except SupersededError as error:
                     if not message.key or not error.address or control.link.closed:
                         raise
@@ -296,6 +311,7 @@ class Clients:
         self,
         control: ControlLink,
         message: Generate,
+        member: Member,
         lead: Lead,
         load_s: float,
         made: Sequence[MadeToken],
@@ -342,12 +358,13 @@ class Clients:
                 lambda: lead.told,
             ) as copy,
         ):
-            await self._answer(control, message, request, lead, load_s, copy, n_told)
+            await self._answer(control, message, member, request, lead, load_s, copy, n_told)
 
     async def _answer(
         self,
         control: ControlLink,
         message: Generate,
+        member: Member,
         request: GenerationRequest,
         lead: Lead,
         load_s: float,
@@ -357,6 +374,11 @@ class Clients:
         n_tokens, told, copied_to = 0, lead.plan, ""
         tail = await self._reader.run(lambda: prompt_tail(request.prompt, lead))
         clocks = await lead.ring.clocks() if request.is_traced else []
+        if member.waits:  # the client sends the others of a set when the first is accepted
+            control.send(
+                StateChanged(request=message.request, state=LiveState.QUEUED, prompt_tail=tail)
+            )
+            await member.begin()
         async with aclosing(lead.ring.engine.generate(request)) as events:
             async for event in events:
                 if copy is not None and copy.address != copied_to:

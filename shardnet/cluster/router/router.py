@@ -225,6 +225,7 @@ class Router:
         n_told: int,
     ) -> None:
         """Run a request whose answer begins with `made`; the client has `n_told` tokens of it."""
+        message = replace(message, lockstep_size=0)  # the others of its set may run elsewhere
         with front:
             control.send(front.plan.reply(message.request))
             await front.opened(partial(_pass_on, control, message.request))

@@ -37,7 +37,7 @@ class Restoring:
         """Return how many positions of the prompt to read from the stages' disks."""
         if self.prefixes is None:
             return 0
-        if request.deterministic or request.outputs.needs_whole_prompt:
+        if request.deterministic or request.lockstep or request.outputs.needs_whole_prompt:
             return 0
         held = self.scheduler.book.prefix(request.prompt)
         return await self.prefixes.find(request.prompt, held.n_kept if held else 0)

@@ -43,6 +43,7 @@ from shardnet.wire.messages.plans import ModelChoice, PlanReply
 from shardnet.wire.messages.sequences import Outputs, Sampling
 
 MAX_PROMPT_TAIL: Final = 256
+MAX_LOCKSTEP_SET: Final = 1024
 MAX_ROWS_BYTES: Final = 3 << 20
 """The most that one RowsPiece carries: one row of 786 432 elements, or several of fewer."""
 
@@ -67,7 +68,8 @@ class Generate(Tagged, frozen=True, kw_only=True):
 
     `speculate` is off, ngram or the path of a draft model on the head; `draft_tokens` 0 drafts as
     many as pay. `deterministic` is design decision 4's; with `lockstep` it decodes in one step with
-    all that run, once no prompt is left to compute. A larger `priority` goes first;
+    all that run, once no prompt is left to compute, and begins when all `lockstep_size` requests of
+    the set `lockstep_set` on its link are ready or gone. A larger `priority` goes first;
     `deadline_s` counts from when the ring has the request. Fields of `sampling` that are named in
     `recommended` are as the model's makers recommend, if they do. All of the output matches
     `constraint`. With `trace` TracePieces precede Finished. With a `key` it is copied to a deputy,
@@ -96,6 +98,8 @@ class Generate(Tagged, frozen=True, kw_only=True):
     draft_tokens: U32 = 0
     deterministic: bool = False
     lockstep: bool = False
+    lockstep_set: U32 = 0
+    lockstep_size: Annotated[int, Meta(ge=0, le=MAX_LOCKSTEP_SET)] = 0
     priority: Priority = 0
     deadline_s: Seconds | None = None
     outputs: Outputs = Outputs()
