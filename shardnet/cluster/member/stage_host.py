@@ -459,12 +459,6 @@ class StageHost:
                     self.loaded = None
             give_up()
 
-    async def _fits(self, order: StageOrder) -> bool:
-        """Say whether the loaded stage is the one that `order` would give."""
-        if self.loaded is None:
-            return False
-        return await self._loader.run(order.folder, partial(self.loaded.fits, order))
-
     def _membership(self, ring: str, epoch: int) -> RingMembership:
         if self.membership is None or (self.membership.ring, self.membership.epoch) != (
             ring,
