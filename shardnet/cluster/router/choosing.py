@@ -51,9 +51,8 @@ class RecentPrompts:
 
 def _shared(one: bytes, other: bytes) -> int:
     """Return the length of the longest beginning that both have."""
-    lengths = range(1, min(len(one), len(other)) + 1)
-    a, b = memoryview(one), memoryview(other)
-    return bisect_left(lengths, True, key=lambda n: a[:n] != b[:n])
+    lengths = range(1, min(len(one), len(other)) + 1)  # a memoryview compares item by item
+    return bisect_left(lengths, True, key=lambda n: not other.startswith(one[:n]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
