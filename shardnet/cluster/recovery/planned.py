@@ -239,6 +239,8 @@ async def _unless_lost(ring: Ring, work: Coroutine[Any, Any, T]) -> T:
         for one in (working, broken):
             one.cancel()
         await finish(asyncio.wait({working, broken}))
+        if not working.cancelled():
+            working.exception()  # it is raised above, or what lost the ring is
 
 
 async def _drop(moves: RingMoves) -> None:
