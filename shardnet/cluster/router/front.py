@@ -49,6 +49,8 @@ class Front:
             KeptRing(ring, partial(reach, ring), self._changed, log) for ring in plan.rings
         ]
         self._change = asyncio.Event()
+        self._closed: ShardnetError | None = None
+        """What requests end with that still wait for a ring, None while rings are kept."""
         self._listeners: set[OnProgress] = set()
         self._n_users = 0
         self._used_at_s = time.monotonic()
@@ -105,11 +107,13 @@ class Front:
         """Wait until each ring was whole once, or cannot be built now.
 
         When the first is whole the others have GRACE_S: they may have to fetch their weights.
+        Raises as `abandon` says.
         """
         self._listeners.add(on_progress)
         try:
             async with asyncio.timeout_at(self._open_at_s) as patience:
                 while any(ring.is_hopeful and not ring.n_times for ring in self.rings):
+                    self._check_kept()
                     await self._change.wait()
                     patience.reschedule(self._open_at_s)
         except TimeoutError:
@@ -120,9 +124,11 @@ class Front:
     async def ring_for(self, prompt: bytes, tried: Tried = ()) -> KeptRing:
         """Choose the ring for a request, none of those that it has tried in vain.
 
-        Waits where one is built or recovers. Raises what was wrong with the last if none is.
+        Waits where one is built or recovers. Raises what was wrong with the last if none is, and as
+        `abandon` says.
         """
         while True:
+            self._check_kept()
             fresh = [ring for ring in self.rings if (ring, ring.n_times) not in tried]
             whole = [ring for ring in fresh if ring.is_whole]
             if whole:
@@ -136,16 +142,26 @@ class Front:
         return any(other.is_whole for other in self.rings if other is not ring)
 
     def abandon(self, error: ShardnetError) -> None:
-        """End all requests with this error."""
+        """End all requests with this error, those that wait for a ring too."""
+        self._closed = error
+        self._wake()
         for ring in self.rings:
             ring.give_up(error)
 
     async def close(self) -> None:
-        """Keep the rings no more. They are not freed by that."""
+        """Keep the rings no more. They are not freed by that; nobody waits for them any more."""
+        self._closed = self._closed or PeerFailedError(
+            "the rings behind this head were left", remedy="ask again"
+        )
         for job in self._keeping:
             job.cancel()
         await asyncio.wait(self._keeping)
         self._wake()
+
+    def _check_kept(self) -> None:
+        """Raise what has ended the keeping of rings."""
+        if self._closed is not None:
+            raise self._closed
 
     def _error(self) -> ShardnetError:
         [error, *_] = [ring.error for ring in self.rings if not ring.is_whole] or [

@@ -92,6 +92,8 @@ class RoutedRequest:
         while True:
             try:
                 ring = await front.ring_for(self._prompt, tried)
+            except SupersededError:
+                raise
             except ShardnetError as error:
                 raise last or error from None
             ring.n_taken_over += self._n_rings > 0

@@ -28,7 +28,8 @@ from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Elsewhere, Planner
 from shardnet.cluster.router.front import Front
 from shardnet.cluster.router.keeping import Keeping
-from shardnet.cluster.router.routed_request import RoutedRequest, prompt_bytes
+from shardnet.cluster.router.kept_ring import KeptRing
+from shardnet.cluster.router.routed_request import RING_ERRORS, RoutedRequest, prompt_bytes
 from shardnet.errors import (
     CheckpointError,
     PlanError,
@@ -206,8 +207,26 @@ class Router:
                 await alone(control, message)
 
     async def _any_ring(self, front: Front, message: Asked) -> ControlMessage:
-        """Return the answer of any ring. Raises what it reports, LinkError if it is lost."""
-        ring = await front.ring_for(b"")
+        """Return the answer of any ring, of another one where one is lost.
+
+        Raises what the last one reports, LinkError if it is lost too.
+        """
+        tried: set[tuple[KeptRing, int]] = set()
+        last: ShardnetError | None = None
+        while True:
+            try:
+                ring = await front.ring_for(b"", tried)
+            except SupersededError:
+                raise
+            except ShardnetError as error:
+                raise last or error from None
+            tried.add((ring, ring.n_times))
+            try:
+                return await self._answer_of(ring, message)
+            except RING_ERRORS as error:
+                last = error
+
+    async def _answer_of(self, ring: KeptRing, message: Asked) -> ControlMessage:
         async with ring.conversation(partial(_numbered, message, ring.plan.choice)) as answers:
             async for answer in answers:
                 if not isinstance(answer, NodeProgress):
@@ -226,36 +245,44 @@ class Router:
     ) -> None:
         """Run a request whose answer begins with `made`; the client has `n_told` tokens of it."""
         message = replace(message, lockstep_size=0)  # the others of its set may run elsewhere
-        with front:
-            control.send(front.plan.reply(message.request))
-            await front.opened(partial(_pass_on, control, message.request))
-            if message.outputs.params().asks:  # rows are many: they go straight to the client
-                choice = front.plan.choice
-                await self._clients.generate(control, replace(message, choice=choice))
-                return
-            described, prompt = message, prompt_bytes(message)
-            if message.key:
-                tokenized = await self._any_ring(front, Tokenize(request=0, generate=message))
-                if not isinstance(tokenized, Tokenized):
-                    raise RemoteProtocolError(f"a ring answered Tokenize: {tokenized}")
-                described = with_ids(message, tokenized.token_ids)
-            with self._copying.copied(
-                control, described, made, partial(self._stand_by, front)
-            ) as copy:
-                request = RoutedRequest(
-                    control,
-                    replace(described, request=message.request),
-                    prompt=prompt,
-                    made=[token.token_id for token in made],
-                    n_told=n_told,
-                    copy=copy,
-                )
-                try:
-                    await request.run(front)
-                except SupersededError as error:
-                    if not message.key or not error.address or control.link.closed:
-                        raise
-                    control.send(Redirect(request=message.request, address=error.address))
+        try:
+            with front:
+                await self._run(front, control, message, made, n_told)
+        except SupersededError as error:
+            if not message.key or not error.address or control.link.closed:
+                raise
+            control.send(Redirect(request=message.request, address=error.address))
+
+    async def _run(
+        self,
+        front: Front,
+        control: ControlLink,
+        message: Generate,
+        made: Sequence[MadeToken],
+        n_told: int,
+    ) -> None:
+        control.send(front.plan.reply(message.request))
+        await front.opened(partial(_pass_on, control, message.request))
+        if message.outputs.params().asks:  # rows are many: they go straight to the client
+            choice = front.plan.choice
+            await self._clients.generate(control, replace(message, choice=choice))
+            return
+        described, prompt = message, prompt_bytes(message)
+        if message.key:
+            tokenized = await self._any_ring(front, Tokenize(request=0, generate=message))
+            if not isinstance(tokenized, Tokenized):
+                raise RemoteProtocolError(f"a ring answered Tokenize: {tokenized}")
+            described = with_ids(message, tokenized.token_ids)
+        with self._copying.copied(control, described, made, partial(self._stand_by, front)) as copy:
+            request = RoutedRequest(
+                control,
+                replace(described, request=message.request),
+                prompt=prompt,
+                made=[token.token_id for token in made],
+                n_told=n_told,
+                copy=copy,
+            )
+            await request.run(front)
 
     def _stand_by(self, front: Front) -> StandBy:
         """Say what a deputy needs to know: the head of another ring is one."""
@@ -281,7 +308,7 @@ class Router:
         stale = self._front
         if stale is None and not self._may_divide(choice):
             return None
-        if stale is not None and await self._serves(stale, choice):
+        if stale is not None and await self._serves(stale, choice) and stale is self._front:
             if self._head.is_draining:
                 raise draining()
             return stale
