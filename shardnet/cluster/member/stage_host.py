@@ -23,7 +23,7 @@ from shardnet.cluster.member.refusals import (
 )
 from shardnet.cluster.member.ring_membership import OnBroken, RingMembership
 from shardnet.cluster.member.stage_loader import StageLoader
-from shardnet.cluster.member.stage_span import DataEnd, DialData, StageSpan
+from shardnet.cluster.member.stage_span import DialData, span_of
 from shardnet.cluster.member.stage_state import PreparedStage, stage_state
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.loading.joined import computes_by_device
@@ -165,7 +165,7 @@ class StageHost:
                 dial=self._dial,
                 on_broken=on_broken,
                 may_spin=self._may_spin,
-                span=_span(message),
+                span=span_of(message),
             )
             return self.membership
 
@@ -482,22 +482,6 @@ class StageHost:
             await self._prefix_disk.settle(self.loaded)
             self.loaded = None
             await self._loader.release_freed_memory()
-
-
-def _span(message: LoadStage) -> StageSpan | None:
-    """Return the nodes of the stage that `message` orders, None for this one alone."""
-    if not message.shard_nodes:
-        return None
-    return StageSpan(
-        shard=message.shard,
-        addresses=tuple(message.shard_nodes),
-        end=DataEnd(
-            ring=message.ring,
-            epoch=Epoch(message.epoch),
-            rank=message.rank,
-            shard=message.shard,
-        ),
-    )
 
 
 def _moves(stage: LoadedStage | None) -> SlotMoves:

@@ -16,6 +16,7 @@ from shardnet.runtime.ring.shard_links import ShardLinks
 from shardnet.transport.link import Link
 from shardnet.types import Epoch
 from shardnet.wire.messages.handshake import Hello
+from shardnet.wire.messages.stages import LoadStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,3 +99,19 @@ class StageSpan:
         """Wait for no link any more."""
         for accepted in self._accepted.values():
             accepted.cancel()
+
+
+def span_of(message: LoadStage) -> StageSpan | None:
+    """Return the nodes of the stage that `message` orders, None for this one alone."""
+    if not message.shard_nodes:
+        return None
+    return StageSpan(
+        shard=message.shard,
+        addresses=tuple(message.shard_nodes),
+        end=DataEnd(
+            ring=message.ring,
+            epoch=Epoch(message.epoch),
+            rank=message.rank,
+            shard=message.shard,
+        ),
+    )

@@ -17,9 +17,9 @@ from shardnet.errors import (
     DeadlineError,
     PeerFailedError,
     ShardnetError,
-    UsageError,
 )
 from shardnet.runtime.engine.counters import EngineCounters, EngineTotals
+from shardnet.runtime.engine.drafters import drafter_of
 from shardnet.runtime.engine.guide import Guide
 from shardnet.runtime.engine.live_request import LiveRequest
 from shardnet.runtime.engine.live_requests import LiveRequests
@@ -28,7 +28,7 @@ from shardnet.runtime.engine.requests import GenerationFinished, GenerationReque
 from shardnet.runtime.engine.restoring import Restoring
 from shardnet.runtime.engine.step_log import RequestProgress, StepLog
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
-from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, DraftSource, RingDrafts
+from shardnet.runtime.scheduling.drafting import RingDrafts
 from shardnet.runtime.scheduling.limits import RingLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
@@ -140,7 +140,13 @@ class Engine:
         speculation = request.speculation
         is_by_ring = speculation is not None and speculation.make_draft_source is None
         ring_drafts = RingDrafts() if is_by_ring else None
-        drafter = self._drafter(request, ring_drafts)
+        drafter = drafter_of(
+            request,
+            ring_drafts,
+            cost=self._step_cost,
+            exact_rows=self._scheduler.limits.exact_rows,
+            on_ready=self._pump,
+        )
         sequence_id = SequenceId(self._next_sequence)
         self._next_sequence += 1
         guide = self._guide(request, sequence_id)
@@ -307,31 +313,6 @@ class Engine:
         for sequence_id, live in self._live.items():
             self._scheduler.end(sequence_id)
             live.fail(error)
-
-    def _drafter(
-        self, request: GenerationRequest, ring_drafts: RingDrafts | None
-    ) -> AdaptiveDrafter | None:
-        """Make the drafter of a request, of `ring_drafts` if they are not None.
-
-        Raises UsageError where drafts could change its bits.
-        """
-        if request.speculation is None:
-            return None
-        if request.deterministic and self._scheduler.limits.exact_rows == 1:
-            raise UsageError(
-                "--deterministic and --speculate exclude each other on this ring: the bits of a "
-                "row depend on the batch",
-                remedy="leave one of them out",
-            )
-        source: DraftSource | None = ring_drafts
-        if request.speculation.make_draft_source is not None:
-            source = request.speculation.make_draft_source(self._pump)
-        assert source is not None
-        return AdaptiveDrafter(
-            draft_source=source,
-            cost=self._step_cost,
-            most=request.speculation.most,
-        )
 
     def _guide(self, request: GenerationRequest, sequence_id: SequenceId) -> Guide | None:
         if request.constrained is None:
