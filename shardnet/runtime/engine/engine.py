@@ -150,26 +150,31 @@ class Engine:
         sequence_id = SequenceId(self._next_sequence)
         self._next_sequence += 1
         guide = self._guide(request, sequence_id)
-        self._scheduler.submit(
-            SequenceRequest(
-                sequence_id=sequence_id,
-                prompt=request.prompt,
-                max_tokens=request.max_tokens,
-                stop_ids=request.stop_ids,
-                priority=request.priority,
-                deterministic=request.deterministic
-                and self._scheduler.limits.exact_rows < ANY_ROWS,
-                whole_prompt=request.outputs.needs_whole_prompt or request.lockstep,
-                lockstep=request.lockstep,
-                sampling=request.sampling,
-                outputs=request.outputs,
-                drafter=drafter,
-                n_drafts=speculation.most if speculation is not None and ring_drafts else 0,
-                guide=guide,
-                n_stored=n_stored,
-                made=tuple(token.token_id for token in request.made),
+        try:
+            self._scheduler.submit(
+                SequenceRequest(
+                    sequence_id=sequence_id,
+                    prompt=request.prompt,
+                    max_tokens=request.max_tokens,
+                    stop_ids=request.stop_ids,
+                    priority=request.priority,
+                    deterministic=request.deterministic
+                    and self._scheduler.limits.exact_rows < ANY_ROWS,
+                    whole_prompt=request.outputs.needs_whole_prompt or request.lockstep,
+                    lockstep=request.lockstep,
+                    sampling=request.sampling,
+                    outputs=request.outputs,
+                    drafter=drafter,
+                    n_drafts=speculation.most if speculation is not None and ring_drafts else 0,
+                    guide=guide,
+                    n_stored=n_stored,
+                    made=tuple(token.token_id for token in request.made),
+                )
             )
-        )
+        except BaseException:
+            if drafter is not None:
+                drafter.draft_source.close()
+            raise
         live = LiveRequest(
             request=request,
             drafter=drafter,

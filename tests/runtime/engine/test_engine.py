@@ -14,14 +14,16 @@ from support.rings.fake_ring import FakeRing, expected_tokens, fake_ring, reques
 from support.rings.rings import NoText
 from support.soak import cases
 
-from shardnet.errors import CheckpointError, DeadlineError, ShardnetError
+from shardnet.errors import CheckpointError, DeadlineError, ShardnetError, UsageError
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
     GenerationRequest,
     RequestEvent,
     RequestMoved,
+    Speculation,
     TokenGenerated,
 )
+from shardnet.runtime.scheduling.drafting import NgramDrafts
 from shardnet.types import LiveState
 
 DEADLINE_S = 60.0
@@ -81,6 +83,25 @@ def test_a_request_that_waits_is_told_its_place_until_it_runs() -> None:
             places = [event.ahead for event in last if isinstance(event, RequestMoved)]
             assert places == [8, 4, 2, 1, 0, 0]
             assert states(last) == [LiveState.QUEUED] * 5 + [LiveState.RUNNING]
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_refused_gives_its_draft_source_back() -> None:
+    """A draft model has few slots: each refused request would take one for ever."""
+    closed: list[NgramDrafts] = []
+
+    class Closing(NgramDrafts):
+        def close(self) -> None:
+            closed.append(self)
+
+    async def main() -> None:
+        async with ring_of_three() as ring:
+            drafted = Speculation(make_draft_source=lambda wake: Closing())
+            refused = replace(request_of([], 3), speculation=drafted)
+            with pytest.raises(UsageError, match="empty"):
+                await events_of(ring, refused)
+            assert len(closed) == 1
 
     asyncio.run(main())
 
