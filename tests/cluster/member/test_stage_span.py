@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 import pytest
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from shardnet.cluster.member import ring_membership
 from shardnet.cluster.member.stage_span import DataEnd, StageSpan
 from shardnet.errors import PeerFailedError, UsageError
 from shardnet.transport.link import Link
@@ -114,3 +116,40 @@ def test_a_shard_comes_once() -> None:
 
 async def _no_dial(address: str, own: DataEnd) -> Link:
     raise AssertionError("shard 0 dials nobody")
+
+
+def test_a_link_that_opens_while_its_node_leaves_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shard 1 dials shard 0, and would wait for shard 2."""
+    monkeypatch.setattr(ring_membership, "SpanningCompute", object)
+
+    async def main() -> None:
+        dialled, goes_on = asyncio.Event(), asyncio.Event()
+        near, far = await memory_pair(hello(end(1)), hello(end(0)))
+
+        async def dial(address: str, own: DataEnd) -> Link:
+            dialled.set()
+            await goes_on.wait()
+            return near
+
+        member = ring_membership.RingMembership(
+            ring="r",
+            epoch=Epoch(2),
+            rank=1,
+            addresses=ADDRESSES,
+            model="m",
+            owner="h",
+            owner_name="head",
+            dial=dial,
+            on_broken=lambda error, silent: None,
+            span=StageSpan(shard=1, addresses=ADDRESSES, end=end(1)),
+        )
+        joining = asyncio.create_task(member._connect_shards(cast(Any, object())))
+        await dialled.wait()
+        await member.leave()
+        goes_on.set()
+        with pytest.raises(PeerFailedError):
+            await joining
+        assert near.closed
+        await far.close()
+
+    asyncio.run(main())
