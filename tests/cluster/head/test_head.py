@@ -61,7 +61,8 @@ class Alone:
     async def plan(self, *_: object, **__: object) -> Any:
         """Plan a ring without nodes."""
         facts = SimpleNamespace(path=MODEL)
-        return SimpleNamespace(choice=ModelChoice(model=MODEL), nodes=(), facts=facts)
+        choice = ModelChoice(model=MODEL)
+        return SimpleNamespace(choice=choice, nodes=(), ring_nodes=(), facts=facts)
 
     async def prepare(self, plan: object) -> Any:
         """Give the ring, or raise why there is none."""
@@ -213,7 +214,8 @@ class Losing(Alone):
         self.planned.append(nodes)
         facts = SimpleNamespace(path=MODEL)
         names = [SimpleNamespace(node=NodeId(node), name=node) for node in nodes]
-        return SimpleNamespace(choice=ModelChoice(model=MODEL), nodes=names, facts=facts)
+        choice = ModelChoice(model=MODEL)
+        return SimpleNamespace(choice=choice, nodes=names, ring_nodes=names, facts=facts)
 
     def ring(self, *_: object) -> Any:
         """Make a ring that is lost while it is built, as long as there are losses."""
