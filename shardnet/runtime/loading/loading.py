@@ -81,10 +81,17 @@ def _check_order(order: StageOrder, config: ModelConfig) -> None:
             remedy="lower --context",
         )
     if order.mtp and order.n_nodes > 1:
-        raise UsageError(
-            "--speculate mtp: the layer that predicts further tokens cannot be cut over nodes",
-            remedy="leave --nodes-per-stage out, or --mtp",
-        )
+        raise mtp_not_cut("nodes", "leave --nodes-per-stage out, or --mtp")
+    if order.mtp and any(part.shards for part in order.by_device):  # they would follow no drafting
+        raise mtp_not_cut("devices", "give --tensor-parallel 1, or leave --mtp out")
+
+
+def mtp_not_cut(over: str, remedy: str) -> UsageError:
+    """Return the error of a ring with the layer that predicts further tokens, of shared stages."""
+    return UsageError(
+        f"--speculate mtp: the layer that predicts further tokens cannot be cut over {over}",
+        remedy=remedy,
+    )
 
 
 def load(

@@ -39,7 +39,7 @@ from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes, sta
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import Arith, DType, Epoch, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.messages.generation import MeanStageTime, Timing
-from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.membership import DeviceInfo, NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice
 
 GIB = 2**30
@@ -586,8 +586,8 @@ def test_a_stage_over_several_nodes_is_planned_told_and_ordered() -> None:
         make_plan(choice, facts(), [gpu, *nodes[1:]])
 
 
-def test_what_predicts_further_tokens_is_planned_on_the_last_stage() -> None:
-    """Its weights, the embedding that it needs there, one layer more of keys and values."""
+def model_with_mtp() -> ModelFacts:
+    """A model with a layer that predicts further tokens."""
     raw = {
         "model_type": "glm4_moe",
         "hidden_size": 64,
@@ -601,7 +601,12 @@ def test_what_predicts_further_tokens_is_planned_on_the_last_stage() -> None:
         "vocab_size": 128,
         "torch_dtype": "float32",
     }
-    model = replace(facts("float32"), config=parse_config(raw, "config.json"), has_mtp=True)
+    return replace(facts("float32"), config=parse_config(raw, "config.json"), has_mtp=True)
+
+
+def test_what_predicts_further_tokens_is_planned_on_the_last_stage() -> None:
+    """Its weights, the embedding that it needs there, one layer more of keys and values."""
+    model = model_with_mtp()
     nodes, choice = [node("a"), node("b")], ModelChoice(model="/m", layers=[(0, 3), (3, 6)])
     plain, ahead = (
         make_plan(structs.replace(choice, mtp=mtp, nodes=["a:1", "b:1"]), model, nodes)
@@ -617,3 +622,32 @@ def test_what_predicts_further_tokens_is_planned_on_the_last_stage() -> None:
     assert plain.reply(1).mtp_bytes == 0
     with pytest.raises(UsageError, match="--speculate mtp: /m has no layer"):
         make_plan(ModelChoice(model="/m", mtp=True), facts(), nodes)
+
+
+def test_what_predicts_further_tokens_is_on_no_stage_that_is_cut() -> None:
+    """A node whose devices share layers is left out, and named where it is needed."""
+    model, choice = model_with_mtp(), ModelChoice(model="/m", mtp=True)
+    plain, shared = node("a"), node("b")
+    groups = [
+        DeviceInfo(
+            name=f"cpu:{i}",
+            device="cpu",
+            memory_bytes=GIB,
+            threads=1,
+            dtypes=plain.dtypes,
+        )
+        for i in range(2)
+    ]
+    shared = structs.replace(shared, devices=groups, tensor_parallel=2)
+    plan = make_plan(choice, model, [plain, shared])
+    assert [left.name for left in plan.reply(1).left_out] == ["b"]
+    assert "its devices share each layer" in plan.reply(1).left_out[0].why
+    with pytest.raises(UsageError, match="cannot be cut over devices, as b does"):
+        make_plan(choice, model, [shared, plain])
+    with pytest.raises(UsageError, match="cannot be cut over devices, as b does"):
+        make_plan(structs.replace(choice, nodes=["a:1", "b:1"]), model, [plain, shared])
+    with pytest.raises(UsageError, match="cannot be cut over nodes"):
+        make_plan(structs.replace(choice, nodes_per_stage=2), model, [plain, node("c")])
+    cut = structs.replace(shared, tensor_parallel=0)
+    [part] = make_plan(choice, model, [cut]).placement.stages[0].parts
+    assert part.devices == (0,)
