@@ -33,7 +33,7 @@ from shardnet.errors import (
 )
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import parse_config
-from shardnet.runtime.loading.loading import kv_room_blocks
+from shardnet.runtime.loading.loading import cut_of, kv_room_blocks
 from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes, stage_weight_bytes
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
@@ -310,6 +310,26 @@ def test_a_gpu_keeps_memory_for_graphs() -> None:
             make_plan(ModelChoice(model="/m"), facts(), [less])
     with pytest.raises(CapacityError):
         kv_room_blocks(config, shape.whole, form, 512, graphs, device="cuda")
+
+
+@pytest.mark.parametrize(("n_shards", "copies"), [(2, 1), (3, 3), (4, 2)])
+def test_what_is_whole_in_every_shard_is_planned_and_loaded_as_often(
+    n_shards: int, copies: int
+) -> None:
+    """Activations in each; keys and values where heads are fewer, or do not divide."""
+    config, form = facts().config, WeightForm(dtype=DType.BFLOAT16)
+    assert (config.n_heads, config.n_kv_heads) == (4, 2)
+    shape = model_shape(config, DType.BFLOAT16, 512)
+    shared = shape.shared_by(n_shards)
+    assert shared.weight_bytes(shape.whole) == shape.weight_bytes(shape.whole)
+    assert shared.activation_bytes == n_shards * shape.activation_bytes
+    assert shared.kv_bytes(shape.whole) == copies * shape.kv_bytes(shape.whole)
+    each, cut = shared.memory_bytes(shape.whole) // n_shards, cut_of(config, 0, n_shards)
+    assert kv_room_blocks(config, shape.whole, form, 512, each, cut=cut) >= 2
+    own_kv = copies * shape.kv_bytes(shape.whole) // n_shards
+    fixed = -(-shape.weight_bytes(shape.whole) // n_shards) + own_kv
+    with pytest.raises(CapacityError):  # each shard has activations of its own
+        kv_room_blocks(config, shape.whole, form, 512, fixed, cut=cut)
 
 
 def test_more_streamed_layers_than_there_are_is_refused() -> None:
