@@ -130,7 +130,11 @@ def make_plan(
         named = structs.replace(choice, dtype=dtype.value)
         return _divided(division, named, facts, nodes, measured, silent, holdings, arith)
     try:
-        cpus = {NodeId(node.node) for node in nodes if node.device.startswith("cpu")}
+        cpus = {
+            NodeId(node.node)
+            for node in nodes
+            if node.device.startswith("cpu") and not node.devices  # of several only one would work
+        }
         placement = _placed(
             choice, facts, shape, forms, candidates, measured.links, objective, cpus
         )
@@ -328,8 +332,9 @@ def _placed(
         if n_each > 1:
             if exactly and not {candidate.node for candidate in candidates} <= {*cpus}:
                 raise PlanError(
-                    "--nodes-per-stage: a stage spans CPUs only, and a node has another device",
-                    remedy="name nodes that compute on their CPUs",
+                    "--nodes-per-stage: a stage spans CPUs only, one device of each node, and a "
+                    "node has others",
+                    remedy="name nodes that compute on their CPUs, started with one --device",
                 )
             if exactly:
                 stages = grouped(shape, candidates, links, n_each)

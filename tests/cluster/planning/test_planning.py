@@ -602,8 +602,13 @@ def test_a_stage_over_several_nodes_is_planned_told_and_ordered() -> None:
     with pytest.raises(PlanError, match="3 nodes make no stages of 2"):
         make_plan(structs.replace(choice, nodes=choice.nodes[:3]), facts(), nodes[:3])
     gpu = structs.replace(nodes[0], device="cuda")
-    with pytest.raises(PlanError, match="a stage spans CPUs only"):
-        make_plan(choice, facts(), [gpu, *nodes[1:]])
+    groups = [
+        DeviceInfo(name=f"cpu:{i}", device="cpu", memory_bytes=GIB, threads=1, dtypes=gpu.dtypes)
+        for i in range(2)
+    ]
+    for other in (gpu, structs.replace(nodes[0], devices=groups)):
+        with pytest.raises(PlanError, match="a stage spans CPUs only"):
+            make_plan(choice, facts(), [other, *nodes[1:]])
 
 
 def model_with_mtp() -> ModelFacts:
