@@ -242,10 +242,12 @@ class RingMembership:
             return
         if not isinstance(compute, SpanningCompute):
             raise UsageError("the stage of this node was not loaded as a part of one")
-        self._shards = await self._span.connect(self._dial, NEIGHBOUR_S)
-        if self._left:
-            for link in self._span.links:
-                link.abort("this node has left the ring")
+        try:
+            self._shards = await self._span.connect(self._dial, NEIGHBOUR_S)
+        finally:
+            if self._left:  # who left has closed the links of then
+                for link in self._span.links:
+                    link.abort("this node has left the ring")
         self._check_not_left()
         compute.connect(self._shards)
 
