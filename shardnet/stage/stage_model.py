@@ -173,7 +173,12 @@ class StageModel:
         return self._logits(rows)
 
     def _logits(self, rows: Tensor) -> Tensor:
-        logits = self._family.logits(rows).float()
+        try:
+            logits = self._family.logits(rows).float()
+        except BaseException:
+            if self._followers is not None:
+                self._followers.fail()  # they wait for this shard's part, and would take the next
+            raise
         self._check_group()
         return logits
 

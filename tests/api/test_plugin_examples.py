@@ -114,7 +114,10 @@ def test_a_ring_of_torch_and_numpy_says_what_torch_says(
     [
         ("[shardnet.computes]\nnumpy = nothing_like_it:NUMPY\n", "added adds 'numpy'.*No module"),
         ("[shardnet.computes]\nnumpy = numpy_compute:load\n", "should be a ComputePlugin"),
-        ("[shardnet.computes]\nother = numpy_compute:NUMPY\n", "choose auto, cpu, cuda or other"),
+        (
+            "[shardnet.computes]\nother = numpy_compute:NUMPY\n",
+            "choose auto, cpu, cuda, mps or other",
+        ),
     ],
 )
 def test_a_device_that_cannot_be_used_is_named(

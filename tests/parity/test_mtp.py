@@ -7,17 +7,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.models.gguf_files import write_gguf
 from support.models.mtp_checkpoints import N_LAYERS, PlainMtp, make_mtp
 from support.rings.stage_chain import even_split, random_prompt
-from support.rings.torch_rings import TorchStages, request, run, tokens_of
+from support.rings.torch_rings import LoadedStages, TorchStages, request, run, tokens_of
 from support.soak import cases
 
-from shardnet.runtime.engine.requests import GenerationFinished, Speculation
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.errors import UsageError
+from shardnet.runtime.engine.requests import (
+    GenerationFinished,
+    GenerationRequest,
+    RequestEvent,
+    Speculation,
+)
+from shardnet.runtime.loading.joined import computes_by_device, load_by_device
+from shardnet.runtime.loading.loaded_stage import LoadedStage
+from shardnet.runtime.loading.loading import load
+from shardnet.runtime.stage.stage_order import StageDevice, StageOrder, StagePart
 from shardnet.sampling_params import SamplingParams
-from shardnet.types import LayerRange, SequenceId, SlotId
+from shardnet.types import STATE_SLOTS, DType, LayerRange, SequenceId, SlotId, WireDType
 from tests.parity.test_moved_kv import pull
 
 MTP = Speculation(make_draft_source=None, most=3)
@@ -83,6 +95,56 @@ def test_drafts_change_no_token(stages: TorchStages) -> None:
         assert [tokens_of(one) for one in events] == plain
         ends = [one[-1] for one in events]
         assert all(isinstance(end, GenerationFinished) and end.timing.n_drafted for end in ends)
+
+
+@pytest.mark.usefixtures("drafts_always_pay")
+@pytest.mark.parametrize("folder", ["qwen3_next"], indirect=True)
+def test_drafts_where_layers_are_cut_over_devices(folder: Path) -> None:
+    """The tokens of one device without drafts; layers that devices share are refused by name."""
+    checkpoint = Checkpoint.open(folder)
+    devices = [StageDevice(place=place, name=f"cpu:{place}") for place in range(2)]
+    ranges = even_split(N_LAYERS, 2)
+    order = StageOrder(
+        model=str(folder),
+        folder=folder,
+        model_id=checkpoint.model_id,
+        layers=LayerRange(0, N_LAYERS),
+        dtype=DType.FLOAT32,
+        context=512,
+        is_tail=True,
+        device="cpu",
+        mtp=True,
+        parts=tuple(
+            StagePart(layers=layers, devices=(device,))
+            for layers, device in zip(ranges, devices, strict=True)
+        ),
+    )
+
+    def loaded(order: StageOrder) -> LoadedStage:
+        sizes = [1 << 28, 1 << 28]
+        return load_by_device(order, sizes, lambda one, n, told, _: load(one, n, told), Mock())
+
+    def events_of(stage: LoadedStage, *asked: GenerationRequest) -> list[list[RequestEvent]]:
+        stage.compute.use_wire(WireDType.FLOAT32, WireDType.FLOAT32)
+        ring = LoadedStages(
+            computes=[[compute for _, compute in computes_by_device(stage)]],
+            vocab_size=checkpoint.config.vocab_size,
+            state_slots=STATE_SLOTS,
+        )
+        return run(ring, *asked)
+
+    asked = [
+        request(random_prompt(n, 300, seed=n), 14, SamplingParams(temperature=t, seed=3))
+        for n, t in ((40, 0.0), (17, 0.4))
+    ]
+    plain = events_of(loaded(replace(order, parts=(), mtp=False)), *asked)
+    drafted = events_of(loaded(order), *(replace(one, speculation=MTP) for one in asked))
+    assert [tokens_of(events) for events in drafted] == [tokens_of(events) for events in plain]
+    ends = [events[-1] for events in drafted]
+    assert all(isinstance(end, GenerationFinished) and end.timing.n_drafted for end in ends)
+    shared = StagePart(layers=order.layers, devices=tuple(devices))
+    with pytest.raises(UsageError, match="cannot be cut over devices"):
+        loaded(order.on(shared))
 
 
 @pytest.mark.parametrize("how", ["moved", "gguf"])

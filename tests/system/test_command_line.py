@@ -310,7 +310,7 @@ def test_nodes_and_local_exclude_each_other(machine: Machine) -> None:
 
 def test_the_register_forgets_a_node_that_was_killed(machine: Machine, tmp_path: Path) -> None:
     machine.runtime_dir.mkdir()
-    entry = {"node": "0" * 32, "name": "gone", "address": "127.0.0.1:1", "pid": 1, "started": 0.0}
+    entry = {"node": "0" * 32, "name": "gone", "address": "127.0.0.1:1", "pid": 1, "started": -9.0}
     (machine.runtime_dir / f"{'0' * 32}.json").write_text(json.dumps(entry))
     assert machine.run("nodes", "--json").json == []
     assert list(machine.runtime_dir.iterdir()) == []

@@ -245,7 +245,7 @@ class RingMembership:
         try:
             self._shards = await self._span.connect(self._dial, NEIGHBOUR_S)
         finally:
-            if self._left:  # nobody else closes what has been opened since
+            if self._left:  # who left has closed the links of then
                 for link in self._span.links:
                     link.abort("this node has left the ring")
         self._check_not_left()

@@ -107,12 +107,9 @@ class StageHost:
     def weight_bytes_by_device(self) -> list[int]:
         """The same for each device."""
         parts = {id(part): part for stage in self._stages for part in stage.parts or (stage,)}
-        n_bytes = [0] * len(self._compute.devices)
-        for part in parts.values():
-            shards = part.order.shards or (self._compute.devices[part.order.place],)
-            for device in shards:
-                n_bytes[device.place] += part.weight_bytes // len(shards)
-        return n_bytes
+        n_bytes = [part.weight_bytes_by_place for part in parts.values()]
+        places = range(len(self._compute.devices))
+        return [sum(of_part[place] for of_part in n_bytes) for place in places]
 
     @property
     def _stages(self) -> list[LoadedStage]:

@@ -111,11 +111,10 @@ class StageLoader:
         if not lacking:
             return None
         stages, left_bytes = [own], [*memory_bytes]
-        for here in own.parts or (own,):
-            left_bytes[here.order.place] -= here.weight_bytes
         for part in lacking:
+            for place, n_bytes in stages[-1].weight_bytes_by_place.items():
+                left_bytes[place] -= n_bytes
             stages.append(await self.load(part, left_bytes, on_progress))
-            left_bytes[part.place] -= stages[-1].weight_bytes
         return join(order, stages)
 
     async def release_freed_memory(self) -> None:

@@ -13,7 +13,6 @@ from itertools import permutations
 
 from shardnet.cluster.placement.estimate import ASSUMED_MEMORY_BYTES_PER_S, speed_by_bytes
 from shardnet.cluster.placement.figures import (
-    MARGIN,
     HeldModel,
     LinkSpeed,
     NodeDevice,
@@ -143,8 +142,7 @@ def _seat(devices: NodeDevices, places: Sequence[int]) -> Seat:
     shape, n_shards = own[0].held.shape, len(own)
     if n_shards == 1:
         return Seat(devices=tuple(places), held=own[0].held, speed=speeds[0])
-    again_bytes = (n_shards - 1) * int(shape.activation_bytes * (1 + MARGIN))
-    memory_bytes = max(0, n_shards * min(d.held.memory_bytes for d in own) - again_bytes)
+    memory_bytes = n_shards * min(d.held.memory_bytes for d in own)
     share = _share(devices, n_shards)
     link, gathers = devices.gather or LinkSpeed(round_trip_s=0, bytes_per_s=1e9), shape.gathers
 
@@ -164,7 +162,7 @@ def _seat(devices: NodeDevices, places: Sequence[int]) -> Seat:
         step_s=speeds[0].step_s,
         is_steady=all(s.is_steady for s in speeds),
     )
-    held = HeldModel(shape=shape, memory_bytes=memory_bytes)
+    held = HeldModel(shape=shape.shared_by(n_shards), memory_bytes=memory_bytes)
     return Seat(devices=tuple(places), held=held, speed=speed)
 
 

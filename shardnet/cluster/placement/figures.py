@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from shardnet.errors import UsageError
 from shardnet.stage.estimate.memory_estimate import N_BUFFERS
@@ -67,12 +68,14 @@ class Gathers:
     """What the nodes of one stage tell each other of one row, in bytes of all their parts.
 
     `layer_bytes` are those of each gather in a layer, `embedding_bytes` and `head_bytes` of those
-    behind the embedding and the LM head.
+    behind the embedding and the LM head. `kv_copies` says how often keys and values are there in so
+    many shards, where that is more than once: their heads do not divide, or are fewer.
     """
 
     layer_bytes: tuple[int, ...]
     embedding_bytes: int
     head_bytes: int
+    kv_copies: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +157,21 @@ class ModelShape:
             state_bytes=sizes.state_bytes,
             quantized_sizes=(),
         )
+
+    def shared_by(self, n_shards: int) -> ModelShape:
+        """Return the sizes in `n_shards` shards together: each has all activations and states."""
+        copies = self.gathers.kv_copies.get(n_shards, 1) if self.gathers is not None else 1
+
+        def several(sizes: ModelShape | QuantizedSizes) -> dict[str, Any]:
+            return {
+                "kv_block_bytes": sizes.kv_block_bytes * copies,
+                "activation_bytes": sizes.activation_bytes * n_shards,
+                "activation_position_bytes": sizes.activation_position_bytes * n_shards,
+                "state_bytes": sizes.state_bytes * n_shards,
+            }
+
+        quantized = tuple(replace(sizes, **several(sizes)) for sizes in self.quantized_sizes)
+        return replace(self, **several(self), quantized_sizes=quantized)
 
     def weight_bytes(self, layers: LayerRange, n_streamed: int = 0) -> int:
         """Weights of a stage: its layers, the embedding if first, norm and LM head if last.

@@ -12,7 +12,6 @@ from itertools import combinations
 
 from shardnet.cluster.placement.estimate import ASSUMED_LINK, measured_link, paces_of
 from shardnet.cluster.placement.figures import (
-    MARGIN,
     CandidateNode,
     Exclusion,
     Gathers,
@@ -57,12 +56,11 @@ def spanning(shape: ModelShape, nodes: Sequence[CandidateNode], links: Links) ->
         )
     link, n_shards = _slowest(nodes, links), len(nodes)
     has_speed = all(node.speed is not None for node in nodes)
-    room_bytes = n_shards * min(node.memory_bytes for node in nodes)
-    again_bytes = (n_shards - 1) * int(shape.activation_bytes * (1 + MARGIN))
     return replace(
         nodes[0],
         name="+".join(node.name for node in nodes[:LISTED]),
-        memory_bytes=max(0, room_bytes - again_bytes),  # each has all activations
+        memory_bytes=n_shards * min(node.memory_bytes for node in nodes),
+        shape=nodes[0].held(shape).shape.shared_by(n_shards),
         speed=_speed(shape, gathers, nodes, link) if has_speed else None,
         lacking=max((node.lacking for node in nodes), key=sum),
         shards=tuple(node.node for node in nodes[1:]),

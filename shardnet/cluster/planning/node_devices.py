@@ -71,14 +71,20 @@ def node_devices(
     gather_s = report.gather_s if report is not None else None
     return NodeDevices(
         each=each,
-        tensor_parallel=info.tensor_parallel if n_devices % (info.tensor_parallel or 1) == 0 else 0,
+        tensor_parallel=tensor_parallel_of(info),
         gather=None
         if gather_s is None
         else LinkSpeed(round_trip_s=gather_s, bytes_per_s=JOINED_BYTES_PER_S),
-        why_not_shared=_why_not_shared(each, gather_s),
+        why_not_shared=_why_not_shared(each, gather_s, config),
         whole_heads=frozenset(n for n in sizes if not cut_of(config, 0, n).cuts_heads),
         attention_share=_attention_share(config),
     )
+
+
+def tensor_parallel_of(info: NodeInfo) -> int:
+    """Return how many of a node's devices were ordered to share each layer, 0 for as is best."""
+    asked = info.tensor_parallel
+    return asked if asked and len(info.devices) % asked == 0 else 0
 
 
 def _speeds(info: NodeInfo, report: NodeMeasured | None) -> Sequence[StageSpeed | None]:
@@ -97,12 +103,14 @@ def _speed(told: DeviceMeasured | None) -> StageSpeed | None:
         return None
 
 
-def _why_not_shared(each: Sequence[NodeDevice], gather_s: float | None) -> str:
+def _why_not_shared(each: Sequence[NodeDevice], gather_s: float | None, config: ModelConfig) -> str:
     others = [device.name for device in each if device.kind != each[0].kind]
     if others:
         return f"{each[0].name} and {others[0]} are unlike"
     if each[0].kind != CPU:
         return "only groups of cores can share layers"
+    if config.has_mtp:
+        return "the layer that predicts further tokens cannot be cut over devices"
     return "joining their parts is not measured" if gather_s is None else ""
 
 

@@ -37,6 +37,7 @@ from shardnet.cluster.planning.candidates import (
     holders_of,
 )
 from shardnet.cluster.planning.model_shape import UNQUANTIZED, QuantizationChoice
+from shardnet.cluster.planning.node_devices import tensor_parallel_of
 from shardnet.cluster.planning.plan import Plan, silent_words
 from shardnet.cluster.planning.ring_dtypes import (
     NodeForm,
@@ -48,6 +49,7 @@ from shardnet.cluster.planning.ring_dtypes import (
 from shardnet.errors import PlanError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
+from shardnet.runtime.loading.loading import mtp_not_cut
 from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.stage.estimate.stored_dtype import check_streamable
 from shardnet.types import Arith, DType, KvDType, LayerRange, NodeId, WireDType, parse_wires
@@ -73,10 +75,13 @@ def make_plan(
     settle on.
 
     Raises PlanError if the model does not fit, UsageError for a context that the model does not
-    have, for an unknown dtype, and where `mtp` is asked for and the model has no such layer.
+    have, for an unknown dtype, and where `mtp` is asked for and the model has no such layer, or the
+    stage would be cut over nodes or devices.
     """
+    known = nodes
     if choice.mtp:
         facts = facts.with_mtp()
+        nodes = _drafting(choice, nodes)
     objective = Objective(choice.optimise) if choice.optimise else Objective.LATENCY
     context = _context(choice, facts.config)
     dtype = settle_dtype(choice.dtype, facts.config, nodes)
@@ -125,7 +130,11 @@ def make_plan(
         named = structs.replace(choice, dtype=dtype.value)
         return _divided(division, named, facts, nodes, measured, silent, holdings, arith)
     try:
-        cpus = {NodeId(node.node) for node in nodes if node.device.startswith("cpu")}
+        cpus = {
+            NodeId(node.node)
+            for node in nodes
+            if node.device.startswith("cpu") and not node.devices  # of several only one would work
+        }
         placement = _placed(
             choice, facts, shape, forms, candidates, measured.links, objective, cpus
         )
@@ -134,6 +143,7 @@ def make_plan(
             message = f"{error.message}; {silent_words(silent)}"
             raise PlanError(message, remedy=error.remedy) from None
         raise
+    placement = replace(placement, left_out=(*placement.left_out, *_sharing(known, nodes)))
     by_node = {node.node: node for node in nodes}
     ring = tuple(by_node[stage.node] for stage in placement.stages)
     on_ring = settle_wires(choice.wire_dtype, dtype, ring, measured.links)
@@ -149,7 +159,7 @@ def make_plan(
         context=context,
         nodes=ring,
         placement=placement,
-        left_out_names={NodeId(node.node): node.name for node in nodes},
+        left_out_names={NodeId(node.node): node.name for node in known},
         measured=measured,
         objective=objective,
         chunk_s=_chunk_s(placement, shape, measured, disks),
@@ -161,6 +171,31 @@ def make_plan(
     if not choice.standby:
         return plan
     return plan.with_standbys([node for node in nodes if node not in ring])
+
+
+def _drafting(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> Sequence[NodeInfo]:
+    """Return the nodes that may be in a ring whose last stage drafts.
+
+    Not those that were started to share each layer between their devices. Raises UsageError where
+    one of those is needed, being named or asked first, and where stages are to span nodes.
+    """
+    if choice.nodes_per_stage > 1:
+        raise mtp_not_cut("nodes", "leave --nodes-per-stage out, or --mtp")
+    sharing = [node for node in nodes if tensor_parallel_of(node) > 1]
+    needed = sharing if choice.nodes else [node for node in sharing if node is nodes[0]]
+    if needed:
+        raise mtp_not_cut(
+            f"devices, as {needed[0].name} does",
+            "start it with --tensor-parallel 1, or leave --mtp out",
+        )
+    return [node for node in nodes if node not in sharing]
+
+
+def _sharing(known: Sequence[NodeInfo], nodes: Sequence[NodeInfo]) -> list[Exclusion]:
+    """Say of the nodes that `_drafting` has left out why."""
+    left = {node.node for node in nodes}
+    why = "its devices share each layer, and the layer for --mtp cannot be cut"
+    return [Exclusion(node=NodeId(n.node), why=why) for n in known if n.node not in left]
 
 
 def _may_divide(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> bool:
@@ -297,8 +332,9 @@ def _placed(
         if n_each > 1:
             if exactly and not {candidate.node for candidate in candidates} <= {*cpus}:
                 raise PlanError(
-                    "--nodes-per-stage: a stage spans CPUs only, and a node has another device",
-                    remedy="name nodes that compute on their CPUs",
+                    "--nodes-per-stage: a stage spans CPUs only, one device of each node, and a "
+                    "node has others",
+                    remedy="name nodes that compute on their CPUs, started with one --device",
                 )
             if exactly:
                 stages = grouped(shape, candidates, links, n_each)

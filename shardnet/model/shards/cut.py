@@ -92,13 +92,19 @@ class Cut:
         """Return the config of a model with the heads of this shard only."""
         if not self.cuts_heads:
             return config
-        begin, end = self.kv_heads
-        return replace(config, n_heads=self.n_heads // self.size, n_kv_heads=end - begin)
+        n_heads = self.n_heads // self.size
+        return replace(config, n_heads=n_heads, n_kv_heads=self.n_own_kv_heads)
 
     @property
     def kv_heads(self) -> Range:
         """The KV heads of this shard, counted in the model."""
         return self.kv_heads_of(self.index)
+
+    @property
+    def n_own_kv_heads(self) -> int:
+        """How many those are: the same in every shard."""
+        begin, end = self.kv_heads
+        return end - begin
 
     def kv_heads_of(self, index: int) -> Range:
         """Return the KV heads of any shard: see `kv_heads`."""

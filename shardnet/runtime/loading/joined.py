@@ -158,8 +158,8 @@ def load_by_device(
             own = kept_at.pop(part.place, None)
             stages.append(load_part(part, room_bytes, told, own))
             del own
-        for place in places:
-            left_bytes[place] -= stages[-1].weight_bytes // len(places)
+        for place, n_bytes in stages[-1].weight_bytes_by_place.items():
+            left_bytes[place] -= n_bytes
         done_bytes += sizes[1]
     return join(order, stages) if order.parts else stages[0]
 

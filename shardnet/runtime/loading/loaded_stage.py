@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -75,8 +76,19 @@ class LoadedStage:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it cannot compute any more: a shard of it is lost."""
-        return bool(getattr(self.compute, "is_lost", False))
+        """Whether it cannot compute any more: a shard of it, or of a part, is lost."""
+        parts = self.parts or (self,)
+        return any(getattr(part.compute, "is_lost", False) for part in parts)
+
+    @property
+    def weight_bytes_by_place(self) -> Counter[int]:
+        """The bytes of its weights on each device of the node, by the device's place."""
+        n_bytes: Counter[int] = Counter()
+        for part in self.parts or (self,):
+            places = [device.place for device in part.order.shards] or [part.order.place]
+            for place in places:
+                n_bytes[place] += part.weight_bytes // len(places)
+        return n_bytes
 
     def fits(self, order: StageOrder) -> bool:
         """Whether loading `order` now would give the same stage."""
@@ -98,7 +110,7 @@ class LoadedStage:
         is_part = whole.start <= own.start and own.end <= whole.end
         if self.moves is None or order.n_streamed or alike != order or not is_part:
             return []
-        if self.stamp != stamp(order.folder):
+        if self.is_lost or self.stamp != stamp(order.folder):
             return []
         ranges = [(whole.start, own.start), (own.end, whole.end)]
         return [

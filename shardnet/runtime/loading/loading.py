@@ -81,10 +81,17 @@ def _check_order(order: StageOrder, config: ModelConfig) -> None:
             remedy="lower --context",
         )
     if order.mtp and order.n_nodes > 1:
-        raise UsageError(
-            "--speculate mtp: the layer that predicts further tokens cannot be cut over nodes",
-            remedy="leave --nodes-per-stage out, or --mtp",
-        )
+        raise mtp_not_cut("nodes", "leave --nodes-per-stage out, or --mtp")
+    if order.mtp and any(part.shards for part in order.by_device):  # they would follow no drafting
+        raise mtp_not_cut("devices", "give --tensor-parallel 1, or leave --mtp out")
+
+
+def mtp_not_cut(over: str, remedy: str) -> UsageError:
+    """Return the error of a ring with the layer that predicts further tokens, of shared stages."""
+    return UsageError(
+        f"--speculate mtp: the layer that predicts further tokens cannot be cut over {over}",
+        remedy=remedy,
+    )
 
 
 def load(
@@ -179,7 +186,7 @@ def _load_with_torch(
         compute=compute
         if group is None
         else SpanningCompute(compute, group, embeds=order.layers.start == 0),
-        weight_bytes=model.weight_bytes,
+        weight_bytes=-(-model.weight_bytes // order.n_nodes),  # what of them is on this node
         room_blocks=room_blocks,
         kernel=model.kernel,
         exact_rows=model.exact_rows,
@@ -225,17 +232,18 @@ def _load_model(
     order, checkpoint = job.order, job.checkpoint
     config, device = checkpoint.config, torch.device(order.device)
     choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization, order.arith)
+    n_here, n_shards = len(order.shards) or 1, len(order.shards) or order.n_nodes
     room_blocks = kv_room_blocks(
         config,
         order.layers,
         weight_form(checkpoint, choice),
         order.context,
-        job.memory_bytes,
+        job.memory_bytes // n_here,  # each shard has room for what is whole in all of them
         order.kv_dtype,
         order.n_streamed,
         device=device.type,
         held_bytes=job.held_bytes,
-        cut=None if group is None else cut_of(config, group.index, group.size),
+        cut=cut_of(config, order.shard, n_shards) if n_shards > 1 else None,
     )
     if order.shards:
         from shardnet.runtime.shards.lead import load_leading

@@ -114,11 +114,6 @@ def _check(order: StageOrder) -> None:
             "layers that are streamed from disk cannot be cut over devices",
             remedy="leave out --stream-layers, or give --tensor-parallel 1",
         )
-    if order.mtp:
-        raise UsageError(
-            "--speculate mtp: the layer that predicts further tokens cannot be cut over devices",
-            remedy="give --tensor-parallel 1, or leave --mtp out",
-        )
     if len(order.shards) > MAX_SHARDS:
         raise UsageError(
             f"{len(order.shards)} shards of one stage, at most {MAX_SHARDS} are possible",

@@ -7,6 +7,7 @@ runs on the thread that loads, then on the compute thread.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import socket
@@ -138,7 +139,10 @@ class ShardProcesses:
                 name=f"shardnet-shard-{index}",
                 daemon=True,
             ).start()
-            write_message(own, job(index, kept[0], kept[1], self._mailbox_bytes))
+            try:
+                write_message(own, job(index, kept[0], kept[1], self._mailbox_bytes))
+            except OSError:
+                raise self._lost(self._followers[-1], "ended before it was told its job") from None
 
     def await_ready(self, alive: Callable[[], None]) -> int:
         """Wait until all are loaded; return the rows up to which each is batch-invariant.
@@ -146,20 +150,21 @@ class ShardProcesses:
         `alive` is called all the time, and may raise. Raises what a shard could not be loaded for.
         """
         exact_rows = []
-        for follower in self._followers:
-            heard = time.monotonic()
-            while True:
-                alive()
-                self.check()
-                if time.monotonic() - heard > SILENT_S:
-                    raise LostShardError(f"shard {follower.index} has loaded nothing for a while")
-                if not select.select([follower.socket], [], [], _LOOK_S)[0]:
-                    continue
-                heard = time.monotonic()
-                answer = self._answer(follower)
-                if isinstance(answer, Ready):
-                    exact_rows.append(answer.exact_rows)
-                    break
+        heard = dict.fromkeys((follower.socket for follower in self._followers), time.monotonic())
+        while heard:
+            alive()
+            readable = select.select([*heard], [], [], _LOOK_S)[0]
+            if not readable:
+                self.check()  # only now: whoever has failed says why, if it still can
+            for follower in self._followers:
+                if follower.socket in readable:
+                    heard[follower.socket] = time.monotonic()
+                    answer = self._answer(follower)
+                    if isinstance(answer, Ready):
+                        exact_rows.append(answer.exact_rows)
+                        del heard[follower.socket]
+                elif time.monotonic() - heard.get(follower.socket, math.inf) > SILENT_S:
+                    raise self._lost(follower, f"has loaded nothing for {SILENT_S:.0f} s")
         return min(exact_rows)
 
     # --- what Followers is

@@ -73,7 +73,7 @@ def test_folders_of_models_go_to_the_environment_of_nodes(
     defaults = read_config(written(tmp_path, 'model_folders = ["/a", "~/b"]\n'), group())
     expected = {"model_folder": ["/a", "~/b"]}
     assert {name for name, found in defaults.items() if found == expected} == {
-        *("node", "models", "plan", "generate", "chat", "serve", "bench")
+        *("node", "models", "plan", "generate", "chat", "serve", "bench", "inspect")
     }
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SHARDNET_MODEL_FOLDERS", "/c")

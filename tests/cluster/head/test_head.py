@@ -61,9 +61,8 @@ class Alone:
     async def plan(self, *_: object, **__: object) -> Any:
         """Plan a ring without nodes."""
         facts = SimpleNamespace(path=MODEL)
-        return SimpleNamespace(
-            choice=ModelChoice(model=MODEL), nodes=(), ring_nodes=(), facts=facts
-        )
+        choice = ModelChoice(model=MODEL)
+        return SimpleNamespace(choice=choice, nodes=(), ring_nodes=(), facts=facts)
 
     async def prepare(self, plan: object) -> Any:
         """Give the ring, or raise why there is none."""

@@ -75,6 +75,7 @@ class StandingRing:
         context=64,
         dtype=DType.FLOAT32,
         wires=(),
+        gather_dtype=None,
         threads=1,
         model=HERE,
     )
@@ -109,7 +110,7 @@ class Around:
         await self.answers.wait()
 
     async def plan(self, choice: ModelChoice, on_measured: object) -> Any:
-        return SimpleNamespace(choice=choice, nodes=())
+        return SimpleNamespace(choice=choice, nodes=(), ring_nodes=())
 
     async def prepare(self, plan: object) -> Any:
         return SimpleNamespace(tokenizer=None)
@@ -130,6 +131,7 @@ def test_a_ring_that_stands_serves_while_another_model_is_looked_for() -> None:
             choice=ModelChoice(model=HERE),
             facts=FACTS,
             nodes=(),
+            ring_nodes=(),
             measured=NOTHING_MEASURED,
             arith=Arith.FAST,
         )

@@ -277,7 +277,7 @@ def test_only_a_standby_is_dropped_where_a_node_rests() -> None:
 
     async def main(host: StageHost) -> None:
         stage = cast(
-            LoadedStage, SimpleNamespace(parts=(), weight_bytes=7, moves=None, order=STAGE_ORDER)
+            LoadedStage, SimpleNamespace(parts=(), weight_bytes_by_place={0: 7}, moves=None)
         )
         for stands_for, left in (("bert", 0), ("", 7)):
             host._prepared = PreparedStage(ring="r", stage=stage, stands_for=stands_for)

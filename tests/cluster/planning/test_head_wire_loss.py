@@ -82,9 +82,9 @@ class Measurer:
         self.progress: list[tuple[int, int]] = []
         measure = wire_loss.measure_wire_loss
 
-        def note(facts: Any, dtype: Any, borders: Any, progress: Any) -> Any:
+        def note(facts: Any, dtype: Any, borders: Any, progress: Any, parts: Any) -> Any:
             self.measured.append({layer: wire.value for layer, wire in borders.items()})
-            return measure(facts, dtype, borders, progress)
+            return measure(facts, dtype, borders, progress, parts)
 
         monkeypatch.setattr(wire_loss, "measure_wire_loss", note)
 
@@ -211,10 +211,10 @@ def test_a_client_that_goes_away_ends_the_measurement(
     measure = wire_loss.measure_wire_loss
 
     def wait_and_report(
-        facts: Any, dtype: Any, borders: Any, progress: Callable[[int, int], None]
+        facts: Any, dtype: Any, borders: Any, progress: Callable[[int, int], None], parts: Any
     ) -> Any:
         if began.is_set():
-            return measure(facts, dtype, borders, progress)
+            return measure(facts, dtype, borders, progress, parts)
         began.set()
         may_go_on.wait(DEADLINE_S)
         try:

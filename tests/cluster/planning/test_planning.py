@@ -33,13 +33,13 @@ from shardnet.errors import (
 )
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import parse_config
-from shardnet.runtime.loading.loading import kv_room_blocks
+from shardnet.runtime.loading.loading import cut_of, kv_room_blocks
 from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes, stage_weight_bytes
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import Arith, DType, Epoch, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.messages.generation import MeanStageTime, Timing
-from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.membership import DeviceInfo, NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice
 
 GIB = 2**30
@@ -312,6 +312,26 @@ def test_a_gpu_keeps_memory_for_graphs() -> None:
         kv_room_blocks(config, shape.whole, form, 512, graphs, device="cuda")
 
 
+@pytest.mark.parametrize(("n_shards", "copies"), [(2, 1), (3, 3), (4, 2)])
+def test_what_is_whole_in_every_shard_is_planned_and_loaded_as_often(
+    n_shards: int, copies: int
+) -> None:
+    """Activations in each; keys and values where heads are fewer, or do not divide."""
+    config, form = facts().config, WeightForm(dtype=DType.BFLOAT16)
+    assert (config.n_heads, config.n_kv_heads) == (4, 2)
+    shape = model_shape(config, DType.BFLOAT16, 512)
+    shared = shape.shared_by(n_shards)
+    assert shared.weight_bytes(shape.whole) == shape.weight_bytes(shape.whole)
+    assert shared.activation_bytes == n_shards * shape.activation_bytes
+    assert shared.kv_bytes(shape.whole) == copies * shape.kv_bytes(shape.whole)
+    each, cut = shared.memory_bytes(shape.whole) // n_shards, cut_of(config, 0, n_shards)
+    assert kv_room_blocks(config, shape.whole, form, 512, each, cut=cut) >= 2
+    own_kv = copies * shape.kv_bytes(shape.whole) // n_shards
+    fixed = -(-shape.weight_bytes(shape.whole) // n_shards) + own_kv
+    with pytest.raises(CapacityError):  # each shard has activations of its own
+        kv_room_blocks(config, shape.whole, form, 512, fixed, cut=cut)
+
+
 def test_more_streamed_layers_than_there_are_is_refused() -> None:
     told = replace(facts("float32"), stored_dtype=DType.FLOAT32)
     every = ModelChoice(model="/m", stream_layers=6)
@@ -582,12 +602,17 @@ def test_a_stage_over_several_nodes_is_planned_told_and_ordered() -> None:
     with pytest.raises(PlanError, match="3 nodes make no stages of 2"):
         make_plan(structs.replace(choice, nodes=choice.nodes[:3]), facts(), nodes[:3])
     gpu = structs.replace(nodes[0], device="cuda")
-    with pytest.raises(PlanError, match="a stage spans CPUs only"):
-        make_plan(choice, facts(), [gpu, *nodes[1:]])
+    groups = [
+        DeviceInfo(name=f"cpu:{i}", device="cpu", memory_bytes=GIB, threads=1, dtypes=gpu.dtypes)
+        for i in range(2)
+    ]
+    for other in (gpu, structs.replace(nodes[0], devices=groups)):
+        with pytest.raises(PlanError, match="a stage spans CPUs only"):
+            make_plan(choice, facts(), [other, *nodes[1:]])
 
 
-def test_what_predicts_further_tokens_is_planned_on_the_last_stage() -> None:
-    """Its weights, the embedding that it needs there, one layer more of keys and values."""
+def model_with_mtp() -> ModelFacts:
+    """A model with a layer that predicts further tokens."""
     raw = {
         "model_type": "glm4_moe",
         "hidden_size": 64,
@@ -601,7 +626,12 @@ def test_what_predicts_further_tokens_is_planned_on_the_last_stage() -> None:
         "vocab_size": 128,
         "torch_dtype": "float32",
     }
-    model = replace(facts("float32"), config=parse_config(raw, "config.json"), has_mtp=True)
+    return replace(facts("float32"), config=parse_config(raw, "config.json"), has_mtp=True)
+
+
+def test_what_predicts_further_tokens_is_planned_on_the_last_stage() -> None:
+    """Its weights, the embedding that it needs there, one layer more of keys and values."""
+    model = model_with_mtp()
     nodes, choice = [node("a"), node("b")], ModelChoice(model="/m", layers=[(0, 3), (3, 6)])
     plain, ahead = (
         make_plan(structs.replace(choice, mtp=mtp, nodes=["a:1", "b:1"]), model, nodes)
@@ -617,3 +647,32 @@ def test_what_predicts_further_tokens_is_planned_on_the_last_stage() -> None:
     assert plain.reply(1).mtp_bytes == 0
     with pytest.raises(UsageError, match="--speculate mtp: /m has no layer"):
         make_plan(ModelChoice(model="/m", mtp=True), facts(), nodes)
+
+
+def test_what_predicts_further_tokens_is_on_no_stage_that_is_cut() -> None:
+    """A node whose devices share layers is left out, and named where it is needed."""
+    model, choice = model_with_mtp(), ModelChoice(model="/m", mtp=True)
+    plain, shared = node("a"), node("b")
+    groups = [
+        DeviceInfo(
+            name=f"cpu:{i}",
+            device="cpu",
+            memory_bytes=GIB,
+            threads=1,
+            dtypes=plain.dtypes,
+        )
+        for i in range(2)
+    ]
+    shared = structs.replace(shared, devices=groups, tensor_parallel=2)
+    plan = make_plan(choice, model, [plain, shared])
+    assert [left.name for left in plan.reply(1).left_out] == ["b"]
+    assert "its devices share each layer" in plan.reply(1).left_out[0].why
+    with pytest.raises(UsageError, match="cannot be cut over devices, as b does"):
+        make_plan(choice, model, [shared, plain])
+    with pytest.raises(UsageError, match="cannot be cut over devices, as b does"):
+        make_plan(structs.replace(choice, nodes=["a:1", "b:1"]), model, [plain, shared])
+    with pytest.raises(UsageError, match="cannot be cut over nodes"):
+        make_plan(structs.replace(choice, nodes_per_stage=2), model, [plain, node("c")])
+    cut = structs.replace(shared, tensor_parallel=0)
+    [part] = make_plan(choice, model, [cut]).placement.stages[0].parts
+    assert part.devices == (0,)

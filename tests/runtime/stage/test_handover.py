@@ -6,7 +6,8 @@ import asyncio
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from support.models.checkpoints import make_llama
@@ -231,6 +232,31 @@ def test_two_groups_of_cores_give_the_tokens_of_one(tmp_path: Path) -> None:
         cut = LoadedStages(computes=computes, vocab_size=whole.vocab_size)
         assert [tokens_of(events) for events in run(cut, *requests)] == expected
     assert kinds == {HeldActivations}
+
+
+def test_a_lost_shard_of_a_part_is_the_loss_of_the_stage(tmp_path: Path) -> None:
+    """It is loaded again, not kept nor joined; and what shards hold counts on each device."""
+    folder = make_llama(tmp_path, num_hidden_layers=4)
+    order = StageOrder(
+        model=str(folder),
+        folder=folder,
+        model_id=Checkpoint.open(folder).model_id,
+        layers=LayerRange(0, 2),
+        dtype=DType.FLOAT32,
+        context=512,
+        is_tail=False,
+        device="cpu",
+    )
+    part = load(order, 1 << 28, lambda *_: None)
+    stage = replace(part, parts=(replace(part, order=replace(order, shards=GROUPS)), part))
+    assert stage.fits(order)
+    assert stage.lacks(replace(order, layers=LayerRange(0, 4), is_tail=True))
+    half = part.weight_bytes // 2
+    assert stage.weight_bytes_by_place == {0: part.weight_bytes + half, 1: half}
+    lost = replace(part, compute=cast(Any, SimpleNamespace(is_lost=True)))
+    stage = replace(part, parts=(part, lost))
+    assert not stage.fits(order)
+    assert not stage.lacks(replace(order, layers=LayerRange(0, 4), is_tail=True))
 
 
 def test_a_job_for_the_whole_node_has_all_devices_for_itself() -> None:

@@ -59,7 +59,7 @@ def test_without_memory_a_step_or_a_sequence_fails_and_the_stage_goes_on(
     compute.operate(CloseSequence(sequence_id=SequenceId(2), slot=SlotId(2), n_kept=0))
     compute.operate(opening(2, n_kept=2, source=0))
     with monkeypatch.context() as patched:
-        patched.setattr("shardnet.stage.stage_model.StageModel.run", full)
+        patched.setattr("shardnet.stage.stage_model.StageModel.run_alone", full)
         with pytest.raises(CapacityError, match=named) as raised:
             stages.step(2, ids[2:], 1, slot=2)
         assert raised.value.__cause__ is None
