@@ -115,6 +115,14 @@ def test_drafts_go_on_elsewhere_and_come_from_a_gguf(how: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("folder", ["qwen3_next"], indirect=True)
+def test_drafts_that_nobody_sends_are_made_now_and_then(stages: TorchStages) -> None:
+    stages.open(SamplingParams(), n_drafts=3, slot=7)
+    drafted = [bool(stages.step(n, [n + 1], 1, slot=7).drafts) for n in range(34)]
+    assert [n for n, is_made in enumerate(drafted, start=1) if is_made] == [1, 2, 16, 32]
+    assert len(stages.step(34, [5, 6], 2, slot=7).drafts[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("folder", ["qwen3_next"], indirect=True)
 def test_a_slot_that_the_layer_has_not_run_gets_no_drafts(stages: TorchStages) -> None:
     """Nor is one drafted beyond what is booked for the slot."""
     draft = stages.computes[-1]._tail._drafts  # type: ignore[union-attr]
