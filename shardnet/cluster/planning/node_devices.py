@@ -75,7 +75,7 @@ def node_devices(
         gather=None
         if gather_s is None
         else LinkSpeed(round_trip_s=gather_s, bytes_per_s=JOINED_BYTES_PER_S),
-        why_not_shared=_why_not_shared(each, gather_s),
+        why_not_shared=_why_not_shared(each, gather_s, config),
         whole_heads=frozenset(n for n in sizes if not cut_of(config, 0, n).cuts_heads),
         attention_share=_attention_share(config),
     )
@@ -97,12 +97,14 @@ def _speed(told: DeviceMeasured | None) -> StageSpeed | None:
         return None
 
 
-def _why_not_shared(each: Sequence[NodeDevice], gather_s: float | None) -> str:
+def _why_not_shared(each: Sequence[NodeDevice], gather_s: float | None, config: ModelConfig) -> str:
     others = [device.name for device in each if device.kind != each[0].kind]
     if others:
         return f"{each[0].name} and {others[0]} are unlike"
     if each[0].kind != CPU:
         return "only groups of cores can share layers"
+    if config.has_mtp:
+        return "the one that predicts further tokens (MTP) cannot be"
     return "joining their parts is not measured" if gather_s is None else ""
 
 

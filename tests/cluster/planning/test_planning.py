@@ -586,8 +586,7 @@ def test_a_stage_over_several_nodes_is_planned_told_and_ordered() -> None:
         make_plan(choice, facts(), [gpu, *nodes[1:]])
 
 
-def test_what_predicts_further_tokens_is_planned_on_the_last_stage() -> None:
-    """Its weights, the embedding that it needs there, one layer more of keys and values."""
+def facts_with_mtp() -> ModelFacts:
     raw = {
         "model_type": "glm4_moe",
         "hidden_size": 64,
@@ -601,7 +600,12 @@ def test_what_predicts_further_tokens_is_planned_on_the_last_stage() -> None:
         "vocab_size": 128,
         "torch_dtype": "float32",
     }
-    model = replace(facts("float32"), config=parse_config(raw, "config.json"), has_mtp=True)
+    return replace(facts("float32"), config=parse_config(raw, "config.json"), has_mtp=True)
+
+
+def test_what_predicts_further_tokens_is_planned_on_the_last_stage() -> None:
+    """Its weights, the embedding that it needs there, one layer more of keys and values."""
+    model = facts_with_mtp()
     nodes, choice = [node("a"), node("b")], ModelChoice(model="/m", layers=[(0, 3), (3, 6)])
     plain, ahead = (
         make_plan(structs.replace(choice, mtp=mtp, nodes=["a:1", "b:1"]), model, nodes)
