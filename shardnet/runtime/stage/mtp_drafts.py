@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardnet.errors import NumericalError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.sampling.penalties import RowContext, needs_context
 from shardnet.model.sampling.sampler import Sampler, SampleRow
@@ -236,8 +237,11 @@ class MtpDrafts:
                 for number, one in enumerate(drafting):
                     one.hidden = outputs[number : number + 1]
             logits = self._model.mtp_logits(torch.cat([one.hidden for one in drafting]))
-            drawn = self._sampler.sample(logits, [_row(one, history) for one in drafting]).token_ids
-            for one, token_id in zip(drafting, drawn, strict=True):
+            try:
+                drawn = self._sampler.sample(logits, [_row(one, history) for one in drafting])
+            except NumericalError:  # a draft is not worth a step's failure
+                break
+            for one, token_id in zip(drafting, drawn.token_ids, strict=True):
                 one.token_ids.append(token_id)
         return [
             SequenceDrafts(
@@ -246,6 +250,7 @@ class MtpDrafts:
                 token_ids=one.token_ids,
             )
             for one in made
+            if one.token_ids
         ]
 
 
