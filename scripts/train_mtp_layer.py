@@ -5,6 +5,8 @@ The model becomes a GLM-4.5 checkpoint that says the same: its last layer has ex
 nothing beside a shared one, which is its MLP. Then a layer is trained behind it, on texts that the
 model itself has written, to say what the model would say next; the model stays as it is. It needs
 torch, safetensors and transformers. Equal seeds give the same texts and layer on one machine.
+It takes four to five minutes on two cores that do little else; `--texts 256 --steps 250`, about
+twenty, drafts better.
 
     python scripts/train_mtp_layer.py /tmp/mtp-model
 """
@@ -80,13 +82,15 @@ def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where to write the checkpoint")
     parser.add_argument(
-        "--texts", type=int, default=256, help="texts that the model writes, a multiple of 4"
+        "--texts", type=int, default=64, help="texts that the model writes, a multiple of 4"
     )
     parser.add_argument("--length", type=int, default=192, help="tokens of a text")
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
+    if options.texts < 4 or options.texts % 4:
+        parser.error(f"--texts {options.texts}: give a multiple of 4")
     options.folder.mkdir(parents=True, exist_ok=True)
     return options
 
@@ -172,7 +176,7 @@ def _train(ahead: Ahead, model: Any, texts: Tensor, n_steps: int, began: float) 
         if step % 25 == 24:
             said, meant = (rows @ table.T for rows in (once[:, -64:], known[:, -65:-1]))
             agrees = (said.argmax(-1) == meant.argmax(-1)).float().mean()
-            seconds = time.perf_counter() - began
+            seconds, loss = time.perf_counter() - began, loss.detach()
             print(
                 f"step {step + 1}: loss {float(loss):.3f}, {float(agrees):.0%} as the model itself "
                 f"would say, {seconds:.0f} s",

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from support.models.gguf_files import write_gguf
 from support.models.mtp_checkpoints import N_LAYERS, PlainMtp, make_mtp
 from support.rings.stage_chain import even_split, random_prompt
@@ -174,6 +175,31 @@ def test_drafts_go_on_elsewhere_and_come_from_a_gguf(how: str, tmp_path: Path) -
     samples = stages.step(30, tokens[30:], 1)
     tokens.append(samples.token_ids[0])
     assert [*samples.drafts[0].token_ids] == oracle.drafts(tokens, 1)
+
+
+@pytest.mark.parametrize("folder", ["qwen3_next"], indirect=True)
+def test_drafts_that_nobody_sends_are_made_now_and_then(stages: TorchStages) -> None:
+    stages.open(SamplingParams(), n_drafts=3, slot=7)
+    drafted = [bool(stages.step(n, [n + 1], 1, slot=7).drafts) for n in range(34)]
+    assert [n for n, is_made in enumerate(drafted, start=1) if is_made] == [1, 2, 16, 32]
+    assert len(stages.step(34, [5, 6], 2, slot=7).drafts[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("folder", ["qwen3_next"], indirect=True)
+def test_a_draft_that_cannot_be_drawn_fails_no_step(
+    stages: TorchStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came from elsewhere may lack the layer's last row: what it attends to is anything."""
+    stages.open(SamplingParams(), n_drafts=3, slot=8)
+    model = stages.computes[-1]._model
+    logits, n_calls = model.mtp_logits, iter(range(9))
+    monkeypatch.setattr(
+        model, "mtp_logits", lambda rows: logits(rows) * (torch.nan if next(n_calls) else 1)
+    )
+    assert len(stages.step(0, [1], 1, slot=8).drafts[0].token_ids) == 1
+    samples = stages.step(1, [2], 1, slot=8)
+    assert len(samples.token_ids) == 1
+    assert not samples.drafts
 
 
 @pytest.mark.parametrize("folder", ["qwen3_next"], indirect=True)

@@ -42,4 +42,5 @@ def drafter_of(
         draft_source=source,
         cost=cost,
         most=request.speculation.most,
+        is_by_ring=ring_drafts is not None,
     )

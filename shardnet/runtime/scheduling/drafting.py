@@ -18,7 +18,7 @@ MAX_DRAFT_TOKENS = MAX_DRAFTS
 """Together with the newest token, the rows that a step computes for about the cost of one."""
 
 _PROBE_EVERY = 16
-"""A drafter that does not pay proposes one token again at every so many opportunities."""
+"""A drafter that does not pay proposes one token again after so many opportunities."""
 
 
 def check_drafts(*, has_state: bool) -> None:
@@ -119,7 +119,7 @@ class AdaptiveDrafter:
 
     At an acceptance rate of `p`, `k` drafts give 1 + p + … + p^k tokens for the time of a step with
     `k` more rows. `most` caps `k`. Where no draft pays, one is proposed now and then to measure
-    again.
+    again. With `is_by_ring` the tail makes them, and one more: each takes the time of a row.
     """
 
     draft_source: DraftSource
@@ -128,7 +128,9 @@ class AdaptiveDrafter:
     acceptance: float = 0.7
     n_proposed: int = 0
     n_accepted: int = 0
-    _chances: int = field(default=0)
+    is_by_ring: bool = False
+    _n_without: int = field(default=0)
+    """Opportunities since drafts have paid, or one was proposed."""
 
     @property
     def length(self) -> int:
@@ -138,25 +140,29 @@ class AdaptiveDrafter:
         for length in range(1, self.most + 1):
             likely *= self.acceptance
             tokens += likely
-            rate = tokens / (1 + self.cost.extra(length))
+            n_rows = 2 * length + 1 if self.is_by_ring else length
+            rate = tokens / (1 + self.cost.extra(n_rows))
             if rate > best_rate * 1.001:
                 best, best_rate = length, rate
         return best
 
     def prepare(self, tokens: Sequence[int]) -> bool:
         """See sequences.Drafter."""
-        length = self.length
-        return not length or self.draft_source.prepare(tokens, length)
+        wanted = self.length or self._n_probed
+        return not wanted or self.draft_source.prepare(tokens, wanted)
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """See sequences.Drafter."""
-        length = min(limit, self.length)
-        if length == 0:
-            self._chances += 1
-            if self._chances % _PROBE_EVERY:
-                return []
-            length = min(limit, 1)
-        return self.draft_source.draft(tokens, length)
+        length = self.length
+        wanted = min(limit, length or self._n_probed)
+        drafts = self.draft_source.draft(tokens, wanted) if wanted else []
+        self._n_without = 0 if length or drafts else self._n_without + 1
+        return drafts
+
+    @property
+    def _n_probed(self) -> int:
+        """1 where it is time to propose a draft although none pays, else 0."""
+        return int(self._n_without + 1 >= _PROBE_EVERY)
 
     def learn(self, n_proposed: int, n_accepted: int) -> None:
         """See sequences.Drafter. Drafts after the first rejected one carry no information."""

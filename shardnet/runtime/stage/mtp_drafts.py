@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardnet.errors import NumericalError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.sampling.penalties import RowContext, needs_context
 from shardnet.model.sampling.sampler import Sampler, SampleRow
@@ -25,6 +26,9 @@ from shardnet.model.sampling.token_history import TokenHistory
 from shardnet.runtime.stage.compute import SequenceDrafts
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import MicroBatch, RowGroup, SlotId
+
+_PATIENCE, _PAUSE = 2, 16
+"""Where none was sent for more than two steps, drafts are made behind every 16th step."""
 
 
 class MtpModel(Protocol):
@@ -101,9 +105,12 @@ class MtpDrafts:
         self._ends: dict[SlotId, int] = {}
         """The positions of each slot, from 0 on, that the layer has keys and values of."""
         self._last: dict[SlotId, _Last] = {}
+        self._n_without: dict[SlotId, int] = {}
+        """The last steps of each slot that sampled a token and had no drafts."""
 
     def keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
         """Keep what is known of the slot's first positions, its own or copied from `source`."""
+        self._n_without.pop(slot, None)
         if source is not None:
             self._ends[slot] = self._ends.get(source, 0)
         self._ends[slot] = min(self._ends.get(slot, 0), n_positions)
@@ -118,6 +125,7 @@ class MtpDrafts:
 
     def clear(self) -> None:
         """Forget all slots."""
+        self._n_without.clear()
         self._ends.clear()
         self._last.clear()
 
@@ -150,10 +158,9 @@ class MtpDrafts:
         drafting, end = [], 0
         for part in parts:
             end += len(part.token_ids)
-            owner, n_sent = owners[part.group.slot], part.group.n_sampled - 1
-            # One more than the head has sent: so many it found worth their rows last time.
-            most = min(owner.n_drafts, n_sent + 1, self._n_chained(part) + 1)
-            if n_sent >= 0 and most > 0:
+            owner = owners[part.group.slot]
+            most = min(owner.n_drafts, self._n_wanted(part.group), self._n_chained(part) + 1)
+            if most > 0:
                 drafting.append(
                     _Drafting(owner=owner, part=part, most=most, hidden=outputs[end - 1 : end])
                 )
@@ -189,6 +196,18 @@ class MtpDrafts:
         self._ends[slot] = part.end
         return part
 
+    def _n_wanted(self, group: RowGroup) -> int:
+        """Count the drafts to make behind a group: one more than the head found worth sending.
+
+        None where it has sent none for a while, but to let it measure again now and then.
+        """
+        n_sent = group.n_sampled - 1
+        if n_sent < 0:
+            return 0
+        n_without = 0 if n_sent else self._n_without.get(group.slot, 0) + 1
+        self._n_without[group.slot] = n_without
+        return n_sent + 1 if n_without <= _PATIENCE or n_without % _PAUSE == 0 else 0
+
     def _n_chained(self, part: _Part) -> int:
         """Count the positions behind a part's rows for which the slot has room."""
         n_chained = 0
@@ -218,8 +237,11 @@ class MtpDrafts:
                 for number, one in enumerate(drafting):
                     one.hidden = outputs[number : number + 1]
             logits = self._model.mtp_logits(torch.cat([one.hidden for one in drafting]))
-            drawn = self._sampler.sample(logits, [_row(one, history) for one in drafting]).token_ids
-            for one, token_id in zip(drafting, drawn, strict=True):
+            try:
+                drawn = self._sampler.sample(logits, [_row(one, history) for one in drafting])
+            except NumericalError:  # a draft is not worth a step's failure
+                break
+            for one, token_id in zip(drafting, drawn.token_ids, strict=True):
                 one.token_ids.append(token_id)
         return [
             SequenceDrafts(
@@ -228,6 +250,7 @@ class MtpDrafts:
                 token_ids=one.token_ids,
             )
             for one in made
+            if one.token_ids
         ]
 
 

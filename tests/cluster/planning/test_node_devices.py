@@ -11,7 +11,7 @@ from shardnet.types import DType, NodeId
 from shardnet.wire.messages.measurements import DeviceMeasured, NodeMeasured, StageSeconds
 from shardnet.wire.messages.membership import DeviceInfo, NodeInfo
 from shardnet.wire.messages.plans import ModelChoice
-from tests.cluster.planning.test_planning import GIB, facts, node
+from tests.cluster.planning.test_planning import GIB, facts, model_with_mtp, node
 
 CHOICE = ModelChoice(model="/m")
 FAST = StageSeconds(layer_s=0.001, layer_256_s=0.01, embed_s=0.0, head_s=0.001)
@@ -66,6 +66,18 @@ def test_a_gpu_and_a_cpu_of_another_dtype_divide_the_layers() -> None:
     [stage] = make_plan(CHOICE, model, [roomy], measured(roomy, None, FAST, SLOW)).reply(1).stages
     assert [(part.devices, part.layers) for part in stage.parts] == [(["cuda:0"], (0, n_layers))]
     assert "cpu would only slow it down" in stage.parts_why
+
+
+def test_groups_share_no_layers_where_the_ring_drafts_by_mtp() -> None:
+    """That layer is not cut: a node would refuse to load its part."""
+    groups = [device(f"cpu:{index}", GIB, "float32") for index in range(2)]
+    two, model = attic(*groups), model_with_mtp()
+    figures = measured(two, 1e-5, SLOW, SLOW)
+    [shared] = make_plan(CHOICE, model, [two], figures).reply(1).stages[0].parts
+    assert shared.devices == ["cpu:0", "cpu:1"]
+    plan = make_plan(structs.replace(CHOICE, mtp=True), model, [two], figures)
+    assert all(len(part.devices) == 1 for part in plan.reply(1).stages[0].parts)
+    assert "no layer is shared, since the one that predicts further tokens" in plan.why
 
 
 def test_two_groups_share_layers_as_far_as_gathers_are_measured() -> None:
