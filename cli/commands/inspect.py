@@ -156,7 +156,10 @@ def _n_rows(text: str, flag: str) -> int:
         return words[text]
     if text.isascii() and text.isdecimal() and 0 < int(text) < 1 << 32:
         return int(text)
-    raise typer.BadParameter(f"'{text}' is not last, all or a number above 0", param_hint=flag)
+    none = "none, " if flag == "--logits" else ""
+    raise typer.BadParameter(
+        f"'{text}' is not {none}last, all or a number above 0", param_hint=flag
+    )
 
 
 async def _run(job: _Job) -> None:

@@ -126,7 +126,7 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
         f"node     {info.name} ({info.node})",
         f"address  {info.address or '-'}, shardnet {info.version}, up {age(report.uptime_s)}",
         f"cluster  {report.cluster or 'none: no cluster key'}",
-        f"device   {info.device}, {info.threads} threads, memory {size(used)} used, "
+        f"device   {info.device}, {counted(info.threads, 'thread')}, memory {size(used)} used, "
         f"{size(info.memory_free_bytes)} free",
         f"peers    {', '.join(peers) or 'none'}",
     ]

@@ -125,7 +125,8 @@ class RingOptions:
             autocompletion=one_of("bfloat16", "float16", "int8", "slow=int8"),
             metavar="bfloat16|float16|int8|LINK=…",
             help="Quantise activations on every link, or on those named: slow=int8, 0-1=int8, "
-            "desk-pi=int8; `plan` measures the error. Default: the ring's dtype.",
+            "desk-pi=int8, gather=int8 for parts of layers; `plan` measures the error. "
+            "Default: the ring's dtype.",
             envvar="SHARDNET_WIRE_DTYPE",
             show_default=False,
         ),

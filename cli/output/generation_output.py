@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 import msgspec
@@ -61,7 +62,7 @@ class RecoveryLines:
         elif event.why != self._said:
             self._said = event.why
             self._shown.break_off()
-            about = f", about {event.expected_s:.0f} s" if event.expected_s else ""
+            about = f", about {ceil(event.expected_s)} s" if event.expected_s else ""
             say(f"recovering{about}: {event.why}")
 
 

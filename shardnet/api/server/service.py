@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any, Final, TypeVar, Unpack
 
 from msgspec.structs import replace
@@ -324,7 +325,7 @@ class Exchange:
         if event.ahead:
             self.note = f"queued behind {event.ahead}"
         elif event.state is RequestState.RECOVERING:
-            self.note = f"recovering, about {event.expected_s:.0f} s: {event.why}"
+            self.note = f"recovering, about {ceil(event.expected_s)} s: {event.why}"
         elif event.state in (RequestState.RUNNING, RequestState.RESUMED):
             self.note = "reading the prompt" if event.request_id not in last_s else "generating"
         if event.token_ids:

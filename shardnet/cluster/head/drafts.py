@@ -126,6 +126,6 @@ def _find(name: str) -> tuple[Path, Stamp]:
     if path is None:
         raise CheckpointError(
             f"--speculate {name}: there is no such checkpoint folder on the head",
-            remedy="name one that is there",
+            remedy="name one that is there, or give off, ngram or mtp",
         )
     return path, stamp(path)

@@ -65,7 +65,7 @@ def _whole_cpu(text: str, names: tuple[DeviceName, ...]) -> tuple[DeviceName, ..
         None in groups or sorted(i or 0 for i in groups) != [*range(len(groups))]
     ):
         wanted = ",".join(f"{CPU}:{index}" for index in range(len(groups)))
-        raise _wrong(text, "these are no groups of cores", f"{len(groups)} are {wanted}")
+        raise _wrong(text, "groups of cores are numbered from 0, each once", f"write {wanted}")
     if len(groups) == 1 and groups[0]:
         raise _wrong(text, f"cpu:{groups[0]} is the only group named", "write cpu for all cores")
     if len(groups) == 1:

@@ -56,7 +56,7 @@ class Plan:
     dtype saves on all links together, against sending in the ring's dtype; None where a link was
     not measured. `chunk_s`: predicted seconds of a whole prompt chunk in all stages together,
     without the links; None where a stage was not measured. `silent` nodes did not report their
-    state in time. `holders` are the nodes that have the model, among the candidates.
+    state in time, drain or rest. `holders` are the nodes that have the model, among the candidates.
     `spares` are nodes beside the ring that may stand by, and `standbys` say who does. `nodes` are
     the members of the ring; `spans` has the further nodes of each stage, and is () where no stage
     spans several. Their parts travel in `gather_dtype`, None for their own. `beside` are the plans
@@ -379,8 +379,8 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def silent_words(silent: Sequence[LeftOut]) -> str:
-    """Name the nodes that did not report their state in time, at most LISTED of them."""
-    told = [out.name for out in silent[:LISTED]]
+    """Name the nodes that could not be asked or are leaving, and why, at most LISTED of them."""
+    told = [f"{out.name} ({out.why})" for out in silent[:LISTED]]
     if len(silent) > LISTED:
         told.append(f"and {len(silent) - LISTED} more nodes")
-    return f"left out since they did not report their state: {', '.join(told)}"
+    return f"left out: {', '.join(told)}"

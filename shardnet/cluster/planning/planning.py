@@ -198,10 +198,11 @@ class Planner:
     async def plan_instead(self, told: StandBy, without: Mapping[NodeId, str]) -> Plan:
         """Plan what a head that is lost has led, for a ring that this node leads.
 
-        `told` is what the head said of its plan. Nodes in `without` are left out. Raises PlanError
-        if the nodes that are there cannot do it.
+        `told` is what the head said of its plan. Nodes in `without` are left out. Layers that were
+        given with it had a range for the head, and are divided anew. Raises PlanError if the nodes
+        that are there cannot do it.
         """
-        choice = told.choice
+        choice = structs.replace(told.choice, layers=[])
         facts = await self.look_up(choice.model)
         found = await self._directory.candidates((), REPLAN_STATUS_S, leads=True)
         nodes = tuple(info for info in found.nodes if info.node not in without)

@@ -72,7 +72,7 @@ def test_flags_say_what_is_wanted(flags: tuple[str, str, str], params: OutputPar
     ("flags", "message"),
     [
         (("none", "none", "all"), "nothing is written"),
-        (("0", "none", "all"), "'0' is not last, all or a number above 0"),
+        (("0", "none", "all"), "'0' is not none, last, all or a number above 0"),
         (("last", "all", "-1"), "'-1' is not last"),
         (("last", "first", "all"), "'first' is not a list such as"),
         (("last", "0,-1", "all"), "ascending"),
