@@ -77,7 +77,7 @@ def test_groups_share_no_layers_where_the_ring_drafts_by_mtp() -> None:
     assert shared.devices == ["cpu:0", "cpu:1"]
     plan = make_plan(structs.replace(CHOICE, mtp=True), model, [two], figures)
     assert all(len(part.devices) == 1 for part in plan.reply(1).stages[0].parts)
-    assert "no layer is shared, since the one that predicts further tokens" in plan.why
+    assert "no layer is shared, since the layer that predicts further" in plan.why
 
 
 def test_two_groups_share_layers_as_far_as_gathers_are_measured() -> None:
