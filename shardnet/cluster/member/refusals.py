@@ -39,9 +39,15 @@ class Refusals:
         kept = {node: by for node, by in self._superseded.items() if by[1] != owner}
         self._superseded = kept
 
-    def check_not_superseded(self, owner: str, epoch: int) -> None:
-        """Raise SupersededError for an order of a head from before another took its place."""
-        if epoch < self._superseded.get(owner, (0, ""))[0]:
+    def check_not_superseded(
+        self, owner: str, epoch: int, membership: RingMembership | None
+    ) -> None:
+        """Raise SupersededError for an order of a head from before another took its place.
+
+        That one has to lead here still: it may have given up before it told the former head.
+        """
+        first, successor = self._superseded.get(owner, (0, ""))
+        if epoch < first and membership is not None and membership.owner == successor:
             raise SupersededError(
                 "another node leads this ring since its head was lost", remedy="ask again"
             )

@@ -138,14 +138,14 @@ class StageHost:
         PeerFailedError when this node leaves, SupersededError if another node leads in its place.
         """
         self.refusals.check_not_draining(owner, self.membership)
-        self.refusals.check_not_superseded(owner, message.epoch)
+        self.refusals.check_not_superseded(owner, message.epoch, self.membership)
         refuse_others(self.membership, owner)  # whose loading keeps the lock for long
         if self._is_preparing:
             self._loader.cancel(PeerFailedError(f"ring {message.ring} came before it was ready"))
         async with self._changing:
             self.refusals.check_not_closing()
             refuse_others(self.membership, owner)
-            self.refusals.check_not_superseded(owner, message.epoch)
+            self.refusals.check_not_superseded(owner, message.epoch, self.membership)
             if message.instead_of:
                 self.refusals.supersede(message.instead_of, message.epoch, owner)
             if self.membership is not None and self.membership.ring != message.ring:

@@ -331,14 +331,19 @@ def test_a_former_head_may_lead_again_when_who_took_its_place_is_lost() -> None:
     """That one may not have told it: then it would be refused, and nobody could say why."""
     refusals = Refusals(node="own")
     refusals.supersede("anna", 70000, "bert")
+    of_bert, of_carl = (
+        cast(RingMembership, SimpleNamespace(owner=owner)) for owner in ("bert", "carl")
+    )
     with pytest.raises(SupersededError):
-        refusals.check_not_superseded("anna", 2)
-    refusals.check_not_superseded("anna", 70001)
+        refusals.check_not_superseded("anna", 2, of_bert)
+    refusals.check_not_superseded("anna", 70001, of_bert)
+    for left in (None, of_carl):  # bert gave up, and may have told nobody
+        refusals.check_not_superseded("anna", 2, left)
     refusals.head_lost("carl")
     with pytest.raises(SupersededError):
-        refusals.check_not_superseded("anna", 2)
+        refusals.check_not_superseded("anna", 2, of_bert)
     refusals.head_lost("bert")
-    refusals.check_not_superseded("anna", 2)
+    refusals.check_not_superseded("anna", 2, of_bert)
 
 
 def test_a_head_that_thinks_again_takes_its_own_place() -> None:
