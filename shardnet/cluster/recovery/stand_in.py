@@ -3,7 +3,8 @@
 Knows when a deputy takes over, and when a former head gives way. Must not know how plans are made,
 rings built or requests run.
 
-A deputy takes over when its link to the head has ended and no node of the ring has one any more.
+A deputy takes over when its link to the head has ended and no node of the ring has one any more
+(witnesses.py).
 Its ring has a larger epoch than any that the former head can build: nodes refuse that one's orders
 from then on, and it gives way as soon as it hears of it.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ from shardnet.cluster.peers.peer_links import PeerLinks
 from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Planner
+from shardnet.cluster.recovery.witnesses import is_lost
 from shardnet.cluster.router.router import Router
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.engine.engine import Engine
@@ -53,10 +56,10 @@ EPOCHS: Final = 1 << 16
 """A deputy's epochs begin so many later: a head builds fewer rings than that."""
 STAND_IN_S: Final = 20.0
 """How long a deputy tries to take over."""
-SEEN_S: Final = 6.0
-"""How long other nodes may still see a head that is lost: longer than any silence."""
 ASK_S: Final = 1.0
 AGAIN_S: Final = 0.1
+TOLD_S: Final = 15.0
+"""A link that lives so long after a message had it: silence would have ended it."""
 HOLD_S: Final = 2.0
 """How long a head that leaves waits for its steps."""
 OFFER_S: Final = 5.0
@@ -237,28 +240,8 @@ class StandIn:
                 del self._duties[duty.head]
 
     async def _is_lost(self, duty: Duty) -> bool:
-        """Say whether a head is lost to all nodes of its ring, not to this one alone."""
-        until_s = time.monotonic() + SEEN_S
-        while self._links.link_of(duty.head) is None:
-            others = [place.node for place in duty.told.nodes[1:] if place.node != self._node]
-            if not any(await asyncio.gather(*(self._sees(node, duty.head) for node in others))):
-                return True
-            if time.monotonic() > until_s:
-                return False
-            await asyncio.sleep(AGAIN_S)
-        return False
-
-    async def _sees(self, node: str, head: str) -> bool:
-        """Ask a node whether it has a link to the head; one that does not answer has none."""
-        control = self._links.link_of(NodeId(node))
-        if control is None:
-            return False
-        try:
-            async with asyncio.timeout(ASK_S):
-                asked = FindNode(request=control.next_request(), node=head)
-                return (await control.ask(asked, NodeFound)).is_linked
-        except (ShardnetError, TimeoutError):
-            return False
+        others = [NodeId(place.node) for place in duty.told.nodes[1:] if place.node != self._node]
+        return await is_lost(duty.head, others, self._links.link_of)
 
     async def _take_over(self, duty: Duty) -> None:
         """Build a ring without the former head. Raises what planning and building raise."""
@@ -278,12 +261,18 @@ class StandIn:
         )
 
     async def _tell_former(self, former: NodeId, epoch: int) -> None:
-        """Tell a former head that it is one no more, as soon as it is here."""
-        while True:
+        """Tell a former head that it is one no more, as soon as it is here.
+
+        A link may be lost already and not known to be: a new one is told again.
+        """
+        told, until_s = None, math.inf
+        while time.monotonic() < until_s:
             control = self._links.link_of(former)
-            if control is not None and not control.link.closed:
+            if control is not told and control is not None and not control.link.closed:
                 control.send(TakenOver(epoch=epoch))
-                return
+                told, until_s = control, time.monotonic() + TOLD_S
+            elif control is not told:
+                until_s = math.inf
             await asyncio.sleep(AGAIN_S)
 
     async def _find_node(self, control: ControlLink, message: FindNode) -> None:
