@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -25,7 +25,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shardnet.errors import LostShardError, error_for_code
+from shardnet.errors import ConfigurationError, LostShardError, error_for_code
 from shardnet.model.cache.slot_blocks import SlotContents
 from shardnet.model.kernels.codec import to_bytes
 from shardnet.model.shards.group import ShardGroup
@@ -78,16 +78,25 @@ Launch = Callable[[socket.socket, Sequence[int]], ShardProcess]
 
 
 def launch(theirs: socket.socket, descriptors: Sequence[int]) -> ShardProcess:
-    """Start a process of shard_process.py, which ends when this process does."""
+    """Start a process of shard_process.py, which ends when this process does.
+
+    Raises ConfigurationError if the system starts none.
+    """
     places = [str(_ROOT), *(place for place in sys.path if os.path.isabs(place))]
     program = f"import sys; sys.path += sys.argv[2:]; from {MODULE} import main; main()"
-    return subprocess.Popen(
-        [sys.executable, "-I", "-X", "utf8", "-c", program, str(theirs.fileno()), *places],
-        stdin=subprocess.PIPE,  # nothing is written: its end says that this process has ended
-        stdout=subprocess.DEVNULL,
-        pass_fds=[*descriptors, theirs.fileno()],
-        start_new_session=True,  # Ctrl-C in a terminal is for this process
-    )
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-X", "utf8", "-c", program, str(theirs.fileno()), *places],
+            stdin=subprocess.PIPE,  # nothing is written: its end says that this process has ended
+            stdout=subprocess.DEVNULL,
+            pass_fds=[*descriptors, theirs.fileno()],
+            start_new_session=True,  # Ctrl-C in a terminal is for this process
+        )
+    except OSError as error:
+        raise ConfigurationError(
+            f"the process of another shard could not be started: {error}",
+            remedy="end other programs, or give --tensor-parallel 1",
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +162,7 @@ class ShardProcesses:
         heard = dict.fromkeys((follower.socket for follower in self._followers), time.monotonic())
         while heard:
             alive()
-            readable = select.select([*heard], [], [], _LOOK_S)[0]
+            readable = wait([*heard], _LOOK_S)
             if not readable:
                 self.check()  # only now: whoever has failed says why, if it still can
             for follower in self._followers:
