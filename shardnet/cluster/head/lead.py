@@ -40,6 +40,8 @@ class Lead:
     """Whether the ring is broken and no other could be built: the nodes there cannot do it."""
     avoided: dict[NodeId, ShardnetError] = field(default_factory=dict)
     """Nodes that are there, and to which another node could open no link; with what came of it."""
+    instead: ModelChoice | None = None
+    """What the lost head was asked for in whose place this ring is."""
     opened: Plan = field(init=False)
     _told: tuple[Plan, Ring, StandBy] | None = None
 
@@ -62,13 +64,15 @@ class Lead:
         """Say whether the ring is what `choice` asks for.
 
         A client that names no nodes takes any ring with its model. Settings that it leaves open
-        match, but for wire dtype, quantisation and KV dtype: their absence means lossless.
+        match, but for wire dtype, quantisation and KV dtype: their absence means lossless. Who
+        names nodes or layers with a head that is lost means the ring in its place.
         """
         had, spec = self.plan.choice, self.ring.spec
+        lost = self.instead or had
         return (
             choice.model == had.model
-            and (not choice.nodes or choice.nodes == had.nodes)
-            and (not choice.layers or choice.layers == had.layers)
+            and (not choice.nodes or choice.nodes in (had.nodes, lost.nodes))
+            and (not choice.layers or choice.layers in (had.layers, lost.layers))
             and (not choice.context or choice.context == spec.context)
             and (choice.dtype == "auto" or choice.dtype == spec.dtype.value)
             and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)

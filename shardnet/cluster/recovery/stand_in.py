@@ -255,6 +255,7 @@ class StandIn:
             return await self._planner.plan_instead(told, {duty.head: "it was lost"})
 
         lead = await self._head.lead_instead(plan, duty.head, Epoch(epoch))
+        lead.instead = told.choice
         self._copying.book.take_over(duty.book, lead.plan.choice, time.monotonic())
         self._jobs.begin(
             partial(self._tell_former, duty.head, lead.ring.epoch), "telling a former head"

@@ -111,6 +111,10 @@ def test_a_deputy_goes_on_and_the_former_head_gives_way(tmp_path: Path) -> None:
                 again = await say(other, prompts, choice, "k1", resume=True)
                 assert again.tokens == whole.tokens
                 assert again.logprobs == whole.logprobs
+            other = await stack.enter_async_context(connect(bert.node.address))
+            anew = await say(other, prompts, choice)  # which names the lost head, and layers
+            assert anew.tokens == whole.tokens
+            assert lead is bert.node.head.latest
 
             # The former head is refused, and gives way once it hears of it.
             with pytest.raises(SupersededError, match="another node leads this ring"):
