@@ -42,5 +42,4 @@ def drafter_of(
         draft_source=source,
         cost=cost,
         most=request.speculation.most,
-        is_by_ring=ring_drafts is not None,
     )

@@ -435,8 +435,7 @@ class Engine:
         first = answered.batch.groups[0]
         if first.n_sampled == first.n_rows:  # decode rows stand before prompt rows
             took_s = max(1, answered.round_trip_us - queued_us) / 1e6
-            n_drafted = sum(len(drafts.token_ids) for drafts in answered.answer.drafts)
-            self._step_cost.learn(n_rows + n_drafted, took_s)
+            self._step_cost.learn(n_rows, took_s)
             if n_sampled < n_rows:
                 self._scheduler.mix(n_sampled, self._step_cost, SLOWDOWN)
         elif answered.answer.timings:

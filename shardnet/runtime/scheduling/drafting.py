@@ -119,7 +119,7 @@ class AdaptiveDrafter:
 
     At an acceptance rate of `p`, `k` drafts give 1 + p + … + p^k tokens for the time of a step with
     `k` more rows. `most` caps `k`. Where no draft pays, one is proposed now and then to measure
-    again. With `is_by_ring` the tail makes them, and one more: each takes the time of a row.
+    again.
     """
 
     draft_source: DraftSource
@@ -128,7 +128,6 @@ class AdaptiveDrafter:
     acceptance: float = 0.7
     n_proposed: int = 0
     n_accepted: int = 0
-    is_by_ring: bool = False
     _n_without: int = field(default=0)
     """Opportunities since drafts have paid, or one was proposed."""
 
@@ -140,8 +139,7 @@ class AdaptiveDrafter:
         for length in range(1, self.most + 1):
             likely *= self.acceptance
             tokens += likely
-            n_rows = 2 * length + 1 if self.is_by_ring else length
-            rate = tokens / (1 + self.cost.extra(n_rows))
+            rate = tokens / (1 + self.cost.extra(length))
             if rate > best_rate * 1.001:
                 best, best_rate = length, rate
         return best

@@ -111,7 +111,7 @@ def test_a_draft_that_does_not_pay_is_asked_for_until_there_is_one() -> None:
     drafts, cost = RingDrafts(), StepCost()
     for n_rows in (1, 2):
         cost.learn(n_rows, float(n_rows))
-    drafter = AdaptiveDrafter(draft_source=drafts, cost=cost, is_by_ring=True)
+    drafter = AdaptiveDrafter(draft_source=drafts, cost=cost)
     assert drafter.length == 0
     proposed = []
     for n_tokens in range(1, 40):
@@ -120,21 +120,6 @@ def test_a_draft_that_does_not_pay_is_asked_for_until_there_is_one() -> None:
         if drafter.propose([1] * n_tokens, 31):
             proposed.append(n_tokens)
     assert proposed == [21]
-
-
-def test_drafts_of_the_tail_take_time_too() -> None:
-    """For one draft more a step has a row more, and the tail makes two where it had made none."""
-    cost = StepCost()
-    for n_rows in (1, 4):
-        cost.learn(n_rows, 0.8 + 0.2 * n_rows)
-    by_ring, elsewhere = (
-        AdaptiveDrafter(draft_source=Coin(1), cost=cost, acceptance=0.5, is_by_ring=is_by_ring)
-        for is_by_ring in (True, False)
-    )
-    assert elsewhere.length == 1
-    assert by_ring.length == 0
-    by_ring.acceptance = 0.8
-    assert by_ring.length > 0
 
 
 @pytest.mark.parametrize("most", [1, 5])
