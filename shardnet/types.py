@@ -104,11 +104,13 @@ class Arith(enum.Enum):
     """How the CPUs of a ring compute. The value is the name used in flags and JSON.
 
     PORTABLE is in float32 by the compiled library, whose bits are the same on every CPU. FAST may
-    use bfloat16 instructions where a CPU has them.
+    use bfloat16 instructions where a CPU has them. ONEDNN leaves linears that are not quantised to
+    torch's oneDNN, faster for prompts where a CPU has tiles (AMX): its bits depend on the batch.
     """
 
     PORTABLE = "portable"
     FAST = "fast"
+    ONEDNN = "onednn"
 
     @classmethod
     def named(cls, name: str) -> Arith:

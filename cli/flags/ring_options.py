@@ -135,10 +135,10 @@ class RingOptions:
         str,
         typer.Option(
             "--arith",
-            autocompletion=one_of("auto", "portable", "fast"),
-            metavar="auto|portable|fast",
+            autocompletion=one_of("auto", "portable", "fast", "onednn"),
+            metavar="auto|portable|fast|onednn",
             help="How CPUs compute: portable gives the same bits on all, fast uses bfloat16 "
-            "instructions. Default: portable where the ring's CPUs are unlike.",
+            "instructions, onednn torch's kernels. Default: portable where the ring's CPUs are unlike.",
             envvar="SHARDNET_ARITH",
         ),
     ] = "auto"
@@ -247,7 +247,7 @@ class RingOptions:
         check_choice("--optimise", self.optimise, ("", "latency", "throughput"))
         check_choice("--dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         _check_wires(self.wire_dtype)
-        check_choice("--arith", self.arith, ("auto", "portable", "fast"))
+        check_choice("--arith", self.arith, ("auto", "portable", "fast", "onednn"))
         check_choice("--quant", self.quant, ("none", "int8", "int4"))
         check_choice("--kv-dtype", self.kv_dtype, ("auto", "int8"))
         check_choice("--standby", self.standby, ("off", "auto"))

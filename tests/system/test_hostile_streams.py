@@ -45,7 +45,10 @@ QUICK = ("charsmap_cut_short", "charsmap_out_of_bounds", "template_without_token
 """Tokenizers that fail at once; tests/hostile has a test for each."""
 N_HARMLESS = 5
 """Cases that a plan does not read: tokenizers, and the ids that end a text."""
-MEMORY_SHARE = 1.05
+GROWTH_BYTES = 48 << 20
+"""What allocators and threads may keep more of, also on a busy machine. A file whose lengths are
+believed takes hundreds of MiB, and so does a leak in what the frames are read into.
+"""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -145,7 +148,7 @@ def test_streams_go_on_whatever_a_member_and_files_do(
         )
         assert n_refused >= len(CASES) - N_HARMLESS
         assert streams.longest_gap_s < GAP_S
-        assert after <= MEMORY_SHARE * before
+        assert after <= before + GROWTH_BYTES
 
     asyncio.run(main())
     assert node.process.poll() is None

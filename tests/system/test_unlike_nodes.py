@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.system.nodes import Crew, Machine
+
+from shardnet.cluster.machine import kernels
+from shardnet.cluster.machine.profile import find_isa
 
 PROMPT = ["generate", "It is a truth", "--max-tokens", "6", "--logprobs", "3", "--json"]
 
 
+@pytest.mark.skipif(
+    find_isa(os.environ) not in kernels.VECTORS, reason="this machine computes without vectors"
+)
 def test_portable_arithmetic_gives_the_same_bits_on_unlike_cpus(trio: Crew, tmp_path: Path) -> None:
     """One node alone, and two of which one computes in plain C; 16 bits on the wire and in memory.
 
@@ -25,7 +33,8 @@ def test_portable_arithmetic_gives_the_same_bits_on_unlike_cpus(trio: Crew, tmp_
             answer = trio.machine.call(*PROMPT, *arguments).json
             return answer["token_ids"], answer["logprobs"]
 
-        assert said(*both, "--arith", "portable") == said("--nodes", trio.addresses(0))
+        portably = ["--arith", "portable"]
+        assert said(*both, *portably) == said("--nodes", trio.addresses(0), *portably)
         plans = [
             trio.machine.call("plan", *both, "--arith", arith, "--json").json
             for arith in ("portable", "auto")
@@ -39,5 +48,4 @@ def test_portable_arithmetic_gives_the_same_bits_on_unlike_cpus(trio: Crew, tmp_
     assert (portable["exact"]["split"], portable["exact"]["batch"]) == (True, True)
     assert [stage["weight_dtype"] for stage in portable["stages"]] == ["bfloat16"] * 2
     assert auto["exact"]["split"] is False
-    assert auto["stages"][1]["weight_dtype"] == "float32"
     assert "compute unlike" in auto["exact"]["why"]

@@ -101,8 +101,8 @@ class Device:
 
     def arith(self, asked: Arith) -> Arith:
         """Return what of `asked` makes a difference here: FAST where both are the same."""
-        is_plain = self.kind != "cpu" or self.arithmetic == PORTABLE_ARITHMETIC
-        return Arith.FAST if is_plain else asked
+        is_plain = asked is Arith.PORTABLE and self.arithmetic == PORTABLE_ARITHMETIC
+        return Arith.FAST if self.kind != CPU or is_plain else asked
 
     @property
     def name(self) -> str:

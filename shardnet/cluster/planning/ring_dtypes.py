@@ -105,22 +105,23 @@ def node_form(
     weights of 16 bits.
     """
     is_cpu, is_portable = _is_cpu(node), arith is Arith.PORTABLE
-    has_library = is_cpu and (
-        node.isa in kernels.VECTORS or (is_portable and node.isa == kernels.PLAIN_C)
-    )
-    is_native = dtype.value in node.dtypes and not (is_cpu and is_portable)
+    has_vectors = is_cpu and node.isa in kernels.VECTORS
+    has_library = has_vectors or (is_cpu and is_portable and node.isa == kernels.PLAIN_C)
+    arithmetic = node.arithmetic
+    if has_vectors and arith is Arith.ONEDNN:  # no two are known to give equal bits
+        has_library, arithmetic = False, f"oneDNN of {node.name}"
+    own = config.checkpoint_dtype
+    is_wider = is_portable or (has_library and own is DType.FLOAT16)
+    is_native = dtype.value in node.dtypes and not (is_cpu and is_wider)
     computes = dtype if is_native else DType.FLOAT32
     if computes is not DType.FLOAT32 or not is_cpu:
-        pairs = is_cpu and node.arithmetic == PAIRS_ARITHMETIC
-        return NodeForm(
-            dtype=computes, linear=computes, arithmetic=node.arithmetic, by_library=pairs
-        )
-    own = config.checkpoint_dtype
+        pairs = is_cpu and arithmetic == PAIRS_ARITHMETIC
+        return NodeForm(dtype=computes, linear=computes, arithmetic=arithmetic, by_library=pairs)
     keeps = has_library and own in _HALVES and linear_dtype is own
     return NodeForm(
         dtype=DType.FLOAT32,
         linear=own if keeps and own is not None else DType.FLOAT32,
-        arithmetic=PORTABLE_ARITHMETIC if has_library else node.arithmetic,
+        arithmetic=PORTABLE_ARITHMETIC if has_library else arithmetic,
         by_library=has_library,
     )
 

@@ -20,11 +20,12 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from shardnet.errors import ConfigurationError
 from shardnet.model.config.panel_form import PanelForm
 
 ISA_VARIABLE: Final = "SHARDNET_ISA"
-"""Restricts the instruction set, for tests and comparisons: portable, avx2, neon_plain; off for
-torch alone.
+"""Restricts the instruction set, for tests and comparisons: to one of _LESS, or to portable; off
+for torch alone. What the CPU does not have is not taken from it.
 """
 
 _LIBRARY: Final = "_quantized.so"
@@ -46,8 +47,14 @@ class Isa(enum.IntEnum):
     """Without dot products of bytes, as on a Raspberry Pi 4."""
 
 
-_LESS: Final = {("avx2", Isa.AVX512), ("neon_plain", Isa.NEON)}
-"""What SHARDNET_ISA may restrict an instruction set to."""
+_LESS: Final = {
+    "avx512_bf16": Isa.AVX512,
+    "avx512": Isa.AVX512,  # without pairs of bfloat16
+    "avx2": Isa.AVX512,
+    "neon_plain": Isa.NEON,
+}
+"""What SHARDNET_ISA may restrict to, and the instruction set it takes something from."""
+_CHOICES: Final = ("", "off", "portable", "neon", *_LESS)
 
 
 class Team(ctypes.Structure):
@@ -151,7 +158,7 @@ class PackedPart(Protocol):
 class NativeKernels:
     """The compiled library, and the instruction set it uses here.
 
-    `has_pairs`: the machine multiplies pairs of bfloat16. `has_tiles`: it multiplies whole tiles
+    `has_pairs`: it multiplies pairs of bfloat16. `has_tiles`: the machine multiplies whole tiles
     (AMX), which oneDNN uses and the library does not.
     """
 
@@ -321,17 +328,23 @@ def native_kernels() -> NativeKernels | None:
 def find_kernels(environment: Mapping[str, str]) -> NativeKernels | None:
     """Load the library beside this file; None if there is none. `environment`: see ISA_VARIABLE."""
     wanted = environment.get(ISA_VARIABLE, "").lower()
+    if wanted not in _CHOICES:
+        raise ConfigurationError(
+            f"{ISA_VARIABLE}={wanted}: there is no such instruction set",
+            remedy=f"choose one of {', '.join(_CHOICES[1:])}",
+        )
     library = _open() if wanted != "off" else None
     if library is None:
         return None
     if not hasattr(library, f"shardnet_version_{KERNELS_VERSION}"):
         return None  # built from another version of the source
     isa = Isa(library.shardnet_isa())
-    if wanted == "portable" or (wanted, isa) in _LESS:
-        isa = Isa[wanted.upper()]
+    if wanted == "portable" or _LESS.get(wanted) is isa:
+        isa = Isa[wanted.removesuffix("_bf16").upper()]
+    has_pairs = isa is Isa.AVX512 and bool(library.shardnet_has_bf16_pairs())
     return NativeKernels(
         isa=isa,
-        has_pairs=isa is Isa.AVX512 and bool(library.shardnet_has_bf16_pairs()),
+        has_pairs=has_pairs and wanted != "avx512",
         has_tiles=bool(library.shardnet_has_bf16_tiles()),
         _library=library,
         _parallel=_parallel_function(),

@@ -20,7 +20,7 @@ from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import computes
 from shardnet.model.kernels.float_linear import float_linear
-from shardnet.model.kernels.library import Isa, NativeKernels, NativeMatmul, native_kernels
+from shardnet.model.kernels.library import Isa, NativeMatmul, native_kernels
 from shardnet.model.kernels.packing import FLOAT_FORMS
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
@@ -259,11 +259,13 @@ def probe(
 
     `auto` follows the checkpoint. A CPU never computes in float16 (slower than bfloat16 and
     float32): an automatic choice takes bfloat16 instead, a requested float16 is computed in float32
-    and rounded after each layer. bfloat16 without oneDNN's packed kernel is many times slower
-    than float32 at several rows, so it is computed in float32 too. With portable arithmetic a CPU
+    and rounded after each layer. bfloat16 without instructions for it is many times slower than
+    float32 at several rows, so it is computed in float32 too. With portable arithmetic a CPU
     computes in float32 by the compiled library, even in plain C. A GPU that does not compute the
     dtype correctly computes in float32, and rounds. `quantization` is taken as given:
-    every device computes with quantised weights.
+    every device computes with quantised weights. The library computes weights of float16 in float32:
+    bfloat16 would take 3 bits from them. Where the library was built, oneDNN computes only
+    if asked to: its bits depend on the batch.
     """
     choice = _probe_dtype(device, requested, checkpoint_dtype, arith)
     if requested != "auto" and requested is not choice.dtype:
@@ -287,34 +289,28 @@ def _probe_dtype(
     if requested == "auto" and wanted is DType.FLOAT16:
         wanted = DType.BFLOAT16
     is_portable, native = arith is Arith.PORTABLE, native_kernels()
-    if wanted is DType.BFLOAT16 and not is_portable and _packs(DType.BFLOAT16):
-        if _has_best_pairs(native):
+    has_vectors = native is not None and native.isa is not Isa.PORTABLE
+    has_pairs = native is not None and native.has_pairs
+    if native is not None and (is_portable or (has_vectors and arith is Arith.FAST)):
+        is_half = wanted is DType.BFLOAT16 and checkpoint_dtype is not DType.FLOAT16
+        if is_half and has_pairs and not is_portable:
             return _native(DType.BFLOAT16)
-        return _measure(device, DType.BFLOAT16, Kernel.PACKED)
-    is_used = native is not None and (is_portable or native.isa is not Isa.PORTABLE)
-    if is_used:
         stored = checkpoint_dtype if checkpoint_dtype in _HALVES else DType.FLOAT32
         return _native(DType.FLOAT32, stored)
+    is_left_to_torch = has_pairs or not has_vectors
+    if wanted is DType.BFLOAT16 and is_left_to_torch and not is_portable and _packs(wanted):
+        return _measure(device, wanted, Kernel.PACKED)
     kernel = Kernel.PACKED if _packs(DType.FLOAT32) else Kernel.PLAIN
     return _measure(device, DType.FLOAT32, kernel)
 
 
-def _has_best_pairs(native: NativeKernels | None) -> bool:
-    """Say whether the library's bfloat16 is the fastest: with tiles oneDNN's is."""
-    return native is not None and native.has_pairs and not native.has_tiles
-
-
 def cpu_arithmetic() -> str:
     """Name how this CPU computes in a ring of 16 bits; CPUs of equal names give equal bits."""
-    native, of_torch = native_kernels(), f"torch {torch.__version__}"
-    capability = torch.backends.cpu.get_cpu_capability()
-    if _packs(DType.BFLOAT16):
-        if _has_best_pairs(native):
-            return PAIRS_ARITHMETIC
-        return f"oneDNN of {of_torch}, {capability}"
-    if native is None or native.isa is Isa.PORTABLE:
-        return f"{of_torch}, {capability}"
-    return PORTABLE_ARITHMETIC
+    native = native_kernels()
+    if native is not None and native.isa is not Isa.PORTABLE:
+        return PAIRS_ARITHMETIC if native.has_pairs else PORTABLE_ARITHMETIC
+    by = "oneDNN of torch" if _packs(DType.BFLOAT16) else "torch"
+    return f"{by} {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _native(dtype: DType, stored: DType = DType.BFLOAT16) -> KernelChoice:

@@ -69,7 +69,7 @@ RequestKey = Annotated[str, Meta(max_length=128, pattern=_PRINTABLE)]
 """By which a request is found again, "" for none."""
 Quant = Literal["", "int8", "int4"]
 KvDTypeName = Literal["auto", "int8"]
-ArithName = Literal["portable", "fast"]
+ArithName = Literal["portable", "fast", "onednn"]
 StreamLayers = LayerNumber | Literal["auto"]
 """How many layers of a stage stay on disk."""
 Address = Annotated[str, Meta(max_length=300, pattern=_PRINTABLE)]

@@ -71,7 +71,7 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     kv_dtype: KvDTypeName = "auto"
     stream_layers: StreamLayers = 0
     ignore_unknown_config: bool = False
-    arith: Literal["auto", "portable", "fast"] = "auto"
+    arith: Literal["auto", "portable", "fast", "onednn"] = "auto"
     standby: Literal["", "auto"] = ""
     mtp: bool = False
     nodes_per_stage: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0

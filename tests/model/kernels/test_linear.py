@@ -69,6 +69,12 @@ def test_nothing_of_the_source_is_kept(kernel: Kernel) -> None:
     assert torch.equal(linear(numbers(2, 8)), before)
 
 
+BY_LIBRARY = (DType.BFLOAT16, Kernel.NATIVE)
+WIDE_BY_LIBRARY = (DType.FLOAT32, Kernel.NATIVE)
+HALF_BY_ONEDNN = (DType.BFLOAT16, Kernel.PACKED)
+WIDE_BY_ONEDNN = (DType.FLOAT32, Kernel.PACKED)
+
+
 class TestProbe:
     def test_float32_is_computed_in_float32(self) -> None:
         assert probe(CPU, DType.FLOAT32, DType.BFLOAT16).dtype is DType.FLOAT32
@@ -77,41 +83,49 @@ class TestProbe:
 
     def test_a_cpu_never_computes_in_float16(self) -> None:
         assert probe(CPU, DType.FLOAT16, DType.FLOAT16).dtype is DType.FLOAT32
-        bfloat16 = probe(CPU, DType.BFLOAT16, None)  # whose weights are not bfloat16 either
-        assert bfloat16.dtype is not DType.FLOAT16
-        assert probe(CPU, "auto", DType.FLOAT16).dtype is bfloat16.dtype
+        assert probe(CPU, DType.BFLOAT16, None).dtype is not DType.FLOAT16
+        assert probe(CPU, "auto", DType.FLOAT16).dtype is not DType.FLOAT16
 
     def test_bfloat16_is_packed_or_computed_in_float32(self) -> None:
         choice = probe(CPU, DType.BFLOAT16, None)
         assert choice.kernel is not Kernel.PLAIN or choice.dtype is DType.FLOAT32
 
     @pytest.mark.parametrize(
-        ("isa", "packs", "fast", "arithmetic"),
+        ("isa", "pairs", "packs", "fast", "onednn", "arithmetic"),
         [
-            (Isa.AVX512, True, (DType.BFLOAT16, Kernel.NATIVE), PAIRS_ARITHMETIC),
-            (Isa.AVX2, False, (DType.FLOAT32, Kernel.NATIVE), PORTABLE_ARITHMETIC),
-            (Isa.PORTABLE, False, (DType.FLOAT32, Kernel.PACKED), "torch"),
+            (Isa.AVX512, True, True, BY_LIBRARY, HALF_BY_ONEDNN, PAIRS_ARITHMETIC),
+            (Isa.AVX512, False, True, WIDE_BY_LIBRARY, WIDE_BY_ONEDNN, PORTABLE_ARITHMETIC),
+            (Isa.AVX2, False, False, WIDE_BY_LIBRARY, WIDE_BY_ONEDNN, PORTABLE_ARITHMETIC),
+            (Isa.NEON, False, True, WIDE_BY_LIBRARY, WIDE_BY_ONEDNN, PORTABLE_ARITHMETIC),
+            (Isa.PORTABLE, False, True, HALF_BY_ONEDNN, HALF_BY_ONEDNN, "oneDNN of torch"),
+            (Isa.PORTABLE, False, False, WIDE_BY_ONEDNN, WIDE_BY_ONEDNN, "torch"),
         ],
     )
-    def test_portable_arithmetic_is_the_librarys_in_float32(
+    @pytest.mark.parametrize("has_tiles", [False, True])
+    def test_the_library_computes_wherever_it_has_vectors(
         self,
         isa: Isa,
+        pairs: bool,
         packs: bool,
         fast: tuple[DType, Kernel],
+        onednn: tuple[DType, Kernel],
         arithmetic: str,
+        has_tiles: bool,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """On a CPU with bfloat16 instructions, without them, and on one without vectors."""
+        """On CPUs of each class, also on those with tiles; by oneDNN where it is asked to."""
         found, half = find_kernels({}), DType.BFLOAT16
         if found is None:
             pytest.skip("no compiled products were built here")
-        native = replace(found, isa=isa, has_pairs=packs, has_tiles=False)
+        native = replace(found, isa=isa, has_pairs=pairs, has_tiles=has_tiles)
         monkeypatch.setattr(linear_module, "native_kernels", lambda: native)
         monkeypatch.setattr(linear_module, "_packs", lambda dtype: packs or dtype is not half)
         portable, chosen = probe(CPU, half, half, arith=Arith.PORTABLE), probe(CPU, half, half)
+        by_torch = probe(CPU, half, half, arith=Arith.ONEDNN)
         assert (portable.dtype, portable.kernel) == (DType.FLOAT32, Kernel.NATIVE)
         assert (portable.hidden_dtype, portable.stored_dtype) == (half, half)
         assert (chosen.dtype, chosen.kernel) == fast
+        assert (by_torch.dtype, by_torch.kernel) == onednn
         assert cpu_arithmetic().startswith(arithmetic)
 
     def test_it_is_repeatable(self) -> None:
