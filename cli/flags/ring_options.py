@@ -138,7 +138,8 @@ class RingOptions:
             autocompletion=one_of("auto", "portable", "fast", "onednn"),
             metavar="auto|portable|fast|onednn",
             help="How CPUs compute: portable gives the same bits on all, fast uses bfloat16 "
-            "instructions, onednn torch's kernels. Default: portable where the ring's CPUs are unlike.",
+            "instructions, onednn torch's kernels. Default: portable where the ring's CPUs are "
+            "unlike.",
             envvar="SHARDNET_ARITH",
         ),
     ] = "auto"

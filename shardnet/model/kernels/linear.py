@@ -263,8 +263,8 @@ def probe(
     float32 at several rows, so it is computed in float32 too. With portable arithmetic a CPU
     computes in float32 by the compiled library, even in plain C. A GPU that does not compute the
     dtype correctly computes in float32, and rounds. `quantization` is taken as given:
-    every device computes with quantised weights. The library computes weights of float16 in float32:
-    bfloat16 would take 3 bits from them. Where the library was built, oneDNN computes only
+    every device computes with quantised weights. The library computes with weights of float16 in
+    float32: bfloat16 would take 3 bits from them. Where the library was built, oneDNN computes only
     if asked to: its bits depend on the batch.
     """
     choice = _probe_dtype(device, requested, checkpoint_dtype, arith)
