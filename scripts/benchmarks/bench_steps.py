@@ -7,8 +7,13 @@ from collections.abc import Iterable, Sequence
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 
 
-def make_step(rows: Iterable[tuple[int, int, Sequence[int]]], *, n_sampled: int = 1) -> MicroBatch:
-    """Make a step of (slot, position, token ids) of each sequence, the last `n_sampled` sampled."""
+def make_step(
+    rows: Iterable[tuple[int, int, Sequence[int]]], *, n_sampled: int | None = 1
+) -> MicroBatch:
+    """Make a step of (slot, position, token ids) of each sequence.
+
+    The last `n_sampled` of each are sampled, with None all.
+    """
     rows = tuple(rows)
     return MicroBatch(
         epoch=Epoch(1),
@@ -19,7 +24,7 @@ def make_step(rows: Iterable[tuple[int, int, Sequence[int]]], *, n_sampled: int 
                 slot=SlotId(slot),
                 position=position,
                 n_rows=len(ids),
-                n_sampled=n_sampled,
+                n_sampled=len(ids) if n_sampled is None else n_sampled,
             )
             for slot, position, ids in rows
         ),

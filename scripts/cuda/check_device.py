@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # this checkout, installed o
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # the steps that benchmarks run
 from bench_steps import make_step
 from check_cuda import Part, run_parts
+from cpu_promises import promises, shares
 from cuda_device import FULL, SMALL, Gpu
 from cuda_logits import SHORT_TRIAL, WHOLE_TRIAL, small_model
 
@@ -72,6 +73,9 @@ def main() -> None:
             ("logits of a small model against plain formulas", model.against_plain),
             ("the bundled model", partial(bundled, gpu)),
         ]
+        if device.type == "cpu":
+            parts.insert(4, ("what docs/exactness.md promises of this CPU", promises))
+            parts.append(("weights read from memory, one row", partial(shares, gpu)))
         if device.type == "cuda":
             parts.insert(5, ("streamed layers against resident", model.streamed_against_resident))
             parts.insert(5, ("graphs against eager steps", model.graphs_against_eager))

@@ -17,8 +17,8 @@ from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.kernels.library import ISA_VARIABLE, native_kernels
-from shardnet.model.kernels.linear import Kernel, KernelChoice
-from shardnet.types import ANY_ROWS, DType, LayerRange, SlotId
+from shardnet.model.kernels.linear import KernelChoice
+from shardnet.types import ANY_ROWS, Arith, DType, LayerRange, SlotId
 
 N_LAYERS = 4
 MAKERS: dict[str, Callable[..., Path]] = {"llama": make_llama, "gpt2": make_gpt2}
@@ -86,24 +86,24 @@ def instruction_set(name: str, n_threads: int) -> Iterator[None]:
 @pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
 @pytest.mark.parametrize("family", cases(USUAL, sorted({*FAMILIES, "llama", "gpt2"} - set(USUAL))))
 @pytest.mark.parametrize("stored", cases([torch.bfloat16], [torch.float32, torch.float16]))
+@pytest.mark.parametrize("arith", [Arith.PORTABLE, Arith.FAST], ids=lambda arith: arith.value)
 def test_every_family_has_the_same_bits_however_it_is_computed(
-    family: str, stored: torch.dtype, tmp_path: Path
+    family: str, stored: torch.dtype, arith: Arith, tmp_path: Path
 ) -> None:
-    """In chunks of all sizes, on several stages, beside others, with other threads and sets."""
+    """In chunks of all sizes, on several stages, beside others, with other threads and sets.
+
+    Portable arithmetic on every instruction set, what a CPU does with pairs of bfloat16 on its own.
+    """
     if family == "gpt2":
         folder = make_gpt2(tmp_path, dtype=stored)
     else:
         case = CASES[FAMILIES[family]] if family in FAMILIES else {}
         folder = make_decoder(tmp_path, family, dtype=stored, **case)
     dtype = DType(str(stored).removeprefix("torch."))
-    choice = KernelChoice(
-        dtype=DType.FLOAT32,
-        kernel=Kernel.NATIVE,
-        exact_rows=32,
-        min_rows=1,
-        native_dtype=dtype,
-        hidden_dtype=None if dtype is DType.FLOAT32 else dtype,
-    )
+    choice = probed(CPU, dtype, dtype, arith=arith)
+    is_portable = arith is Arith.PORTABLE
+    if not is_portable and choice.dtype is DType.FLOAT32:
+        pytest.skip("this machine computes so in any case")
     n_layers = Checkpoint.open(folder).config.n_layers
     prompt = random_prompt(150, 300)
 
@@ -114,7 +114,7 @@ def test_every_family_has_the_same_bits_however_it_is_computed(
         chain = StageChain.load(folder, [LayerRange(0, n_layers)], choice)
         assert chain.stages[0].exact_rows == ANY_ROWS
         expected = chain.step(rows(0, 150))
-    with instruction_set("avx2", 3):
+    with instruction_set("avx2" if is_portable else "", 3):
         chain = StageChain.load(folder, even_split(n_layers, n_layers), choice)
         cuts = [0, 64, *range(71, 110, 7), *range(107, 112), 150]
         pieces = [*itertools.pairwise(cuts)][1:]
@@ -127,6 +127,8 @@ def test_every_family_has_the_same_bits_however_it_is_computed(
             for stage in chain.stages:
                 stage.kv.copy(SlotId(0), SlotId(4), 140)
             assert torch.equal(chain.step(rows(131, 136, slot=4)), expected[131:136])
+    if not is_portable:
+        return
     with instruction_set("portable", 2):
         chain = StageChain.load(folder, [LayerRange(0, n_layers)], choice)
         assert torch.equal(chain.step(rows(0, 9)), expected[:9])

@@ -13,6 +13,7 @@ from shardnet.api.client import Client, connect
 from shardnet.api.events import GenerationResult, RequestState
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.constraints import Constraint
+from shardnet.model.kernels.library import native_kernels
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.activity import RecoverySeen
@@ -21,6 +22,8 @@ from shardnet.wire.messages.plans import ModelChoice
 N_TOKENS = 60
 Request = tuple[str, SamplingParams, dict[str, Any]]
 
+IS_DETERMINISTIC = native_kernels() is None
+"""Only the compiled library gives a replayed row its bits without being asked to."""
 REQUESTS: Sequence[Request] = (
     ("Once upon a time", SamplingParams(), {}),
     (
@@ -50,7 +53,13 @@ async def run_all(
         prompt, sampling, options = request
         n_tokens = 0
         events = client.generate(
-            prompt, sampling, model=choice, max_tokens=N_TOKENS, ignore_eos=True, **options
+            prompt,
+            sampling,
+            model=choice,
+            max_tokens=N_TOKENS,
+            ignore_eos=True,
+            deterministic=IS_DETERMINISTIC,
+            **options,
         )
         async for event in events:
             if event.error is not None:
@@ -105,7 +114,8 @@ def test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(machine: Machin
             first, second = await until_over(client, 2)
             assert (first.lost, first.nodes) == (["bert"], ["anna", "cleo"])
             assert (second.lost, second.nodes) == (["cleo"], ["anna"])
-            assert (first.n_requests, first.error) == (len(REQUESTS), "")
+            assert first.n_requests == len(REQUESTS)
+            assert first.error == "" or "cleo" in first.error  # lost before all had caught up
             plan = (await client.activity()).plan
             assert plan is not None
             assert {out.name for out in plan.left_out} == {"bert", "cleo"}

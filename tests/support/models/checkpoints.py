@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -243,8 +244,10 @@ def _save(
         for name, buffer in model.named_buffers():
             if name in stored:
                 buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))
-    if dtype is not torch.float32:  # Llama 4's eyes have a buffer of complex numbers
-        model.to(dtype)
+    if dtype is not torch.float32:
+        with warnings.catch_warnings():  # Llama 4's eyes have a buffer of complex numbers
+            warnings.filterwarnings("ignore", "Casting complex values")
+            model.to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if with_tokenizer:
         make_tokenizer(folder)

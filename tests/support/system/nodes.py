@@ -280,7 +280,11 @@ class Machine:
         if figures is not None:
             (folder / "cache").mkdir()
             (folder / "cache" / FOLDER).symlink_to(figures)
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("SHARDNET_")}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("SHARDNET_") or name == "SHARDNET_ISA"
+        }
         self.environment = inherited | {
             "HOME": str(folder),
             "XDG_CONFIG_HOME": str(folder / "config"),

@@ -1,0 +1,60 @@
+"""What is promised of bits, once more for each class of CPU that this one can be told to be."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardnet.model.kernels.library import ISA_VARIABLE, Isa, find_kernels
+
+ROOT = Path(__file__).parents[2]
+PROMISES = (
+    "tests/parity/test_exactness.py",
+    "tests/parity/test_transformers_parity.py",
+    "tests/parity/test_quantized_parity.py",
+    "tests/system/test_recovery.py",
+    "tests/system/test_unlike_nodes.py",
+)
+CLASSES = {
+    "avx512_bf16": (Isa.AVX512, True),
+    "avx512": (Isa.AVX512, False),
+    "avx2": (Isa.AVX2, False),
+    "neon": (Isa.NEON, False),
+    "neon_plain": (Isa.NEON_PLAIN, False),
+    "portable": (Isa.PORTABLE, False),
+    "off": None,
+}
+"""What SHARDNET_ISA may be, with the instruction set, and whether it has pairs of bfloat16."""
+OF_TORCH = {"avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}}
+"""Has torch take no more of the CPU than the library does."""
+
+
+def class_told(name: str | None = None) -> tuple[Isa, bool] | None:
+    """What this machine computes with where SHARDNET_ISA is `name`, by default what it is now."""
+    found = find_kernels(os.environ if name is None else {ISA_VARIABLE: name})
+    return (found.isa, found.has_pairs) if found is not None else None
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_promises_hold_on_a_cpu_of_the_class(name: str) -> None:
+    if class_told(name) != CLASSES[name]:
+        pytest.skip("this machine is none, or has no compiled library")
+    if class_told() == CLASSES[name]:
+        pytest.skip("this machine is one: the tests themselves show it")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *PROMISES],
+        cwd=ROOT,
+        env=os.environ | {ISA_VARIABLE: name} | OF_TORCH.get(name, {}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    n_passed = re.search(r"(\d+) passed", ran.stdout)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
+    assert n_passed is not None
+    assert int(n_passed[1]) > len(PROMISES)
