@@ -102,6 +102,8 @@ def test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(machine: Machin
         if n_tokens in victims:
             victims[n_tokens].process.kill()
 
+    first_error: list[str] = []
+
     async def main() -> None:
         async with connect(addresses[0]) as client:
             undisturbed, states = await run_all(client, choice)
@@ -115,7 +117,9 @@ def test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(machine: Machin
             assert (first.lost, first.nodes) == (["bert"], ["anna", "cleo"])
             assert (second.lost, second.nodes) == (["cleo"], ["anna"])
             assert first.n_requests == len(REQUESTS)
-            assert first.error == "" or "cleo" in first.error  # lost before all had caught up
+            if first.error:  # the tail was lost before all had caught up
+                assert "cleo" in first.error
+                first_error.append(first.error)
             plan = (await client.activity()).plan
             assert plan is not None
             assert {out.name for out in plan.left_out} == {"bert", "cleo"}
@@ -125,7 +129,7 @@ def test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(machine: Machin
     asyncio.run(main())
     for node in nodes[1:]:
         node.kill()
-    assert nodes[0].log.count("recovered in ") == 2
+    assert nodes[0].log.count("recovered in ") == (1 if first_error else 2)
 
 
 def test_a_stage_that_spans_two_nodes_says_the_same_and_outlives_one_of_them(
