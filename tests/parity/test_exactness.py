@@ -102,8 +102,8 @@ def test_every_family_has_the_same_bits_however_it_is_computed(
     dtype = DType(str(stored).removeprefix("torch."))
     choice = probed(CPU, dtype, dtype, arith=arith)
     is_portable = arith is Arith.PORTABLE
-    if not is_portable and choice.dtype is DType.FLOAT32:
-        pytest.skip("this machine computes so in any case")
+    if not is_portable and choice.name != "native bfloat16":
+        pytest.skip("this machine computes portably, or by torch where it may")
     n_layers = Checkpoint.open(folder).config.n_layers
     prompt = random_prompt(150, 300)
 
