@@ -22,16 +22,25 @@ def _blind_to_current_folder() -> None:
 
 
 def main() -> None:
-    """Run the command line. No Ctrl-C shows a traceback, however early or late it comes."""
+    """Run the command line. No Ctrl-C shows a traceback, however early or late it comes.
+
+    The exit code is the command's, also where a thread hangs.
+    """
+    code: object = 0
     try:
         from . import main as command_line
 
         command_line.main()
     except KeyboardInterrupt:  # the commands know their own
-        sys.exit(130)
+        code = 130
+    except SystemExit as end:
+        code = end.code
     finally:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from shardnet.threads import end_process
+
+    end_process(code if isinstance(code, int) else int(code is not None))
 
 
 if __name__ == "__main__":

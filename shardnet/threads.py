@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -86,7 +88,7 @@ class DaemonThreads:
                     daemon=True,
                 )
                 self._threads.append(thread)
-                thread.start()
+                _start(thread)
 
     def close(self) -> None:
         """Let running jobs end, cancel the waiting ones and end the threads. Does not wait."""
@@ -105,20 +107,56 @@ class DaemonThreads:
 
 
 _ALL: Final[weakref.WeakSet[DaemonThreads]] = weakref.WeakSet()
+_STARTED: Final[set[threading.Thread]] = set()
+"""Threads that may not be past their ends, also of objects that are gone: until they are joined."""
+_STARTING: Final = threading.Lock()
+_AT_THREAD_END: Final[list[Callable[[], None]]] = []
+
+
+def at_thread_end(call: Callable[[], None]) -> None:
+    """Have each of these threads make a call before it ends, to let go of what only it has.
+
+    What is left in a `threading.local` goes when the thread is past its Python code: a tensor there
+    gives Python's lock away, and does not get it back once Python ends.
+    """
+    _AT_THREAD_END.append(call)
+
+
+def _start(thread: threading.Thread) -> None:
+    with _STARTING:
+        for ended in [one for one in _STARTED if not one.is_alive()]:
+            ended.join()
+            _STARTED.discard(ended)
+        _STARTED.add(thread)
+        thread.start()
 
 
 @atexit.register
-def _end_jobs() -> None:
-    """Let running jobs end, for EXIT_S seconds.
+def end_jobs() -> bool:
+    """Let running jobs end, for EXIT_S seconds; say whether all threads have ended.
 
     Python ends daemon threads where they next want its lock: inside torch that aborts the process.
     """
     end = time.monotonic() + EXIT_S
-    every = [*_ALL]
-    for threads in every:
+    for threads in [*_ALL]:
         threads.close()
-    for threads in every:
-        threads.join(max(0.0, end - time.monotonic()))
+    every = [*_STARTED]
+    for thread in every:
+        thread.join(max(0.0, end - time.monotonic()))
+    return not any(thread.is_alive() for thread in every)
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process with `code`, also where a thread hangs in what nothing ends.
+
+    Then what Python does at its end is left out, but for writing what was printed.
+    """
+    if end_jobs():
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 class _Job:
@@ -170,3 +208,5 @@ def _work(
         if before_sleep is not None:
             before_sleep(jobs.empty)
     jobs.put(None)
+    for call in _AT_THREAD_END:
+        call()

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shardnet.errors import ConfigurationError
 from shardnet.model.config.panel_form import PanelForm
+from shardnet.threads import at_thread_end
 
 ISA_VARIABLE: Final = "SHARDNET_ISA"
 """Restricts the instruction set, for tests and comparisons: to one of _LESS, or to portable; off
@@ -307,16 +308,22 @@ class Scratch(threading.local):
     """Scratch memory for one call, kept for the thread's next call unless it is large."""
 
     def __init__(self) -> None:
-        self._kept = torch.empty(0, dtype=torch.uint8)
+        self._kept: Tensor | None = None
 
     def at_least(self, n_bytes: int) -> Tensor:
         """Return at least `n_bytes` of uninitialised CPU memory, uint8."""
-        if self._kept.numel() < n_bytes or self._kept.numel() > _KEPT_BYTES >= n_bytes:
-            self._kept = torch.empty(n_bytes, dtype=torch.uint8)
-        return self._kept
+        kept = self._kept
+        if kept is None or kept.numel() < n_bytes or kept.numel() > _KEPT_BYTES >= n_bytes:
+            kept = self._kept = torch.empty(n_bytes, dtype=torch.uint8)
+        return kept
+
+    def clear(self) -> None:
+        """Let go of what the calling thread keeps."""
+        self._kept = None
 
 
 SCRATCH: Final = Scratch()
+at_thread_end(SCRATCH.clear)
 
 
 @cache

@@ -36,6 +36,7 @@ from shardnet.runtime.shards.calls import (
 )
 from shardnet.runtime.shards.frames import read_exactly, read_message, write_message
 from shardnet.runtime.shards.mailbox import Mailbox
+from shardnet.threads import end_process
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +57,7 @@ def main() -> None:
     if job.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, job.cores)  # before torch starts threads, and touches memory
     serve(job, leader)
+    end_process(0)
 
 
 def read_job(leader: socket.socket) -> ShardJob:
