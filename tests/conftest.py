@@ -22,6 +22,8 @@ import hypothesis
 import psutil
 import pytest
 
+from shardnet.runtime.engine import guide, prefixes
+from shardnet.runtime.engine.prefixes import FoundPrefix
 from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.transport.loop import loop_factory
 
@@ -114,8 +116,17 @@ def logged() -> Iterator[io.StringIO]:
 
 @pytest.fixture
 def drafts_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take more rows in a step for free, so that drafts are made however slow the machine is."""
+    """Take more rows and masks for free, so that drafts are made however slow the machine is."""
     monkeypatch.setattr(StepCost, "extra", lambda cost, n_rows: 0.0)
+    monkeypatch.setattr(guide, "SLOW_NS", 60 * 10**9)
+    monkeypatch.setattr(guide, "DRAFTS_NS", 60 * 10**9)
+
+
+@pytest.fixture
+def reading_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take reading of prefixes for free, however slow the disk and fast the processor are."""
+    monkeypatch.setattr(FoundPrefix, "seconds", lambda found, n_blocks: 0.0)
+    monkeypatch.setattr(prefixes, "FIND_S", 60.0)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from support.cluster.small_node import small_settings
 from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
@@ -60,6 +61,7 @@ async def kept(client: Client) -> PrefixState | None:
     raise AssertionError("no report")
 
 
+@pytest.mark.usefixtures("reading_always_pays")
 def test_a_long_prompt_is_read_after_a_restart(tmp_path: Path) -> None:
     """The nodes end at once after the answer: what is left to write is written before."""
     model = make_llama(tmp_path / "m", num_hidden_layers=2, max_position_embeddings=1024)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.cluster.machines import Machine, machines, until
 from support.models.checkpoints import make_llama
+from support.needs import needs_library
 from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import Client, connect
@@ -25,7 +26,7 @@ from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import ModelChoice
 
 N_STREAMS = 16
-N_TOKENS = 40
+N_TOKENS = 120
 SOME = 4
 DEADLINE_S = 60.0
 LAST = OutputParams(logit_rows=1)
@@ -83,6 +84,7 @@ def loads(machine: Machine) -> list[tuple[str, int, bool]]:
     return [(ring.names[0], ring.n_requests, not ring.why) for ring in rings]
 
 
+@needs_library  # which gives a replayed row its bits
 @pytest.mark.usefixtures("alike")
 def test_rings_that_are_lost_are_the_others_work(tmp_path: Path) -> None:
     """First the other one's, then, once that is back, the one of the head itself."""
@@ -125,6 +127,7 @@ def test_rings_that_are_lost_are_the_others_work(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@needs_library
 @pytest.mark.usefixtures("alike")
 def test_whoever_is_asked_several_rings_have_one_head(tmp_path: Path) -> None:
     model = make_llama(tmp_path / "model", max_position_embeddings=1024)

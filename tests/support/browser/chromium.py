@@ -95,6 +95,15 @@ class Page:
             seen = await self.evaluate("document.body.innerText")
             raise AssertionError(f"never true: {condition}; {self.problems}; {seen}") from None
 
+    async def record(self, expression: str) -> None:
+        """Have the page keep each value that an expression has from now on, in `recorded`."""
+        await self.evaluate(f"""(() => {{
+            globalThis.recorded = new Set();
+            const record = () => recorded.add({expression});
+            new MutationObserver(record).observe(
+                document.body, {{attributes: true, childList: true, subtree: true}});
+        }})()""")
+
     async def until_text(self, text: str) -> None:
         """Wait until the page shows a text."""
         await self.until(f"document.body.innerText.includes({json.dumps(text)})")
