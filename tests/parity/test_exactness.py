@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.models.checkpoints import make_decoder, make_gpt2, make_llama
 from support.models.family_cases import CASES
+from support.needs import needs_library
 from support.rings.stage_chain import CPU, Rows, StageChain, even_split, probed, random_prompt
 from support.soak import cases
 
@@ -83,7 +84,7 @@ def instruction_set(name: str, n_threads: int) -> Iterator[None]:
             native_kernels.cache_clear()
 
 
-@pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
+@needs_library
 @pytest.mark.parametrize("family", cases(USUAL, sorted({*FAMILIES, "llama", "gpt2"} - set(USUAL))))
 @pytest.mark.parametrize("stored", cases([torch.bfloat16], [torch.float32, torch.float16]))
 @pytest.mark.parametrize("arith", [Arith.PORTABLE, Arith.FAST], ids=lambda arith: arith.value)

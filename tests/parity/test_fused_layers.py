@@ -9,20 +9,20 @@ import pytest
 import torch
 from support.models.checkpoints import make_decoder
 from support.models.family_cases import CASES
+from support.needs import needs_library
 from support.rings.stage_chain import CPU, Rows, StageChain, batch_of, random_prompt
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.fused.layers import _MAX_ROWS, NativeLayers
-from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Kernel, KernelChoice
 from shardnet.model.layers.attention import ForwardStep, plan_step
 from shardnet.model.layers.rotary import Rotary
 from shardnet.stage.load import load_stage
 from shardnet.types import DType, KvDType, LayerRange
 
-pytestmark = pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
+pytestmark = needs_library
 N_PROMPT = 40
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models.checkpoints import make_decoder
 from support.models.family_cases import CASES, ODD
+from support.needs import needs_library
 from support.rings.stage_chain import CPU, Rows, StageChain, random_prompt
 from support.soak import cases, examples
 from torch import Tensor
@@ -26,7 +27,7 @@ from shardnet.model.fused.attention import NativeAttention
 from shardnet.model.fused.mlp import NativeMlp
 from shardnet.model.fused.sublayers import NativeSublayers
 from shardnet.model.kernels.float_linear import float_linear
-from shardnet.model.kernels.library import NativeKernels, find_kernels, native_kernels
+from shardnet.model.kernels.library import NativeKernels, find_kernels
 from shardnet.model.kernels.linear import Kernel, KernelChoice
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers import attention as torch_attention
@@ -48,7 +49,7 @@ from shardnet.types import (
     StepId,
 )
 
-pytestmark = pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
+pytestmark = needs_library
 ISAS = ("portable", "avx2", "")
 WIDTH, INNER = 40, 72
 

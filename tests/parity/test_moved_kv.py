@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.models.checkpoints import make_decoder
+from support.needs import needs_library
 from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import TorchStages
 from support.soak import cases
@@ -109,6 +110,7 @@ def test_a_sequence_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> N
         assert new.step(position, [position % 300], 1) == whole.step(position, [position % 300], 1)
 
 
+@needs_library  # which gives a replayed row its bits
 @pytest.mark.parametrize("family", cases(["gemma3_text", "qwen2_moe"], ["llama", "deepseek_v2"]))
 def test_a_standby_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> None:
     """The middle stage is lost; what it had has followed to the first one, up to some position.

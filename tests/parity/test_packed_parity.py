@@ -11,12 +11,12 @@ import torch
 from support.models.checkpoints import make_decoder
 from support.models.gguf_files import write_gguf
 from support.models.packed_blocks import packed_and_plain
+from support.needs import needs_library
 from support.rings.stage_chain import CPU, StageChain, even_split, probed, random_prompt
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.kernels import panel_linear
-from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers.tables import PanelTable
 from shardnet.stage.load import load_stage
@@ -95,7 +95,7 @@ def test_torch_computes_the_logits_of_the_values(
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
+@needs_library
 @pytest.mark.parametrize("case", CASES)
 def test_the_library_stays_near_and_splits_change_nothing(case: str, tmp_path: Path) -> None:
     packed, plain = models(case, tmp_path)
@@ -110,7 +110,7 @@ def test_the_library_stays_near_and_splits_change_nothing(case: str, tmp_path: P
     assert whole.stages[0].exact_rows >= 32
 
 
-@pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
+@needs_library
 @pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "qwen2"])
 def test_streamed_layers_are_packed_as_they_are_read(case: str, tmp_path: Path) -> None:
     path, _ = models(case, tmp_path)

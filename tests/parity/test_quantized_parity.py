@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.models.checkpoints import make_decoder, make_gpt2
+from support.needs import needs_library
 from support.oracles.oracle import check_generation, load_reference, reference_logits
 from support.rings.stage_chain import CPU, StageChain, even_split, probed, random_prompt
 from torch import nn
@@ -20,7 +21,6 @@ from transformers.pytorch_utils import Conv1D
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels import panel_linear
-from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.kernels.panels import unpack
 from shardnet.model.kernels.quantized_linear import quantized
@@ -94,7 +94,7 @@ def test_logits_are_those_of_transformers_with_these_weights(
     check_generation(chain, reference, [random_prompt(5, 300), random_prompt(40, 300)], 6)
 
 
-@pytest.mark.skipif(native_kernels() is None, reason="no compiled products were built here")
+@needs_library
 @pytest.mark.parametrize("kind", list(Quantization))
 @pytest.mark.parametrize("family", CASES)
 def test_compiled_products_stay_near_and_splits_change_nothing(

@@ -15,6 +15,7 @@ from support.models.gguf_files import write_gguf
 from support.models.packed_blocks import packed_and_plain
 from support.models.quantized_cases import CASES as STORED
 from support.models.quantized_checkpoints import quantized
+from support.needs import needs_library
 from support.rings.shard_threads import on_each_shard
 from support.rings.stage_chain import CPU, StageChain, probed, random_prompt
 from support.rings.torch_rings import TorchStages, request, run
@@ -23,7 +24,6 @@ from support.soak import cases
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import LostShardError
 from shardnet.model.config.quantization import Quantization
-from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.shards.group import ShardGroup
 from shardnet.runtime.engine.requests import TokenGenerated
@@ -31,7 +31,7 @@ from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import DType, KvDType, LayerRange, SequenceId, SlotId, block_spans
 
-pytestmark = pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
+pytestmark = needs_library
 
 USUAL = [("llama", 4), ("gpt2", 2), ("gpt_oss-odd", 2), ("deepseek_v3", 2)]
 ALL = [(name, n_shards) for name in ("llama", "gpt2", *CASES) for n_shards in (2, 4)]

@@ -10,6 +10,7 @@ import torch
 from support.models.checkpoints import make_llama
 from support.models.gguf_files import write_gguf
 from support.models.packed_blocks import packed_and_plain
+from support.needs import needs_library
 from support.rings.stage_chain import CPU
 
 from shardnet.checkpoint.checkpoint import Checkpoint
@@ -26,7 +27,7 @@ from shardnet.stage.streaming import file_parts
 from shardnet.stage.tensor_reader import TensorReader
 from shardnet.types import DType, LayerRange
 
-pytestmark = pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
+pytestmark = needs_library
 
 SIZES: Any = {"with_tokenizer": False} | {
     "hidden_size": 256,

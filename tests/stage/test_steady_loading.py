@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from support.models.checkpoints import make_decoder, make_llama
+from support.needs import needs_library
 from support.rings.stage_chain import CPU
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.tensors import stored_tensor
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels import quantized_linear
-from shardnet.model.kernels.library import NativeMatmul, native_kernels
+from shardnet.model.kernels.library import NativeMatmul
 from shardnet.model.kernels.linear import KernelChoice, probe
 from shardnet.stage import tensor_reader
 from shardnet.stage.load import load_stage
@@ -183,7 +184,7 @@ def test_where_the_system_cannot_be_asked_nothing_is(
     load(checkpoint, lambda done, total: None)
 
 
-@pytest.mark.skipif(native_kernels() is None, reason="no compiled products were built here")
+@needs_library
 @pytest.mark.parametrize("kind", [None, Quantization.INT4])
 def test_products_that_are_exact_by_how_they_compute_are_not_tried(
     kind: Quantization | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.needs import needs_library
 from torch import Tensor
 
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels import linear as linear_module
 from shardnet.model.kernels.codec import torch_dtype
-from shardnet.model.kernels.library import Isa, find_kernels, native_kernels
+from shardnet.model.kernels.library import Isa, find_kernels
 from shardnet.model.kernels.linear import (
     MAX_EXACT_ROWS,
     Kernel,
@@ -156,7 +157,7 @@ class TestProbe:
         monkeypatch.setattr(linear_module, "native_kernels", lambda: None)
         assert probe(CPU, DType.FLOAT32, None).kernel is Kernel.PLAIN
 
-    @pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
+    @needs_library
     def test_float32_is_the_librarys_whatever_is_stored(self) -> None:
         for stored in (None, DType.FLOAT32, DType.FLOAT16):
             choice = probe(CPU, DType.FLOAT32, stored)
@@ -185,7 +186,7 @@ def test_a_kernel_that_is_not_batch_invariant_is_found_out() -> None:
     assert is_batch_invariant(PlainLinear(numbers(16, 8), None, MAX_EXACT_ROWS), choice, CPU)
 
 
-@pytest.mark.skipif(native_kernels() is None, reason="no compiled products were built here")
+@needs_library
 def test_the_compiled_library_is_named_where_it_computes() -> None:
     choice = KernelChoice(
         dtype=DType.BFLOAT16,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+from support.needs import needs_library
 from support.soak import cases
 from torch import Tensor
 
@@ -35,8 +36,6 @@ from shardnet.model.kernels.panels import (
     pack_into,
     unpack,
 )
-
-with_native = pytest.mark.skipif(native_kernels() is None, reason="no compiled kernels here")
 
 NF4 = (-1.0, -0.7, -0.53, -0.4, -0.28, -0.18, -0.09, 0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1)
 FORMS = [
@@ -132,7 +131,7 @@ def input_sizes(form: PanelForm) -> list[int]:
     return [form.group, 544] if form.group > 256 else [form.group * 3, 544, 600]
 
 
-@with_native
+@needs_library
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("n_rows", cases([1, 3, 21], [2, 4, 5, 6, 7, 8, 11, 40]))
 def test_the_library_multiplies_every_form(form: PanelForm, n_rows: int) -> None:
@@ -151,7 +150,7 @@ def test_the_library_multiplies_every_form(form: PanelForm, n_rows: int) -> None
         assert torch.equal(came[0], came[2])
 
 
-@with_native
+@needs_library
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_a_row_has_the_same_bits_in_any_batch(form: PanelForm) -> None:
     n_in = input_sizes(form)[-1]
@@ -162,7 +161,7 @@ def test_a_row_has_the_same_bits_in_any_batch(form: PanelForm) -> None:
         assert torch.equal(linear(rows[begin:end]), whole[begin:end])
 
 
-@with_native
+@needs_library
 @pytest.mark.parametrize("name", ["portable", "avx2", ""])
 @pytest.mark.parametrize("n_rows", [1, 9, 40])
 def test_parts_of_several_forms_make_one_linear(name: str, n_rows: int) -> None:
@@ -260,6 +259,7 @@ def test_rows_are_looked_up(form: PanelForm) -> None:
         assert torch.equal(look_up(panels, ids, torch.float32), whole[ids])
 
 
+@needs_library
 @pytest.mark.usefixtures("packer")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_of_halves_are_looked_up(dtype: torch.dtype) -> None:
@@ -271,7 +271,7 @@ def test_rows_of_halves_are_looked_up(dtype: torch.dtype) -> None:
     assert torch.equal(look_up(panels, torch.tensor([39, 3]), dtype), weight[[39, 3]])
 
 
-@with_native
+@needs_library
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_the_library_packs_codes_as_torch_does(
     form: PanelForm, monkeypatch: pytest.MonkeyPatch
@@ -284,7 +284,7 @@ def test_the_library_packs_codes_as_torch_does(
             assert torch.equal(pack_codes(codes, form), packed)
 
 
-@with_native
+@needs_library
 def test_codes_that_the_library_would_misread_are_refused() -> None:
     """It is told addresses, and would read beyond what is there."""
     form = GGUF_FORMS["Q4_K"]

@@ -10,18 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models.checkpoints import make_decoder
+from support.needs import needs_library
 from support.rings.shard_threads import on_each_shard
 from support.rings.stage_chain import StageChain, random_prompt
 
 from shardnet.errors import LostShardError, UsageError
-from shardnet.model.kernels.library import native_kernels
 from shardnet.model.shards.cut import MAX_SHARDS, shares
 from shardnet.model.shards.distributed_group import DistributedGroup
 from shardnet.model.shards.group import PythonGather, ShardGroup
 from shardnet.model.shards.memory_group import BUFFER_BYTES, MemoryGroup, SharedMemory
 from shardnet.types import LayerRange
 
-pytestmark = pytest.mark.skipif(native_kernels() is None, reason="no library was built here")
+pytestmark = needs_library
 
 ENDS = (0, 16, 16, 19, 40)
 """Four shards, one of which has nothing."""

@@ -13,11 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.needs import needs_library
 from support.rings.stage_chain import probed
 
 from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear, make_linear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers.attention import ForwardStep
@@ -107,7 +107,7 @@ def test_every_figure_is_a_time_of_two_digits(
     assert len(ticks) > 10
 
 
-@pytest.mark.skipif(native_kernels() is None, reason="no compiled products were built here")
+@needs_library
 def test_products_are_measured_with_weights_as_narrow_as_loaded_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
+from support.needs import needs_library
 
 from shardnet.errors import CapacityError, LostShardError
 from shardnet.runtime.shards.calls import Failed, Ready
@@ -43,6 +44,7 @@ def started() -> tuple[ShardProcesses, Played]:
     return processes, played
 
 
+@needs_library
 def test_a_shard_that_cannot_be_loaded_says_why() -> None:
     """Though it is marked as lost before it says so, and another one is still loading."""
     processes, played = started()
@@ -53,6 +55,7 @@ def test_a_shard_that_cannot_be_loaded_says_why() -> None:
         processes.await_ready(lambda: None)
 
 
+@needs_library
 def test_all_shards_are_awaited() -> None:
     processes, played = started()
     for end, rows in zip(played.ends, (9, 4), strict=True):

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.models.checkpoints import make_decoder, make_gpt2, make_llama
+from support.needs import needs_library
 from support.own_process import figures_of, make_large
 from support.rings.stage_chain import CPU, Rows, StageChain, batch_of, probed, random_prompt
 from support.soak import cases
@@ -285,7 +286,7 @@ def test_layers_come_in_turn_and_each_is_whole(tmp_path: Path) -> None:
     assert stream.weights(places[5], 1, stream.buffer_of(5)).tolist() == [50]
 
 
-@pytest.mark.skipif(native_kernels() is None, reason="no compiled products were built here")
+@needs_library
 @pytest.mark.parametrize("n_in", [64, 33])
 @pytest.mark.parametrize("shared_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("n_outs", [(16,), (32, 16, 5)], ids=str)
