@@ -121,6 +121,7 @@ class TestProbe:
         native = replace(found, isa=isa, has_pairs=pairs, has_tiles=has_tiles)
         monkeypatch.setattr(linear_module, "native_kernels", lambda: native)
         monkeypatch.setattr(linear_module, "_packs", lambda dtype: packs or dtype is not half)
+        monkeypatch.setattr(linear_module, "_is_exact", lambda *_: True)  # not of this CPU
         portable, chosen = probe(CPU, half, half, arith=Arith.PORTABLE), probe(CPU, half, half)
         by_torch = probe(CPU, half, half, arith=Arith.ONEDNN)
         assert (portable.dtype, portable.kernel) == (DType.FLOAT32, Kernel.NATIVE)
