@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.models.checkpoints import make_decoder, make_gpt2
+from support.needs import HAS_VECTORS
 from support.own_process import figures_of, make_large
 from support.rings.stage_chain import CPU
 from support.soak import cases
@@ -19,7 +20,6 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import FAMILIES
 from shardnet.model.kernels.codec import torch_dtype
-from shardnet.model.kernels.library import native_kernels
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     embedding_weight_bytes,
@@ -173,7 +173,7 @@ def test_private_memory_is_that_of_the_range(quant: str, asked: str, large: Path
     form = WeightForm(dtype=dtype, quantization=quantization, linear_dtype=stored)
     predicted = stage_weight_bytes(config, LayerRange(0, 8), form)
     assert figures["counted"] == predicted
-    if native_kernels() is not None:
+    if HAS_VECTORS:
         assert stored is DType.BFLOAT16
     if dtype is DType.BFLOAT16:
         assert figures["read"] == stage_weight_bytes(config, LayerRange(0, 8), wide)

@@ -10,7 +10,7 @@ import torch
 from support.models.checkpoints import make_llama
 from support.models.gguf_files import write_gguf
 from support.models.packed_blocks import packed_and_plain
-from support.needs import needs_library
+from support.needs import needs_vectors
 from support.rings.stage_chain import CPU
 
 from shardnet.checkpoint.checkpoint import Checkpoint
@@ -27,7 +27,7 @@ from shardnet.stage.streaming import file_parts
 from shardnet.stage.tensor_reader import TensorReader
 from shardnet.types import DType, LayerRange
 
-pytestmark = needs_library
+pytestmark = needs_vectors
 
 SIZES: Any = {"with_tokenizer": False} | {
     "hidden_size": 256,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.models.checkpoints import make_decoder, make_llama
-from support.needs import needs_library
+from support.needs import needs_vectors
 from support.rings.stage_chain import CPU
 
 from shardnet.checkpoint.checkpoint import Checkpoint
@@ -184,7 +184,7 @@ def test_where_the_system_cannot_be_asked_nothing_is(
     load(checkpoint, lambda done, total: None)
 
 
-@needs_library
+@needs_vectors
 @pytest.mark.parametrize("kind", [None, Quantization.INT4])
 def test_products_that_are_exact_by_how_they_compute_are_not_tried(
     kind: Quantization | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.needs import needs_vectors
 
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "cuda"
 
@@ -32,6 +33,7 @@ def test_it_says_where_there_is_no_gpu(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@needs_vectors  # without them it computes what is stored in 16 bits in float32
 def test_on_a_cpu_every_part_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

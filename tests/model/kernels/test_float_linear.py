@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models.checkpoints import make_llama
+from support.needs import needs_vectors
 from support.rings.stage_chain import CPU, StageChain, random_prompt
 from torch import Tensor
 
@@ -200,6 +201,7 @@ def test_weights_of_several_dtypes_are_joined_in_float32() -> None:
         float_linear(weights, None, kernels_named(""))
 
 
+@needs_vectors
 @pytest.mark.parametrize("stored", [DType.BFLOAT16, DType.FLOAT16])
 def test_a_checkpoint_of_16_bits_in_float32_keeps_its_weights_narrow(
     stored: DType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.needs import needs_library
+from support.needs import needs_library, needs_vectors
 from torch import Tensor
 
 from shardnet.model.config.quantization import Quantization
@@ -158,7 +158,7 @@ class TestProbe:
         monkeypatch.setattr(linear_module, "native_kernels", lambda: None)
         assert probe(CPU, DType.FLOAT32, None).kernel is Kernel.PLAIN
 
-    @needs_library
+    @needs_vectors
     def test_float32_is_the_librarys_whatever_is_stored(self) -> None:
         for stored in (None, DType.FLOAT32, DType.FLOAT16):
             choice = probe(CPU, DType.FLOAT32, stored)

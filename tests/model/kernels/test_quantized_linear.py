@@ -321,7 +321,9 @@ def test_what_is_found_can_be_less_than_the_machine_has() -> None:
 
     assert isa("off") is None
     assert isa("portable") is Isa.PORTABLE
-    assert isa("") is find_kernels(os.environ).isa  # type: ignore[union-attr]
+    found, used = isa(""), find_kernels(os.environ)
+    assert found is not None
+    assert used is None or used.isa <= found
 
 
 @pytest.mark.parametrize("name", ["", "none"])

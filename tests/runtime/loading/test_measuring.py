@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.needs import needs_library
+from support.needs import needs_vectors
 from support.rings.stage_chain import probed
 
 from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelError
@@ -107,7 +107,7 @@ def test_every_figure_is_a_time_of_two_digits(
     assert len(ticks) > 10
 
 
-@needs_library
+@needs_vectors
 def test_products_are_measured_with_weights_as_narrow_as_loaded_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
