@@ -27,6 +27,7 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
     │       └── RemoteProtocolError   the peer's fault
     │           └── DamagedFrameError bytes that changed on their way
     ├── NumericalError                the model computed something that is not a number
+    │   └── WrongValuesError          the same, and which stage has computed it
     ├── PeerFailedError               a node of the ring was lost or reported a failure
     │   ├── SupersededError           another node leads the ring by now
     │   └── LostShardError            a shard of a stage ended or does not answer
@@ -253,6 +254,27 @@ class NumericalError(ShardnetError):
 
     code = 50
     rows: tuple[int, ...] = ()
+
+
+class WrongValuesError(NumericalError):
+    """A stage gave what its model cannot compute, or what is no number.
+
+    `rank` is that of the stage, once known, `sequence` the id of the first sequence with such rows,
+    None where the whole step is wrong. `is_received` says that the stage which met it had it from
+    the one before; it does not travel.
+    """
+
+    code = 51
+    rank: int = 0
+    sequence: int | None = None
+    is_received: bool = False
+
+    @classmethod
+    def received(cls, message: str, sequence: int | None = None) -> Self:
+        """Make the error of what came from the stage before."""
+        error = cls(message, remedy="check that machine's memory, and the checkpoint")
+        error.is_received, error.sequence = True, sequence
+        return error
 
 
 class PeerFailedError(ShardnetError):

@@ -13,10 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, assert_never, cast
 
+from msgspec import UNSET
+
 from shardnet.errors import (
     LinkClosedError,
     LocalProtocolError,
     PeerSilentError,
+    RemoteProtocolError,
     ShardnetError,
 )
 from shardnet.transport.address import format_address
@@ -36,6 +39,9 @@ from shardnet.wire.connection.connection import (
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
 
+_ANSWERS = frozenset({FrameKind.DATA, FrameKind.TOKENS, FrameKind.ERROR})
+"""What a stage sends when it has completed a step."""
+
 
 class AsyncioLink(asyncio.BufferedProtocol):
     """A `Link` whose bytes an asyncio transport moves.
@@ -54,6 +60,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         checked: bool = False,
     ) -> None:
         self._options = options
+        self._is_initiator = initiator
         self._loop = asyncio.get_running_loop()
         self._connection = LinkConnection(
             hello, initiator=initiator, limits=options.limits, checked=checked
@@ -62,6 +69,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._peer: Hello | None = None
         self._peer_address = "?"
         self._peer_progress = (0, 0)
+        self._came_step = 0
         self._frames: deque[tuple[Frame, int]] = deque()
         self._arrived_ns = 0
         self._error: ShardnetError | None = None
@@ -304,17 +312,36 @@ class AsyncioLink(asyncio.BufferedProtocol):
                 self._timer = self._loop.call_later(self._tick_s, self._tick)
             case FrameReceived():
                 arrived_ns = time.perf_counter_ns()
+                if event.frame.kind in _ANSWERS:
+                    self._came_step = event.frame.step
                 if not self._taken(event.frame, arrived_ns):
                     self._frames.append((event.frame, arrived_ns))
                     self._wake(self._receiver)
             case ProgressReported():
                 self._peer_progress = (event.epoch, event.step)
+                if self._lacks_steps():
+                    self._end(
+                        RemoteProtocolError(
+                            f"it has completed step {event.step} by its own account, and after "
+                            f"step {self._came_step} none came"
+                        )
+                    )
+                    self._abort_transport()
             case PeerLeft():
                 self._end(LinkClosedError("the peer has closed the link"), is_regular=True)
             case LinkFailed():
                 self._end(event.error)
             case _:
                 assert_never(event)
+
+    def _lacks_steps(self) -> bool:
+        """Whether a stage before this one has completed steps and keeps them to itself.
+
+        What it sends of a step comes before the heartbeat that tells of the step.
+        """
+        peer, (epoch, step) = self.peer, self._peer_progress
+        is_before = peer.purpose is Purpose.DATA and not self._is_initiator and peer.shard is UNSET
+        return is_before and epoch == peer.epoch and step > self._came_step
 
     def _taken(self, frame: Frame, arrived_ns: int) -> bool:
         """Offer a frame for which the receiver waits; return whether it needs to be received no

@@ -583,6 +583,10 @@ def test_an_error_about_a_step_is_a_frame(harness: Harness) -> None:
 # --- heartbeats and pauses
 
 
+OTHER_EPOCH = 4
+"""Of another ring than the link's: what is said of steps of that ring says nothing of the link."""
+
+
 def beating(options: LinkOptions, n_beats: int) -> tuple[LinkOptions, asyncio.Event]:
     """Options with fast heartbeats and a short silence, and an event after `n_beats` of them."""
     beats = count(1)
@@ -592,7 +596,7 @@ def beating(options: LinkOptions, n_beats: int) -> tuple[LinkOptions, asyncio.Ev
         n = next(beats)
         if n >= n_beats:
             enough.set()
-        return (3, n)
+        return (OTHER_EPOCH, n)
 
     return replace(options, heartbeat_s=0.05, silence_s=0.4, progress=progress), enough
 
@@ -608,9 +612,31 @@ def test_heartbeats_keep_an_idle_link_up_and_tell_progress(harness: Harness) -> 
         await b.receive()
         for link in (a, b):
             epoch, step = link.peer_progress
-            assert epoch == 3
+            assert epoch == OTHER_EPOCH
             assert step >= 20
         await close_both(a, b)
+
+    harness.run(scenario)
+
+
+def test_a_stage_that_reports_a_step_and_has_not_sent_it_breaks_the_protocol(
+    harness: Harness,
+) -> None:
+    """Not the other way: nothing of steps comes from the stage after this one."""
+
+    async def scenario(harness: Harness) -> None:
+        done = 7
+        options = replace(OPTIONS, heartbeat_s=0.05, progress=lambda: (3, done))
+        before, after = await harness.pair(options)
+        before.send(frame(done))
+        assert (await after.receive()).step == done
+        while not after.peer_progress == before.peer_progress == (3, done):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        done += 1
+        with pytest.raises(RemoteProtocolError, match=r"step 8 by its own .* after step 7 none"):
+            await after.receive()
+        with pytest.raises(LinkClosedError):
+            await before.receive()
 
     harness.run(scenario)
 

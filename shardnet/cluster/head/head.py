@@ -25,6 +25,7 @@ from shardnet.cluster.ring.told_losses import lost_first
 from shardnet.errors import (
     BusyError,
     LinkError,
+    LocalProtocolError,
     PeerFailedError,
     PlanError,
     ShardnetError,
@@ -285,10 +286,13 @@ class Head:
     ) -> None:
         """End `ring`, built or being built, since one of its stages reported it broken.
 
-        `silent` is the node of which the `reporter`, None for this node, heard nothing any more.
+        `silent` is the node of which the `reporter`, None for this node, heard nothing any more, or
+        nothing right.
         """
         for ours in (self.led.building, self.led.lead.ring if self.led.lead is not None else None):
             if ours is not None and ours.name == ring:
+                if isinstance(error, LocalProtocolError):  # it would have sent what is wrong
+                    silent = reporter
                 if silent is not None and ours.broken is None:
                     ours.fell_silent(reporter or self._node, silent, error)
                 ours.lost(f"the ring broke: {lost_first(str(error), ours.other_names)}")

@@ -20,6 +20,7 @@ from shardnet.errors import (
     LostShardError,
     PeerFailedError,
     PeerSilentError,
+    RemoteProtocolError,
     ShardnetError,
     UsageError,
     first_error,
@@ -328,11 +329,14 @@ class RingMembership:
         What became of a link here is no link error of theirs: those say which link it was.
         """
         silent: NodeId | None = None
+        has_upstream = self._upstream.done() and not self._upstream.cancelled()
+        if isinstance(error, RemoteProtocolError) and has_upstream:
+            silent = NodeId(self._upstream.result().peer.node)  # data come from nobody else
         told = PeerFailedError(error.message) if isinstance(error, LinkError) else error
         for link in self._open_links():
             if not link.closed:
                 link.send(error_frame(told))
-            elif isinstance(error, PeerSilentError):
+            elif isinstance(error, PeerSilentError | RemoteProtocolError):
                 silent = NodeId(link.peer.node)
         self._expiry = asyncio.get_running_loop().call_later(KEEP_S, self._free_slots)
         self._on_broken(error, silent)

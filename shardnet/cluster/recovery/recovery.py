@@ -17,7 +17,14 @@ from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Planner
-from shardnet.cluster.recovery.policy import Attempt, Blame, Decision, GiveUp, RecoveryPolicy
+from shardnet.cluster.recovery.policy import (
+    Attempt,
+    Blame,
+    BlameKind,
+    Decision,
+    GiveUp,
+    RecoveryPolicy,
+)
 from shardnet.cluster.recovery.records import MAX_RECORDS, RecoveryRecord
 from shardnet.cluster.recovery.standbys import Standbys
 from shardnet.cluster.ring.ring import Ring
@@ -105,8 +112,12 @@ class Recovery:
         decision: Decision,
         computed: Sequence[ComputedSequence],
     ) -> None:
-        """Have a standby go on, else another ring. `computed` is what the lost one had."""
-        if isinstance(decision, GiveUp) or not await self._stood_in(lead, record, computed):
+        """Have a standby go on, else another ring. `computed` is what the lost one had.
+
+        What wrong values have left in a KV cache is of no use.
+        """
+        starts_anew = isinstance(decision, GiveUp) or bool(lead.ring.wrong)
+        if starts_anew or not await self._stood_in(lead, record, computed):
             await self._recover(lead, record, decision)
 
     async def _stood_in(
@@ -122,6 +133,7 @@ class Recovery:
         record.n_attempts += 1
         record.lost, record.nodes = (ready.name,), tuple(n.name for n in ready.plan.ring_nodes)
         ready.ring.on_replayed = partial(self._replayed, lead, record)
+        ready.ring.on_acquitted = self._policy_of(lead).acquit
         try:
             async with self._head.led.changing(lead):
                 record.n_moved = len(await self._standbys.take_over(lead, ready, computed))
@@ -191,6 +203,7 @@ class Recovery:
         def begin(ring: Ring) -> None:
             tried.append(ring)
             ring.on_replayed = partial(self._replayed, lead, record)
+            ring.on_acquitted = self._policy_of(lead).acquit
 
         try:
             await self._head.led.build_instead(lead, plan, begin)
@@ -221,10 +234,12 @@ class Recovery:
 
 
 def _blames(ring: Ring) -> list[Blame]:
-    blames = [
-        Blame(node=node, error=error, kind="stuck" if node in ring.stuck else "refused")
-        for node, error in ring.blamed.items()
-    ]
+    blames: list[Blame] = []
+    kind: BlameKind
+    for node, error in ring.blamed.items():
+        is_wrong, is_stuck = node in ring.wrong, node in ring.stuck
+        kind = "wrong" if is_wrong else "stuck" if is_stuck else "refused"
+        blames.append(Blame(node=node, error=error, kind=kind))
     for node, error in ring.unreached.items():
         if node not in ring.blamed:
             blames.append(Blame(node=node, error=error, kind="unreached"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from shardnet.cluster.ring.ring_prefixes import RingPrefixes, ring_seed
 from shardnet.cluster.ring.ring_spec import RingSpec
 from shardnet.cluster.ring.stage_port import StagePort
+from shardnet.errors import WrongValuesError
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
@@ -26,7 +27,8 @@ MAX_SLOTS = 64
 class EngineMaker:
     """Makes the parts of the engine of the ring called `name`.
 
-    `chunk_s` is the predicted time of a whole prompt chunk in all stages.
+    `chunk_s` is the predicted time of a whole prompt chunk in all stages. `on_wrong_values` says
+    whether the ring ends by what one of them computed.
     """
 
     spec: RingSpec
@@ -34,6 +36,7 @@ class EngineMaker:
     name: str
     epoch: Epoch
     chunk_s: float | None
+    on_wrong_values: Callable[[WrongValuesError], bool]
 
     def prefixes(self, ready: Sequence[StageReady]) -> Prefixes | None:
         """Return the prompts that the stages keep on disk, None unless all of them do.
@@ -96,13 +99,22 @@ class EngineMaker:
         on_answered: Callable[[StepAnswered], None],
         on_failed: Callable[[StepFailed], None],
     ) -> Pipeline:
-        """Make a pipeline that calls these with answers and with failed steps."""
+        """Make a pipeline that calls these with answers and with failed steps.
+
+        A step that has failed by what `on_wrong_values` takes goes on over another ring.
+        """
+
+        def failed(step: StepFailed) -> None:
+            error = step.error
+            if not isinstance(error, WrongValuesError) or not self.on_wrong_values(error):
+                on_failed(step)
+
         return Pipeline(
             epoch=self.epoch,
             vocab_size=self.spec.vocab_size,
             clock_ns=time.perf_counter_ns,
             on_answered=on_answered,
-            on_failed=on_failed,
+            on_failed=failed,
             routing=self.spec.routing,
             chunk_s=self.chunk_s,
         )

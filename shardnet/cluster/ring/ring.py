@@ -19,7 +19,14 @@ from shardnet.cluster.ring.engine_maker import EngineMaker
 from shardnet.cluster.ring.ring_spec import RingSpec
 from shardnet.cluster.ring.ring_use import RingUse
 from shardnet.cluster.ring.stage_port import StagePort
-from shardnet.errors import BusyError, PeerFailedError, ShardnetError, first_error, internal_error
+from shardnet.errors import (
+    BusyError,
+    PeerFailedError,
+    ShardnetError,
+    WrongValuesError,
+    first_error,
+    internal_error,
+)
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.ring.pipeline import Pipeline, StuckStage
 from shardnet.transport.loop import finish
@@ -89,9 +96,16 @@ class Ring:
             for shard, port in enumerate(further, 1)
         )
         self._maker = EngineMaker(
-            spec=spec, ports=self._ports, name=self.name, epoch=epoch, chunk_s=chunk_s
+            spec=spec,
+            ports=self._ports,
+            name=self.name,
+            epoch=epoch,
+            chunk_s=chunk_s,
+            on_wrong_values=self._blame_wrong,
         )
         self._former = former
+        self._is_second_try = former is not None and former.had_wrong_values
+        """Whether it replaces a ring with wrong values, and the requests have not gone on yet."""
         self._engine: Engine | None = None
         self._use: RingUse = RingUse() if former is None else former._use
         self._watchdog: asyncio.Task[None] | None = None
@@ -101,10 +115,14 @@ class Ring:
         """Called when the ring breaks after it was built; returns whether another replaces it."""
         self.on_replayed: Callable[[], None] = lambda: None
         """Called when the requests of the ring that this one replaces go on."""
+        self.on_acquitted: Callable[[], None] = lambda: None
+        """Called when wrong values come from another node too: no node has made them wrong."""
         self.blamed: dict[NodeId, ShardnetError] = {}
         """Nodes that were lost, hang, or could not do what the ring needs of them."""
         self.stuck: set[NodeId] = set()
         """Those of them that answer, and do not compute."""
+        self.wrong: set[NodeId] = set()
+        """Those of them that computed what is no number."""
         self.unreached: dict[NodeId, ShardnetError] = {}
         """Nodes to which no data link could be opened, or on whose link nothing came any more."""
         self.instead_of = ""
@@ -117,6 +135,11 @@ class Ring:
         """The engine. The ring must be built."""
         assert self._engine is not None
         return self._engine
+
+    @property
+    def had_wrong_values(self) -> bool:
+        """Whether it ended by them, or replaced one that did and no request went on."""
+        return bool(self.wrong) or self._is_second_try
 
     @property
     def is_busy(self) -> bool:
@@ -257,8 +280,12 @@ class Ring:
             pipeline,
             self._maker.limits(ready, prefixes),
             prefixes=prefixes,
-            on_replayed=self.on_replayed,
+            on_replayed=self._replayed,
         )
+
+    def _replayed(self) -> None:
+        self._is_second_try = False
+        self.on_replayed()
 
     def break_(self, error: ShardnetError) -> None:
         """End the ring: its requests wait for the one that replaces it, or fail with `error`.
@@ -282,7 +309,10 @@ class Ring:
             self._engine.fail(error)
 
     def fell_silent(self, node: NodeId, of: NodeId, error: ShardnetError) -> None:
-        """Note that `node` has heard nothing of `of` on their data link; the head is not blamed."""
+        """Note that `node` has heard nothing of `of` on their data link, or nothing right.
+
+        The head is not blamed.
+        """
         head = self._ports[0].node
         self.unreached[of if of != head else node] = error
 
@@ -425,6 +455,28 @@ class Ring:
         self.blamed[port.node] = error
         self.stuck.add(port.node)
         self.break_(error)
+
+    def _blame_wrong(self, error: WrongValuesError) -> bool:
+        """Do without the node of a stage that computed wrong values; return whether that is done.
+
+        The head stays, and so does a stage that several nodes share: nobody knows which of them it
+        was. Where a second node computes such values for the same requests it is the model, or what
+        it was asked. Then the requests of the step end.
+        """
+        if self.broken is not None:
+            return True
+        seat = [one.port for one in self.seats if one.rank == error.rank]
+        if self._is_second_try:
+            self.on_acquitted()
+        if self._is_second_try or len(seat) != 1 or seat[0] is self._ports[0]:
+            return False
+        cause = PeerFailedError(
+            f"node {seat[0].name} computed wrong values: {error.message}", remedy=error.remedy
+        )
+        self.blamed[seat[0].node] = cause
+        self.wrong.add(seat[0].node)
+        self.break_(cause)
+        return True
 
     async def _unload(self, port: StagePort) -> None:
         with contextlib.suppress(ShardnetError):  # lost, or in another ring by now: nothing is left

@@ -7,6 +7,7 @@ index, position and the tokens before it, in any batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardnet.constraints import TokenMask
-from shardnet.errors import CheckpointError, NumericalError
+from shardnet.errors import CheckpointError, NumericalError, WrongValuesError
 from shardnet.model.kernels.devices import where_float64
 from shardnet.model.sampling.logprobs import rows_logprobs
 from shardnet.model.sampling.penalties import NO_CONTEXT, RowContext, change_logits, changes_logits
@@ -243,8 +244,11 @@ def _refuse_rows_without_maximum(maxima: Tensor, places: Sequence[int]) -> None:
         return
     wrong = (~finite).nonzero().squeeze(1).tolist()
     rows = tuple(places[index] for index in wrong)
-    error = NumericalError(
-        f"the logits of row {rows[0]} have maximum {float(maxima[wrong[0]])}, not a finite number",
+    highest = float(maxima[wrong[0]])
+    # Where a constraint allows no token the maximum is -inf, and nothing is computed wrong.
+    kind = NumericalError if highest == -math.inf else WrongValuesError
+    error = kind(
+        f"the logits of row {rows[0]} have maximum {highest}, not a finite number",
         remedy="the model overflowed: try --dtype float32, or check the checkpoint",
     )
     error.rows = rows

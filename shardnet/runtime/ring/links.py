@@ -10,7 +10,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from shardnet.errors import RemoteProtocolError, error_for_code
+from shardnet.errors import RemoteProtocolError, WrongValuesError, error_for_code
 from shardnet.runtime.ring.pipeline import StepAnswer
 from shardnet.runtime.stage.compute import (
     Activations,
@@ -397,10 +397,10 @@ def unexpected(frame: Frame, link: Link) -> RemoteProtocolError:
 
 def _step_failed(frame: Frame) -> StepFailed:
     report = read_error(frame)
-    return StepFailed(
-        step=StepId(frame.step),
-        error=error_for_code(report.code, report.message, remedy=report.remedy or ""),
-    )
+    error = error_for_code(report.code, report.message, remedy=report.remedy or "")
+    if isinstance(error, WrongValuesError):
+        error.rank, error.sequence = report.rank or 0, report.sequence
+    return StepFailed(step=StepId(frame.step), error=error)
 
 
 def _logprob_rows(samples: Samples) -> list[RowLogprobs]:

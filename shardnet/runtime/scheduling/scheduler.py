@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardnet.errors import CapacityError, LocalProtocolError, ShardnetError
+from shardnet.errors import CapacityError, LocalProtocolError, ShardnetError, WrongValuesError
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
 from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, common_prefix
 from shardnet.runtime.scheduling.limits import MIXED_ROWS, RingLimits, StepLimits
@@ -204,6 +204,7 @@ class Scheduler:
 
         Where memory was short, one fails, that of the lowest rank, and the others start anew: what
         it held is free then. None has to where one of the step's sequences has failed already.
+        Where the values of one are wrong, that one fails.
         """
         groups = self._take_step(step)
         live = [sequence for _, sequence, _ in groups if self._queue.is_live(sequence)]
@@ -215,6 +216,9 @@ class Scheduler:
             if last is not None and len(anew) == len(groups):
                 anew.remove(last)
                 failed.append(last)
+        elif isinstance(error, WrongValuesError) and error.sequence is not None:
+            anew = [sequence for sequence in failed if sequence.sequence_id != error.sequence]
+            failed = [sequence for sequence in failed if sequence not in anew]
         for sequence in failed:
             self._queue.end(sequence, keep_warm=False)
         for sequence in anew:

@@ -5,8 +5,9 @@ Knows how to go from wire values to tensors and back. Must not know links, rings
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import assert_never
 
 import torch
@@ -17,6 +18,7 @@ from shardnet.errors import (
     RemoteProtocolError,
     ShardnetError,
     UsageError,
+    WrongValuesError,
     without_frames,
 )
 from shardnet.model.kernels.codec import pack_rows, torch_dtype, unpack_rows
@@ -31,7 +33,7 @@ from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, Slot
 from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
 from shardnet.stage.slot_moves import SlotMoves
 from shardnet.stage.stage_model import Run, StageModel
-from shardnet.types import BLOCK_POSITIONS, MicroBatch, SequenceId, SlotId, WireDType
+from shardnet.types import BLOCK_POSITIONS, MicroBatch, RowGroup, SequenceId, SlotId, WireDType
 from shardnet.wire.messages.extras import StageExperts
 from shardnet.wire.payloads.rows import RowBlock
 
@@ -188,7 +190,12 @@ class TorchCompute:
             routing = tuple(self._routing(batch, asking, run.experts))
         blocks = layer_blocks(batch, self._owners, run.states) if run.states else []
         if self._tail is not None:
-            answer = self._tail.answer(batch, output)
+            try:
+                answer = self._tail.answer(batch, output)
+            except WrongValuesError as error:
+                sampled = [group.n_sampled for group in batch.groups]
+                error.sequence = _owner(batch.groups, error.rows[0], sampled)
+                raise
             return replace(answer, routing=routing, blocks=[*blocks, *answer.blocks])
         if self._sent is None:
             return self._held(output, routing, blocks)
@@ -266,27 +273,43 @@ class TorchCompute:
             self._tail.restore(opened.slot, token_ids)
 
     def _hidden(self, batch: MicroBatch, activations: Activations | None) -> torch.Tensor | None:
+        """Turn rows into a tensor. Raises WrongValuesError for what the stage before got wrong."""
         if activations is None:
             return None
         if activations.width != self._model.width:
-            raise RemoteProtocolError(
+            raise WrongValuesError.received(
                 f"step {batch.step} came {activations.width} wide, the model is {self._model.width}"
             )
         if activations.dtype is not self._received:
-            raise RemoteProtocolError(
+            raise WrongValuesError.received(
                 f"step {batch.step} came in {activations.dtype.value}, this ring's wire is "
                 f"{self._received.value} here"
             )
         if isinstance(activations, HeldActivations):
             return activations.hidden.to(self._model.device, self._model.dtype)
-        hidden = unpack_rows(
-            activations.payload,
-            activations.dtype,
-            batch.n_rows,
-            activations.width,
-            self._model.device,
-        )
+        try:
+            hidden = unpack_rows(
+                activations.payload,
+                activations.dtype,
+                batch.n_rows,
+                activations.width,
+                self._model.device,
+            )
+        except RemoteProtocolError as error:
+            raise WrongValuesError.received(f"step {batch.step}: {error.message}") from None
+        if not math.isfinite(hidden.sum(dtype=torch.float32)):
+            wrong = hidden.sum(1, dtype=torch.float32).isfinite().logical_not()
+            raise WrongValuesError.received(
+                f"step {batch.step} came with values that are no number",
+                _owner(batch.groups, int(wrong.int().argmax()), [g.n_rows for g in batch.groups]),
+            )
         return hidden.to(self._model.dtype)
+
+
+def _owner(groups: Sequence[RowGroup], row: int, n_rows: Sequence[int]) -> SequenceId:
+    """Return the sequence of a row, where each group has so many."""
+    ends = accumulate(n_rows)
+    return next(group.sequence_id for group, end in zip(groups, ends, strict=True) if row < end)
 
 
 class StreamingCompute(TorchCompute):

@@ -20,6 +20,7 @@ from shardnet.errors import (
     CapacityError,
     LostShardError,
     ShardnetError,
+    WrongValuesError,
     internal_error,
     where,
     without_frames,
@@ -308,7 +309,9 @@ class StageWorker:
             return self._named(arrived, error)
 
     def _named(self, arrived: StepArrived, error: Exception) -> ShardnetError:
-        """Name what a step has failed with."""
+        """Name what a step has failed with, and the stage that made it fail."""
+        if isinstance(error, WrongValuesError):
+            error.rank = self._rank - error.is_received
         if isinstance(error, ShardnetError):
             return without_frames(error)
         step = f"step {arrived.batch.step} at rank {self._rank}"

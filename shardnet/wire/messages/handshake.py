@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shardnet.errors import ShardnetError
+from shardnet.errors import ShardnetError, WrongValuesError
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import (
     MAX_EXPLANATION,
@@ -62,12 +62,16 @@ class Hello(Strict, frozen=True, kw_only=True):
 
 
 class ErrorReport(Strict, frozen=True, kw_only=True):
-    """The meta of an ERROR frame. Without sequence and step it is about the link, and ends it."""
+    """The meta of an ERROR frame. Without sequence and step it is about the link, and ends it.
+
+    `rank` is that of the stage which has computed what is wrong.
+    """
 
     code: U32
     message: Explanation
     sequence: U64 | None = None
     remedy: Remedy = msgspec.UNSET
+    rank: Rank | msgspec.UnsetType = msgspec.UNSET
 
 
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
@@ -106,7 +110,12 @@ def error_frame(
 ) -> Frame:
     """Make an ERROR frame: about a step or a sequence, or else about the link, which it ends."""
     message, remedy = explained(error)
-    report = ErrorReport(code=error.code, message=message, sequence=sequence, remedy=remedy)
+    rank: int | msgspec.UnsetType = msgspec.UNSET
+    if isinstance(error, WrongValuesError):
+        rank, sequence = error.rank, error.sequence
+    report = ErrorReport(
+        code=error.code, message=message, sequence=sequence, remedy=remedy, rank=rank
+    )
     return Frame(kind=FrameKind.ERROR, epoch=epoch, step=step, meta=encode(report))
 
 

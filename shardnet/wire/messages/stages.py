@@ -133,7 +133,8 @@ class StageReady(Tagged, frozen=True, kw_only=True):
 class RingBroken(Tagged, frozen=True, kw_only=True):
     """Tell the head, unasked, that the sender's stage left a ring, and why.
 
-    `silent` is the neighbour from which nothing came any more, "" unless that is why.
+    `silent` is the neighbour from which nothing came any more, or what breaks the protocol, ""
+    unless that is why.
     """
 
     ring: Name

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardnet.cluster.recovery.policy import (
     APART_S,
     DELAYS_S,
+    IN_VAIN_S,
     MOST_IN_VAIN,
     STUCK_S,
     Attempt,
@@ -18,11 +22,13 @@ from shardnet.cluster.recovery.policy import (
 from shardnet.cluster.recovery.returns import SETTLE_S, Returns, is_better
 from shardnet.errors import (
     BusyError,
+    DamagedFrameError,
     LinkError,
     PeerFailedError,
     PeerSilentError,
     PeerUnreachableError,
     PlanError,
+    RemoteProtocolError,
     ShardnetError,
 )
 from shardnet.types import NodeId
@@ -101,17 +107,60 @@ def test_nodes_that_could_not_be_reached_at_first_are_left_out_of_the_next_ring_
     assert policy.left_out(APART_S) == {}
 
 
-def test_rings_that_are_lost_before_any_token_are_given_up() -> None:
+def test_rings_that_are_lost_before_any_token_are_given_up_after_a_time() -> None:
     policy = RecoveryPolicy()
     for _ in range(MOST_IN_VAIN - 1):
         assert isinstance(policy.broke(0.0, LOST, []), Attempt)
     policy.went_on()
-    for _ in range(MOST_IN_VAIN):
-        assert isinstance(policy.broke(0.0, LOST, []), Attempt)
-    given_up = policy.broke(0.0, LOST, [])
+    waits = [lost(policy, 10.0) for _ in range(len(DELAYS_S) + 2)]
+    assert waits == [*DELAYS_S, DELAYS_S[-1], DELAYS_S[-1]]
+    policy.went_on()
+    for at_s in (0.0, *[IN_VAIN_S] * (MOST_IN_VAIN - 1)):
+        lost(policy, 100.0 + at_s)
+    given_up = policy.broke(100.0 + IN_VAIN_S, LOST, [])
     assert isinstance(given_up, GiveUp)
     assert isinstance(given_up.error, PeerFailedError)
-    assert str(given_up.error).startswith("b was lost (and 3 rings before it")
+    assert str(given_up.error).startswith("b was lost (and 3 rings before it, in 30 s")
+
+
+def lost(policy: RecoveryPolicy, now_s: float, *blamed: Blame) -> float:
+    """Lose a ring; return how long the policy waits before the next."""
+    decision = policy.broke(now_s, LOST, blamed)
+    assert isinstance(decision, Attempt)
+    return decision.after_s
+
+
+@pytest.mark.parametrize("kind", ["refused", "unreached"])
+def test_who_is_lost_with_one_ring_after_the_other_is_left_out(
+    kind: Literal["refused", "unreached"],
+) -> None:
+    """Bytes that change on their way, now and then: a ring is built before the next ones do."""
+    policy = RecoveryPolicy()
+    flapping = Blame(node=B, error=DamagedFrameError("its checksum is wrong"), kind=kind)
+    lost(policy, 0.0, flapping)
+    assert policy.left_out(0.0) == {}
+    lost(policy, 0.1, flapping)
+    assert policy.left_out(APART_S) == {B: "its checksum is wrong"}
+    policy.failed(1.0, PlanError("a alone is too small"), [])
+    assert policy.left_out(1.0) == {}
+
+
+def test_who_breaks_the_protocol_is_left_out_at_once() -> None:
+    policy = RecoveryPolicy()
+    lost(policy, 0.0, Blame(node=B, error=RemoteProtocolError("2 bytes"), kind="unreached"))
+    assert policy.left_out(APART_S - 1) == {B: "2 bytes"}
+
+
+def test_who_computes_wrong_values_is_left_out_until_others_do_so_or_nobody_else_is_there() -> None:
+    wrong = Blame(node=B, error=PeerFailedError("b computed wrong values"), kind="wrong")
+    policy = RecoveryPolicy()
+    lost(policy, 0.0, wrong)
+    assert policy.left_out(STUCK_S - 1) == {B: "b computed wrong values"}
+    policy.acquit()
+    assert policy.left_out(1.0) == {}
+    lost(policy, 2.0, wrong)
+    assert isinstance(policy.failed(3.0, PlanError("a alone is too small"), []), Attempt)
+    assert policy.left_out(3.0) == {}
 
 
 def test_a_stage_that_hung_is_left_out_for_longer_each_time() -> None:
