@@ -180,13 +180,16 @@ def test_a_peer_that_does_not_say_is_named(tmp_path: Path, monkeypatch: pytest.M
     async def answer_wrongly(control: ControlLink, message: Any) -> None:
         control.send(StatusReply(request=message.request, node=BERT, peers=[]))
 
-    monkeypatch.setattr(model_lists, "SILENCE_S", 0.05)
     for peer, version, words in (
         (be_silent, "", "no answer for 0.05 s"),
         (answer_wrongly, "", "answered ListModels with StatusReply"),
         (peer_of(), "0.0.1", "it runs shardnet 0.0.1"),
     ):
-        [bert] = [one for one in ask(tmp_path, lists, peer, version) if one.name == "bert"]
+        with monkeypatch.context() as patched:
+            if peer is be_silent:
+                patched.setattr(model_lists, "SILENCE_S", 0.05)
+            asked = ask(tmp_path, lists, peer, version)
+        [bert] = [one for one in asked if one.name == "bert"]
         assert words in bert.failure
         assert bert.models == []
 

@@ -23,6 +23,9 @@ class Kind(Enum):
     LOSS = "1 % loss"
     SLOW = "1 Mbit/s"
     FLIP = "bytes flipped"
+    FLAP = "5 % of writes changed"
+    SWALLOW = "steps kept to itself"
+    WRONG = "no numbers computed"
     DISK = "disk full"
     CLOCK = "clock jumped"
     DRAIN = "drained and started again"
@@ -51,6 +54,9 @@ SECONDS: dict[Kind, tuple[float, ...]] = {
     Kind.LOSS: (5.0,),
     Kind.SLOW: (5.0,),
     Kind.FLIP: (0.0,),
+    Kind.FLAP: (1.5,),
+    Kind.SWALLOW: (5.0,),
+    Kind.WRONG: (5.0,),
     Kind.DISK: (5.0,),
     Kind.CLOCK: (5.0,),
     Kind.DRAIN: (0.0,),

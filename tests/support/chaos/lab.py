@@ -33,6 +33,7 @@ MODULE = "support.chaos.troubled_node"
 TESTS = Path(__file__).parents[2]
 FIRST_PORT = 7433
 """That of the first node, where each has a network of its own."""
+FLAPPING = 0.05
 SHAPES = {
     Kind.DELAY: "netem delay 200ms",
     Kind.LOSS: "netem loss 1%",
@@ -316,6 +317,16 @@ class Lab:
             case Kind.SLOW:
                 with changed(iter(both), lambda way: _set(way, bytes_per_s=BYTES_PER_S)):
                     yield
+            case Kind.FLAP:
+                ways = switch.ways(fault.victim, None, inward=False)
+                with changed(ways, lambda way: _set(way, flipped=FLAPPING)):
+                    yield
+            case Kind.SWALLOW | Kind.WRONG:
+                do = "swallow" if fault.kind is Kind.SWALLOW else "overflow"
+                await self.order(fault.victim, do, 1.0)
+                yield
+                with contextlib.suppress(OSError):
+                    await self.order(fault.victim, do, 0.0)
             case Kind.DISK:
                 with _full_disk(process.pid):
                     yield

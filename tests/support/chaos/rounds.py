@@ -110,9 +110,7 @@ class Rounds:
         self._connection = contextlib.AsyncExitStack()
         self._seed = seed
         self._prompts = make_prompts(n_streams, n_tokens)
-        self._choice = ModelChoice(
-            model=model, nodes=lab.addresses, dtype="float32", standby=standby
-        )
+        self._choice = ModelChoice(model=model, nodes=lab.addresses, standby=standby)
         self.undisturbed: list[Heard] = []
         self._n_asked = 0
         self._opened: dict[tuple[int, int], dict[str, int]] = {}
@@ -281,7 +279,7 @@ class Rounds:
                 break
             await asyncio.sleep(0.1)
         addresses = [one.address for one in others]
-        choice = ModelChoice(model=self._choice.model, nodes=addresses, dtype="float32")
+        choice = ModelChoice(model=self._choice.model, nodes=addresses)
         async with connect(addresses[0]) as client:
             told = await listen(client, self._prompts[0], choice)
             difference = told.difference(self.undisturbed[0])

@@ -31,13 +31,14 @@ class Way:
     """What happens to all that goes from one node to another.
 
     `passes` is cleared where nothing comes through; what waits comes through later, as TCP has it.
-    `to_flip` bytes are changed among the next pieces.
+    `to_flip` bytes are changed among the next pieces, one in the share `flipped` of all.
     """
 
     delay_s: float = 0.0
     loss: float = 0.0
     bytes_per_s: float = 0.0
     to_flip: int = 0
+    flipped: float = 0.0
     n_bytes: int = 0
     passes: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -160,6 +161,8 @@ class Switch:
         return way.delay_s + (RETRANSMITTED_S if lost else 0.0)
 
     def _changed(self, way: Way, data: bytes) -> bytes:
+        if way.flipped and data and self._chance.random() < way.flipped:
+            way.to_flip += 1
         if not way.to_flip:
             return data
         changed = bytearray(data)
@@ -180,5 +183,5 @@ def changed(ways: Iterator[Way], change: Callable[[Way], None]) -> Iterator[None
     finally:
         for way in taken:
             way.delay_s = way.loss = way.bytes_per_s = 0.0
-            way.to_flip = 0
+            way.to_flip, way.flipped = 0, 0.0
             way.passes.set()

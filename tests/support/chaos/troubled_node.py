@@ -4,8 +4,8 @@
         python -m support.chaos.troubled_node node --port 7001 ...
 
 Its links go through a switch (switch.py), and a thread takes orders at a Unix socket, one JSON
-object a connection: block the GIL, have the clock jump, count what the process has open. All
-else is the command as users start it.
+object a connection: block the GIL, have the clock jump, keep steps, compute no numbers, count what
+the process has open. All else is the command as users start it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,23 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from support.chaos.switch import PREFACE, REACHED, VARIABLE
 
 from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.runtime.engine.engine import Engine
+from shardnet.runtime.ring.links import LinkSink
+from shardnet.runtime.stage.compute import Activations, Samples, StageOutput, StepComputed
+from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.transport import loop as loops
 from shardnet.transport import tcp
 from shardnet.transport.link import LinkOptions
+from shardnet.types import MicroBatch
+from shardnet.wire.framing.frames import Frame
 
 WHOLE_TIME = time.time
 
@@ -43,10 +49,12 @@ class Trouble:
         self._control = control
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ahead_s = 0.0
+        self._swallows = self._overflows = False
 
     def install(self) -> None:
         """Take orders from now on, and hand out the time that they say."""
         time.time = lambda: WHOLE_TIME() + self._ahead_s
+        self._patch()
         run = loops.run
 
         def remember_and_run(main: Coroutine[Any, Any, Any]) -> Any:
@@ -61,6 +69,25 @@ class Trouble:
         server.bind(self._control)
         server.listen()
         threading.Thread(target=self._serve, args=(server,), name="trouble", daemon=True).start()
+
+    def _patch(self) -> None:
+        """Have the stage keep steps to itself, or give what is no number, while it is told to."""
+        frames, compute = LinkSink._frames, TorchCompute.compute
+
+        def sent(sink: LinkSink, output: StageOutput) -> Sequence[Frame]:
+            is_kept = self._swallows and isinstance(output, StepComputed)
+            return () if is_kept else frames(sink, output)
+
+        def computed(
+            stage: TorchCompute, batch: MicroBatch, activations: Activations | None
+        ) -> Activations | Samples:
+            result = compute(stage, batch, activations)
+            if self._overflows and isinstance(result, Activations):
+                return replace(result, payload=b"\xff" * len(result.payload))  # NaN in any dtype
+            return result
+
+        LinkSink._frames = sent  # type: ignore[method-assign]
+        TorchCompute.compute = computed  # type: ignore[method-assign]
 
     def _serve(self, server: socket.socket) -> None:
         while True:
@@ -80,6 +107,12 @@ class Trouble:
             case "jump":
                 self._ahead_s += seconds
                 return self._ahead_s
+            case "swallow":
+                self._swallows = seconds > 0
+                return self._swallows
+            case "overflow":
+                self._overflows = seconds > 0
+                return self._overflows
             case "count":
                 return self._count()
             case _:
