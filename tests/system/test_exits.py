@@ -77,7 +77,7 @@ def test_a_process_ends_with_the_code_of_what_it_did(
     kind: str, model: Path, tmp_path: Path
 ) -> None:
     arguments, end, expected = KINDS[kind]
-    context = "4096" if is_soak() else "1024"
+    context = "2048" if is_soak() else "1024"
     chosen = [] if arguments[0] == "node" else ["--model", str(model), "--context", context]
     ends = []
     with open_machine(tmp_path / "machine") as machine:
