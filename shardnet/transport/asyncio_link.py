@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, assert_never, cast
@@ -90,7 +91,8 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._sending = SendTimeout(options.user_timeout_s, self._loop.time())
         self._tick_s = min(options.heartbeat_s, self._silence_s / 4)
         self._sent_since_tick = False
-        self._meter = Meter(tcp=self._socket)
+        socket_of = weakref.WeakMethod(self._socket)  # the meter must not keep the link
+        self._meter = Meter(tcp=lambda: (of := socket_of()) and of())
 
     # --- what the link's user sees
 
@@ -281,6 +283,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._stop_timer()
         if self._direct is not None:
             self._direct.stop()
+        self._transport = None  # which knows this link: nobody should have to look for such rings
         self._lost.set()
 
     def pause_writing(self) -> None:

@@ -337,7 +337,7 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
             return
         self._state = _State.OVER
         self._unsent.clear()
-        failure.__cause__ = cause
+        failure.__cause__ = cause and cause.with_traceback(None)  # whose frames know this transport
         self._protocol.failed(failure)
 
     def _flush(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import socket
@@ -21,6 +22,7 @@ from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.tcp import connect, listen
 from shardnet.transport.tcp_link import TcpLink
+from shardnet.transport.tls import TlsTransport
 from shardnet.types import NodeId
 
 LOCAL = "127.0.0.1"
@@ -217,6 +219,37 @@ def test_a_listener_that_closes_leaves_no_connection_that_waits(harness: Harness
                 stack.enter_context(socket.create_connection((LOCAL, door.port)))
             await until(lambda: len(door._waiting) == 20)
             await door.close()
+
+    harness.run(scenario)
+
+
+def _links() -> list[object]:
+    return [one for one in gc.get_objects() if isinstance(one, TcpLink | TlsTransport)]
+
+
+@pytest.mark.parametrize("began", [b"\x16\x03\x01\x40\x00\x01", b"no TLS at all", b""], ids=str)
+def test_handshakes_that_come_to_nothing_leave_nothing_to_collect(
+    harness: Harness, began: bytes
+) -> None:
+    """Else strangers fill the memory with what only the collector finds, which has no hurry."""
+
+    async def scenario(harness: Harness) -> None:
+        failures: list[ShardnetError] = []
+        door = await harness.listen(until_closed, failures.append, options=KEYED)
+        gc.collect()
+        before = _links()  # of tests before
+        gc.disable()
+        try:
+            for _ in range(20):
+                with socket.create_connection((LOCAL, door.port)) as sock:
+                    sock.sendall(began)
+                    await until(lambda: bool(door._waiting or door._handshakes))
+                await until(lambda: not door._waiting and not door._handshakes)
+                await asyncio.sleep(0.01)  # the connection is lost
+            left = [one for one in _links() if one not in before]
+        finally:
+            gc.enable()
+        assert len(left) <= 1  # the last may not be forgotten yet
 
     harness.run(scenario)
 
