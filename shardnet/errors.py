@@ -324,15 +324,19 @@ def error_for_code(code: int, message: str, *, remedy: str = "") -> ShardnetErro
     return by_code.get(code, ShardnetError)(message, remedy=remedy)
 
 
-def internal_error(where: str, error: BaseException) -> ShardnetError:
-    """Make the error that ends one request because of a bug of ours in `where`.
+def internal_error(what: str, error: BaseException) -> ShardnetError:
+    """Make the error that ends one request because of a bug of ours in `what`.
 
-    What has a name already is returned as it is.
+    Of a group it is about the first error. What has a name already is returned as it is. A check
+    of our own that failed says nothing but its place.
     """
-    if isinstance(error, ShardnetError):
-        return error
+    cause = first_error(error) if isinstance(error, BaseExceptionGroup) else error
+    if isinstance(cause, ShardnetError):
+        return cause
+    is_check = isinstance(cause, AssertionError)
+    why = f"a check of its own failed in {where(cause)}" if is_check else repr(cause)
     return ShardnetError(
-        f"internal error in {where}: {error!r}, a bug of shardnet",
+        f"internal error in {what}: {why}, a bug of shardnet",
         remedy="report it, with what that node wrote",
     )
 

@@ -226,8 +226,8 @@ def int8_groups(width: int) -> int:
     return -(-width // INT8_GROUP_COLUMNS)
 
 
-KV_GROUP_COLUMNS = 32
-"""At most so many columns of a key or value share one scale in an int8 KV cache."""
+_KV_GROUPS = (32, 16)
+"""How many columns of a key or value may share one scale in an int8 KV cache."""
 _KV_SCALE_BYTES = 2
 
 
@@ -252,14 +252,13 @@ class KvDType(enum.Enum):
 def kv_groups(width: int) -> tuple[int, int]:
     """Cut a key or value for int8: the groups of columns, and how many columns each of them has.
 
-    All have equally many, and an even number, so that scales lie at even places: the last one may
-    end beyond `width`.
+    All have 16 or all 32, whole vectors of the compiled library, whichever takes fewer bytes with
+    the scales; the last one may end beyond `width`.
     """
     if width == 0:
         return 0, 0
-    n_groups = -(-width // KV_GROUP_COLUMNS)
-    group = -(-width // n_groups)
-    return n_groups, group + group % 2
+    groups = [(-(-width // columns), columns) for columns in _KV_GROUPS]
+    return min(groups, key=lambda own: own[0] * (own[1] + _KV_SCALE_BYTES))
 
 
 @dataclass(frozen=True, slots=True, order=True)

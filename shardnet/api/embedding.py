@@ -15,7 +15,7 @@ import msgspec
 from shardnet.api.events import GenerationResult
 from shardnet.api.generation import Generator
 from shardnet.api.requests import GenerationOptions, Prompt
-from shardnet.errors import NumericalError, UsageError
+from shardnet.errors import NumericalError, RemoteProtocolError, UsageError
 from shardnet.output_params import ALL_ROWS, OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
@@ -90,7 +90,10 @@ async def embed(
 def _embedding(result: GenerationResult, shape: Shape, n_texts: int) -> Embedding:
     import numpy as np
 
-    assert result.hidden is not None
+    if result.hidden is None or result.hidden.n_rows != 1:
+        raise RemoteProtocolError(
+            "the head's answer has no hidden states of the input's last token"
+        )
     [states] = result.hidden.array()
     width = len(states) if shape.dimensions is None else shape.dimensions
     if width > len(states):

@@ -32,8 +32,9 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     AGAIN,
     ByteRange,
     FileHead,
+    FileState,
     StoredTensor,
-    check_size,
+    check_unchanged,
     hash_ranges,
     prefetch_stored,
     read_stored,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoint:
-    """An open checkpoint: its config and headers. Reads are memory-mapped and counted.
+    """An open checkpoint: its config and headers. Reads are counted.
 
     `path` was opened, `folder` has its files. `config` is the model's, `tensors` are its parameters
     by the names of the family's table, each made of some of the `stored` ones. `journal` lists
@@ -70,6 +71,7 @@ class Checkpoint:
         """The content of config.json, or its equivalent in formats without one."""
         self.journal = Journal.find(path) if path.is_dir() else None
         self._files = contents.files
+        self._opened = {name: FileState.of(self.folder / name) for name in contents.files}
         self._form = contents.form
         self._whole = contents.whole
         self.stored: Mapping[str, StoredTensor] = MappingProxyType(
@@ -218,44 +220,29 @@ class Checkpoint:
                 prefetch_stored(self.folder, source, n_bytes)
                 n_bytes -= source.size_bytes
 
-    def prefetch_rows(self, name: str, begin: int, end: int) -> None:
-        """Prefetch the rows [begin, end) of a parameter, if they are those of one stored matrix."""
-        sources = self.tensors[name].sources
-        if len(sources) == 1 and sources[0].strides is None and begin < end <= sources[0].shape[0]:
-            rows = sources[0].rows(begin, end)
-            prefetch_stored(self.folder, rows, rows.size_bytes)
-
     def read(
         self,
         name: str,
         dtype: torch.dtype | None = None,
-        came: Callable[[int], None] | None = None,
+        came: Callable[[int], None] = lambda n_bytes: None,
     ) -> torch.Tensor:
         """Read one parameter into a CPU tensor of the shape in the family's table.
 
-        If it is stored without any conversion, this is a view of the file, in the file's dtype, or
-        with `came` a copy: do not write to it; see `read_stored`. Computed values are in `dtype`,
-        by default float32. `came` is called with each number of stored bytes read from the disk; if
-        it raises, reading ends. Raises CheckpointError if the tensor is missing or its file is
-        damaged.
+        If it is stored without any conversion, it is in the file's dtype. Computed values are in
+        `dtype`, by default float32. `came` is called with each number of stored bytes read from the
+        disk; if it raises, reading ends. Raises CheckpointError if the tensor is missing, or its
+        file is damaged or no longer what was opened.
         """
         tensor = self._tensor(name)
         import torch
 
-        made = tensor.make(self._mapped(tensor, came), dtype or torch.float32)
-        self._count(tensor)
-        return made
+        return tensor.make(self._read(tensor, came), dtype or torch.float32)
 
-    def stored_of(self, name: str) -> list[torch.Tensor]:
-        """Map the stored tensors that a parameter is made of into memory; see `read_stored`.
-
-        Their bytes are read from the disk when they are used, and count as read now. Raises as
-        `read`.
-        """
-        tensor = self._tensor(name)
-        stored = self._mapped(tensor)
-        self._count(tensor)
-        return stored
+    def stored_of(
+        self, name: str, came: Callable[[int], None] = lambda n_bytes: None
+    ) -> list[torch.Tensor]:
+        """Read the stored tensors that a parameter is made of; `came` and errors as of `read`."""
+        return self._read(self._tensor(name), came)
 
     def sources_of(self, name: str) -> tuple[StoredTensor, ...]:
         """Return the stored tensors of a parameter, for a caller who reads their bytes.
@@ -264,7 +251,7 @@ class Checkpoint:
         """
         tensor = self._tensor(name)
         for source in tensor.sources:
-            check_size(self.folder / source.file, self._files[source.file].size_bytes)
+            check_unchanged(self.folder / source.file, self._opened[source.file])
         self._count(tensor)
         return tensor.sources
 
@@ -280,13 +267,13 @@ class Checkpoint:
             )
         return tensor
 
-    def _mapped(
-        self, tensor: ModelTensor, came: Callable[[int], None] | None = None
-    ) -> list[torch.Tensor]:
-        return [
-            read_stored(self.folder, source, self._files[source.file].size_bytes, came)
+    def _read(self, tensor: ModelTensor, came: Callable[[int], None]) -> list[torch.Tensor]:
+        stored = [
+            read_stored(self.folder, source, self._opened[source.file], came)
             for source in tensor.sources
         ]
+        self._count(tensor)
+        return stored
 
     def _count(self, tensor: ModelTensor) -> None:
         for source in tensor.sources:

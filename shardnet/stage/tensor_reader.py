@@ -100,9 +100,8 @@ class TensorReader:
         """Read a tensor, on the CPU. A tied table that is needed twice is read and counted once."""
         if name in self._kept:
             return self._kept.pop(name)
-        is_first = self._begin(name)
-        came = self._came if is_first else lambda n_bytes: None
-        tensor = self._checkpoint.read(name, self._dtype, came)
+        is_first = name not in self._counted
+        tensor = self._checkpoint.read(name, self._dtype, self._begin_counting(name))
         if name in self._shared and is_first:
             self._kept[name] = tensor
         return tensor
@@ -114,23 +113,20 @@ class TensorReader:
     def pack(self, name: str, panels: Tensor) -> Tensor | None:
         """Pack a tensor into all of `panels`, uint8, and return its order of inputs, if it has one.
 
-        Its bytes are read a piece at a time, and their pages released with the last. Raises as
-        `Checkpoint.read`.
+        Its stored bytes are in memory until it is packed. Raises as `Checkpoint.read`.
         """
-        tensor, is_first = self._checkpoint.tensors[name], self._begin(name)
+        tensor, came = self._checkpoint.tensors[name], self._begin_counting(name)
         packed, n_rows = tensor.packed, tensor.shape[0]
         assert packed is not None
-        stored = self._checkpoint.stored_of(name)
+        stored = self._checkpoint.stored_of(name, came)
+        self.read_ahead()
         order = packed.input_order(stored) if packed.input_order is not None else None
         step = PANEL * max(1, _PACKED_BYTES * n_rows // tensor.size_bytes // PANEL)
         for begin in range(0, n_rows, step):
             end = min(begin + step, n_rows)
-            self._checkpoint.prefetch_rows(name, end, min(end + step, n_rows))
             rows = packed.rows(stored, begin, end)
             pack_into(panels[begin // PANEL : -(-end // PANEL)], rows, packed.form)
-            if is_first:
-                done = [tensor.size_bytes * row // n_rows for row in (begin, end)]
-                self._came(done[1] - done[0])
+            self.report()
         return order
 
     def pack_while_reading(self, weights: Sequence[tuple[str, Packing]], packed: Tensor) -> None:
@@ -187,6 +183,10 @@ class TensorReader:
         is_first = name not in self._counted
         self._counted.add(name)
         return is_first
+
+    def _begin_counting(self, name: str) -> Callable[[int], None]:
+        """Say that a tensor is read now; return what to call with its bytes as they come."""
+        return self._came if self._begin(name) else lambda n_bytes: None
 
     def own(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Read a tensor to `device` in `dtype`; it shares no memory with the file."""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from shardnet.errors import CheckpointError
 from shardnet.model.families.stage_tensors import left_over
 
 Damage = Callable[[Path], object]
+PIECE_BYTES = 4096
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +59,33 @@ def test_tensors_are_read_as_stored_and_counted(name: str, request: pytest.Fixtu
 def test_a_file_that_shrinks_while_it_is_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages of a file that are mapped and gone would end the process."""
-    monkeypatch.setattr(stored_tensor, "READ_AT_A_TIME", mmap.PAGESIZE)
+    monkeypatch.setattr(stored_tensor, "READ_AT_A_TIME", PIECE_BYTES)
     folder = make_llama(tmp_path)
     checkpoint = Checkpoint.open(folder)
     largest = max(checkpoint.stored.values(), key=lambda tensor: tensor.size_bytes)
-    assert largest.size_bytes > 3 * mmap.PAGESIZE
+    assert largest.size_bytes > 3 * PIECE_BYTES
 
     def shrink(n_bytes: int) -> None:
         truncate(folder / largest.file, largest.offset + n_bytes)
 
     with pytest.raises(CheckpointError, match=f"{largest.file}: it has changed"):
         checkpoint.read(largest.name, came=shrink)
+
+
+def test_a_file_put_in_the_place_of_an_opened_one_is_named(tmp_path: Path) -> None:
+    """Also one of the same size: its tensors are another model's."""
+    folder = make_llama(tmp_path)
+    checkpoint = Checkpoint.open(folder)
+    info = next(iter(checkpoint.stored.values()))
+    other = tmp_path / "other"
+    shutil.copyfile(folder / info.file, other)
+    other.replace(folder / info.file)
+    for read in (checkpoint.read, checkpoint.stored_of, checkpoint.sources_of):
+        with pytest.raises(CheckpointError, match=f"{info.file}: it has changed"):
+            read(info.name)
+    (folder / info.file).unlink()
+    with pytest.raises(CheckpointError, match=f"{info.file}.*cannot be read"):
+        checkpoint.read(info.name)
 
 
 def test_opening_imports_no_torch(single: Path) -> None:

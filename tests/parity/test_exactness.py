@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from support.soak import cases
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.kernels.library import ISA_VARIABLE, native_kernels
 from shardnet.model.kernels.linear import KernelChoice
-from shardnet.types import ANY_ROWS, Arith, DType, LayerRange, SlotId
+from shardnet.types import ANY_ROWS, Arith, DType, KvDType, LayerRange, SlotId
 
 N_LAYERS = 4
 MAKERS: dict[str, Callable[..., Path]] = {"llama": make_llama, "gpt2": make_gpt2}
@@ -68,6 +69,16 @@ USUAL = ["gemma2", "gpt2", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_next"
 """Those that are least alike."""
 
 
+HEADS: dict[str, dict[str, Any]] = {
+    "llama-20": {"head_dim": 20},
+    "gemma2-22": CASES["gemma2"] | {"head_dim": 22},
+    "qwen2-24": {"head_dim": 24},
+    "gpt_oss-72": {"head_dim": 72},
+    "deepseek_v3": CASES["deepseek_v3"],
+}
+"""Heads, and latents, of columns that are no whole groups in int8."""
+
+
 @contextmanager
 def instruction_set(name: str, n_threads: int) -> Iterator[None]:
     """Have the library compute so."""
@@ -91,15 +102,30 @@ def instruction_set(name: str, n_threads: int) -> Iterator[None]:
 def test_every_family_has_the_same_bits_however_it_is_computed(
     family: str, stored: torch.dtype, arith: Arith, tmp_path: Path
 ) -> None:
-    """In chunks of all sizes, on several stages, beside others, with other threads and sets.
-
-    Portable arithmetic on every instruction set, what a CPU does with pairs of bfloat16 on its own.
-    """
+    """Portable arithmetic on every instruction set, what a CPU does with pairs on its own."""
     if family == "gpt2":
         folder = make_gpt2(tmp_path, dtype=stored)
     else:
         case = CASES[FAMILIES[family]] if family in FAMILIES else {}
         folder = make_decoder(tmp_path, family, dtype=stored, **case)
+    check_bits(folder, stored, arith)
+
+
+@needs_library
+@pytest.mark.parametrize("case", [*HEADS])
+@pytest.mark.parametrize("arith", [Arith.PORTABLE, Arith.FAST], ids=lambda arith: arith.value)
+def test_keys_and_values_in_int8_too_whatever_the_heads(
+    case: str, arith: Arith, tmp_path: Path
+) -> None:
+    stored = torch.bfloat16
+    folder = make_decoder(tmp_path, case.split("-")[0], dtype=stored, **HEADS[case])
+    check_bits(folder, stored, arith, KvDType.INT8)
+
+
+def check_bits(
+    folder: Path, stored: torch.dtype, arith: Arith, kv_dtype: KvDType = KvDType.AUTO
+) -> None:
+    """In chunks of all sizes, on several stages, beside others, with other threads and sets."""
     dtype = DType(str(stored).removeprefix("torch."))
     choice = probed(CPU, dtype, dtype, arith=arith)
     is_portable = arith is Arith.PORTABLE
@@ -112,11 +138,11 @@ def test_every_family_has_the_same_bits_however_it_is_computed(
         return Rows(slot=slot, position=start, ids=prompt[start:end], n_sampled=end - start)
 
     with instruction_set("", 1):
-        chain = StageChain.load(folder, [LayerRange(0, n_layers)], choice)
+        chain = StageChain.load(folder, [LayerRange(0, n_layers)], choice, kv_dtype=kv_dtype)
         assert chain.stages[0].exact_rows == ANY_ROWS
         expected = chain.step(rows(0, 150))
     with instruction_set("avx2" if is_portable else "", 3):
-        chain = StageChain.load(folder, even_split(n_layers, n_layers), choice)
+        chain = StageChain.load(folder, even_split(n_layers, n_layers), choice, kv_dtype=kv_dtype)
         cuts = [0, 64, *range(71, 110, 7), *range(107, 112), 150]
         pieces = [*itertools.pairwise(cuts)][1:]
         got = [chain.step(rows(0, 33, slot=1), rows(0, cuts[1]))[33:]]
@@ -131,7 +157,7 @@ def test_every_family_has_the_same_bits_however_it_is_computed(
     if not is_portable:
         return
     with instruction_set("portable", 2):
-        chain = StageChain.load(folder, [LayerRange(0, n_layers)], choice)
+        chain = StageChain.load(folder, [LayerRange(0, n_layers)], choice, kv_dtype=kv_dtype)
         assert torch.equal(chain.step(rows(0, 9)), expected[:9])
 
 

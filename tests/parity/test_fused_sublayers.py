@@ -34,7 +34,7 @@ from shardnet.model.layers import attention as torch_attention
 from shardnet.model.layers.attention import ForwardStep, plan_step
 from shardnet.model.layers.decoder_layer import AttentionSublayer, Layer, MlpSublayer, Residual
 from shardnet.model.layers.modules import GatedMlp, SelfAttention
-from shardnet.model.layers.native_attention import AttentionKind
+from shardnet.model.layers.native_attention import AttentionKind, can_attend
 from shardnet.model.layers.norms import HeadNorm, Norm
 from shardnet.model.layers.rotary import Rotary
 from shardnet.types import (
@@ -47,6 +47,7 @@ from shardnet.types import (
     SequenceId,
     SlotId,
     StepId,
+    kv_groups,
 )
 
 pytestmark = needs_library
@@ -477,9 +478,9 @@ def test_parts_of_another_shape_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [16, 64, 96])
+@pytest.mark.parametrize("size", [16, 20, 22, 64, 72, 96])
 def test_keys_are_quantized_to_torchs_bytes(name: str, dtype: torch.dtype, size: int) -> None:
-    """And what is no number shows in its group alone."""
+    """And what is no number shows in its group alone; behind the last column are zeros."""
     layer = layer_by_torch(name, size=size, norms=dtype)
     ours = with_native_sublayers(layer, kernels_named(name))
     plain, quantized = (Runner(ours, size, 2, dtype, kv_dtype) for kv_dtype in KvDType)
@@ -495,9 +496,12 @@ def test_keys_are_quantized_to_torchs_bytes(name: str, dtype: torch.dtype, size:
     ):
         assert own.dtype is torch.int8
         quantized_by_torch = quantize_rows(want[:, :40])
-        assert torch.equal(own[:, :40, :size], quantized_by_torch[..., :size])
+        n_groups, columns = kv_groups(size)
+        end = n_groups * columns
+        assert torch.equal(own[:, :40, :end], quantized_by_torch[..., :end])
+        assert not own[:, :40, size:end].any()
         scales, wanted = (  # of what is no number the bits are anybody's
-            rows[..., size:].contiguous().view(torch.bfloat16)
+            rows[..., end:].contiguous().view(torch.bfloat16)
             for rows in (own[:, :40], quantized_by_torch)
         )
         torch.testing.assert_close(scales, wanted, rtol=0, atol=0, equal_nan=True)
@@ -505,11 +509,11 @@ def test_keys_are_quantized_to_torchs_bytes(name: str, dtype: torch.dtype, size:
 
 
 @pytest.mark.parametrize("name", ISAS)
-@pytest.mark.parametrize("size", [32, 64, 24])
+@pytest.mark.parametrize("size", [8, 20, 22, 24, 32, 64, 72])
 def test_quantized_keys_are_attended_as_torch_does(name: str, size: int) -> None:
-    """Groups of 24 columns are not the library's."""
     plain = layer_by_torch(name, size=size)
     ours = with_native_sublayers(plain, kernels_named(name))
+    assert can_attend(size, KvCache(1, 2, size, torch.float32, CPU, 1, kv_dtype=KvDType.INT8))
     runners = [Runner(layer, size, 2, torch.float32, KvDType.INT8) for layer in (ours, plain)]
     for groups in ((group(0, 0, 20),), (group(0, 20, 100), group(1, 0, 3)), (group(0, 120, 19),)):
         n_rows = sum(g.n_rows for g in groups)

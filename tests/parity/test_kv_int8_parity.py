@@ -34,6 +34,9 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 20},
     "llama-wide": {"head_dim": 70, "num_hidden_layers": 2},
     "llama-odd": {"head_dim": 34, "num_hidden_layers": 2},
+    "llama-20": {"head_dim": 20},
+    "llama-22": {"head_dim": 22},
+    "qwen2_moe-24": {"head_dim": 24},
 }
 ERROR, ERROR_WITH_EXPERTS = 0.04, 0.2
 """How far rounding moves the logits of these random models at most, as a share of their size. With
@@ -133,7 +136,7 @@ def test_logits_are_those_of_transformers_with_these_keys_and_values(
 
 # --- what may not change a bit ------------------------------------------------------------------
 
-EXACT = cases(["deepseek_v3"], ["llama", "gemma2"])
+EXACT = cases(["deepseek_v3", "llama-20", "qwen2_moe-24"], ["llama", "gemma2", "llama-22"])
 
 
 @pytest.fixture(scope="module", params=EXACT)

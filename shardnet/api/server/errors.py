@@ -22,6 +22,7 @@ from shardnet.errors import (
     ShardnetError,
     UnsupportedModelError,
     UsageError,
+    first_error,
 )
 
 RETRY_S: Final = 2
@@ -73,7 +74,9 @@ def too_many(message: str, retry_s: int) -> HttpError:
 
 
 def fault_of(error: Exception) -> Fault:
-    """Return what a client is told of an error; 500 for a bug of ours."""
+    """Return what a client is told of an error, of a group the first one; 500 for a bug of ours."""
+    if isinstance(error, ExceptionGroup):
+        return fault_of(first_error(error))
     if isinstance(error, HttpError):
         return error.fault
     if isinstance(error, ContextExceededError):
@@ -109,7 +112,9 @@ def fault_of(error: Exception) -> Fault:
         case ShardnetError():
             return Fault(status=500, kind="server_error", message=text)
         case _:
-            message = f"internal error: {type(error).__name__}, a bug of shardnet"
+            is_check = isinstance(error, AssertionError)
+            what = "a check of its own failed" if is_check else type(error).__name__
+            message = f"internal error: {what}, a bug of shardnet"
             return Fault(status=500, kind="server_error", message=message)
 
 

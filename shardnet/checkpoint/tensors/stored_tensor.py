@@ -1,4 +1,4 @@
-"""Stored tensors: which bytes of which file, and how to map them into memory.
+"""Stored tensors: which bytes of which file, and how they are read.
 
 A *stored tensor* is the unit that nodes transfer and replicas store. Model tensors are made of them
 (checkpoint/tensors/model_tensor.py). Knows files and bytes. Must not know
@@ -11,14 +11,13 @@ import contextlib
 import hashlib
 import heapq
 import math
-import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import RawIOBase
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from shardnet.checkpoint.tensors.checkpoint_files import find_file, open_file
 from shardnet.errors import CheckpointError
@@ -143,19 +142,38 @@ class FileHead:
         return sum(n_bytes for _, n_bytes in self.ranges)
 
 
+class FileState(NamedTuple):
+    """What tells a file that was opened from one that was cut off, or put in its place."""
+
+    size_bytes: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """Look at a file. Raises CheckpointError if it is missing or no regular file."""
+        try:
+            found = find_file(path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error.strerror})", remedy=AGAIN
+            ) from error
+        if found is None:
+            raise CheckpointError(f"{path} cannot be read (it is missing)", remedy=AGAIN)
+        return cls(found.st_size, found.st_ino)
+
+
 def read_stored(
     folder: Path,
     tensor: StoredTensor,
-    file_bytes: int,
-    came: Callable[[int], None] | None = None,
+    opened: FileState,
+    came: Callable[[int], None] = lambda n_bytes: None,
 ) -> torch.Tensor:
-    """Read a stored tensor: a CPU view of the file, or with `came` a copy. Do not write to it.
+    """Read a stored tensor into memory of its own.
 
-    It has the stored shape and type; of a packed type it is [rows, bytes of a row] in uint8. The
-    pages of a view stay mapped until it is freed, and the process dies if the file shrinks before;
-    a copy is read now, and `came` is called with the bytes of each piece read; if it raises,
-    reading ends. `file_bytes` is the size that the file had when it was opened. Raises
-    CheckpointError if the file is gone or has changed its size.
+    It has the stored shape and type; of a packed type it is [rows, bytes of a row] in uint8. `came`
+    is called with the bytes of each piece read; if it raises, reading ends. `opened` is what the
+    file was when the checkpoint was opened. Nothing is mapped, since the process would die if the
+    file shrank. Raises CheckpointError if the file is gone, was replaced, or has another size.
     """
     import torch
 
@@ -165,22 +183,14 @@ def read_stored(
         return torch.empty(tensor.shape, dtype=kind or torch.uint8)
     try:
         with open_file(path) as file:
-            if file.seek(0, 2) != file_bytes:
+            found = os.fstat(file.fileno())
+            if (found.st_size, found.st_ino) != opened:
                 raise file_changed(path)
-            if came is not None:
-                return _shaped(tensor, kind, _read(file, path, tensor, came))
-            begin = tensor.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-            inside = tensor.offset - begin
-            # A private mapping, since torch warns of buffers that cannot be written.
-            mapped = mmap.mmap(
-                file.fileno(), inside + tensor.size_bytes, offset=begin, access=mmap.ACCESS_COPY
-            )
+            return _shaped(tensor, kind, _read(file, path, tensor, came))
     except OSError as error:
         raise CheckpointError(
             f"{path}: tensor {tensor.name} cannot be read ({error.strerror})", remedy=AGAIN
         ) from error
-    raw = torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.size_bytes, offset=inside)
-    return _shaped(tensor, kind, raw)
 
 
 def _read(
@@ -206,23 +216,15 @@ def _shaped(tensor: StoredTensor, kind: torch.dtype | None, raw: torch.Tensor) -
     """Return the bytes of a tensor in its shape and type."""
     if kind is None:
         return raw.view(tensor.shape[0] if len(tensor.shape) > 1 else 1, -1)
-    if raw.data_ptr() % kind.itemsize:
-        raw = raw.clone()  # not where elements of this type may begin
     elements = raw.view(kind)
     if tensor.strides is not None:
         return elements.as_strided(tensor.shape, tensor.strides)
     return elements.view(tensor.shape)
 
 
-def check_size(path: Path, file_bytes: int) -> None:
-    """Raise CheckpointError unless a file is there with the size that it was opened with."""
-    try:
-        found = find_file(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror})", remedy=AGAIN) from error
-    if found is None:
-        raise CheckpointError(f"{path} cannot be read (it is missing)", remedy=AGAIN)
-    if found.st_size != file_bytes:
+def check_unchanged(path: Path, opened: FileState) -> None:
+    """Raise CheckpointError unless a file is there as it was when it was opened."""
+    if FileState.of(path) != opened:
         raise file_changed(path)
 
 

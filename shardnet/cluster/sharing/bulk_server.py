@@ -22,6 +22,7 @@ from shardnet.errors import (
     RemoteProtocolError,
     ShardnetError,
     UsageError,
+    internal_error,
 )
 from shardnet.transport.link import Link
 from shardnet.types import block_spans
@@ -127,7 +128,7 @@ class BulkServer:
         except BaseException as error:  # our own bug, or a library's panic: the node must live
             what = type(message).__name__
             _log.error("%s of %s failed", what, link.peer.name, exc_info=error)
-            _refuse(link, message, ShardnetError(f"internal error in {what}: {error!r}"))
+            _refuse(link, message, internal_error(what, error))
 
     async def _carry_out(self, link: Link, message: WeightsRequest, model: OpenModel) -> None:
         disk = self._disk.at(model.checkpoint.folder)

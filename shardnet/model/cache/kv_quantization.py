@@ -3,8 +3,8 @@
 Knows one row at a time: a row's bytes depend neither on other rows nor on its position, so that any
 split, batch or replay stores the same bytes. Must not know slots or attention.
 
-A row has a scale for every group of at most 32 columns (`kv_groups`). Its bytes are all columns,
-then all scales in bfloat16, which has the range of every compute dtype.
+A row has a scale for every group of 16 or 32 columns (`kv_groups`). Its bytes are all columns,
+zeros up to whole groups, then all scales in bfloat16, which has the range of every compute dtype.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from shardnet.errors import shown
 from shardnet.model.config.fields import MAX_SIZE, Fields
-from shardnet.model.config.limits import MAX_EOS, MAX_LAYERS
+from shardnet.model.config.limits import MAX_EOS, MAX_LAYERS, MAX_POSITIONS, NORM_EPS
 from shardnet.model.config.model_config import Activation, ModelConfig, Rope
 from shardnet.model.config.rope import reach, read_rope
 from shardnet.types import DType
@@ -48,7 +48,7 @@ def read_decoder(
             f"num_attention_heads {n_heads} is no multiple of num_key_value_heads {kv_heads}"
         )
     size = fields.positive("head_dim", head_size or even_head_size(fields, hidden_size, n_heads))
-    positions = fields.positive("max_position_embeddings", max_positions)
+    positions = fields.positive("max_position_embeddings", max_positions, at_most=MAX_POSITIONS)
     rotary = rope(fields, positions, size)
     return ModelConfig(
         family=fields.take("model_type", str),
@@ -62,7 +62,7 @@ def read_decoder(
         ),
         vocab_size=fields.positive("vocab_size"),
         max_positions=reach(rotary, positions),
-        norm_eps=fields.positive_number("rms_norm_eps", norm_eps),
+        norm_eps=fields.number("rms_norm_eps", norm_eps, within=NORM_EPS),
         activation=read_activation(fields, activation_key, activation),
         attention_bias=False,
         mlp_bias=False,

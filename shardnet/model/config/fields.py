@@ -5,12 +5,12 @@ Knows types and bounds. Must not know what a family's keys mean.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardnet.errors import CheckpointError, UnsupportedModelError, shown
 from shardnet.model.config.harmless_keys import is_harmless
+from shardnet.model.config.limits import SCALES, Range
 
 MAX_SIZE = 2**31 - 1
 """Cap on what a config may claim, so that a damaged one cannot make us fill the memory."""
@@ -97,28 +97,26 @@ class Fields:
         """Return an integer above 0, None where the key is absent or null."""
         return None if self.missing(key) else self.positive(key)
 
-    def positive_number(self, key: str, *default: float) -> float:
-        """Return a finite number above 0."""
+    def number(self, key: str, *default: float, within: Range = SCALES) -> float:
+        """Return a number in the range `within`, so that nothing computed with it overflows."""
         value: float = self.take(key, float, *default)
-        if not 0 < value < math.inf:
-            raise self.damaged(f"{self._prefix}{key} is {value}, expected a number above 0")
+        if not within.least <= value <= within.most:
+            raise self.damaged(f"{self._prefix}{key} is {value}, expected {within}")
         return value
 
-    def optional_number(self, key: str) -> float | None:
-        """Return a finite number above 0, None where the key is absent or null."""
-        return None if self.missing(key) else self.positive_number(key)
+    def optional_number(self, key: str, *, within: Range = SCALES) -> float | None:
+        """Return a number in the range `within`, None where the key is absent or null."""
+        return None if self.missing(key) else self.number(key, within=within)
 
-    def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Return a list of `count` finite numbers above 0."""
+    def numbers(self, key: str, count: int, *, within: Range) -> tuple[float, ...]:
+        """Return a list of `count` numbers in the range `within`."""
         values: list[Any] = self.take(key, list)
         if len(values) != count:
             raise self.damaged(f"{self._prefix}{key} has {len(values)} numbers, expected {count}")
         for value in values:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not 0 < value < _MAX_FLOAT_INT:
-                raise self.damaged(
-                    f"{self._prefix}{key} holds {shown(value)}, expected numbers above 0"
-                )
+            if not is_number or not within.least <= value <= within.most:
+                raise self.damaged(f"{self._prefix}{key} holds {shown(value)}, expected {within}")
         return tuple(float(value) for value in values)
 
     def require(self, key: str, only: bool | float) -> None:

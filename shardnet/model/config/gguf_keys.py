@@ -10,6 +10,7 @@ from collections.abc import Container, Mapping
 from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import NORM_EPS, THETAS
 
 Factors = Mapping[str, tuple[float, ...]]
 """Factors of rotary frequencies, which GGUF stores as tensors, by tensor name."""
@@ -63,8 +64,8 @@ def read_gguf_sizes(
             "feed_forward_length", *([] if intermediate_size is None else [intermediate_size])
         ),
         "num_attention_heads": fields.positive("attention.head_count"),
-        "rms_norm_eps": fields.positive_number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": fields.positive_number("rope.freq_base", 10000.0),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", within=NORM_EPS),
+        "rope_theta": fields.number("rope.freq_base", 10000.0, within=THETAS),
         "rope_scaling": _read_scaling(fields, factors),
     }
 

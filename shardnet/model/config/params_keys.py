@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import NORM_EPS, THETAS
 
 
 def read_params_decoder(fields: Fields) -> dict[str, Any]:
@@ -19,8 +20,8 @@ def read_params_decoder(fields: Fields) -> dict[str, Any]:
         "num_attention_heads": n_heads,
         "num_key_value_heads": fields.positive("n_kv_heads", n_heads),
         "head_dim": fields.positive("head_dim", dim // n_heads),
-        "rms_norm_eps": fields.positive_number("norm_eps"),
-        "rope_theta": fields.positive_number("rope_theta", 10000.0),
+        "rms_norm_eps": fields.number("norm_eps", within=NORM_EPS),
+        "rope_theta": fields.number("rope_theta", 10000.0, within=THETAS),
     }
 
 

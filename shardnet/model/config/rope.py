@@ -11,11 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from shardnet.model.config.fields import MAX_SIZE, Fields
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import DIVISORS, MAX_POSITIONS, STRETCHES, THETAS, Range
 from shardnet.model.config.model_config import Rope, RopeKind
-
-MAX_FACTOR = 1e6
-"""Cap on how far positions are stretched; keeps the powers below within a float."""
 
 _NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
@@ -41,10 +39,12 @@ def read_rope(
     """
     inner = rope_object(fields)
     inner.ignore(*ignored)
-    theta = inner.positive_number("rope_theta", fields.positive_number("rope_theta", theta))
+    theta = inner.number(
+        "rope_theta", fields.number("rope_theta", theta, within=THETAS), within=THETAS
+    )
     if may_be_partial:
-        outer_share = fields.positive_number("partial_rotary_factor", share)
-        share = inner.positive_number("partial_rotary_factor", outer_share)
+        outer_share = fields.number("partial_rotary_factor", share)
+        share = inner.number("partial_rotary_factor", outer_share)
     else:
         fields.require("partial_rotary_factor", 1.0)
         inner.require("partial_rotary_factor", 1.0)
@@ -99,7 +99,7 @@ def read_scaling(
                 kind=kind,
                 theta=plain.theta,
                 share=plain.share,
-                factor=rope.positive_number("factor"),
+                factor=rope.number("factor", within=STRETCHES),
             )
         case RopeKind.DYNAMIC:
             made = _dynamic(rope, plain, max_positions, rotated)
@@ -119,9 +119,9 @@ def reach(rope: Rope, max_positions: int) -> int:
     Some scalings are meant for sequences longer than what published configs still say.
     """
     if rope.kind is RopeKind.DYNAMIC:
-        return int(min(max_positions * rope.factor, MAX_SIZE))
+        return int(min(max_positions * rope.factor, MAX_POSITIONS))
     if rope.kind is RopeKind.YARN:
-        stretched = int(min(rope.original_max_positions * rope.factor, MAX_SIZE))
+        stretched = int(min(rope.original_max_positions * rope.factor, MAX_POSITIONS))
         return max(max_positions, stretched)
     return max_positions
 
@@ -156,8 +156,8 @@ def _yarn(rope: Fields, plain: Rope, max_positions: int) -> Rope:
         plain,
         factor=factor,
         magnitude=yarn_magnitude(factor, 1.0) if magnitude is None else magnitude,
-        beta_fast=rope.positive_number("beta_fast", 32.0),
-        beta_slow=rope.positive_number("beta_slow", 1.0),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.take("truncate", bool, True),
     )
 
@@ -169,7 +169,7 @@ def yarn_magnitude(factor: float, mscale: float) -> float:
 
 def _longrope(rope: Fields, plain: Rope, max_positions: int, rotated: int) -> Rope:
     """The trained positions have the short factors, longer contexts the long ones."""
-    factor = rope.positive_number("factor", max_positions / plain.original_max_positions)
+    factor = rope.optional_number("factor") or max_positions / plain.original_max_positions
     magnitude = rope.optional_number("attention_factor")
     if magnitude is None:
         magnitude = 1.0
@@ -179,21 +179,18 @@ def _longrope(rope: Fields, plain: Rope, max_positions: int, rotated: int) -> Ro
         plain,
         factor=factor,
         magnitude=magnitude,
-        short_factors=rope.numbers("short_factor", rotated // 2),
-        long_factors=rope.numbers("long_factor", rotated // 2),
+        short_factors=rope.numbers("short_factor", rotated // 2, within=DIVISORS),
+        long_factors=rope.numbers("long_factor", rotated // 2, within=DIVISORS),
     )
 
 
 def _llama3(rope: Fields, plain: Rope) -> Rope:
-    low = rope.positive_number("low_freq_factor")
-    high = rope.positive_number("high_freq_factor")
-    factor = rope.positive_number("factor")
+    low = rope.number("low_freq_factor")
+    high = rope.number("high_freq_factor")
+    factor = rope.number("factor", within=STRETCHES)
     return replace(plain, factor=factor, low_freq_factor=low, high_freq_factor=high)
 
 
 def _factor(rope: Fields, *default: float) -> float:
     """Read a factor that stretches: below 1 it would shrink what was trained."""
-    factor = rope.positive_number("factor", *default)
-    if not 1 <= factor <= MAX_FACTOR:
-        raise rope.damaged(f"rope factor is {factor}, expected 1 to {MAX_FACTOR:g}")
-    return factor
+    return rope.number("factor", *default, within=Range(1, STRETCHES.most))

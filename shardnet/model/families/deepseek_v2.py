@@ -137,7 +137,7 @@ def read_experts(
         * fields.positive("n_shared_experts", defaults.shared_intermediate_size),
         n_groups=n_groups,
         top_groups=top_groups,
-        output_scale=fields.positive_number("routed_scaling_factor", defaults.output_scale),
+        output_scale=fields.number("routed_scaling_factor", defaults.output_scale),
         layers=layers,
     )
     return replace(config, experts=experts if layers else None)
@@ -261,7 +261,7 @@ def read_gguf_experts(fields: Fields) -> dict[str, Any]:
         "n_shared_experts": fields.positive("expert_shared_count"),
         "moe_intermediate_size": fields.positive("expert_feed_forward_length"),
         "first_k_dense_replace": fields.take("leading_dense_block_count", int, 0),
-        "routed_scaling_factor": fields.positive_number("expert_weights_scale", 1.0),
+        "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
         "norm_topk_prob": fields.take("expert_weights_norm", bool, False),
         "n_group": n_groups,
         "topk_group": fields.positive("expert_group_used_count", n_groups),

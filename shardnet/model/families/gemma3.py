@@ -13,6 +13,7 @@ from typing import Any, Final
 from shardnet.model.config.decoder_config import FULL, SLIDING
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors
+from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.config.rope import read_scaling, rope_object
 from shardnet.model.families import gemma2
@@ -43,18 +44,18 @@ def read_config(fields: Fields) -> ModelConfig:
 
 def _read_global_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
     """Read the positions of layers without a window, the only ones that version 4 scales."""
-    theta = fields.positive_number("rope_theta", GLOBAL_THETA)
+    theta = fields.number("rope_theta", GLOBAL_THETA, within=THETAS)
     inner = _rope_of_layers(fields, FULL) or rope_object(fields)
-    plain = Rope(theta=inner.positive_number("rope_theta", theta))
+    plain = Rope(theta=inner.number("rope_theta", theta, within=THETAS))
     return read_scaling(inner, plain, max_positions=max_positions, head_size=head_size)
 
 
 def _read_local_rope(fields: Fields, config: ModelConfig) -> Rope:
-    theta = fields.positive_number("rope_local_base_freq", LOCAL_THETA)
+    theta = fields.number("rope_local_base_freq", LOCAL_THETA, within=THETAS)
     inner = _rope_of_layers(fields, SLIDING)
     if inner is None:
         return Rope(theta=theta)
-    plain = Rope(theta=inner.positive_number("rope_theta", theta))
+    plain = Rope(theta=inner.number("rope_theta", theta, within=THETAS))
     positions = config.max_positions
     return read_scaling(inner, plain, max_positions=positions, head_size=config.head_size)
 
@@ -77,7 +78,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata."""
     return gemma2.read_gguf_gemma(fields, tensors, factors, _LAYERS_27B) | {
-        "rope_local_base_freq": fields.positive_number("rope.freq_base_swa", 10000.0),
+        "rope_local_base_freq": fields.number("rope.freq_base_swa", 10000.0, within=THETAS),
         "sliding_window_pattern": fields.positive("attention.sliding_window_pattern", 6),
         "final_logit_softcapping": fields.optional_number("final_logit_softcapping"),
     }

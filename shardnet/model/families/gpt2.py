@@ -16,7 +16,7 @@ from shardnet.model.config.decoder_config import (
 )
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors
-from shardnet.model.config.limits import MAX_LAYERS
+from shardnet.model.config.limits import MAX_LAYERS, MAX_POSITIONS, NORM_EPS
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import Family, FamilyStage, GgufFormat
 from shardnet.model.families.tensor_shapes import Table
@@ -44,8 +44,8 @@ def read_config(fields: Fields) -> ModelConfig:
         head_size=even_head_size(fields, hidden_size, n_heads),
         intermediate_size=fields.positive("n_inner", 4 * hidden_size),
         vocab_size=fields.positive("vocab_size"),
-        max_positions=fields.positive("n_positions", 1024),
-        norm_eps=fields.positive_number("layer_norm_epsilon", 1e-5),
+        max_positions=fields.positive("n_positions", 1024, at_most=MAX_POSITIONS),
+        norm_eps=fields.number("layer_norm_epsilon", 1e-5, within=NORM_EPS),
         activation=read_activation(fields, "activation_function", "gelu_new"),
         attention_bias=True,
         mlp_bias=True,
@@ -121,7 +121,7 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
         "n_embd": fields.positive("embedding_length"),
         "n_inner": fields.positive("feed_forward_length"),
         "n_head": fields.positive("attention.head_count"),
-        "layer_norm_epsilon": fields.positive_number("attention.layer_norm_epsilon"),
+        "layer_norm_epsilon": fields.number("attention.layer_norm_epsilon", within=NORM_EPS),
     }
 
 

@@ -14,6 +14,7 @@ from shardnet.model.config.decoder_config import read_decoder, read_window, read
 from shardnet.model.config.expert_config import read_expert_counts
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_experts
+from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import Experts, ModelConfig, Rope
 from shardnet.model.config.rope import read_rope, read_scaling
 from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
@@ -69,8 +70,8 @@ def read_config(fields: Fields) -> ModelConfig:
             top_k=top_k,
             intermediate_size=config.intermediate_size,
             normalize_top_k=True,
-            swiglu_limit=fields.positive_number("swiglu_limit", 7.0),
-            swiglu_alpha=fields.positive_number("swiglu_alpha", 1.702),
+            swiglu_limit=fields.number("swiglu_limit", 7.0),
+            swiglu_alpha=fields.number("swiglu_alpha", 1.702),
             layers=tuple(range(config.n_layers)),
         ),
     )
@@ -79,7 +80,7 @@ def read_config(fields: Fields) -> ModelConfig:
 def _read_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
     """Read the rotary positions: where none are given they are scaled as in the published ones."""
     if fields.missing("rope_parameters") and fields.missing("rope_scaling"):
-        theta = fields.positive_number("rope_theta", THETA)
+        theta = fields.number("rope_theta", THETA, within=THETAS)
         published = fields.inner("rope_parameters", PUBLISHED_YARN)
         return read_scaling(
             published, Rope(theta=theta), max_positions=max_positions, head_size=head_size

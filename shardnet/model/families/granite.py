@@ -17,20 +17,20 @@ def read_config(fields: Fields) -> ModelConfig:
     """Read a GraniteConfig."""
     return replace(
         llama.read_config(fields),
-        attention_scale=fields.positive_number("attention_multiplier", 1.0),
-        embedding_multiplier=fields.positive_number("embedding_multiplier", 1.0),
-        residual_multiplier=fields.positive_number("residual_multiplier", 1.0),
-        logit_divisor=fields.positive_number("logits_scaling", 1.0),
+        attention_scale=fields.number("attention_multiplier", 1.0),
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+        residual_multiplier=fields.number("residual_multiplier", 1.0),
+        logit_divisor=fields.number("logits_scaling", 1.0),
     )
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata, in which every multiplier has to stand."""
     multipliers = {
-        "attention_multiplier": fields.positive_number("attention.scale"),
-        "embedding_multiplier": fields.positive_number("embedding_scale"),
-        "residual_multiplier": fields.positive_number("residual_scale"),
-        "logits_scaling": fields.positive_number("logit_scale"),
+        "attention_multiplier": fields.number("attention.scale"),
+        "embedding_multiplier": fields.number("embedding_scale"),
+        "residual_multiplier": fields.number("residual_scale"),
+        "logits_scaling": fields.number("logit_scale"),
     }
     return read_gguf_decoder(fields, tensors, factors) | gguf_biases(tensors) | multipliers
 

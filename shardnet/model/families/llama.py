@@ -14,6 +14,7 @@ from shardnet.model.config.gguf_keys import (
     has_gguf_experts,
     read_gguf_decoder,
 )
+from shardnet.model.config.limits import STRETCHES, THETAS
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import ConsolidatedFormat, Family, GgufFormat, decoder_stage
 from shardnet.model.families.tensor_shapes import Table, attention, mlp, pre_norms
@@ -83,7 +84,7 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
 def read_params(fields: Fields) -> dict[str, Any]:
     """Read Meta's params.json (github.com/meta-llama/llama-models)."""
     is_scaled = fields.take("use_scaled_rope", bool, False)
-    theta = fields.positive_number("rope_theta", 10000.0)
+    theta = fields.number("rope_theta", 10000.0, within=THETAS)
     positions = _LLAMA3_POSITIONS if theta >= _LLAMA3_THETA else _LLAMA2_POSITIONS
     return {
         "intermediate_size": _intermediate_size(fields),
@@ -99,7 +100,7 @@ def _intermediate_size(fields: Fields) -> int:
     if not fields.missing("hidden_dim"):
         return fields.positive("hidden_dim")
     width = int(2 * (4 * fields.positive("dim")) / 3)
-    width = int(fields.positive_number("ffn_dim_multiplier", 1.0) * width)
+    width = int(fields.number("ffn_dim_multiplier", 1.0) * width)
     multiple = fields.positive("multiple_of")
     return -(-width // multiple) * multiple
 
@@ -108,9 +109,9 @@ def _rope_scaling(fields: Fields) -> dict[str, Any]:
     factor = 8.0 if fields.positive("dim") >= _SMALLEST_DIM_OF_3_1 else 32.0
     return {
         "rope_type": "llama3",
-        "factor": fields.positive_number("rope_scaling_factor", factor),
+        "factor": fields.number("rope_scaling_factor", factor, within=STRETCHES),
         "low_freq_factor": 1.0,
-        "high_freq_factor": fields.positive_number("rope_high_freq_factor", 4.0),
+        "high_freq_factor": fields.number("rope_high_freq_factor", 4.0),
         "original_max_position_embeddings": _LLAMA3_POSITIONS,
     }
 

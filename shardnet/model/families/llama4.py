@@ -51,7 +51,7 @@ def read_config(fields: Fields) -> ModelConfig:
     nope = _read_nope_layers(fields, config.n_layers)
     chunk = _read_chunk(fields, config.n_layers, is_chunked=len(nope) < config.n_layers)
     tunes = fields.take("attn_temperature_tuning", (bool, int), True)
-    temperature = fields.positive_number("attn_scale", 0.1)
+    temperature = fields.number("attn_scale", 0.1)
     mixed = MixedPositions(
         nope_layers=nope,
         temperature=temperature if tunes else 0.0,

@@ -16,6 +16,7 @@ from shardnet.model.config.gguf_keys import (
     read_gguf_decoder,
     read_gguf_experts,
 )
+from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import Experts, ModelConfig
 from shardnet.model.config.params_keys import has_params_experts
 from shardnet.model.config.rope import read_rope
@@ -110,7 +111,7 @@ def read_params(fields: Fields) -> dict[str, Any]:
     config = {
         "num_local_experts": inner.positive("num_experts"),
         "num_experts_per_tok": inner.positive("num_experts_per_tok"),
-        "rope_theta": fields.positive_number("rope_theta", THETA),
+        "rope_theta": fields.number("rope_theta", THETA, within=THETAS),
     }
     inner.note_the_rest()
     return config | mistral.read_params(fields)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.limits import MAX_LAYER_EXPERTS, MAX_VOCABULARY
+from shardnet.model.config.limits import MAX_LAYER_EXPERTS, MAX_VOCABULARY, MAX_WIDTH
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import (
     deepseek_v2,
@@ -118,9 +118,22 @@ def _check_counts(fields: Fields, config: ModelConfig) -> None:
     for what, n, most in (
         ("tokens", config.vocab_size, MAX_VOCABULARY),
         ("experts in all layers", n_experts, MAX_LAYER_EXPERTS),
+        ("columns in one linear", _widest(config), MAX_WIDTH),
     ):
         if n > most:
             raise fields.damaged(f"it claims {n} {what}, expected at most {most}")
+
+
+def _widest(config: ModelConfig) -> int:
+    """Return the most columns that an input or output of any of the model's linears has."""
+    widths = [config.hidden_size, config.intermediate_size, config.n_heads * config.head_size]
+    if config.experts is not None:
+        widths += [config.experts.intermediate_size, config.experts.shared_intermediate_size]
+    if config.latent is not None:
+        own = config.latent
+        head = max(own.nope_size + own.rope_size, own.nope_size + own.value_size)
+        widths += [config.n_heads * head, own.width, own.query_rank or 0]
+    return max(widths)
 
 
 def _ignore_unused_windows(fields: Fields, raw: Mapping[str, Any]) -> None:

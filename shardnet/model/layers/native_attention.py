@@ -25,8 +25,6 @@ from shardnet.types import SlotId, kv_groups
 
 MAX_HEAD: Final = 576
 """The most columns of a query that the library attends with: DeepSeek's latents."""
-_PARTS: Final = 16
-"""Groups of quantised columns must be multiples of the library's widest vector."""
 
 
 class AttendStruct(ctypes.Structure):
@@ -46,6 +44,8 @@ class AttendStruct(ctypes.Structure):
         ("value_size", ctypes.c_int64),
         ("row_bytes", ctypes.c_int64),
         ("value_bytes", ctypes.c_int64),
+        ("key_columns", ctypes.c_int64),
+        ("value_columns", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("group", ctypes.c_int64),
         ("team", Team),
@@ -139,9 +139,10 @@ def bind_slots(struct: AttendStruct, spans: NativeSpans, layer: int, kv: KvCache
         raise ValueError(f"layer {layer} is not among those of the step's slots")
     keys = _stored_row(struct.head_size, kv)
     values = _stored_row(struct.value_size, kv)
-    if keys is None or values is None or keys.group != values.group:
+    if keys.group != values.group:
         return False
     struct.group, struct.row_bytes, struct.value_bytes = keys.group, keys.n_bytes, values.n_bytes
+    struct.key_columns, struct.value_columns = keys.n_columns, values.n_columns
     struct.spans = spans.address
     struct.n_spans = len(spans.slots)
     struct.layer = layer
@@ -152,8 +153,7 @@ def can_attend(head_size: int, kv: KvCache) -> bool:
     """Say whether the library attends with heads of `head_size` columns over these slots."""
     is_computed = kv.dtype in (torch.float32, torch.bfloat16) and kv.device.type == "cpu"
     is_head = head_size <= MAX_HEAD and head_size % 2 == 0
-    is_read = _stored_row(head_size, kv) is not None
-    return is_computed and is_head and is_read and native_kernels() is not None
+    return is_computed and is_head and native_kernels() is not None
 
 
 def native_attend(
@@ -188,17 +188,21 @@ def native_attend(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredRow:
-    """A key or value in a slot: its bytes, and columns that share a scale (0: not quantised)."""
+    """A key or value in a slot: its bytes and columns, and how many columns share a scale.
+
+    Where rows are not quantised `group` is 0.
+    """
 
     n_bytes: int
+    n_columns: int
     group: int
 
 
-def _stored_row(size: int, kv: KvCache) -> _StoredRow | None:
-    """Describe rows of `size` columns in the slots; None if the library cannot read them."""
+def _stored_row(size: int, kv: KvCache) -> _StoredRow:
+    """Describe rows of `size` columns in the slots."""
     if not kv.is_quantized:
-        return _StoredRow(n_bytes=size * kv.dtype.itemsize, group=0)
+        return _StoredRow(n_bytes=size * kv.dtype.itemsize, n_columns=size, group=0)
     n_groups, group = kv_groups(size)
-    if group % _PARTS or n_groups * group != size:
-        return None
-    return _StoredRow(n_bytes=size + n_groups * torch.bfloat16.itemsize, group=group)
+    n_columns = n_groups * group
+    n_bytes = n_columns + n_groups * torch.bfloat16.itemsize
+    return _StoredRow(n_bytes=n_bytes, n_columns=n_columns, group=group)

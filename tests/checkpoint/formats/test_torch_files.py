@@ -28,7 +28,7 @@ from support.models.torch_checkpoints import to_torch_files
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.formats.torch_files import read_torch_file
 from shardnet.checkpoint.formats.torch_pickle import pickled_tensors
-from shardnet.checkpoint.tensors.stored_tensor import read_stored
+from shardnet.checkpoint.tensors.stored_tensor import FileState, read_stored
 from shardnet.errors import CheckpointError
 
 
@@ -73,7 +73,8 @@ def test_opening_imports_no_torch(source: Path, tmp_path: Path) -> None:
 def read_all(path: Path) -> dict[str, torch.Tensor]:
     file = read_torch_file(path)
     return {
-        name: read_stored(path.parent, info, file.size_bytes) for name, info in file.tensors.items()
+        name: read_stored(path.parent, info, FileState.of(path))
+        for name, info in file.tensors.items()
     }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.quantization import packed_codes
-from shardnet.checkpoint.tensors.stored_tensor import read_stored
+from shardnet.checkpoint.tensors.stored_tensor import FileState, read_stored
 from shardnet.model.config.panel_form import PANEL
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels, pack_into, unpack
@@ -41,7 +41,7 @@ def write_case(name: str, source: Path, folder: Path) -> dict[str, Tensor]:
 
 def stored_of(checkpoint: Checkpoint, name: str) -> list[Tensor]:
     return [
-        read_stored(checkpoint.folder, part, (checkpoint.folder / part.file).stat().st_size)
+        read_stored(checkpoint.folder, part, FileState.of(checkpoint.folder / part.file))
         for part in checkpoint.tensors[name].sources
     ]
 

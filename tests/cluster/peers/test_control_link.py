@@ -202,3 +202,28 @@ def test_a_cancelled_request_is_answered_with_its_code() -> None:
                 await asking.ask(Unload(request=5), Done)
 
     asyncio.run(main())
+
+
+def test_a_client_sees_no_group_and_no_assertion() -> None:
+    """Of a group it sees the first error: by its name, or where a check of ours failed."""
+
+    async def fail(model: str) -> None:
+        if model == "/named":
+            raise CheckpointError("the file is damaged")
+        raise AssertionError
+
+    async def stumble(control: ControlLink, message: Incoming) -> None:
+        if isinstance(message, IdentifyModel):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(fail(message.model))
+
+    async def main() -> None:
+        async with pair(stumble) as (asking, _):
+            with pytest.raises(CheckpointError, match="the file is damaged"):
+                await asking.ask(IdentifyModel(request=1, model="/named"), ModelIdentity)
+            with pytest.raises(ShardnetError, match=r"a check of its own failed in .*:\d+") as seen:
+                await asking.ask(IdentifyModel(request=2, model="/x"), ModelIdentity)
+            assert "Group" not in str(seen.value)
+            assert "AssertionError" not in str(seen.value)
+
+    asyncio.run(main())

@@ -10,6 +10,7 @@ import torch
 from shardnet.model.arithmetic.elementary import (
     cosine_sine,
     exponential,
+    many_exponentials,
     natural_logarithm,
     power,
 )
@@ -33,6 +34,9 @@ def test_they_are_near_those_of_the_c_library() -> None:
     small = doubles(*(n * 0.17 - 50 for n in range(600)))
     for number, found in zip(small.tolist(), exponential(small), strict=True):
         assert math.isclose(found, math.exp(number), rel_tol=5e-16)
+    low = doubles(*(-n * 0.7 for n in range(1000)), -1e-300)
+    for number, found in zip(low.tolist(), many_exponentials(low), strict=True):
+        assert math.isclose(found, math.exp(number), rel_tol=6e-16)
     shares = torch.arange(0, 128, 2) / 128
     for share, found in zip(shares.tolist(), power(500000.0, shares), strict=True):
         assert found == torch.tensor(500000.0**share, dtype=torch.float64).float()

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from support.oracles.plain_kv import plain_groups, plain_restored, plain_rounded, plain_scale
 
 from shardnet.model.cache.kv_quantization import dequantize_rows, quantize_rows
-from shardnet.types import DType, KvDType
+from shardnet.types import DType, KvDType, kv_groups
 
 MOST = 2.0**120
-widths = st.sampled_from([1, 2, 7, 10, 31, 32, 33, 35, 64, 80, 97, 128])
+widths = st.sampled_from([1, 2, 7, 10, 20, 24, 31, 32, 33, 35, 64, 80, 97, 112, 128])
 numbers = st.one_of(
     st.floats(-MOST, MOST, width=32),
     st.floats(-3, 3, width=32),
@@ -97,3 +97,19 @@ def test_rows_take_what_is_planned_for_them(width: int) -> None:
 def test_of_usual_heads_a_row_takes_17_bytes_for_32_of_bfloat16() -> None:
     for width in (64, 128, 256, 576):
         assert KvDType.INT8.row_bytes(width, DType.BFLOAT16) * 32 == 17 * 2 * width
+
+
+@pytest.mark.parametrize(
+    ("width", "groups"),
+    [
+        *((0, (0, 0)), (8, (1, 16)), (20, (1, 32)), (24, (1, 32)), (40, (3, 16)), (48, (3, 16))),
+        *((64, (2, 32)), (72, (5, 16)), (80, (5, 16)), (112, (7, 16)), (128, (4, 32))),
+        (576, (18, 32)),
+    ],
+)
+def test_groups_are_whole_vectors_and_take_the_fewest_bytes(
+    width: int, groups: tuple[int, int]
+) -> None:
+    assert kv_groups(width) == groups
+    n_bytes = KvDType.INT8.row_bytes(width, DType.FLOAT32)
+    assert quantize_rows(torch.ones(3, width)).shape == (3, n_bytes)

@@ -23,10 +23,13 @@ def plain_rounded(row: Sequence[float]) -> list[float]:
 
 
 def plain_groups(row: Sequence[float]) -> list[Sequence[float]]:
-    """Cut a row into as few groups of at most 32 as there can be, equally long and even."""
-    size = math.ceil(len(row) / math.ceil(len(row) / 32))
-    size += size % 2
+    """Cut a row into groups of 32, or of 16 where those take fewer bytes; the last may be short."""
+    size = _group(len(row))
     return [row[start : start + size] for start in range(0, len(row), size)]
+
+
+def _group(width: int) -> int:
+    return 16 if math.ceil(width / 16) * 18 < math.ceil(width / 32) * 34 else 32
 
 
 def plain_scale(part: Sequence[float]) -> float:
@@ -41,7 +44,7 @@ def plain_scale(part: Sequence[float]) -> float:
 
 def plain_restored(kept: Tensor, width: int) -> Tensor:
     """Read [..., W] bytes as a cache holds them: float32 [..., width]."""
-    n_groups = math.ceil(width / 32)
+    n_groups = math.ceil(width / _group(width))
     n_columns = kept.shape[-1] - 2 * n_groups
     bits = kept[..., n_columns:].contiguous().numpy().view(np.uint16).astype(np.uint32) << 16
     scales = torch.from_numpy(bits.view(np.float32)).repeat_interleave(n_columns // n_groups, -1)

@@ -69,22 +69,22 @@ INLINE TARGET void NAME(transpose)(uint32_t *columns, const char *rows, int64_t 
 /* The scales [groups][KEYS] of the keys [low, high). */
 INLINE TARGET void NAME(read_scales)(const struct attend *call, const char *keys, int low, int high,
                                      float (*scales)[KEYS]) {
-    for (int64_t group = 0; group < call->head_size / call->group; group++)
+    for (int64_t group = 0; group < call->key_columns / call->group; group++)
         for (int i = low; i < high; i++) {
             uint16_t scale;
-            memcpy(&scale, keys + i * call->row_bytes + call->head_size + group * 2, 2);
+            memcpy(&scale, keys + i * call->row_bytes + call->key_columns + group * 2, 2);
             scales[group][i] = from_bf16(scale);
         }
 }
 
-/* Scores [n_queries][KEYS] of some vectors of keys for queries [head_size][n_queries]; prefetches as many keys from
+/* Scores [n_queries][KEYS] of some vectors of keys for queries [query_columns][n_queries]; prefetches as many keys from
  * `next` on, which need not be there, a part for each word so that nothing waits for them. */
 INLINE TARGET void NAME(score_some)(const struct attend *call, const uint32_t *columns, const float (*scales)[KEYS],
                                     const float *queries, float *scores, const char *next, const int n_vectors,
                                     const int n_queries, const enum kind kind) {
     const int n_lines = n_vectors * LANES * 4 / LINE; /* to prefetch for each word */
     const int per_word = kind == INT8 ? 4 : kind == BFLOAT16 ? 2 : 1;
-    const int64_t n_words = call->head_size / per_word;
+    const int64_t n_words = (call->head_size + per_word - 1) / per_word;
     lanes sums[8][8], own_scales[8];
     int64_t of_group = 0, group = 0;
     for (int q = 0; q < n_queries; q++)
@@ -192,7 +192,7 @@ INLINE TARGET lanes NAME(value)(const struct attend *call, const char *row, int6
     uint16_t scale;
     bytes narrow;
     memcpy(&narrow, row + begin, sizeof narrow);
-    memcpy(&scale, row + call->value_size + begin / call->group * 2, 2);
+    memcpy(&scale, row + call->value_columns + begin / call->group * 2, 2);
     return __builtin_convertvector(__builtin_convertvector(narrow, ints), lanes) * from_bf16(scale);
 }
 
@@ -257,7 +257,7 @@ INLINE TARGET int NAME(padded)(int n) { return n <= 2 ? n : n <= 4 ? 4 : QUERIES
 #define SCORE(number, kind)                                                                                          \
     if (number <= QUERIES && NAME(padded)(some) == number)                                                           \
         NAME(score)                                                                                                  \
-        (call, columns, scales, n_keys, queries + q * call->head_size, scores + q * KEYS, next, number, kind);
+        (call, columns, scales, n_keys, queries + q * query_columns(call), scores + q * KEYS, next, number, kind);
 #define WEIGH(number, kind)                                                                                          \
     if (number <= QUERIES && NAME(padded)(n) == number)                                                              \
         NAME(weigh)(call, values, n_keys, weights, totals, n, number, kind);
@@ -349,11 +349,11 @@ static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const cha
         const int end = begin + GROUP < high ? begin + GROUP : (high + LANES - 1) / LANES * LANES;
         for (int i = begin; i < end; i += LANES)
             NAME(transpose)
-            (tile->columns + i - begin, keys, call->row_bytes, i, low, high, call->head_size / per_word);
+            (tile->columns + i - begin, keys, call->row_bytes, i, low, high, (call->head_size + per_word - 1) / per_word);
         const int64_t before = block + begin - tile->first_position; /* rows that do not see these keys yet */
         const int query = before > 0 ? (int)before * tile->n_heads / QUERIES * QUERIES : 0;
         const float(*scales)[KEYS] = (const float(*)[KEYS])(&tile->scales[0][begin]);
-        const float *queries = tile->queries + query * call->head_size;
+        const float *queries = tile->queries + query * query_columns(call);
         float *scores = &tile->scores[query][begin];
         const char *next = keys + (begin + GROUP) * call->row_bytes;
         if (call->group)
@@ -397,7 +397,7 @@ static NOINLINE TARGET void NAME(attend_block)(struct NAME(tile) *tile, const ch
 static NOINLINE TARGET void NAME(attend_tile)(const struct attend *call, const struct span *span, int64_t row,
                                               int n_rows, int64_t kv_head, int64_t head, int n_heads) {
     const int is_bf16 = call->is_bf16;
-    const int64_t size = call->head_size;
+    const int64_t size = call->head_size, n_columns = query_columns(call);
     const struct slot_layer *stored = &span->layers[call->layer];
     const float scale = call->soft_cap > 0 ? call->scale / call->soft_cap : call->scale;
     struct NAME(tile) tile;
@@ -411,9 +411,9 @@ static NOINLINE TARGET void NAME(attend_tile)(const struct attend *call, const s
         const int n_queries = NAME(padded)(of_chunk < QUERIES ? of_chunk : QUERIES);
         const int64_t own = head + i % n_heads;
         const char *query = at(call->queries, (row + i / n_heads) * call->row_stride + own * size, is_bf16);
-        float *to = tile.queries + i / QUERIES * QUERIES * size + i % QUERIES;
-        for (int64_t c = 0; c < size; c++) {
-            to[c * n_queries] = number(query, c, is_bf16) * scale;
+        float *to = tile.queries + i / QUERIES * QUERIES * n_columns + i % QUERIES;
+        for (int64_t c = 0; c < n_columns; c++) {
+            to[c * n_queries] = c < size ? number(query, c, is_bf16) * scale : 0;
             if (i == tile.n - 1)
                 for (int pad = i % QUERIES + 1; pad < n_queries; pad++) to[c * n_queries + pad - i % QUERIES] = 0;
         }

@@ -52,7 +52,8 @@ struct residual {
 };
 
 /* Keys and values [KV heads, capacity, row_bytes] of a slot in one layer, from position `first` on: unchanged, or
- * quantised to int8 as in cache/kv_quantization.py: a head's columns, then a bfloat16 scale for each group of them. */
+ * quantised to int8 as in cache/kv_quantization.py: a head's columns, zeros up to whole groups, then a bfloat16 scale
+ * for each group. */
 struct slot_layer {
     void *keys, *values;
     int64_t first, capacity;
@@ -73,6 +74,7 @@ struct attend {
     int64_t n_spans, layer, row_stride, n_heads, n_kv_heads, head_size;
     int64_t value_size;              /* columns of a value */
     int64_t row_bytes, value_bytes;  /* of one key, one value in a slot */
+    int64_t key_columns, value_columns; /* what they have in a slot: with `group`, whole groups */
     int64_t window;                  /* positions that a row attends to, itself among them; 0 is all */
     int64_t group; /* columns that share a scale: a multiple of PARTS; 0 where nothing is quantised */
     struct team team;
@@ -81,6 +83,9 @@ struct attend {
     int32_t is_bf16;
     int32_t values_are_keys; /* the slots hold no values: they are the keys' columns */
 };
+
+/* The columns of a query in a tile: its own, and zeros up to a whole word of any kind. */
+static inline int64_t query_columns(const struct attend *call) { return (call->head_size + 3) / 4 * 4; }
 
 struct attention_call {
     struct residual residual;

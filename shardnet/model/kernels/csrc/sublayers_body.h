@@ -124,6 +124,11 @@ INLINE TARGET void NAME(rotate_head)(void *head, const void *cos, const void *si
     }
 }
 
+/* Columns of a head from `i` on, and zeros behind the last one. */
+INLINE TARGET lanes NAME(columns_from)(const void *head, int64_t i, int64_t size, const int is_bf16) {
+    return i < size ? NAME(load)(head, i, of_last(size, i), is_bf16) : (lanes){0};
+}
+
 /* Quantises a key or value as in cache/kv_quantization.py, to the same bits. */
 INLINE TARGET void NAME(quantize_head)(const struct attend *call, const void *head, int8_t *to,
                                        const int is_bf16) {
@@ -132,7 +137,7 @@ INLINE TARGET void NAME(quantize_head)(const struct attend *call, const void *he
         lanes most = none;
         ints is_none = {0};
         for (int64_t i = begin; i < begin + call->group; i += LANES) {
-            const lanes size = (lanes)((ints)NAME(load)(head, i, LANES, is_bf16) & 0x7fffffff);
+            const lanes size = (lanes)((ints)NAME(columns_from)(head, i, call->head_size, is_bf16) & 0x7fffffff);
             const ints is_more = size > most;
             is_none |= size != size;
             most = (lanes)((is_more & (ints)size) | (~is_more & (ints)most));
@@ -140,10 +145,10 @@ INLINE TARGET void NAME(quantize_head)(const struct attend *call, const void *he
         float largest = NAME(largest)(most) / 127.0f;
         for (int i = 0; i < LANES; i++) largest = is_none[i] ? NAN : largest;
         const uint16_t narrow = largest < 1.17549435e-38f ? 0 : to_bf16(largest);
-        memcpy(to + call->head_size + begin / call->group * 2, &narrow, 2);
+        memcpy(to + call->key_columns + begin / call->group * 2, &narrow, 2);
         const float scale = from_bf16(narrow);
         for (int64_t i = begin; i < begin + call->group; i += LANES) {
-            const lanes ratio = NAME(load)(head, i, LANES, is_bf16) / scale;
+            const lanes ratio = NAME(columns_from)(head, i, call->head_size, is_bf16) / scale;
             const ints is_number = ratio - ratio == 0;
             const ints whole = is_number & ((ints)(ratio + magic) - 0x4b400000);
             const bytes quantized = __builtin_convertvector(whole, bytes);
