@@ -96,6 +96,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3": (ODD, {}),
     "olmo2": ({}, {}),
+    "olmo3": (
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 20,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        {
+            "rope__scaling__type": "yarn",
+            "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 128,
+            "attention__sliding_window_pattern": [True, True, True, False, True],
+        },
+    ),
+    "seed_oss": ({"head_dim": 10}, {}),
     "mixtral": ({"sliding_window": None, "head_dim": 10, "num_hidden_layers": 3}, {}),
     "qwen2_moe": ({"num_hidden_layers": 3}, {}),
     "qwen2_moe-plain": (
@@ -194,6 +211,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "extra": {"blk.3.nextn.eh_proj.weight": np.zeros((4, 4), np.float32)},
         },
     ),
+    "glm4_moe_lite": ({"num_hidden_layers": 3}, {}),
     "gpt2": ({}, {}),
 }
 

@@ -12,7 +12,7 @@ from shardnet.errors import shown
 from shardnet.model.config.fields import MAX_SIZE, Fields
 from shardnet.model.config.limits import MAX_EOS, MAX_LAYERS
 from shardnet.model.config.model_config import Activation, ModelConfig, Rope
-from shardnet.model.config.rope import reach, read_rope
+from shardnet.model.config.rope import reach, read_rope, read_scaling, rope_object
 from shardnet.types import DType
 
 FULL = "full_attention"
@@ -98,6 +98,40 @@ def read_windows(
 def read_window(fields: Fields, default: int) -> int | None:
     """Read `sliding_window`, a number of positions: null is None, a missing key the default."""
     return fields.optional("sliding_window") if fields.given("sliding_window") else default
+
+
+def read_full_rope(fields: Fields, max_positions: int, head_size: int, *, theta: float) -> Rope:
+    """Read the positions of layers without a window, the only ones that transformers 4 scales.
+
+    `theta` is the default of the base. Raises as `read_rope`.
+    """
+    theta = fields.positive_number("rope_theta", theta)
+    inner = _rope_of_layers(fields, FULL) or rope_object(fields)
+    plain = Rope(theta=inner.positive_number("rope_theta", theta))
+    return read_scaling(inner, plain, max_positions=max_positions, head_size=head_size)
+
+
+def read_sliding_rope(fields: Fields, config: ModelConfig, *, theta: float) -> Rope:
+    """Read the positions of layers with a window, where they have their own; else the `theta`.
+
+    Raises as `read_rope`.
+    """
+    inner = _rope_of_layers(fields, SLIDING)
+    if inner is None:
+        return Rope(theta=theta)
+    plain = Rope(theta=inner.positive_number("rope_theta", theta))
+    positions = config.max_positions
+    return read_scaling(inner, plain, max_positions=positions, head_size=config.head_size)
+
+
+def _rope_of_layers(fields: Fields, kind: str) -> Fields | None:
+    """Find one layer kind's object in the `rope_parameters` that transformers 5 nests."""
+    if fields.missing("rope_parameters"):
+        return None
+    outer = fields.inner("rope_parameters", fields.take("rope_parameters", dict))
+    outer.ignore(FULL, SLIDING)
+    outer.note_the_rest()
+    return outer.inner(kind, outer.take(kind, dict, {}))
 
 
 def even_head_size(fields: Fields, hidden_size: int, n_heads: int) -> int:

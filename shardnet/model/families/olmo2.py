@@ -72,6 +72,9 @@ FAMILY = Family(
     read_config=read_config,
     layer_tensors=layer_tensors,
     load_stage=decoder_stage(load_layer),
-    gguf=GgufFormat(architecture="olmo2"),
+    gguf=GgufFormat(
+        architecture="olmo2",
+        claims=lambda fields: not fields.given("attention.sliding_window"),
+    ),
     has_whole_heads=True,
 )

@@ -18,6 +18,7 @@ from shardnet.model.families import (
     gemma2,
     gemma3,
     glm4_moe,
+    glm4_moe_lite,
     gpt2,
     gpt_oss,
     granite,
@@ -26,6 +27,7 @@ from shardnet.model.families import (
     mistral,
     mixtral,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen2_moe,
@@ -34,6 +36,7 @@ from shardnet.model.families import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    seed_oss,
 )
 from shardnet.model.families.family import Family
 from shardnet.model.families.wrappers import WRAPPERS
@@ -51,6 +54,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
         gemma3,
         granite,
         olmo2,
+        olmo3,
+        seed_oss,
         mixtral,
         qwen2_moe,
         qwen3_moe,
@@ -61,6 +66,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         deepseek_v2,
         deepseek_v3,
         glm4_moe,
+        glm4_moe_lite,
         gpt2,
     )
 }

@@ -365,7 +365,7 @@ def check_latent(ours: ModelConfig, theirs: Any) -> None:
         query_rank=theirs.q_lora_rank,
         interleaved=getattr(theirs, "rope_interleave", True),
     )
-    assert ours.sparse_layers == tuple(range(theirs.first_k_dense_replace, 7))
+    assert ours.sparse_layers == tuple(range(getattr(theirs, "first_k_dense_replace", 1), 7))
     assert ours.experts.output_scale == theirs.routed_scaling_factor
     shared = theirs.n_shared_experts * theirs.moe_intermediate_size
     assert ours.experts.shared_intermediate_size == shared

@@ -72,6 +72,15 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"num_hidden_layers": 3, "tie_word_embeddings": True},
     "olmo2-odd": ODD | {"attention_bias": True},
+    "olmo3": {
+        "num_hidden_layers": 5,
+        "sliding_window": 20,
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "seed_oss": ODD | {"num_hidden_layers": 2, "mlp_bias": True, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 5, "sliding_window": 20, "num_hidden_layers": 3},
     "mixtral-odd": ODD | {"num_local_experts": 4, "num_experts_per_tok": 3, "hidden_act": "gelu"},
     "deepseek_v2": {"num_hidden_layers": 3, "mlp_bias": True, "first_k_dense_replace": 1},
@@ -105,6 +114,11 @@ CASES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "norm_topk_prob": False,
         "first_k_dense_replace": 2,
+        "tie_word_embeddings": True,
+    },
+    "glm4_moe_lite": {
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "num_hidden_layers": 3,
         "tie_word_embeddings": True,
     },
     "gpt_oss": {"sliding_window": 20, "num_hidden_layers": 3},

@@ -35,6 +35,8 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
     "gpt_oss": "gpt-oss",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "seed_oss": "seed_oss",
     "phi3": "phi3",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
@@ -42,6 +44,7 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
     "gpt2": "gpt2",
 }
 """From `model_type` to `general.architecture`."""
@@ -323,11 +326,11 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
                 "expert_feed_forward_length": config["intermediate_size"],
                 "interleave_moe_layer_step": config["interleave_moe_layer_step"],
             }
-        case "deepseek_v2" | "deepseek_v3":
+        case "deepseek_v2" | "deepseek_v3" | "glm4_moe_lite":
             made |= _latents(config, rope) | _grouped_experts(config)
         case "glm4_moe":
             made |= _grouped_experts(config)
-        case "gemma3_text" | "phi3":
+        case "gemma3_text" | "olmo3" | "phi3":
             made |= {"attention.sliding_window": config["sliding_window"]}
     if "linear_num_key_heads" in config:
         n_values, size = config["linear_num_value_heads"], config["linear_value_head_dim"]
@@ -370,7 +373,7 @@ def _grouped_experts(config: dict[str, Any]) -> dict[str, Any]:
     """Keys of experts in groups, chosen by softmax in DeepSeek-V2 and else by sigmoid."""
     is_sigmoid = config["model_type"] != "deepseek_v2"
     return {
-        "leading_dense_block_count": config["first_k_dense_replace"],
+        "leading_dense_block_count": config.get("first_k_dense_replace", 1),
         "expert_feed_forward_length": config["moe_intermediate_size"],
         "expert_shared_count": config["n_shared_experts"],
         "expert_weights_scale": float(config["routed_scaling_factor"]),
