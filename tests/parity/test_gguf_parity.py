@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.models.checkpoints import VOCAB_SIZE, make_decoder, make_gpt2
+from support.models.family_cases import GROWING
 from support.models.gguf_files import write_gguf
 from support.oracles.oracle import check_generation
 from support.rings.stage_chain import StageChain, even_split, random_prompt
@@ -110,6 +111,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rope__scaling__factor": 4.0,
             "rope__scaling__original_context_length": 128,
             "attention__sliding_window_pattern": [True, True, True, False, True],
+        },
+    ),
+    "smollm3": ({"num_hidden_layers": 5}, {}),
+    "exaone4": (
+        {"num_hidden_layers": 5, "sliding_window": 20},
+        {"attention__sliding_window_pattern": [True, True, True, False, True]},
+    ),
+    "ministral3": (
+        {"rope_parameters": YARN | GROWING | {"original_max_position_embeddings": 16}},
+        {
+            "rope__scaling__type": "yarn",
+            "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 16,
+            "rope__scaling__yarn_log_multiplier": 1.0,
+            "attention__temperature_scale": 0.5,
         },
     ),
     "seed_oss": ({"head_dim": 10}, {}),

@@ -67,8 +67,8 @@ class GivenCache(DynamicCache):
         own = [keys, values]
         if self.config.latent is not None:
             own, given = [torch.cat((keys, self._halves(values)), -1)], given[:1]
-        mixed = self.config.mixed
-        is_paired = mixed is not None and layer not in mixed.nope_layers
+        is_llama4 = self.config.family == "llama4_text"
+        is_paired = is_llama4 and layer not in self.config.nope_layers
         if is_paired:
             own[0] = self._halves(keys)
         kept = []

@@ -95,6 +95,20 @@ def read_windows(
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
+def read_nope_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
+    """Read which layers have no rotary positions: 0 in a list, or every so many.
+
+    Raises CheckpointError for a list of another length than `n_layers` or of other numbers.
+    """
+    interval = fields.positive("no_rope_layer_interval", 4)
+    marks = fields.take("no_rope_layers", list, [])
+    if not marks:
+        return tuple(n for n in range(n_layers) if (n + 1) % interval == 0)
+    if len(marks) != n_layers or not all(type(mark) in (int, bool) for mark in marks):
+        raise fields.damaged(f"no_rope_layers is {shown(marks)}, expected {n_layers} of 0 and 1")
+    return tuple(n for n in range(n_layers) if not marks[n])
+
+
 def read_window(fields: Fields, default: int) -> int | None:
     """Read `sliding_window`, a number of positions: null is None, a missing key the default."""
     return fields.optional("sliding_window") if fields.given("sliding_window") else default

@@ -15,6 +15,7 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import (
     deepseek_v2,
     deepseek_v3,
+    exaone4,
     gemma2,
     gemma3,
     glm4_moe,
@@ -24,6 +25,7 @@ from shardnet.model.families import (
     granite,
     llama,
     llama4,
+    ministral3,
     mistral,
     mixtral,
     olmo2,
@@ -37,6 +39,7 @@ from shardnet.model.families import (
     qwen3_moe,
     qwen3_next,
     seed_oss,
+    smollm3,
 )
 from shardnet.model.families.family import Family
 from shardnet.model.families.wrappers import WRAPPERS
@@ -47,6 +50,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         llama,
         llama4,
         mistral,
+        ministral3,
         qwen2,
         qwen3,
         phi3,
@@ -55,7 +59,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
         granite,
         olmo2,
         olmo3,
+        exaone4,
         seed_oss,
+        smollm3,
         mixtral,
         qwen2_moe,
         qwen3_moe,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from shardnet.model.config.model_config import (
     DeltaNet,
     Experts,
     Latent,
-    MixedPositions,
     ModelConfig,
     Rope,
     RopeKind,
+    Temperature,
 )
 from shardnet.model.families.registry import FAMILIES, parse_config
 from shardnet.model.families.stage_tensors import left_over
@@ -542,16 +541,15 @@ def test_llama4() -> None:
     assert config.experts is not None
     assert config.experts.layers == tuple(range(7))
     assert (config.intermediate_size, config.experts.intermediate_size) == (16384, 100)
-    assert config.mixed == MixedPositions(
-        nope_layers=(3,), temperature=0.1, temperature_floor=8192, unit_heads=True
-    )
+    assert (config.nope_layers, config.has_unit_heads) == ((3,), True)
+    assert config.temperature == Temperature(scale=0.1, floor=8192, shift=1)
     assert config.max_positions == config.default_context == 8192
     assert config.limit_words.startswith("the model attends in chunks of 8192 positions")
     assert parse(LLAMA4, attention_chunk_size=None).max_positions == 10485760
-    untuned = parse(LLAMA4, attn_temperature_tuning=False, no_rope_layers=[1, 0] * 3 + [1]).mixed
-    assert untuned is not None
-    assert (untuned.temperature, untuned.nope_layers) == (0.0, (1, 3, 5))
-    assert config.thinned(2).mixed == replace(config.mixed, nope_layers=())
+    untuned = parse(LLAMA4, attn_temperature_tuning=False, no_rope_layers=[1, 0] * 3 + [1])
+    assert (untuned.temperature, untuned.nope_layers) == (None, (1, 3, 5))
+    assert config.thinned(2).nope_layers == ()
+    assert untuned.thinned(2).nope_layers == (0, 1)
     assert parse(LLAMA4, interleave_moe_layer_step=2).sparse_layers == (1, 3, 5)
     assert parse(LLAMA4, moe_layers=[5, 2]).sparse_layers == (2, 5)
 
@@ -595,7 +593,7 @@ def test_which_layers_of_qwen3_moe_have_experts() -> None:
         ("mistral", {"architectures": ["MistralForSequenceClassification"]}, "architectures"),
         ("mistral", {"attention_bias": True}, "attention_bias"),
         ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types"),
-        ("mistral", {"model_type": "ministral3"}, "ministral3"),
+        ("mistral", {"model_type": "voxtral"}, "voxtral"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 7}, "chunked_attention"),
         ("qwen2", {"use_mrope": True}, "use_mrope"),
         ("qwen3", {"rope_scaling": {"rope_type": "mrope"}}, "mrope"),

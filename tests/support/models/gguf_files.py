@@ -37,6 +37,9 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
+    "exaone4": "exaone4",
+    "ministral3": "mistral3",
     "phi3": "phi3",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
@@ -48,7 +51,7 @@ ARCHITECTURES = {
     "gpt2": "gpt2",
 }
 """From `model_type` to `general.architecture`."""
-INTERLEAVED = ("llama", "mistral", "mixtral", "granite")
+INTERLEAVED = ("llama", "mistral", "mixtral", "granite", "smollm3", "ministral3")
 
 
 def write_gguf(
@@ -330,7 +333,7 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
             made |= _latents(config, rope) | _grouped_experts(config)
         case "glm4_moe":
             made |= _grouped_experts(config)
-        case "gemma3_text" | "olmo3" | "phi3":
+        case "gemma3_text" | "exaone4" | "olmo3" | "phi3":
             made |= {"attention.sliding_window": config["sliding_window"]}
     if "linear_num_key_heads" in config:
         n_values, size = config["linear_num_value_heads"], config["linear_value_head_dim"]
