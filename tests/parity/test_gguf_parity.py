@@ -130,6 +130,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "seed_oss": ({"head_dim": 10}, {}),
     "mixtral": ({"sliding_window": None, "head_dim": 10, "num_hidden_layers": 3}, {}),
+    "minimax_m2": ({"num_hidden_layers": 3, "rotary_dim": 6}, {}),
+    "olmoe": ({"num_hidden_layers": 3}, {}),
     "qwen2_moe": ({"num_hidden_layers": 3}, {}),
     "qwen2_moe-plain": (
         {"qkv_bias": False, "norm_topk_prob": True, "num_hidden_layers": 2},

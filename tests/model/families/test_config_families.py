@@ -331,8 +331,9 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         assert ours.experts.normalize_top_k is normalizes
         inner = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
         assert ours.experts.intermediate_size == inner
-        assert ours.rope is not None
-        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    rope = theirs.rope_parameters
+    assert ours.rope is not None
+    assert ours.rope.theta == rope.get("full_attention", rope)["rope_theta"]
     activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
     assert ours.activation is Activation(activation)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardnet.model.config.model_config import Temperature
+from shardnet.model.config.model_config import Rope, Temperature
 from shardnet.model.families.registry import parse_config
 
 FOLDER = Path(__file__).parent / "published"
@@ -26,6 +26,12 @@ READ: dict[str, dict[str, Any]] = {
         "temperature": Temperature(scale=0.1, floor=16384),
         "max_positions": 262144,
     },
+    "minimax-m2": {
+        "rope": Rope(theta=5e6, share=0.5),
+        "sparse_layers": tuple(range(62)),
+        "windows": (None,) * 62,
+    },
+    "olmoe-1b-7b": {"sparse_layers": tuple(range(16)), "n_kv_heads": 16},
 }
 """What some of the keys mean."""
 

@@ -52,6 +52,8 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     "llama4": {"num_local_experts": 4},
     "llama4_text": {"num_local_experts": 4},
     "mixtral": {"num_local_experts": 4},
+    "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
     "deepseek_v2": LATENT | {"n_routed_experts": 6, "num_experts_per_tok": 2, "q_lora_rank": None},
     "deepseek_v3": LATENT
     | {"n_routed_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": 14}

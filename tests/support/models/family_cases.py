@@ -91,6 +91,8 @@ CASES: dict[str, dict[str, Any]] = {
     "seed_oss": ODD | {"num_hidden_layers": 2, "mlp_bias": True, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 5, "sliding_window": 20, "num_hidden_layers": 3},
     "mixtral-odd": ODD | {"num_local_experts": 4, "num_experts_per_tok": 3, "hidden_act": "gelu"},
+    "minimax_m2": ODD | {"num_hidden_layers": 3, "rotary_dim": 6, "tie_word_embeddings": True},
+    "olmoe": {"num_hidden_layers": 3, "norm_topk_prob": True, "attention_bias": True},
     "deepseek_v2": {"num_hidden_layers": 3, "mlp_bias": True, "first_k_dense_replace": 1},
     "deepseek_v2-groups": {
         "topk_method": "group_limited_greedy",

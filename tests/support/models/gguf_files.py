@@ -38,6 +38,8 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
+    "minimax_m2": "minimax-m2",
+    "olmoe": "olmoe",
     "exaone4": "exaone4",
     "ministral3": "mistral3",
     "phi3": "phi3",
@@ -299,6 +301,11 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
             made |= {
                 "expert_feed_forward_length": config["moe_intermediate_size"],
                 "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+            }
+        case "minimax_m2":
+            made |= {
+                "expert_feed_forward_length": config["intermediate_size"],
+                "expert_gating_func": 2,
             }
         case "qwen3_moe":
             made |= {"expert_feed_forward_length": config["moe_intermediate_size"]}
