@@ -209,6 +209,7 @@ class ModelConfig:
     to nothing. `norm_offset` is added to every norm's stored weight. `checkpoint_dtype` is the
     dtype that the config names for the stored weights, None for none; `eos_token_ids` may be empty.
 
+    With `has_pairs` the columns of a head that are rotated together are adjacent.
     `nope_layers` are the absolute numbers of the layers without rotary positions. `temperature` is
     that of queries: in families with such layers of theirs alone. With `has_unit_heads` heads of
     queries and keys are divided by their root mean square after the rotation.
@@ -258,6 +259,7 @@ class ModelConfig:
     latent: Latent | None = None
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
+    has_pairs: bool = False
     nope_layers: tuple[int, ...] = ()
     temperature: Temperature | None = None
     has_unit_heads: bool = False

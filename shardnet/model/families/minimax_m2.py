@@ -85,11 +85,11 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
 def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
     from shardnet.model.layers.experts import SparseMlp
-    from shardnet.model.layers.group_routers import SigmoidGroupRouter
+    from shardnet.model.layers.group_routers import BestTwoRouter
 
     assert config.experts is not None
     prefix = f"model.layers.{layer}"
-    router = SigmoidGroupRouter(
+    router = BestTwoRouter(
         experts=config.experts,
         gate=weights.linear(f"{prefix}.{mixtral.EXPERTS.block}.gate", wide=True),
         bias=weights.parameter(f"{prefix}.{BIAS}"),

@@ -66,8 +66,7 @@ class MixedAttention:
 
     def _rotate(self, heads: Tensor, rotary: Rotary) -> Tensor:
         """Rotate queries and keys [T, H + KV heads, D], the halves of pairs apart afterwards."""
-        pairs = heads.view(*heads.shape[:-1], -1, 2)  # [T, H + KV heads, D / 2, 2]
-        turned = rotary.rotate(pairs.transpose(-1, -2).flatten(-2))
+        turned = rotary.rotate_pairs(heads)
         if not self.has_unit_heads:
             return turned
         native = normed_rows(turned.reshape(-1, turned.shape[-1]), None, self.eps)

@@ -32,6 +32,10 @@ READ: dict[str, dict[str, Any]] = {
         "windows": (None,) * 62,
     },
     "olmoe-1b-7b": {"sparse_layers": tuple(range(16)), "n_kv_heads": 16},
+    "glm-4-9b-0414": {"rope": Rope(share=0.5), "attention_bias": True, "norm_eps": 1e-5},
+    "ernie-4.5-0.3b": {"rope": Rope(theta=5e5), "head_size": 128, "tie_word_embeddings": True},
+    "ernie-4.5-21b-a3b": {"sparse_layers": tuple(range(1, 28)), "head_size": 128},
+    "hunyuan-7b": {"rope": Rope(theta=1e4 * 1000 ** (128 / 126)), "n_kv_heads": 8},
 }
 """What some of the keys mean."""
 

@@ -53,6 +53,10 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     "llama4_text": {"num_local_experts": 4},
     "mixtral": {"num_local_experts": 4},
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12},
+    "glm4": {"head_dim": 12},
+    "ernie4_5": {"head_dim": 12},
+    "hunyuan_v1_dense": {"head_dim": 12},
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
     "deepseek_v2": LATENT | {"n_routed_experts": 6, "num_experts_per_tok": 2, "q_lora_rank": None},
     "deepseek_v3": LATENT

@@ -91,6 +91,12 @@ CASES: dict[str, dict[str, Any]] = {
     "seed_oss": ODD | {"num_hidden_layers": 2, "mlp_bias": True, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 5, "sliding_window": 20, "num_hidden_layers": 3},
     "mixtral-odd": ODD | {"num_local_experts": 4, "num_experts_per_tok": 3, "hidden_act": "gelu"},
+    "glm4": {"num_hidden_layers": 3, "head_dim": 12},
+    "ernie4_5": ODD | {"num_hidden_layers": 2, "use_bias": True},
+    "ernie4_5_moe": {"num_hidden_layers": 4, "moe_layer_end_index": 2},
+    "hunyuan_v1_dense": ODD
+    | {"num_hidden_layers": 2, "tie_word_embeddings": True}
+    | {"rope_parameters": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
     "minimax_m2": ODD | {"num_hidden_layers": 3, "rotary_dim": 6, "tie_word_embeddings": True},
     "olmoe": {"num_hidden_layers": 3, "norm_topk_prob": True, "attention_bias": True},
     "deepseek_v2": {"num_hidden_layers": 3, "mlp_bias": True, "first_k_dense_replace": 1},

@@ -38,6 +38,10 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
+    "glm4": "glm4",
+    "ernie4_5": "ernie4_5",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "hunyuan_v1_dense": "hunyuan-dense",
     "minimax_m2": "minimax-m2",
     "olmoe": "olmoe",
     "exaone4": "exaone4",
@@ -301,6 +305,15 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
             made |= {
                 "expert_feed_forward_length": config["moe_intermediate_size"],
                 "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+            }
+        case "ernie4_5_moe":
+            made |= {
+                "expert_count": config["moe_num_experts"],
+                "expert_used_count": config["moe_k"],
+                "expert_feed_forward_length": config["moe_intermediate_size"],
+                "expert_shared_count": config["moe_num_shared_experts"],
+                "interleave_moe_layer_step": config["moe_layer_interval"],
+                "leading_dense_block_count": config["moe_layer_start_index"],
             }
         case "minimax_m2":
             made |= {
