@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.models.checkpoints import VOCAB_SIZE, make_decoder, make_gpt2
+from support.models.family_cases import GROWING
 from support.models.gguf_files import write_gguf
 from support.oracles.oracle import check_generation
 from support.rings.stage_chain import StageChain, even_split, random_prompt
@@ -96,7 +97,45 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3": (ODD, {}),
     "olmo2": ({}, {}),
+    "olmo3": (
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 20,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        {
+            "rope__scaling__type": "yarn",
+            "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 128,
+            "attention__sliding_window_pattern": [True, True, True, False, True],
+        },
+    ),
+    "smollm3": ({"num_hidden_layers": 5}, {}),
+    "exaone4": (
+        {"num_hidden_layers": 5, "sliding_window": 20},
+        {"attention__sliding_window_pattern": [True, True, True, False, True]},
+    ),
+    "ministral3": (
+        {"rope_parameters": YARN | GROWING | {"original_max_position_embeddings": 16}},
+        {
+            "rope__scaling__type": "yarn",
+            "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 16,
+            "rope__scaling__yarn_log_multiplier": 1.0,
+            "attention__temperature_scale": 0.5,
+        },
+    ),
+    "seed_oss": ({"head_dim": 10}, {}),
     "mixtral": ({"sliding_window": None, "head_dim": 10, "num_hidden_layers": 3}, {}),
+    "glm4": ({"num_hidden_layers": 2}, {}),
+    "ernie4_5": ({"num_hidden_layers": 2}, {}),
+    "ernie4_5_moe": ({"num_hidden_layers": 3}, {}),
+    "hunyuan_v1_dense": ({"num_hidden_layers": 2}, {}),
+    "minimax_m2": ({"num_hidden_layers": 3, "rotary_dim": 6}, {}),
+    "olmoe": ({"num_hidden_layers": 3}, {}),
     "qwen2_moe": ({"num_hidden_layers": 3}, {}),
     "qwen2_moe-plain": (
         {"qkv_bias": False, "norm_topk_prob": True, "num_hidden_layers": 2},
@@ -194,6 +233,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "extra": {"blk.3.nextn.eh_proj.weight": np.zeros((4, 4), np.float32)},
         },
     ),
+    "glm4_moe_lite": ({"num_hidden_layers": 3}, {}),
     "gpt2": ({}, {}),
 }
 

@@ -6,6 +6,7 @@ of its own: a number near the middle of two steps may go to either, so they are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,9 @@ class GivenCache(DynamicCache):
         own = [keys, values]
         if self.config.latent is not None:
             own, given = [torch.cat((keys, self._halves(values)), -1)], given[:1]
-        mixed = self.config.mixed
-        is_paired = mixed is not None and layer not in mixed.nope_layers
+        is_paired = self.config.has_pairs
+        if self.config.family == "llama4_text":
+            is_paired = layer not in self.config.nope_layers
         if is_paired:
             own[0] = self._halves(keys)
         kept = []
@@ -84,16 +86,26 @@ class GivenCache(DynamicCache):
         rank = self.config.latent.rank
         return kept[0][..., :rank], self._pairs(kept[0][..., rank:])
 
-    def _halves(self, rotated: Tensor) -> Tensor:
-        """transformers' V2 and Llama 4 leave the two numbers that turn together side by side."""
-        if self.config.family not in ("deepseek_v2", "llama4_text"):
-            return rotated
-        return rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    def _halves(self, heads: Tensor) -> Tensor:
+        """transformers leaves the two numbers that turn together side by side in some families."""
+        if not self._leaves_pairs:
+            return heads
+        return self._turned(heads, lambda part: part.unflatten(-1, (-1, 2)))
 
-    def _pairs(self, rotated: Tensor) -> Tensor:
-        if self.config.family not in ("deepseek_v2", "llama4_text"):
-            return rotated
-        return rotated.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    def _pairs(self, heads: Tensor) -> Tensor:
+        if not self._leaves_pairs:
+            return heads
+        return self._turned(heads, lambda part: part.unflatten(-1, (2, -1)))
+
+    @property
+    def _leaves_pairs(self) -> bool:
+        return self.config.has_pairs or self.config.family in ("deepseek_v2", "llama4_text")
+
+    def _turned(self, heads: Tensor, unflatten: Callable[[Tensor], Tensor]) -> Tensor:
+        assert self.config.rope is not None
+        n = self.config.rope.rotated(self.config.head_size)
+        turned = unflatten(heads[..., :n]).transpose(-1, -2).flatten(-2)
+        return torch.cat((turned, heads[..., n:]), -1)
 
 
 def _check_near(theirs: Tensor, ours: Tensor) -> None:

@@ -46,7 +46,9 @@ def stages(folder: Path) -> TorchStages:
     return TorchStages(folder, even_split(N_LAYERS, 2), has_mtp=True)
 
 
-@pytest.mark.parametrize("folder", ["deepseek_v3", "glm4_moe", "qwen3_next"], indirect=True)
+@pytest.mark.parametrize(
+    "folder", cases(["deepseek_v3", "glm4_moe", "qwen3_next"], ["glm4_moe_lite"]), indirect=True
+)
 def test_drafts_are_those_of_the_published_module(folder: Path, stages: TorchStages) -> None:
     """Behind a prompt in chunks, a row alone, and rows of which some are rejected."""
     oracle = PlainMtp(folder)

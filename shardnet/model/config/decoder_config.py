@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from shardnet.errors import shown
 from shardnet.model.config.fields import MAX_SIZE, Fields
-from shardnet.model.config.limits import MAX_EOS, MAX_LAYERS, MAX_POSITIONS, NORM_EPS
+from shardnet.model.config.limits import MAX_EOS, MAX_LAYERS, MAX_POSITIONS, NORM_EPS, THETAS
 from shardnet.model.config.model_config import Activation, ModelConfig, Rope
-from shardnet.model.config.rope import reach, read_rope
+from shardnet.model.config.rope import reach, read_rope, read_scaling, rope_object
 from shardnet.types import DType
 
 FULL = "full_attention"
@@ -95,9 +95,57 @@ def read_windows(
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
+def read_nope_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
+    """Read which layers have no rotary positions: 0 in a list, or every so many.
+
+    Raises CheckpointError for a list of another length than `n_layers` or of other numbers.
+    """
+    interval = fields.positive("no_rope_layer_interval", 4)
+    marks = fields.take("no_rope_layers", list, [])
+    if not marks:
+        return tuple(n for n in range(n_layers) if (n + 1) % interval == 0)
+    if len(marks) != n_layers or not all(type(mark) in (int, bool) for mark in marks):
+        raise fields.damaged(f"no_rope_layers is {shown(marks)}, expected {n_layers} of 0 and 1")
+    return tuple(n for n in range(n_layers) if not marks[n])
+
+
 def read_window(fields: Fields, default: int) -> int | None:
     """Read `sliding_window`, a number of positions: null is None, a missing key the default."""
     return fields.optional("sliding_window") if fields.given("sliding_window") else default
+
+
+def read_full_rope(fields: Fields, max_positions: int, head_size: int, *, theta: float) -> Rope:
+    """Read the positions of layers without a window, the only ones that transformers 4 scales.
+
+    `theta` is the default of the base. Raises as `read_rope`.
+    """
+    theta = fields.number("rope_theta", theta, within=THETAS)
+    inner = _rope_of_layers(fields, FULL) or rope_object(fields)
+    plain = Rope(theta=inner.number("rope_theta", theta, within=THETAS))
+    return read_scaling(inner, plain, max_positions=max_positions, head_size=head_size)
+
+
+def read_sliding_rope(fields: Fields, config: ModelConfig, *, theta: float) -> Rope:
+    """Read the positions of layers with a window, where they have their own; else the `theta`.
+
+    Raises as `read_rope`.
+    """
+    inner = _rope_of_layers(fields, SLIDING)
+    if inner is None:
+        return Rope(theta=theta)
+    plain = Rope(theta=inner.number("rope_theta", theta, within=THETAS))
+    positions = config.max_positions
+    return read_scaling(inner, plain, max_positions=positions, head_size=config.head_size)
+
+
+def _rope_of_layers(fields: Fields, kind: str) -> Fields | None:
+    """Find one layer kind's object in the `rope_parameters` that transformers 5 nests."""
+    if fields.missing("rope_parameters"):
+        return None
+    outer = fields.inner("rope_parameters", fields.take("rope_parameters", dict))
+    outer.ignore(FULL, SLIDING)
+    outer.note_the_rest()
+    return outer.inner(kind, outer.take(kind, dict, {}))
 
 
 def even_head_size(fields: Fields, hidden_size: int, n_heads: int) -> int:

@@ -38,3 +38,16 @@ def read_sparse_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
         raise fields.damaged(f"mlp_only_layers has {len(dense)} entries for {n_layers} layers")
     kept_dense = frozenset(dense)
     return tuple(n for n in range(n_layers) if n not in kept_dense and (n + 1) % step == 0)
+
+
+def read_mlp_kinds(fields: Fields, n_layers: int, first: int) -> tuple[int, ...]:
+    """Read which layers have experts, by name; where no key says it, those from `first` on."""
+    kinds = fields.take("mlp_layer_types", list, None)
+    if kinds is None:
+        return tuple(range(max(0, first), n_layers))
+    if len(kinds) != n_layers:
+        raise fields.damaged(f"mlp_layer_types has {len(kinds)} entries for {n_layers} layers")
+    for kind in kinds:
+        if kind not in ("dense", "sparse"):
+            raise fields.unsupported("mlp_layer_types", kind, "dense, sparse")
+    return tuple(n for n in range(n_layers) if kinds[n] == "sparse")

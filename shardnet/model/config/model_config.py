@@ -72,6 +72,10 @@ class Rope:
         return self.kind in (RopeKind.DYNAMIC, RopeKind.LONGROPE)
 
 
+UNROTATED = Rope(kind=RopeKind.LINEAR, factor=math.inf)
+"""Of layers without rotary positions: every angle is 0, and a rotation changes no bit."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """The experts that replace the MLP in some layers.
@@ -122,19 +126,15 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedPositions:
-    """Rotary positions in some layers and none in the others (Llama 4).
+class Temperature:
+    """How queries grow with their position p.
 
-    `nope_layers` are the absolute numbers of those without. There a query at position p is
-    multiplied by 1 + `temperature` * log(1 + floor((p + 1) / `temperature_floor`)). Where
-    positions are rotated, columns that are rotated together are adjacent, and with `unit_heads`
-    queries and keys are divided by their root mean square afterwards.
+    They are multiplied by 1 + `scale` * log(1 + floor((p + `shift`) / `floor`)).
     """
 
-    nope_layers: tuple[int, ...]
-    temperature: float
-    temperature_floor: int
-    unit_heads: bool
+    scale: float
+    floor: int
+    shift: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +209,11 @@ class ModelConfig:
     to nothing. `norm_offset` is added to every norm's stored weight. `checkpoint_dtype` is the
     dtype that the config names for the stored weights, None for none; `eos_token_ids` may be empty.
 
+    With `has_pairs` the columns of a head that are rotated together are adjacent.
+    `nope_layers` are the absolute numbers of the layers without rotary positions. `temperature` is
+    that of queries: in families with such layers of theirs alone. With `has_unit_heads` heads of
+    queries and keys are divided by their root mean square after the rotation.
+
     `chunk` is how many positions a chunk of attention has that layers do not look out of; contexts
     end with the first one.
 
@@ -254,7 +259,10 @@ class ModelConfig:
     latent: Latent | None = None
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
-    mixed: MixedPositions | None = None
+    has_pairs: bool = False
+    nope_layers: tuple[int, ...] = ()
+    temperature: Temperature | None = None
+    has_unit_heads: bool = False
     chunk: int | None = None
     has_mtp: bool = False
     wrapper: str = ""
@@ -335,19 +343,18 @@ class ModelConfig:
 
     def layer_rope(self, layer: int) -> Rope | None:
         """The rotary positions of the absolute `layer`."""
+        if layer in self.nope_layers:
+            return UNROTATED
         is_local = self.local_rope is not None and self.window(layer) is not None
         return self.local_rope if is_local else self.rope
 
     def thinned(self, n_layers: int) -> ModelConfig:
         """Return the config of a model with `n_layers` of the layers, evenly spaced."""
         kept = [(2 * n + 1) * self.n_layers // (2 * n_layers) for n in range(n_layers)]
-        experts, mixed, delta_net = self.experts, self.mixed, self.delta_net
+        experts, delta_net = self.experts, self.delta_net
         if experts is not None:
             sparse = tuple(n for n, layer in enumerate(kept) if layer in experts.layers)
             experts = replace(experts, layers=sparse)
-        if mixed is not None:
-            nope = tuple(n for n, layer in enumerate(kept) if layer in mixed.nope_layers)
-            mixed = replace(mixed, nope_layers=nope)
         if delta_net is not None:
             linear = tuple(n for n, layer in enumerate(kept) if layer in delta_net.layers)
             delta_net = replace(delta_net, layers=linear)
@@ -357,6 +364,6 @@ class ModelConfig:
             n_layers=n_layers,
             windows=windows,
             experts=experts,
-            mixed=mixed,
+            nope_layers=tuple(n for n, layer in enumerate(kept) if layer in self.nope_layers),
             delta_net=delta_net,
         )

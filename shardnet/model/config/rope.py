@@ -10,12 +10,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import DIVISORS, MAX_POSITIONS, STRETCHES, THETAS, Range
 from shardnet.model.config.model_config import Rope, RopeKind
 
 _NO_ALIASES: Mapping[str, str] = MappingProxyType({})
+_NO_SCALING: Mapping[str, Any] = MappingProxyType({})
 
 
 def read_rope(
@@ -29,15 +31,17 @@ def read_rope(
     theta: float = 10000.0,
     share: float = 1.0,
     ignored: tuple[str, ...] = (),
+    scaling: Mapping[str, Any] = _NO_SCALING,
 ) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
     `aliases` are a family's other names of kinds. `original`, the positions trained with, the base
     `theta` and the rotated `share` are defaults. `partial_rotary_factor` is refused unless
-    `may_be_partial`. The object's keys `ignored` change nothing for text. Raises CheckpointError
-    for a malformed value, UnsupportedModelError for one that is not implemented.
+    `may_be_partial`. The object's keys `ignored` change nothing for text, or are read elsewhere.
+    `scaling` is the object where there is none. Raises CheckpointError for a malformed value,
+    UnsupportedModelError for one that is not implemented.
     """
-    inner = rope_object(fields)
+    inner = rope_object(fields, scaling)
     inner.ignore(*ignored)
     theta = inner.number(
         "rope_theta", fields.number("rope_theta", theta, within=THETAS), within=THETAS
@@ -58,13 +62,16 @@ def read_rope(
     )
 
 
-def rope_object(fields: Fields) -> Fields:
-    """Find the object of rotary parameters, under either name; CheckpointError if two differ."""
+def rope_object(fields: Fields, scaling: Mapping[str, Any] = _NO_SCALING) -> Fields:
+    """Find the object of rotary parameters, under either name; `scaling` where there is none.
+
+    Raises CheckpointError if two differ.
+    """
     new = fields.take("rope_parameters", dict, None)
     old = fields.take("rope_scaling", dict, None)
     if new and old and new != old:
         raise fields.damaged("rope_parameters and rope_scaling disagree; keep one of them")
-    return fields.inner("rope_parameters" if new else "rope_scaling", new or old or {})
+    return fields.inner("rope_parameters" if new else "rope_scaling", new or old or scaling)
 
 
 def read_scaling(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardnet.model.config.decoder_config import read_decoder
-from shardnet.model.config.expert_config import read_expert_counts
+from shardnet.model.config.expert_config import read_expert_counts, read_mlp_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_sizes
 from shardnet.model.config.model_config import Experts, Latent, ModelConfig
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from shardnet.model.layers.weight_source import WeightSource
 
 EXPERTS = ExpertNames()
+LATENT = Latent(
+    rank=512, rope_size=64, nope_size=128, value_size=128, query_rank=1536, interleaved=True
+)
+"""What transformers takes where a key is missing."""
 _SIGMOID = 2
 """How experts are chosen, by its number in GGUF."""
 
@@ -64,22 +68,31 @@ def read_config(fields: Fields) -> ModelConfig:
     return read_experts(fields, config, defaults, smallest_group=1 if is_grouped else None)
 
 
-def read_latent_attention(fields: Fields, *, interleaved: bool, max_positions: int) -> ModelConfig:
+def read_latent_attention(
+    fields: Fields,
+    *,
+    interleaved: bool,
+    max_positions: int,
+    norm_eps: float = 1e-6,
+    defaults: Latent = LATENT,
+) -> ModelConfig:
     """Read what V2 and V3 say alike, but for the experts.
 
-    `interleaved`: pairs that are rotated together stand side by side; `max_positions` is the
-    default.
+    `interleaved`: pairs that are rotated together stand side by side. The others are defaults.
     """
     fields.require("moe_layer_freq", 1)
+    query_rank = fields.optional("q_lora_rank")
     latent = Latent(
-        rank=fields.positive("kv_lora_rank", 512),
-        rope_size=fields.positive("qk_rope_head_dim", 64),
-        nope_size=fields.positive("qk_nope_head_dim", 128),
-        value_size=fields.positive("v_head_dim", 128),
-        query_rank=fields.optional("q_lora_rank") if fields.given("q_lora_rank") else 1536,
+        rank=fields.positive("kv_lora_rank", defaults.rank),
+        rope_size=fields.positive("qk_rope_head_dim", defaults.rope_size),
+        nope_size=fields.positive("qk_nope_head_dim", defaults.nope_size),
+        value_size=fields.positive("v_head_dim", defaults.value_size),
+        query_rank=query_rank if fields.given("q_lora_rank") else defaults.query_rank,
         interleaved=interleaved,
     )
-    config = read_decoder(fields, max_positions=max_positions, head_size=latent.rope_size)
+    config = read_decoder(
+        fields, max_positions=max_positions, norm_eps=norm_eps, head_size=latent.rope_size
+    )
     whole = latent.nope_size + latent.rope_size
     sizes = {"head_dim": (config.head_size, latent.rope_size)}
     sizes["qk_head_dim"] = (fields.positive("qk_head_dim", whole), whole)
@@ -127,7 +140,7 @@ def read_experts(
             f"{top_k} for each token"
         )
     first = fields.take("first_k_dense_replace", int, defaults.layers[0])
-    layers = tuple(range(max(0, first), config.n_layers))
+    layers = read_mlp_kinds(fields, config.n_layers, first)
     experts = Experts(
         n_experts=n_experts,
         top_k=top_k,

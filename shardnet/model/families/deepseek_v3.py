@@ -64,10 +64,10 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
 
 def load_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp | SparseMlp:
     """Take the parameters of the MLP or the experts of the absolute `layer`."""
-    from shardnet.model.layers.group_routers import SigmoidGroupRouter
+    from shardnet.model.layers.group_routers import BestTwoRouter
 
     def router(experts: Experts, gate: str) -> Router:
-        return SigmoidGroupRouter(
+        return BestTwoRouter(
             experts=experts,
             gate=weights.linear(gate, wide=True),
             bias=weights.parameter(f"{gate}.e_score_correction_bias"),

@@ -12,11 +12,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardnet.errors import shown
-from shardnet.model.config.decoder_config import FULL, read_decoder
+from shardnet.model.config.decoder_config import FULL, read_decoder, read_nope_layers
 from shardnet.model.config.expert_config import read_expert_counts
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
-from shardnet.model.config.model_config import Experts, MixedPositions, ModelConfig
+from shardnet.model.config.model_config import Experts, ModelConfig, Temperature
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
 from shardnet.model.families.llama import pre_norm_layer
@@ -48,36 +48,22 @@ def read_config(fields: Fields) -> ModelConfig:
     config = read_decoder(
         fields, n_kv_heads=8, max_positions=131072, norm_eps=1e-5, head_size=128, rope=rope
     )
-    nope = _read_nope_layers(fields, config.n_layers)
+    nope = read_nope_layers(fields, config.n_layers)
     chunk = _read_chunk(fields, config.n_layers, is_chunked=len(nope) < config.n_layers)
     tunes = fields.take("attn_temperature_tuning", (bool, int), True)
     temperature = fields.number("attn_scale", 0.1)
-    mixed = MixedPositions(
-        nope_layers=nope,
-        temperature=temperature if tunes else 0.0,
-        temperature_floor=fields.positive("floor_scale", 8192),
-        unit_heads=fields.take("use_qk_norm", bool, True),
-    )
+    floor = fields.positive("floor_scale", 8192)
     return replace(
         config,
         attention_bias=fields.take("attention_bias", bool, False),
-        mixed=mixed,
+        nope_layers=nope,
+        temperature=Temperature(scale=temperature, floor=floor, shift=1) if tunes else None,
+        has_unit_heads=fields.take("use_qk_norm", bool, True),
         chunk=chunk,
         max_positions=min(config.max_positions, chunk or config.max_positions),
         experts=_read_experts(fields, config),
         intermediate_size=fields.positive("intermediate_size_mlp", 16384),
     )
-
-
-def _read_nope_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
-    """Read which layers have no rotary positions: 0 in a list, or every so many."""
-    interval = fields.positive("no_rope_layer_interval", 4)
-    marks = fields.take("no_rope_layers", list, [])
-    if not marks:
-        return tuple(n for n in range(n_layers) if (n + 1) % interval == 0)
-    if len(marks) != n_layers or not all(type(mark) in (int, bool) for mark in marks):
-        raise fields.damaged(f"no_rope_layers is {shown(marks)}, expected {n_layers} of 0 and 1")
-    return tuple(n for n in range(n_layers) if not marks[n])
 
 
 def _read_chunk(fields: Fields, n_layers: int, *, is_chunked: bool) -> int | None:

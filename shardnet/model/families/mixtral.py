@@ -39,6 +39,7 @@ from shardnet.model.families.tensor_shapes import (
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.modules import GatedMlp
     from shardnet.model.layers.weight_source import WeightSource
 
 THETA = 1e6
@@ -71,27 +72,38 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
 def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
     from shardnet.model.layers.experts import SoftmaxRouter, SparseMlp
-    from shardnet.model.layers.modules import GatedMlp, SelfAttention
+    from shardnet.model.layers.modules import SelfAttention
+
+    assert config.experts is not None
+    gate = weights.linear(f"model.layers.{layer}.{EXPERTS.block}.gate", precise=True)
+    sparse = SparseMlp(
+        router=SoftmaxRouter.of(config.experts, gate),
+        experts=load_experts(config, weights, layer),
+    )
+    return pre_norm_layer(
+        config, weights, layer, SelfAttention.load(config, weights, layer), sparse
+    )
+
+
+def load_experts(config: ModelConfig, weights: WeightSource, layer: int) -> list[GatedMlp]:
+    """Take the parameters of all experts of the absolute `layer`, under Mixtral's names."""
+    from shardnet.model.layers.modules import GatedMlp
     from shardnet.model.shards.cut import INNER_EACH, Axis
 
     assert config.experts is not None
-    prefix = f"model.layers.{layer}.{EXPERTS.block}"
-    experts = [f"{prefix}.experts.{number}" for number in range(config.experts.n_experts)]
-    self_attn = SelfAttention.load(config, weights, layer)
-    sparse = SparseMlp(
-        router=SoftmaxRouter.of(config.experts, weights.linear(f"{prefix}.gate", precise=True)),
-        experts=[
-            GatedMlp(
-                activation=config.activation,
-                gate_up_proj=weights.linear(
-                    f"{expert}.{EXPERTS.gate}", f"{expert}.{EXPERTS.up}", outputs=INNER_EACH
-                ),
-                down_proj=weights.linear(f"{expert}.{EXPERTS.down}", inputs=Axis.INNER),
-            )
-            for expert in experts
-        ],
-    )
-    return pre_norm_layer(config, weights, layer, self_attn, sparse)
+    prefix = f"model.layers.{layer}.{EXPERTS.block}.experts"
+    return [
+        GatedMlp(
+            activation=config.activation,
+            gate_up_proj=weights.linear(
+                f"{prefix}.{number}.{EXPERTS.gate}",
+                f"{prefix}.{number}.{EXPERTS.up}",
+                outputs=INNER_EACH,
+            ),
+            down_proj=weights.linear(f"{prefix}.{number}.{EXPERTS.down}", inputs=Axis.INNER),
+        )
+        for number in range(config.experts.n_experts)
+    ]
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from shardnet.model.families.tensor_shapes import Table, attention, mlp, norms
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.norms import Norm
+    from shardnet.model.layers.modules import SelfAttention
     from shardnet.model.layers.weight_source import WeightSource
 
 
@@ -25,44 +25,67 @@ def read_config(fields: Fields) -> ModelConfig:
 
 def layer_tensors(config: ModelConfig, layer: int) -> Table:
     """Name Llama's linears, norms over all queries and all keys, and norms after sub-layers."""
-    attn = f"model.layers.{layer}.self_attn"
     return (
         attention(config, layer)
-        | {
-            f"{attn}.q_norm.weight": (config.n_heads * config.head_size,),
-            f"{attn}.k_norm.weight": (config.n_kv_heads * config.head_size,),
-        }
+        | whole_norms(config, layer)
         | mlp(config, layer)
-        | norms(config, layer, "post_attention_layernorm", "post_feedforward_layernorm")
+        | post_norms(config, layer)
     )
+
+
+def post_norms(config: ModelConfig, layer: int) -> Table:
+    """Name the norms after attention and after the MLP."""
+    return norms(config, layer, "post_attention_layernorm", "post_feedforward_layernorm")
+
+
+def whole_norms(config: ModelConfig, layer: int) -> Table:
+    """Name the norms over all queries and over all keys."""
+    attn = f"model.layers.{layer}.self_attn"
+    return {
+        f"{attn}.q_norm.weight": (config.n_heads * config.head_size,),
+        f"{attn}.k_norm.weight": (config.n_kv_heads * config.head_size,),
+    }
 
 
 def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
+    return post_norm_layer(config, weights, layer, whole_norm_attention(config, weights, layer))
+
+
+def post_norm_layer(
+    config: ModelConfig, weights: WeightSource, layer: int, self_attn: SelfAttention
+) -> Layer:
+    """Put the norms of the absolute `layer` after its sub-layers, and the residuals around."""
     from shardnet.model.layers.decoder_layer import Layer, Residual
-    from shardnet.model.layers.modules import GatedMlp, SelfAttention
-    from shardnet.model.layers.norms import WholeNorm
+    from shardnet.model.layers.modules import GatedMlp
 
     prefix = f"model.layers.{layer}"
-    attn = f"{prefix}.self_attn"
+    first = weights.norm(f"{prefix}.post_attention_layernorm", config.norm_eps)
+    second = weights.norm(f"{prefix}.post_feedforward_layernorm", config.norm_eps)
+    return Layer.of(
+        Residual(after=first),
+        self_attn,
+        Residual(after=second),
+        GatedMlp.load(config, weights, f"{prefix}.mlp"),
+    )
 
-    def norm(name: str) -> Norm:
-        return weights.norm(f"{prefix}.{name}", config.norm_eps)
 
-    self_attn = SelfAttention.of(
+def whole_norm_attention(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
+    """Take the parameters of attention in the absolute `layer`."""
+    from shardnet.model.layers.modules import SelfAttention
+    from shardnet.model.layers.norms import WholeNorm
+
+    attn = f"model.layers.{layer}.self_attn"
+    return SelfAttention.of(
         config,
         layer,
         qkv_proj=weights.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
         o_proj=weights.linear(f"{attn}.o_proj"),
         qk_norm=WholeNorm(
-            n_heads=config.n_heads, queries=norm("self_attn.q_norm"), keys=norm("self_attn.k_norm")
+            n_heads=config.n_heads,
+            queries=weights.norm(f"{attn}.q_norm", config.norm_eps),
+            keys=weights.norm(f"{attn}.k_norm", config.norm_eps),
         ),
-    )
-    return Layer.of(
-        Residual(after=norm("post_attention_layernorm")),
-        self_attn,
-        Residual(after=norm("post_feedforward_layernorm")),
-        GatedMlp.load(config, weights, f"{prefix}.mlp"),
     )
 
 
@@ -72,6 +95,9 @@ FAMILY = Family(
     read_config=read_config,
     layer_tensors=layer_tensors,
     load_stage=decoder_stage(load_layer),
-    gguf=GgufFormat(architecture="olmo2"),
+    gguf=GgufFormat(
+        architecture="olmo2",
+        claims=lambda fields: not fields.given("attention.sliding_window"),
+    ),
     has_whole_heads=True,
 )

@@ -21,6 +21,7 @@ from shardnet.model.families.tensor_shapes import Table, linears, pre_norms
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.modules import GatedMlp
     from shardnet.model.layers.weight_source import WeightSource
 
 
@@ -36,38 +37,49 @@ def read_config(fields: Fields) -> ModelConfig:
 
 def layer_tensors(config: ModelConfig, layer: int) -> Table:
     """Name queries, keys and values as one linear, gate and up as another."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
-    shapes = {
-        "self_attn.qkv_proj": (queries + 2 * keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_up_proj": (2 * inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    return linears(f"model.layers.{layer}", shapes) | pre_norms(config, layer)
+    shapes = {"qkv_proj": (queries + 2 * keys, hidden), "o_proj": (hidden, queries)}
+    return (
+        linears(f"model.layers.{layer}.self_attn", shapes)
+        | joined_mlp(config, layer)
+        | pre_norms(config, layer)
+    )
+
+
+def joined_mlp(config: ModelConfig, layer: int) -> Table:
+    """Name gate and up of a layer's MLP as one linear, and down."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
+    return linears(f"model.layers.{layer}.mlp", shapes)
 
 
 def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.modules import GatedMlp, SelfAttention
-    from shardnet.model.shards.cut import HEADS_EACH, INNER_EACH, Axis
+    from shardnet.model.layers.modules import SelfAttention
+    from shardnet.model.shards.cut import HEADS_EACH, Axis
 
-    attn, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-    return pre_norm_layer(
+    attn = f"model.layers.{layer}.self_attn"
+    self_attn = SelfAttention.of(
         config,
-        weights,
         layer,
-        SelfAttention.of(
-            config,
-            layer,
-            qkv_proj=weights.linear(f"{attn}.qkv_proj", outputs=HEADS_EACH),
-            o_proj=weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS),
-        ),
-        GatedMlp(
-            activation=config.activation,
-            gate_up_proj=weights.linear(f"{mlp}.gate_up_proj", outputs=INNER_EACH),
-            down_proj=weights.linear(f"{mlp}.down_proj", inputs=Axis.INNER),
-        ),
+        qkv_proj=weights.linear(f"{attn}.qkv_proj", outputs=HEADS_EACH),
+        o_proj=weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS),
+    )
+    mlp = load_joined_mlp(config, weights, layer)
+    return pre_norm_layer(config, weights, layer, self_attn, mlp)
+
+
+def load_joined_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp:
+    """Take the parameters of the MLP of the absolute `layer`."""
+    from shardnet.model.layers.modules import GatedMlp
+    from shardnet.model.shards.cut import INNER_EACH, Axis
+
+    mlp = f"model.layers.{layer}.mlp"
+    return GatedMlp(
+        activation=config.activation,
+        gate_up_proj=weights.linear(f"{mlp}.gate_up_proj", outputs=INNER_EACH),
+        down_proj=weights.linear(f"{mlp}.down_proj", inputs=Axis.INNER),
     )
 
 

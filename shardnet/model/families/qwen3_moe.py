@@ -25,6 +25,7 @@ from shardnet.model.families.tensor_shapes import (
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.experts import SparseMlp
     from shardnet.model.layers.modules import GatedMlp
     from shardnet.model.layers.weight_source import WeightSource
 
@@ -68,19 +69,25 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
 
 def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.experts import SoftmaxRouter, SparseMlp
     from shardnet.model.layers.modules import SelfAttention
 
-    experts = config.layer_experts(layer)
-    if experts is None:
+    if config.layer_experts(layer) is None:
         return qwen3.load_layer(config, weights, layer)
-    mlp = f"model.layers.{layer}.mlp"
-    sparse = SparseMlp(
+    self_attn = SelfAttention.load(config, weights, layer, with_head_norm=True)
+    sparse = load_sparse_mlp(config, weights, layer)
+    return pre_norm_layer(config, weights, layer, self_attn, sparse)
+
+
+def load_sparse_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> SparseMlp:
+    """Take the parameters of the router and the experts of the absolute `layer`."""
+    from shardnet.model.layers.experts import SoftmaxRouter, SparseMlp
+
+    experts, mlp = config.layer_experts(layer), f"model.layers.{layer}.mlp"
+    assert experts is not None
+    return SparseMlp(
         router=SoftmaxRouter.of(experts, weights.linear(f"{mlp}.gate", precise=True)),
         experts=load_experts(config, weights, f"{mlp}.experts", experts.n_experts),
     )
-    self_attn = SelfAttention.load(config, weights, layer, with_head_norm=True)
-    return pre_norm_layer(config, weights, layer, self_attn, sparse)
 
 
 def load_experts(

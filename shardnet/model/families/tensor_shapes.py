@@ -53,13 +53,12 @@ def norms(config: ModelConfig, layer: int, *names: str) -> Table:
     return {f"model.layers.{layer}.{name}.weight": (config.hidden_size,) for name in names}
 
 
-def head_norms(config: ModelConfig, layer: int) -> Table:
+def head_norms(
+    config: ModelConfig, layer: int, names: tuple[str, str] = ("q_norm", "k_norm")
+) -> Table:
     """Name the norms over each head of queries and keys."""
     attn = f"model.layers.{layer}.self_attn"
-    return {
-        f"{attn}.q_norm.weight": (config.head_size,),
-        f"{attn}.k_norm.weight": (config.head_size,),
-    }
+    return {f"{attn}.{name}.weight": (config.head_size,) for name in names}
 
 
 def attention(config: ModelConfig, layer: int, *, output_bias: bool = True) -> Table:

@@ -43,6 +43,7 @@ class Wrapper:
 
     `model_type` is its name in config.json and `architecture` its class in transformers. The
     language model is of the `family`; `text_types` are what its own config may be called.
+    `others` are further text types, each with the family that its language model is of.
     `defaults` are keys that published configs leave out and the family insists on.
     `has_position_axes`: rotary positions have an axis each for time, height and width (M-RoPE). Of
     text all three are equal, and rotate as one position does.
@@ -52,6 +53,7 @@ class Wrapper:
     architecture: str
     family: str
     text_types: tuple[str, ...]
+    others: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     has_position_axes: bool = False
 
@@ -64,15 +66,17 @@ class Wrapper:
         """
         nested: dict[str, Any] = fields.take(TEXT, dict, {})
         kind = nested.get("model_type")
-        if kind is not None and kind not in self.text_types:
-            raise fields.unsupported(f"{TEXT}.model_type", kind, ", ".join(self.text_types))
+        known = {None: self.family, **dict.fromkeys(self.text_types, self.family), **self.others}
+        if kind not in known:
+            named = ", ".join((*self.text_types, *self.others))
+            raise fields.unsupported(f"{TEXT}.model_type", kind, named)
         outer = {key: raw[key] for key in raw if key not in _OF_OTHERS | {TEXT}}
         text = {**self.defaults, **outer, **nested}
         text |= {key: outer[key] for key in _OUTER_FIRST if outer.get(key) is not None}
         if self.has_position_axes:
             text |= {key: _one_axis(text[key]) for key in _ROPES if isinstance(text.get(key), dict)}
         text.pop("architectures", None)
-        return Fields(text | {"model_type": self.family}, fields.where, unknown=fields.unknown)
+        return Fields(text | {"model_type": known[kind]}, fields.where, unknown=fields.unknown)
 
 
 def _one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,6 +120,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             architecture="Mistral3ForConditionalGeneration",
             family="mistral",
             text_types=("mistral",),
+            others={"ministral3": "ministral3"},
         ),
         Wrapper(
             model_type="qwen2_vl",

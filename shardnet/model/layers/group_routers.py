@@ -36,21 +36,24 @@ class SoftmaxGroupRouter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SigmoidGroupRouter:
-    """Choose by sigmoid, in the groups whose two best experts score highest (DeepSeek-V3).
+class BestTwoRouter:
+    """Choose in the groups whose two best experts score highest (DeepSeek-V3).
 
-    `bias` is added for the choice alone.
+    Scores are sigmoids, or a softmax with `has_softmax`. `bias`, if any, is added for the choice
+    alone.
     """
 
     experts: Experts
     gate: Linear
-    bias: Tensor  # [X], float32
+    bias: Tensor | None  # [X], float32
+    has_softmax: bool = False
 
     def __call__(self, hidden: Tensor) -> ExpertChoice:
         """Choose experts for each row of the hidden states [T, E]."""
         config = self.experts
-        scores = row_sigmoid(self.gate(hidden.float()))  # [T, X]
-        biased = (scores + self.bias).contiguous()
+        logits = self.gate(hidden.float())
+        scores = row_softmax(logits) if self.has_softmax else row_sigmoid(logits)  # [T, X]
+        biased = (scores if self.bias is None else scores + self.bias).contiguous()
         best_two = biased.view(len(biased), config.n_groups, -1).topk(2, -1).values
         left = best_groups(biased, best_two.sum(-1), config.top_groups, -torch.inf)
         _, experts = best_experts(left, config.top_k)

@@ -74,10 +74,7 @@ class LatentAttention:
         turning = torch.cat(
             (queries[..., latent.nope_size :], cached[:, None, latent.rank :]), 1
         )  # [T, H + 1, R]
-        if latent.interleaved:
-            pairs = turning.view(*turning.shape[:-1], -1, 2)  # [T, H + 1, R / 2, 2]
-            turning = pairs.transpose(-1, -2).flatten(-2)
-        turned = rotary.rotate(turning)
+        turned = rotary.rotate_pairs(turning) if latent.interleaved else rotary.rotate(turning)
         own = _by_head(queries[..., : latent.nope_size], self.keys, step)  # [T, H, L]
         attended = attention(
             torch.cat((own, turned[:, :-1]), -1),

@@ -1,4 +1,4 @@
-"""Attention of layers with rotary positions among layers without any, as Llama 4 has it.
+"""Attention whose queries grow with their position: in all layers, or as Llama 4 has it.
 
 Knows the rotation, norms and scales that come before attending. Must not know how a family names
 its other parameters, files, wire or scheduling.
@@ -8,7 +8,7 @@ Axes in shape comments: T rows of the micro-batch, H query heads, D head size, E
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardnet.model.arithmetic.elementary import natural_logarithm
 from shardnet.model.arithmetic.row_functions import normed_rows
-from shardnet.model.config.model_config import MixedPositions, ModelConfig
+from shardnet.model.config.model_config import ModelConfig, Temperature
 from shardnet.model.kernels.devices import where_float64
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.modules import Heads, SelfAttention
@@ -29,18 +29,19 @@ class MixedAttention:
     """Attention of one layer, either `is_rotated` or of queries that grow with their position."""
 
     inner: SelfAttention
-    positions: MixedPositions
+    temperature: Temperature | None
     is_rotated: bool
+    has_unit_heads: bool
     eps: float
 
     @classmethod
     def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> MixedAttention:
         """Take the parameters of the absolute `layer`, under Llama's names."""
-        assert config.mixed is not None
         return cls(
             inner=SelfAttention.load(config, weights, layer),
-            positions=config.mixed,
-            is_rotated=layer not in config.mixed.nope_layers,
+            temperature=config.temperature,
+            is_rotated=layer not in config.nope_layers,
+            has_unit_heads=config.has_unit_heads,
             eps=config.norm_eps,
         )
 
@@ -56,8 +57,8 @@ class MixedAttention:
         if self.is_rotated:
             queries_keys = self._rotate(queries_keys, rotary)
         queries = queries_keys[:, : inner.n_heads]
-        if not self.is_rotated and self.positions.temperature:
-            queries = (queries * self._temperatures(step.positions)).to(queries.dtype)
+        if not self.is_rotated and self.temperature is not None:
+            queries = tempered(queries, self.temperature, step.positions)
         split = Heads(
             queries=queries, keys=queries_keys[:, inner.n_heads :], values=heads[:, n_rotated:]
         )
@@ -65,18 +66,36 @@ class MixedAttention:
 
     def _rotate(self, heads: Tensor, rotary: Rotary) -> Tensor:
         """Rotate queries and keys [T, H + KV heads, D], the halves of pairs apart afterwards."""
-        pairs = heads.view(*heads.shape[:-1], -1, 2)  # [T, H + KV heads, D / 2, 2]
-        turned = rotary.rotate(pairs.transpose(-1, -2).flatten(-2))
-        if not self.positions.unit_heads:
+        turned = rotary.rotate_pairs(heads)
+        if not self.has_unit_heads:
             return turned
         native = normed_rows(turned.reshape(-1, turned.shape[-1]), None, self.eps)
         if native is not None:
             return native.view(turned.shape)
         return F.rms_norm(turned.float(), turned.shape[-1:], None, self.eps).to(turned.dtype)
 
-    def _temperatures(self, positions: Tensor) -> Tensor:
-        """Factors of the queries at `positions`, int64 [T]: float32 [T, 1, 1]."""
-        exact = where_float64(positions).double()
-        steps = torch.floor((exact + 1) / self.positions.temperature_floor)
-        factors = natural_logarithm(steps + 1) * self.positions.temperature + 1
-        return factors.float().to(positions.device)[:, None, None]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemperedAttention:
+    """Self-attention whose rotated queries grow with their position (Ministral 3)."""
+
+    inner: SelfAttention
+    temperature: Temperature
+
+    @property
+    def fusible(self) -> None:
+        """None: queries change between the rotation and attending."""
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Attend in layer `index` within the stage: hidden states [T, E] to [T, E]."""
+        heads = self.inner.heads(hidden, rotary)
+        queries = tempered(heads.queries, self.temperature, step.positions)
+        return self.inner.o_proj(self.inner.attend(replace(heads, queries=queries), index, step))
+
+
+def tempered(queries: Tensor, temperature: Temperature, positions: Tensor) -> Tensor:
+    """Multiply queries [T, H, D] at `positions`, int64 [T], by their factors: same shape."""
+    exact = where_float64(positions).double()
+    steps = torch.floor((exact + temperature.shift) / temperature.floor)
+    factors = natural_logarithm(steps + 1) * temperature.scale + 1
+    return (queries * factors.float().to(positions.device)[:, None, None]).to(queries.dtype)

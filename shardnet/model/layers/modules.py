@@ -48,7 +48,8 @@ class Heads:
 class SelfAttention:
     """One linear for queries, keys and values, rotary positions, attention, output linear.
 
-    `qk_norm`, if any, is applied before the rotation.
+    `qk_norm`, if any, is applied before the rotation, or after it with `norms_rotated`. With
+    `has_pairs` columns that are rotated together are adjacent.
     """
 
     n_heads: int
@@ -58,12 +59,23 @@ class SelfAttention:
     qkv_proj: Linear
     o_proj: Linear
     qk_norm: QkNorm | None = None
+    norms_rotated: bool = False
+    has_pairs: bool = False
 
     @classmethod
     def load(
-        cls, config: ModelConfig, weights: WeightSource, layer: int, *, with_head_norm: bool = False
+        cls,
+        config: ModelConfig,
+        weights: WeightSource,
+        layer: int,
+        *,
+        with_head_norm: bool = False,
+        norm_names: tuple[str, str] = ("q_norm", "k_norm"),
     ) -> SelfAttention:
-        """Load the parameters of the absolute `layer` by Llama's and, for norms, Qwen3's names."""
+        """Load the parameters of the absolute `layer` by Llama's names.
+
+        `norm_names` are those of the norms over heads of queries and keys.
+        """
         attn = f"model.layers.{layer}.self_attn"
         qkv_proj = weights.linear(
             f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj", outputs=HEADS_EACH
@@ -71,12 +83,11 @@ class SelfAttention:
         o_proj = weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS)
         qk_norm = None
         if with_head_norm:
-            qk_norm = HeadNorm.join(
-                weights.norm(f"{attn}.q_norm", config.norm_eps, config.norm_offset),
-                weights.norm(f"{attn}.k_norm", config.norm_eps, config.norm_offset),
-                config.n_heads,
-                config.n_kv_heads,
+            queries, keys = (
+                weights.norm(f"{attn}.{name}", config.norm_eps, config.norm_offset)
+                for name in norm_names
             )
+            qk_norm = HeadNorm.join(queries, keys, config.n_heads, config.n_kv_heads)
         return cls.of(config, layer, qkv_proj, o_proj, qk_norm)
 
     @classmethod
@@ -97,6 +108,7 @@ class SelfAttention:
             qkv_proj=qkv_proj,
             o_proj=o_proj,
             qk_norm=qk_norm,
+            has_pairs=config.has_pairs,
         )
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
@@ -104,18 +116,21 @@ class SelfAttention:
         return self.o_proj(self.attend(self.heads(hidden, rotary), index, step))
 
     @property
-    def fusible(self) -> SelfAttention:
-        """This attention."""
-        return self
+    def fusible(self) -> SelfAttention | None:
+        """This attention, unless its rotation is not as most families have it."""
+        return None if self.has_pairs or self.norms_rotated else self
 
     def heads(self, hidden: Tensor, rotary: Rotary) -> Heads:
         """Project hidden states [T, E] to rotated queries and keys, and values."""
         n_rotated = self.n_heads + self.n_kv_heads
         heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.head_size)  # [T, Q+K+V, D]
         queries_keys = heads[:, :n_rotated]
-        if self.qk_norm is not None:
+        if self.qk_norm is not None and not self.norms_rotated:
             queries_keys = self.qk_norm(queries_keys)
-        rotated = rotary.rotate(queries_keys)
+        rotate = rotary.rotate_pairs if self.has_pairs else rotary.rotate
+        rotated = rotate(queries_keys)
+        if self.qk_norm is not None and self.norms_rotated:
+            rotated = self.qk_norm(rotated)
         return Heads(
             queries=rotated[:, : self.n_heads],
             keys=rotated[:, self.n_heads :],

@@ -46,6 +46,18 @@ class Rotary:
         turned = rotated_heads(heads, self.cos, self.sin)
         return self._rotate_in_torch(heads) if turned is None else turned
 
+    def rotate_pairs(self, heads: Tensor) -> Tensor:
+        """Rotate as `rotate` where columns that turn together are adjacent: [T, heads, D].
+
+        Afterwards the first ones of all pairs stand before the second ones.
+        """
+        n_rotated = self.cos.shape[-1]
+        pairs = heads[..., :n_rotated].reshape(*heads.shape[:-1], -1, 2)  # [T, heads, R / 2, 2]
+        apart = pairs.transpose(-1, -2).flatten(-2)
+        if n_rotated < heads.shape[-1]:
+            apart = torch.cat((apart, heads[..., n_rotated:]), -1)
+        return self.rotate(apart)
+
     def _rotate_in_torch(self, heads: Tensor) -> Tensor:
         n_rotated = self.cos.shape[-1]
         if n_rotated < heads.shape[-1]:

@@ -1,11 +1,12 @@
-"""A family that the package does not know, added by this file alone: Seed-OSS.
+"""A family that the package does not know, added by this file alone: InternLM3.
 
-It is Llama with biases on queries, keys and values, and on the output only if the config says so.
+It is Llama with heads of 128, and biases in all linears or none.
 docs/adding-a-model.md shows what is done here with a family of the package.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -32,24 +33,22 @@ ROOT = Path(__file__).parents[3]
 
 
 def read_config(fields: Fields) -> ModelConfig:
-    fields.require("attention_out_bias", False)
-    fields.ignore("residual_dropout")
+    fields.require("qkv_bias", False)  # older names, which its published config has
+    fields.require("bias", False)
     return replace(
-        read_decoder(fields, n_kv_heads=8, max_positions=524288, head_size=128),
-        attention_bias=fields.take("attention_bias", bool, True),
+        read_decoder(fields, n_kv_heads=2, max_positions=32768, norm_eps=1e-5, head_size=128),
+        attention_bias=fields.take("attention_bias", bool, False),
         mlp_bias=fields.take("mlp_bias", bool, False),
     )
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    return (
-        attention(config, layer, output_bias=False) | mlp(config, layer) | pre_norms(config, layer)
-    )
+    return attention(config, layer) | mlp(config, layer) | pre_norms(config, layer)
 
 
-SEED_OSS = Family(
-    model_type="seed_oss",
-    architecture="SeedOssForCausalLM",
+INTERNLM3 = Family(
+    model_type="internlm3",
+    architecture="LlamaForCausalLM",
     read_config=read_config,
     layer_tensors=layer_tensors,
     load_stage=llama.FAMILY.load_stage,
@@ -58,17 +57,18 @@ SEED_OSS = Family(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return make_decoder(tmp_path, "seed_oss", head_dim=12, num_hidden_layers=3)
+    biases = {"attention_bias": True, "mlp_bias": True}
+    return make_decoder(tmp_path, "internlm3", head_dim=12, num_hidden_layers=3, **biases)
 
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     families = cast("dict[str, Family]", FAMILIES)
-    monkeypatch.setitem(families, SEED_OSS.model_type, SEED_OSS)
+    monkeypatch.setitem(families, INTERNLM3.model_type, INTERNLM3)
 
 
 def test_a_family_that_is_not_there_is_refused(folder: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="model_type = 'seed_oss' is not supported"):
+    with pytest.raises(UnsupportedModelError, match="model_type = 'internlm3' is not supported"):
         Checkpoint.open(folder)
 
 
@@ -90,10 +90,11 @@ def test_its_splits_give_the_same_bits(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("added")
-def test_what_it_does_not_know_is_refused(tmp_path: Path) -> None:
-    make_decoder(tmp_path, "seed_oss", attention_out_bias=True, with_tokenizer=False)
-    with pytest.raises(UnsupportedModelError, match="attention_out_bias = True"):
-        Checkpoint.open(tmp_path)
+def test_what_it_does_not_know_is_refused(folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"qkv_bias": True}))
+    with pytest.raises(UnsupportedModelError, match="qkv_bias = True"):
+        Checkpoint.open(folder)
 
 
 def test_every_family_is_listed_under_its_own_name() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from shardnet.model.config.model_config import (
     DeltaNet,
     Experts,
     Latent,
-    MixedPositions,
     ModelConfig,
     Rope,
     RopeKind,
+    Temperature,
 )
 from shardnet.model.families.registry import FAMILIES, parse_config
 from shardnet.model.families.stage_tensors import left_over
@@ -332,8 +331,9 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         assert ours.experts.normalize_top_k is normalizes
         inner = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
         assert ours.experts.intermediate_size == inner
-        assert ours.rope is not None
-        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    rope = theirs.rope_parameters
+    assert ours.rope is not None
+    assert ours.rope.theta == rope.get("full_attention", rope)["rope_theta"]
     activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
     assert ours.activation is Activation(activation)
 
@@ -365,7 +365,7 @@ def check_latent(ours: ModelConfig, theirs: Any) -> None:
         query_rank=theirs.q_lora_rank,
         interleaved=getattr(theirs, "rope_interleave", True),
     )
-    assert ours.sparse_layers == tuple(range(theirs.first_k_dense_replace, 7))
+    assert ours.sparse_layers == tuple(range(getattr(theirs, "first_k_dense_replace", 1), 7))
     assert ours.experts.output_scale == theirs.routed_scaling_factor
     shared = theirs.n_shared_experts * theirs.moe_intermediate_size
     assert ours.experts.shared_intermediate_size == shared
@@ -542,16 +542,15 @@ def test_llama4() -> None:
     assert config.experts is not None
     assert config.experts.layers == tuple(range(7))
     assert (config.intermediate_size, config.experts.intermediate_size) == (16384, 100)
-    assert config.mixed == MixedPositions(
-        nope_layers=(3,), temperature=0.1, temperature_floor=8192, unit_heads=True
-    )
+    assert (config.nope_layers, config.has_unit_heads) == ((3,), True)
+    assert config.temperature == Temperature(scale=0.1, floor=8192, shift=1)
     assert config.max_positions == config.default_context == 8192
     assert config.limit_words.startswith("the model attends in chunks of 8192 positions")
     assert parse(LLAMA4, attention_chunk_size=None).max_positions == 10485760
-    untuned = parse(LLAMA4, attn_temperature_tuning=False, no_rope_layers=[1, 0] * 3 + [1]).mixed
-    assert untuned is not None
-    assert (untuned.temperature, untuned.nope_layers) == (0.0, (1, 3, 5))
-    assert config.thinned(2).mixed == replace(config.mixed, nope_layers=())
+    untuned = parse(LLAMA4, attn_temperature_tuning=False, no_rope_layers=[1, 0] * 3 + [1])
+    assert (untuned.temperature, untuned.nope_layers) == (None, (1, 3, 5))
+    assert config.thinned(2).nope_layers == ()
+    assert untuned.thinned(2).nope_layers == (0, 1)
     assert parse(LLAMA4, interleave_moe_layer_step=2).sparse_layers == (1, 3, 5)
     assert parse(LLAMA4, moe_layers=[5, 2]).sparse_layers == (2, 5)
 
@@ -595,7 +594,7 @@ def test_which_layers_of_qwen3_moe_have_experts() -> None:
         ("mistral", {"architectures": ["MistralForSequenceClassification"]}, "architectures"),
         ("mistral", {"attention_bias": True}, "attention_bias"),
         ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types"),
-        ("mistral", {"model_type": "ministral3"}, "ministral3"),
+        ("mistral", {"model_type": "voxtral"}, "voxtral"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 7}, "chunked_attention"),
         ("qwen2", {"use_mrope": True}, "use_mrope"),
         ("qwen3", {"rope_scaling": {"rope_type": "mrope"}}, "mrope"),

@@ -52,10 +52,19 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     "llama4": {"num_local_experts": 4},
     "llama4_text": {"num_local_experts": 4},
     "mixtral": {"num_local_experts": 4},
+    "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12},
+    "glm4": {"head_dim": 12},
+    "ernie4_5": {"head_dim": 12},
+    "hunyuan_v1_dense": {"head_dim": 12},
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
     "deepseek_v2": LATENT | {"n_routed_experts": 6, "num_experts_per_tok": 2, "q_lora_rank": None},
     "deepseek_v3": LATENT
     | {"n_routed_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": 14}
     | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0},
+    "glm4_moe_lite": LATENT
+    | {"n_routed_experts": 6, "num_experts_per_tok": 2, "q_lora_rank": 14}
+    | {"first_k_dense_replace": 1},
     "glm4_moe": {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,

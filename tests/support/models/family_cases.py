@@ -10,6 +10,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+GROWING = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
 ODD = {"hidden_size": 35, "head_dim": 10, "num_attention_heads": 5, "num_key_value_heads": 1}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 24, "sliding_window": 20}
@@ -72,8 +73,32 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"num_hidden_layers": 3, "tie_word_embeddings": True},
     "olmo2-odd": ODD | {"attention_bias": True},
+    "olmo3": {
+        "num_hidden_layers": 5,
+        "sliding_window": 20,
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [0, 1, 1, 0, 1]},
+    "exaone4": ODD | {"num_hidden_layers": 5, "sliding_window": 20, "tie_word_embeddings": True},
+    "exaone4-full": {"num_hidden_layers": 2, "sliding_window": None}
+    | {"layer_types": ["full_attention"] * 2},
+    "ministral3": ODD
+    | {"num_hidden_layers": 3, "tie_word_embeddings": True}
+    | {"rope_parameters": YARN | {"original_max_position_embeddings": 16} | GROWING},
+    "seed_oss": ODD | {"num_hidden_layers": 2, "mlp_bias": True, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 5, "sliding_window": 20, "num_hidden_layers": 3},
     "mixtral-odd": ODD | {"num_local_experts": 4, "num_experts_per_tok": 3, "hidden_act": "gelu"},
+    "glm4": {"num_hidden_layers": 3, "head_dim": 12},
+    "ernie4_5": ODD | {"num_hidden_layers": 2, "use_bias": True},
+    "ernie4_5_moe": {"num_hidden_layers": 4, "moe_layer_end_index": 2},
+    "hunyuan_v1_dense": ODD
+    | {"num_hidden_layers": 2, "tie_word_embeddings": True}
+    | {"rope_parameters": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
+    "minimax_m2": ODD | {"num_hidden_layers": 3, "rotary_dim": 6, "tie_word_embeddings": True},
+    "olmoe": {"num_hidden_layers": 3, "norm_topk_prob": True, "attention_bias": True},
     "deepseek_v2": {"num_hidden_layers": 3, "mlp_bias": True, "first_k_dense_replace": 1},
     "deepseek_v2-groups": {
         "topk_method": "group_limited_greedy",
@@ -107,6 +132,11 @@ CASES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 2,
         "tie_word_embeddings": True,
     },
+    "glm4_moe_lite": {
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "num_hidden_layers": 3,
+        "tie_word_embeddings": True,
+    },
     "gpt_oss": {"sliding_window": 20, "num_hidden_layers": 3},
     "gpt_oss-odd": ODD
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "swiglu_limit": 0.5},
@@ -131,6 +161,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama4": LLAMA4 | {"num_hidden_layers": 2, "rope_parameters": SAME_FACTORS},
     "gemma3": GEMMA | {"num_hidden_layers": 3, "tie_word_embeddings": True},
     "mistral3": {"num_hidden_layers": 2, "head_dim": 8, "sliding_window": None},
+    "mistral3-ministral3": {"model_type": "ministral3", "num_hidden_layers": 2, "head_dim": 8}
+    | {"rope_parameters": YARN | GROWING},
     "qwen2_vl": {"num_hidden_layers": 2, "rope_parameters": AXES},
     "qwen2_5_vl": {"num_hidden_layers": 2, "rope_parameters": AXES, "tie_word_embeddings": True},
     "qwen3_vl": {"num_hidden_layers": 2, "head_dim": 8, "rope_parameters": AXES},

@@ -35,6 +35,17 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
     "gpt_oss": "gpt-oss",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
+    "glm4": "glm4",
+    "ernie4_5": "ernie4_5",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "minimax_m2": "minimax-m2",
+    "olmoe": "olmoe",
+    "exaone4": "exaone4",
+    "ministral3": "mistral3",
     "phi3": "phi3",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
@@ -42,10 +53,11 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
     "gpt2": "gpt2",
 }
 """From `model_type` to `general.architecture`."""
-INTERLEAVED = ("llama", "mistral", "mixtral", "granite")
+INTERLEAVED = ("llama", "mistral", "mixtral", "granite", "smollm3", "ministral3")
 
 
 def write_gguf(
@@ -294,6 +306,20 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
                 "expert_feed_forward_length": config["moe_intermediate_size"],
                 "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
             }
+        case "ernie4_5_moe":
+            made |= {
+                "expert_count": config["moe_num_experts"],
+                "expert_used_count": config["moe_k"],
+                "expert_feed_forward_length": config["moe_intermediate_size"],
+                "expert_shared_count": config["moe_num_shared_experts"],
+                "interleave_moe_layer_step": config["moe_layer_interval"],
+                "leading_dense_block_count": config["moe_layer_start_index"],
+            }
+        case "minimax_m2":
+            made |= {
+                "expert_feed_forward_length": config["intermediate_size"],
+                "expert_gating_func": 2,
+            }
         case "qwen3_moe":
             made |= {"expert_feed_forward_length": config["moe_intermediate_size"]}
         case "gpt_oss":
@@ -323,11 +349,11 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
                 "expert_feed_forward_length": config["intermediate_size"],
                 "interleave_moe_layer_step": config["interleave_moe_layer_step"],
             }
-        case "deepseek_v2" | "deepseek_v3":
+        case "deepseek_v2" | "deepseek_v3" | "glm4_moe_lite":
             made |= _latents(config, rope) | _grouped_experts(config)
         case "glm4_moe":
             made |= _grouped_experts(config)
-        case "gemma3_text" | "phi3":
+        case "gemma3_text" | "exaone4" | "olmo3" | "phi3":
             made |= {"attention.sliding_window": config["sliding_window"]}
     if "linear_num_key_heads" in config:
         n_values, size = config["linear_num_value_heads"], config["linear_value_head_dim"]
@@ -370,7 +396,7 @@ def _grouped_experts(config: dict[str, Any]) -> dict[str, Any]:
     """Keys of experts in groups, chosen by softmax in DeepSeek-V2 and else by sigmoid."""
     is_sigmoid = config["model_type"] != "deepseek_v2"
     return {
-        "leading_dense_block_count": config["first_k_dense_replace"],
+        "leading_dense_block_count": config.get("first_k_dense_replace", 1),
         "expert_feed_forward_length": config["moe_intermediate_size"],
         "expert_shared_count": config["n_shared_experts"],
         "expert_weights_scale": float(config["routed_scaling_factor"]),

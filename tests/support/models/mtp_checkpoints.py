@@ -17,6 +17,7 @@ OWN = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
 CASES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"first_k_dense_replace": 1},
     "glm4_moe": {"use_qk_norm": True, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {},
     "qwen3_next": {
         "layer_types": ["linear_attention", "full_attention", "full_attention"],
         "mlp_only_layers": [0],
@@ -51,8 +52,8 @@ def make_mtp(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Path
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     save_file(own, whole / "own.safetensors")
     raw["num_hidden_layers"] = N_LAYERS
-    if "layer_types" in raw:
-        raw["layer_types"] = raw["layer_types"][:N_LAYERS]
+    for kinds in raw.keys() & {"layer_types", "mlp_layer_types"}:
+        raw[kinds] = raw[kinds][:N_LAYERS]
     (folder / "config.json").write_text(json.dumps(raw))
     make_tokenizer(folder)
     return folder

@@ -1,0 +1,90 @@
+"""Ministral 3 (transformers, modeling_ministral3.py): Mistral with queries that grow.
+
+How they do stands with the scaling of rotary positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardnet.model.config.decoder_config import read_decoder
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
+from shardnet.model.config.model_config import ModelConfig, Temperature
+from shardnet.model.config.rope import read_rope, rope_object
+from shardnet.model.families import llama
+from shardnet.model.families.family import Family, GgufFormat, decoder_stage
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.weight_source import WeightSource
+
+BETA = "llama_4_scaling_beta"
+SCALING = {
+    "type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    BETA: 0.1,
+}
+"""What transformers takes where the config says nothing of rotary positions."""
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    """Read a Ministral3Config."""
+    rope = partial(read_rope, ignored=(BETA, "max_position_embeddings"), scaling=SCALING)
+    config = read_decoder(
+        fields, n_kv_heads=8, max_positions=262144, norm_eps=1e-5, head_size=128, rope=rope
+    )
+    return replace(
+        config,
+        windows=(fields.optional("sliding_window"),) * config.n_layers,
+        temperature=read_temperature(fields, config),
+    )
+
+
+def read_temperature(fields: Fields, config: ModelConfig) -> Temperature | None:
+    """Read how queries grow: not at all without the key."""
+    beta = rope_object(fields, SCALING).optional_number(BETA)
+    if beta is None or config.rope is None:
+        return None
+    return Temperature(scale=beta, floor=config.rope.original_max_positions)
+
+
+def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+    """Take the parameters of the absolute `layer`."""
+    from shardnet.model.layers.mixed_attention import TemperedAttention
+    from shardnet.model.layers.modules import GatedMlp, SelfAttention
+
+    if config.temperature is None:
+        return llama.load_layer(config, weights, layer)
+    self_attn = TemperedAttention(
+        inner=SelfAttention.load(config, weights, layer), temperature=config.temperature
+    )
+    mlp = GatedMlp.load(config, weights, f"model.layers.{layer}.mlp")
+    return llama.pre_norm_layer(config, weights, layer, self_attn, mlp)
+
+
+def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata."""
+    config = read_gguf_decoder(fields, tensors, factors)
+    scale, log = fields.optional_number("attention.temperature_scale"), "yarn_log_multiplier"
+    scaling = config["rope_scaling"] or {"rope_type": "default"}
+    if (multiplier := fields.optional_number(f"rope.scaling.{log}")) is not None:
+        scaling |= {"mscale": multiplier, "mscale_all_dim": multiplier}
+    return config | {"rope_scaling": scaling | {BETA: scale}}
+
+
+FAMILY = Family(
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    read_config=read_config,
+    layer_tensors=llama.layer_tensors,
+    load_stage=decoder_stage(load_layer),
+    gguf=GgufFormat(architecture="mistral3", read=read_gguf, interleaved_rotary=True),
+)

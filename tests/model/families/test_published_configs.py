@@ -1,0 +1,46 @@
+"""config.json files with the keys and values that the makers of models publish are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardnet.model.config.model_config import Rope, Temperature
+from shardnet.model.families.registry import parse_config
+
+FOLDER = Path(__file__).parent / "published"
+READ: dict[str, dict[str, Any]] = {
+    "glm-4.7-flash": {"n_layers": 47, "n_kv_heads": 1, "sparse_layers": tuple(range(1, 47))},
+    "olmo-3-7b": {"windows": (4096, 4096, 4096, None) * 8, "max_positions": 65536},
+    "seed-oss-36b": {"attention_bias": True, "head_size": 128, "n_kv_heads": 8},
+    "smollm3-3b": {"nope_layers": tuple(range(3, 36, 4)), "tie_word_embeddings": True},
+    "exaone-4.0-32b": {
+        "windows": (4096, 4096, 4096, None) * 16,
+        "nope_layers": tuple(range(3, 64, 4)),
+    },
+    "ministral-3-8b": {
+        "family": "ministral3",
+        "temperature": Temperature(scale=0.1, floor=16384),
+        "max_positions": 262144,
+    },
+    "minimax-m2": {
+        "rope": Rope(theta=5e6, share=0.5),
+        "sparse_layers": tuple(range(62)),
+        "windows": (None,) * 62,
+    },
+    "olmoe-1b-7b": {"sparse_layers": tuple(range(16)), "n_kv_heads": 16},
+    "glm-4-9b-0414": {"rope": Rope(share=0.5), "attention_bias": True, "norm_eps": 1e-5},
+    "ernie-4.5-0.3b": {"rope": Rope(theta=5e5), "head_size": 128, "tie_word_embeddings": True},
+    "ernie-4.5-21b-a3b": {"sparse_layers": tuple(range(1, 28)), "head_size": 128},
+    "hunyuan-7b": {"rope": Rope(theta=1e4 * 1000 ** (128 / 126)), "n_kv_heads": 8},
+}
+"""What some of the keys mean."""
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.json")))
+def test_no_key_of_the_makers_refuses_a_model(name: str) -> None:
+    config = parse_config(json.loads((FOLDER / f"{name}.json").read_text()), "config.json")
+    assert {key: getattr(config, key) for key in READ[name]} == READ[name]
