@@ -66,7 +66,11 @@ class Wrapper:
         """
         nested: dict[str, Any] = fields.take(TEXT, dict, {})
         kind = nested.get("model_type")
-        known = {None: self.family, **dict.fromkeys(self.text_types, self.family), **self.others}
+        known: dict[str | None, str] = {
+            None: self.family,
+            **dict.fromkeys(self.text_types, self.family),
+            **self.others,
+        }
         if kind not in known:
             named = ", ".join((*self.text_types, *self.others))
             raise fields.unsupported(f"{TEXT}.model_type", kind, named)
