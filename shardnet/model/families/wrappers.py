@@ -65,13 +65,9 @@ class Wrapper:
         malformed config.
         """
         nested: dict[str, Any] = fields.take(TEXT, dict, {})
-        kind = nested.get("model_type")
-        known: dict[str | None, str] = {
-            None: self.family,
-            **dict.fromkeys(self.text_types, self.family),
-            **self.others,
-        }
-        if kind not in known:
+        kind = nested.get("model_type") or ""
+        known = dict(self.others) | dict.fromkeys(("", *self.text_types), self.family)
+        if not isinstance(kind, str) or kind not in known:
             named = ", ".join((*self.text_types, *self.others))
             raise fields.unsupported(f"{TEXT}.model_type", kind, named)
         outer = {key: raw[key] for key in raw if key not in _OF_OTHERS | {TEXT}}
