@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,8 +69,8 @@ USUAL = ["not a number", "too few", "another dtype"]
 
 async def say(
     client: Client,
-    prompts: list[list[int]],
     choice: ModelChoice,
+    prompts: list[list[int]],
     at_token: Callable[[], None] = lambda: None,
 ) -> list[list[int] | ShardnetError]:
     """Generate from all prompts; each gives its tokens, or its error. `at_token` is called once."""
@@ -99,9 +101,20 @@ def perturb(
     monkeypatch.setattr(TorchCompute, "compute", compute)
 
 
-def ring_of(model: Path, nodes: list[Machine]) -> ModelChoice:
-    """Name the nodes."""
-    return ModelChoice(model=str(model), nodes=[one.node.address for one in nodes])
+@asynccontextmanager
+async def ring(
+    folder: Path, *names: str
+) -> AsyncIterator[tuple[Sequence[Machine], Callable[..., Awaitable[Any]], list[Any]]]:
+    """Nodes in a ring; what asks it, and what it says of PROMPTS undisturbed."""
+    model = make_llama(folder / "model")
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        machines(folder, *names) as nodes,
+        connect(nodes[0].node.address) as client,
+    ):
+        choice = ModelChoice(model=str(model), nodes=[one.node.address for one in nodes])
+        ask = partial(say, client, choice)
+        yield nodes, ask, await ask(PROMPTS)
 
 
 def used(node: Machine) -> set[str]:
@@ -118,16 +131,9 @@ def test_a_node_that_computes_wrong_values_is_left_out_and_texts_go_on(
 ) -> None:
     wrong = WRONG[kind]
     told = "its payload has" if kind in ("too wide", "too few") else "computed wrong values"
-    model = make_llama(tmp_path / "model")
 
     async def main() -> None:
-        async with (
-            asyncio.timeout(DEADLINE_S),
-            machines(tmp_path, "anna", "bert", "cleo") as (anna, bert, cleo),
-            connect(anna.node.address) as client,
-        ):
-            choice = ring_of(model, [anna, bert, cleo])
-            whole = await say(client, PROMPTS, choice)
+        async with ring(tmp_path, "anna", "bert", "cleo") as ([anna, bert, _], ask, whole):
             loaded = bert.node._stage.host.loaded
             assert loaded is not None
 
@@ -141,7 +147,7 @@ def test_a_node_that_computes_wrong_values_is_left_out_and_texts_go_on(
                     ),
                 )
 
-            assert await say(client, PROMPTS, choice, begin) == whole
+            assert await ask(PROMPTS, begin) == whole
             assert used(anna) == {"anna", "cleo"}
             assert any("bert" in line and told in line for line in anna.lines)
 
@@ -153,17 +159,10 @@ def test_a_node_that_takes_steps_and_keeps_them_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lives, and says that it has completed them: its neighbour waits in vain."""
-    model = make_llama(tmp_path / "model")
     sends = LinkSink._frames
 
     async def main() -> None:
-        async with (
-            asyncio.timeout(DEADLINE_S),
-            machines(tmp_path, "anna", "bert", "cleo") as (anna, bert, cleo),
-            connect(anna.node.address) as client,
-        ):
-            choice = ring_of(model, [anna, bert, cleo])
-            whole = await say(client, PROMPTS, choice)
+        async with ring(tmp_path, "anna", "bert", "cleo") as ([anna, bert, _], ask, whole):
             membership = bert.node._stage.host.membership
             assert membership is not None
 
@@ -174,7 +173,7 @@ def test_a_node_that_takes_steps_and_keeps_them_is_left_out(
             def begin() -> None:
                 monkeypatch.setattr(LinkSink, "_frames", swallowed)
 
-            assert await say(client, PROMPTS, choice, begin) == whole
+            assert await ask(PROMPTS, begin) == whole
             assert used(anna) == {"anna", "cleo"}
             assert any("bert" in line and "none came" in line for line in anna.lines)
 
@@ -185,17 +184,10 @@ def test_a_node_that_takes_steps_and_keeps_them_is_left_out(
 def test_what_every_node_computes_wrong_is_the_model_s_and_ends_the_request_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_llama(tmp_path / "model")
 
     async def main() -> None:
-        async with (
-            asyncio.timeout(DEADLINE_S),
-            machines(tmp_path, "anna", "bert", "cleo", "dora") as nodes,
-            connect(nodes[0].node.address) as client,
-        ):
+        async with ring(tmp_path, "anna", "bert", "cleo", "dora") as (nodes, ask, whole):
             heads = nodes[0].node._stage.host
-            choice = ring_of(model, nodes)
-            whole = await say(client, PROMPTS, choice)
             overflow = of_value(float("nan"), LONG)
 
             def change(compute: TorchCompute, batch: MicroBatch, given: Given) -> Given:
@@ -206,8 +198,8 @@ def test_what_every_node_computes_wrong_is_the_model_s_and_ends_the_request_alon
                 return given
 
             perturb(monkeypatch, change)
-            running = asyncio.create_task(say(client, PROMPTS, choice))
-            [error] = await say(client, [random_prompt(LONG, 300, seed=3)], choice)
+            running = asyncio.create_task(ask(PROMPTS))
+            [error] = await ask([random_prompt(LONG, 300, seed=3)])
             assert isinstance(error, NumericalError)
             assert "no number" in error.message
             assert await running == whole
