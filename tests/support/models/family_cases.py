@@ -137,6 +137,13 @@ CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "tie_word_embeddings": True,
     },
+    "mistral4": {
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": YARN | {"original_max_position_embeddings": 16} | GROWING,
+    },
     "gpt_oss": {"sliding_window": 20, "num_hidden_layers": 3},
     "gpt_oss-odd": ODD
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "swiglu_limit": 0.5},
