@@ -129,6 +129,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "seed_oss": ({"head_dim": 10}, {}),
     "mixtral": ({"sliding_window": None, "head_dim": 10, "num_hidden_layers": 3}, {}),
+    "arcee": ({"num_hidden_layers": 2}, {}),
+    "starcoder2": ({"num_hidden_layers": 2}, {}),
     "glm4": ({"num_hidden_layers": 2}, {}),
     "ernie4_5": ({"num_hidden_layers": 2}, {}),
     "ernie4_5_moe": ({"num_hidden_layers": 3}, {}),
