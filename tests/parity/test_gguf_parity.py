@@ -13,10 +13,9 @@ import torch
 from support.models.checkpoints import VOCAB_SIZE, make_decoder, make_gpt2
 from support.models.family_cases import GROWING
 from support.models.gguf_files import write_gguf
-from support.oracles.oracle import check_generation
+from support.oracles.oracle import check_generation, load_reference
 from support.rings.stage_chain import StageChain, even_split, random_prompt
 from support.soak import cases
-from transformers import AutoModelForCausalLM
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.families.stage_tensors import left_over
@@ -130,6 +129,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "seed_oss": ({"head_dim": 10}, {}),
     "mixtral": ({"sliding_window": None, "head_dim": 10, "num_hidden_layers": 3}, {}),
+    "arcee": ({"num_hidden_layers": 2}, {}),
+    "starcoder2": ({"num_hidden_layers": 2}, {}),
     "glm4": ({"num_hidden_layers": 2}, {}),
     "ernie4_5": ({"num_hidden_layers": 2}, {}),
     "ernie4_5_moe": ({"num_hidden_layers": 3}, {}),
@@ -284,7 +285,4 @@ def test_a_gguf_says_what_its_weights_say_in_transformers(case: str, tmp_path: P
     assert left_over(config_read, checkpoint.tensors) == []
     chain = StageChain.load(path, even_split(config_read.n_layers, 2))
     prompts = [random_prompt(40, VOCAB_SIZE, seed=3), random_prompt(5, VOCAB_SIZE, seed=4)]
-    reference = AutoModelForCausalLM.from_pretrained(
-        source, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
-    check_generation(chain, reference, prompts, 8)
+    check_generation(chain, load_reference(source), prompts, 8)

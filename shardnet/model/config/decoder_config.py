@@ -25,6 +25,7 @@ def read_decoder(
     n_kv_heads: int | None = None,
     max_positions: int = 2048,
     norm_eps: float = 1e-6,
+    norm_key: str = "rms_norm_eps",
     head_size: int | None = None,
     intermediate_size: int | None = None,
     activation_key: str = "hidden_act",
@@ -34,8 +35,8 @@ def read_decoder(
 ) -> ModelConfig:
     """Read a config with Llama's keys, without biases, windows or experts.
 
-    The arguments are what transformers takes where a key is missing. `n_kv_heads` None stands for
-    as many as heads, `head_size` None for the hidden size divided by the heads,
+    The arguments are names of keys, and what transformers takes where one is missing. `n_kv_heads`
+    None stands for as many as heads, `head_size` None for the hidden size divided by the heads,
     `intermediate_size` None for no default. `rope` reads the rotary positions, given `fields`, the
     number of positions and the head size. Raises CheckpointError for a missing or malformed key,
     UnsupportedModelError for a value that is not implemented.
@@ -62,7 +63,7 @@ def read_decoder(
         ),
         vocab_size=fields.positive("vocab_size"),
         max_positions=reach(rotary, positions),
-        norm_eps=fields.number("rms_norm_eps", norm_eps, within=NORM_EPS),
+        norm_eps=fields.number(norm_key, norm_eps, within=NORM_EPS),
         activation=read_activation(fields, activation_key, activation),
         attention_bias=False,
         mlp_bias=False,

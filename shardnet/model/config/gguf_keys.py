@@ -17,6 +17,7 @@ Factors = Mapping[str, tuple[float, ...]]
 
 FREQS: Final = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+RMS_NORM: Final = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
 FACTOR_TENSORS: Final = (FREQS, LONG, SHORT)
 
 
@@ -26,14 +27,15 @@ def read_gguf_decoder(
     factors: Factors,
     *,
     intermediate_size: int | None = None,
+    norm: tuple[str, str] = RMS_NORM,
 ) -> dict[str, Any]:
     """Read what all architectures but GPT-2's say in the same words, as config.json would.
 
-    `tensors` are the names in the file, `intermediate_size` is a default, None for none. Raises
-    CheckpointError for a missing or malformed key, UnsupportedModelError for a value that is not
-    implemented.
+    `tensors` are the names in the file, `intermediate_size` is a default, None for none, `norm` the
+    keys of what is added in norms, in the file and in config.json. Raises CheckpointError for a
+    missing or malformed key, UnsupportedModelError for a value that is not implemented.
     """
-    config = read_gguf_sizes(fields, factors, intermediate_size=intermediate_size)
+    config = read_gguf_sizes(fields, factors, intermediate_size=intermediate_size, norm=norm)
     n_heads = config["num_attention_heads"]
     even = config["hidden_size"] // n_heads
     head_size = fields.positive("attention.key_length", even)
@@ -53,7 +55,11 @@ def read_gguf_decoder(
 
 
 def read_gguf_sizes(
-    fields: Fields, factors: Factors, *, intermediate_size: int | None = None
+    fields: Fields,
+    factors: Factors,
+    *,
+    intermediate_size: int | None = None,
+    norm: tuple[str, str] = RMS_NORM,
 ) -> dict[str, Any]:
     """Read what does not depend on how heads are laid out. Raises as `read_gguf_decoder`."""
     return {
@@ -64,7 +70,7 @@ def read_gguf_sizes(
             "feed_forward_length", *([] if intermediate_size is None else [intermediate_size])
         ),
         "num_attention_heads": fields.positive("attention.head_count"),
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", within=NORM_EPS),
+        norm[1]: fields.number(norm[0], within=NORM_EPS),
         "rope_theta": fields.number("rope.freq_base", 10000.0, within=THETAS),
         "rope_scaling": _read_scaling(fields, factors),
     }

@@ -25,6 +25,7 @@ class Activation(enum.Enum):
     GELU_NEW = "gelu_new"
     GELU_TANH = "gelu_pytorch_tanh"
     RELU = "relu"
+    RELU_SQUARED = "relu2"
 
 
 class RopeKind(enum.Enum):

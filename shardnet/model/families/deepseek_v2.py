@@ -5,16 +5,17 @@ What V3 says in the same words is here too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shardnet.model.config.decoder_config import read_decoder
 from shardnet.model.config.expert_config import read_expert_counts, read_mlp_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_sizes
-from shardnet.model.config.model_config import Experts, Latent, ModelConfig
-from shardnet.model.config.rope import rope_object, yarn_magnitude
+from shardnet.model.config.model_config import Experts, Latent, ModelConfig, Rope
+from shardnet.model.config.rope import read_rope, rope_object, yarn_magnitude
 from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
 from shardnet.model.families.llama import pre_norm_layer
 from shardnet.model.families.qwen3_moe import load_experts
@@ -75,10 +76,15 @@ def read_latent_attention(
     max_positions: int,
     norm_eps: float = 1e-6,
     defaults: Latent = LATENT,
+    rope: Callable[[Fields, int, int], Rope] = read_rope,
+    has_whole_heads: bool = False,
+    scaling: Mapping[str, Any] = MappingProxyType({}),
 ) -> ModelConfig:
     """Read what V2 and V3 say alike, but for the experts.
 
-    `interleaved`: pairs that are rotated together stand side by side. The others are defaults.
+    `interleaved`: pairs that are rotated together stand side by side. `max_positions`, `norm_eps`
+    and `defaults` are defaults, `rope` is that of `read_decoder`. With `has_whole_heads` a
+    `head_dim` counts all of a key's columns, else the rotated ones. `scaling` is as in `read_rope`.
     """
     fields.require("moe_layer_freq", 1)
     query_rank = fields.optional("q_lora_rank")
@@ -90,21 +96,23 @@ def read_latent_attention(
         query_rank=query_rank if fields.given("q_lora_rank") else defaults.query_rank,
         interleaved=interleaved,
     )
-    config = read_decoder(
-        fields, max_positions=max_positions, norm_eps=norm_eps, head_size=latent.rope_size
-    )
     whole = latent.nope_size + latent.rope_size
-    sizes = {"head_dim": (config.head_size, latent.rope_size)}
+    head_size = whole if has_whole_heads else latent.rope_size
+    config = read_decoder(
+        fields, max_positions=max_positions, norm_eps=norm_eps, head_size=head_size, rope=rope
+    )
+    sizes = {"head_dim": (config.head_size, head_size)}
     sizes["qk_head_dim"] = (fields.positive("qk_head_dim", whole), whole)
     sizes["num_key_value_heads"] = (config.n_kv_heads, config.n_heads)
     for key, (found, only) in sizes.items():
         if found != only:
             raise fields.unsupported(key, found, str(only))
-    all_dim = rope_object(fields).optional_number("mscale_all_dim")
+    all_dim = rope_object(fields, scaling).optional_number("mscale_all_dim")
     magnitude = yarn_magnitude(config.rope.factor, all_dim) if config.rope and all_dim else 1.0
     return replace(
         config,
         n_kv_heads=1,
+        head_size=latent.rope_size,
         attention_bias=fields.take("attention_bias", bool, False),
         attention_scale=whole**-0.5 * magnitude**2,
         latent=latent,

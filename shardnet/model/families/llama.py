@@ -22,7 +22,7 @@ from shardnet.model.families.tensor_shapes import Table, attention, mlp, pre_nor
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
     from shardnet.model.layers.experts import SparseMlp
-    from shardnet.model.layers.modules import Attention, GatedMlp
+    from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp
     from shardnet.model.layers.weight_source import WeightSource
 
 _SCALED_POSITIONS, _LLAMA3_POSITIONS, _LLAMA2_POSITIONS = 131072, 8192, 4096
@@ -59,7 +59,7 @@ def pre_norm_layer(
     weights: WeightSource,
     layer: int,
     self_attn: Attention,
-    mlp: GatedMlp | SparseMlp,
+    mlp: GatedMlp | PlainMlp | SparseMlp,
 ) -> Layer:
     """Put the norms of the absolute `layer` before its sub-layers, and the residuals around."""
     from shardnet.model.layers.decoder_layer import Layer, Residual

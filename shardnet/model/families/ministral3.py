@@ -5,7 +5,7 @@ How they do stands with the scaling of rotary positions.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,24 +33,28 @@ SCALING = {
     BETA: 0.1,
 }
 """What transformers takes where the config says nothing of rotary positions."""
+IGNORED = (BETA, "max_position_embeddings")
+"""What else stands there: how queries grow, and what the config says itself."""
 
 
 def read_config(fields: Fields) -> ModelConfig:
     """Read a Ministral3Config."""
-    rope = partial(read_rope, ignored=(BETA, "max_position_embeddings"), scaling=SCALING)
+    rope = partial(read_rope, ignored=IGNORED, scaling=SCALING)
     config = read_decoder(
         fields, n_kv_heads=8, max_positions=262144, norm_eps=1e-5, head_size=128, rope=rope
     )
     return replace(
         config,
         windows=(fields.optional("sliding_window"),) * config.n_layers,
-        temperature=read_temperature(fields, config),
+        temperature=read_temperature(fields, config, SCALING),
     )
 
 
-def read_temperature(fields: Fields, config: ModelConfig) -> Temperature | None:
-    """Read how queries grow: not at all without the key."""
-    beta = rope_object(fields, SCALING).optional_number(BETA)
+def read_temperature(
+    fields: Fields, config: ModelConfig, scaling: Mapping[str, Any]
+) -> Temperature | None:
+    """Read how queries grow: not at all without the key. `scaling` is as in `read_rope`."""
+    beta = rope_object(fields, scaling).optional_number(BETA)
     if beta is None or config.rope is None:
         return None
     return Temperature(scale=beta, floor=config.rope.original_max_positions)

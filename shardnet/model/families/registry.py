@@ -13,6 +13,7 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import MAX_LAYER_EXPERTS, MAX_VOCABULARY, MAX_WIDTH
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import (
+    arcee,
     deepseek_v2,
     deepseek_v3,
     ernie4_5,
@@ -32,6 +33,7 @@ from shardnet.model.families import (
     minimax_m2,
     ministral3,
     mistral,
+    mistral4,
     mixtral,
     olmo2,
     olmo3,
@@ -46,6 +48,7 @@ from shardnet.model.families import (
     qwen3_next,
     seed_oss,
     smollm3,
+    starcoder2,
 )
 from shardnet.model.families.family import Family
 from shardnet.model.families.wrappers import WRAPPERS
@@ -71,6 +74,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
         hunyuan_v1_dense,
         seed_oss,
         smollm3,
+        arcee,
+        starcoder2,
         mixtral,
         olmoe,
         ernie4_5_moe,
@@ -83,6 +88,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         gpt_oss,
         deepseek_v2,
         deepseek_v3,
+        mistral4,
         glm4_moe,
         glm4_moe_lite,
         gpt2,

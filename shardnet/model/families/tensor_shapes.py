@@ -86,6 +86,13 @@ def mlp(config: ModelConfig, layer: int) -> Table:
     return gated(config, prefix, config.intermediate_size, with_bias=config.mlp_bias)
 
 
+def plain_mlp(config: ModelConfig, layer: int, up: str, down: str) -> Table:
+    """Name the linears `up` and `down` of a layer's MLP without a gate, with biases as it says."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes = {up: (inner, hidden), down: (hidden, inner)}
+    return linears(f"model.layers.{layer}.mlp", shapes, with_bias=config.mlp_bias)
+
+
 def gated(config: ModelConfig, prefix: str, inner: int, *, with_bias: bool = False) -> Table:
     """Name gate, up and down below `prefix`, from the hidden size to `inner` and back."""
     hidden = config.hidden_size

@@ -120,7 +120,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             architecture="Mistral3ForConditionalGeneration",
             family="mistral",
             text_types=("mistral",),
-            others={"ministral3": "ministral3"},
+            others={"ministral3": "ministral3", "mistral4": "mistral4"},
         ),
         Wrapper(
             model_type="qwen2_vl",

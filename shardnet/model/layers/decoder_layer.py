@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.experts import SparseMlp
-from shardnet.model.layers.modules import Attention, GatedMlp, SelfAttention
+from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp, SelfAttention
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.rotary import Rotary
 
@@ -104,15 +104,17 @@ class MlpSublayer:
     """A dense MLP with its norms and residual."""
 
     residual: Residual
-    mlp: GatedMlp
+    mlp: GatedMlp | PlainMlp
 
     @property
     def fusible_attention(self) -> None:
         """None: it is no attention."""
 
     @property
-    def fusible_mlp(self) -> FusibleMlp:
-        """Its parts."""
+    def fusible_mlp(self) -> FusibleMlp | None:
+        """Its parts, if it has a gate."""
+        if isinstance(self.mlp, PlainMlp):
+            return None
         return FusibleMlp(residual=self.residual, mlp=self.mlp)
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
@@ -155,7 +157,7 @@ class Layer:
         attention: Residual,
         self_attn: Attention,
         around_mlp: Residual,
-        mlp: GatedMlp | SparseMlp,
+        mlp: GatedMlp | PlainMlp | SparseMlp,
     ) -> Layer:
         """Build a layer from attention and MLP, and the norms and residual around each."""
         second: Sublayer

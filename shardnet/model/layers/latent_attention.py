@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from shardnet.model.arithmetic.head_matmuls import HeadMatmuls
-from shardnet.model.config.model_config import Latent, ModelConfig
+from shardnet.model.config.model_config import Latent, ModelConfig, Temperature
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep, attention
+from shardnet.model.layers.mixed_attention import tempered
 from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.rotary import Rotary
@@ -43,6 +44,7 @@ class LatentAttention:
     keys: HeadMatmuls  # [H, N, L]
     values: HeadMatmuls  # [H, L, V]
     o_proj: Linear
+    temperature: Temperature | None = None
 
     @classmethod
     def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> LatentAttention:
@@ -60,6 +62,7 @@ class LatentAttention:
             keys=HeadMatmuls.of(of_heads[:, : latent.nope_size]),
             values=HeadMatmuls.of(of_heads[:, latent.nope_size :].transpose(1, 2)),
             o_proj=weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS),
+            temperature=config.temperature,
         )
 
     @property
@@ -70,6 +73,8 @@ class LatentAttention:
         """Attend, in the layer `index` within the stage: [T, E] in and out."""
         n_rows, latent = hidden.shape[0], self.latent
         queries = self.queries(hidden).view(n_rows, -1, latent.nope_size + latent.rope_size)
+        if self.temperature is not None:
+            queries = tempered(queries, self.temperature, step.positions)
         cached = self.kv_a_proj(hidden)  # [T, L + R]
         turning = torch.cat(
             (queries[..., latent.nope_size :], cached[:, None, latent.rank :]), 1

@@ -186,3 +186,25 @@ class GatedMlp:
         if inner is None:
             inner = activate(self.activation, gate).mul_(up)
         return self.down_proj(inner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainMlp:
+    """An MLP without a gate: one linear up, the activation, another down."""
+
+    activation: Activation
+    up_proj: Linear
+    down_proj: Linear
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: WeightSource, up: str, down: str) -> PlainMlp:
+        """Load the linears named `up` and `down`."""
+        return cls(
+            activation=config.activation,
+            up_proj=weights.linear(up, outputs=(Axis.INNER,)),
+            down_proj=weights.linear(down, inputs=Axis.INNER),
+        )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Transform hidden states [T, E] to [T, E], row by row."""
+        return self.down_proj(activate(self.activation, self.up_proj(hidden)))

@@ -112,6 +112,8 @@ def activate(kind: Activation, hidden: Tensor) -> Tensor:
             return F.gelu(hidden, approximate="tanh")
         case Activation.RELU:
             return F.relu(hidden)
+        case Activation.RELU_SQUARED:
+            return F.relu(hidden).square_()
 
 
 def row_sigmoid(rows: Tensor) -> Tensor:

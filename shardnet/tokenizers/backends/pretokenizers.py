@@ -6,7 +6,7 @@ them, and their names in GGUF files. Must not know tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tokenizers
 from tokenizers import normalizers, pre_tokenizers
@@ -118,6 +118,10 @@ DEEPSEEK3 = Pretokenizer(
     )
 )
 
+SEED_CODER = Pretokenizer(
+    patterns=("|".join((_SHORT_ENDINGS, _LETTERS, r"\p{N}", r" ?[^\s\p{L}\p{N}]+", _SPACES)),)
+)
+
 GGUF_NAMES = {
     "gpt-2": GPT2,
     "phi-2": GPT2,
@@ -138,5 +142,13 @@ GGUF_NAMES = {
     "smollm": DIGITS,
     "deepseek-llm": DEEPSEEK2,
     "deepseek-v3": DEEPSEEK3,
+    "hunyuan-dense": DEEPSEEK3,
+    "hunyuan": replace(QWEN2, composes=False),
+    "chatglm-bpe": CL100K,
+    "glm4": CL100K,
+    "exaone4": GPT2,
+    "olmo": GPT2,
+    "minimax-m2": replace(O200K, whole_words=False),
+    "seed-coder": SEED_CODER,
 }
 """tokenizer.ggml.pre, as llama.cpp writes it (its src/llama-vocab.cpp)."""

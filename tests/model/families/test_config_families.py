@@ -306,8 +306,9 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     chunk = getattr(theirs, "attention_chunk_size", theirs.max_position_embeddings)
     assert ours.max_positions == min(theirs.max_position_embeddings, chunk)
     assert ours.latent or ours.n_kv_heads == theirs.num_key_value_heads
-    assert ours.head_size == (getattr(theirs, "head_dim", None) or 16)
-    assert ours.norm_eps == theirs.rms_norm_eps
+    size = theirs.qk_rope_head_dim if ours.latent else getattr(theirs, "head_dim", None)
+    assert ours.head_size == (size or 16)
+    assert ours.norm_eps == getattr(theirs, "rms_norm_eps", getattr(theirs, "norm_epsilon", None))
     assert ours.tie_word_embeddings is theirs.tie_word_embeddings
     kinds = getattr(theirs, "layer_types", None)
     window = getattr(theirs, "sliding_window", None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardnet.model.config.model_config import Rope, Temperature
+from shardnet.model.config.model_config import Activation, Rope, Temperature
 from shardnet.model.families.registry import parse_config
 
 FOLDER = Path(__file__).parent / "published"
@@ -36,6 +36,8 @@ READ: dict[str, dict[str, Any]] = {
     "ernie-4.5-0.3b": {"rope": Rope(theta=5e5), "head_size": 128, "tie_word_embeddings": True},
     "ernie-4.5-21b-a3b": {"sparse_layers": tuple(range(1, 28)), "head_size": 128},
     "hunyuan-7b": {"rope": Rope(theta=1e4 * 1000 ** (128 / 126)), "n_kv_heads": 8},
+    "afm-4.5b": {"activation": Activation.RELU_SQUARED, "max_positions": 81920},
+    "starcoder2-3b": {"windows": (4096,) * 30, "mlp_bias": True, "tie_word_embeddings": True},
 }
 """What some of the keys mean."""
 

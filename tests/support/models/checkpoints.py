@@ -22,6 +22,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
@@ -65,6 +67,7 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": LATENT
     | {"n_routed_experts": 6, "num_experts_per_tok": 2, "q_lora_rank": 14}
     | {"first_k_dense_replace": 1},
+    "mistral4": LATENT | {"n_routed_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": 14},
     "glm4_moe": {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,
@@ -192,7 +195,9 @@ def make_decoder(
     config = defaults | few | config
     if family in WRAPPED:
         return _save(_wrapped(family, config), folder, seed, dtype, max_shard_size, with_tokenizer)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
+    own = AutoConfig.for_model(family, **config)
+    is_left_out = isinstance(own, Mistral4Config)  # of the automatic choice
+    model = Mistral4ForCausalLM(own) if is_left_out else AutoModelForCausalLM.from_config(own)
     return _save(model, folder, seed, dtype, max_shard_size, with_tokenizer)
 
 

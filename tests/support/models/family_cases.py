@@ -91,6 +91,8 @@ CASES: dict[str, dict[str, Any]] = {
     "seed_oss": ODD | {"num_hidden_layers": 2, "mlp_bias": True, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 5, "sliding_window": 20, "num_hidden_layers": 3},
     "mixtral-odd": ODD | {"num_local_experts": 4, "num_experts_per_tok": 3, "hidden_act": "gelu"},
+    "arcee": {"num_hidden_layers": 3, "mlp_bias": True, "head_dim": 10},
+    "starcoder2": {"num_hidden_layers": 3, "sliding_window": 20},
     "glm4": {"num_hidden_layers": 3, "head_dim": 12},
     "ernie4_5": ODD | {"num_hidden_layers": 2, "use_bias": True},
     "ernie4_5_moe": {"num_hidden_layers": 4, "moe_layer_end_index": 2},
@@ -136,6 +138,13 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["sparse", "dense", "sparse"],
         "num_hidden_layers": 3,
         "tie_word_embeddings": True,
+    },
+    "mistral4": {
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": YARN | {"original_max_position_embeddings": 16} | GROWING,
     },
     "gpt_oss": {"sliding_window": 20, "num_hidden_layers": 3},
     "gpt_oss-odd": ODD

@@ -38,6 +38,8 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
+    "arcee": "arcee",
+    "starcoder2": "starcoder2",
     "glm4": "glm4",
     "ernie4_5": "ernie4_5",
     "ernie4_5_moe": "ernie4_5-moe",
@@ -57,7 +59,7 @@ ARCHITECTURES = {
     "gpt2": "gpt2",
 }
 """From `model_type` to `general.architecture`."""
-INTERLEAVED = ("llama", "mistral", "mixtral", "granite", "smollm3", "ministral3")
+INTERLEAVED = ("llama", "mistral", "mixtral", "granite", "smollm3", "ministral3", "arcee")
 
 
 def write_gguf(
@@ -287,7 +289,8 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
         "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
+        "attention.layer_norm_epsilon": config.get("norm_epsilon"),
         "attention.key_length": size,
         "attention.value_length": size,
         "rope.dimension_count": int(size * of_all.get("partial_rotary_factor", 1.0)),

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from support.rings.stage_chain import StageChain
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 FLOAT32_TOLERANCE = 1e-4
 CLOSE_CALL = 1e-3
@@ -21,12 +21,8 @@ CLOSE_CALLS_ALLOWED = 0.02
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' own class, with plain products: its grouped ones take no odd widths."""
     [name] = json.loads((folder / "config.json").read_text())["architectures"]
-    kind = AutoModelForImageTextToText if name.endswith("ForConditionalGeneration") else None
-    return (
-        (kind or AutoModelForCausalLM)
-        .from_pretrained(folder, dtype=dtype, experts_implementation="eager")
-        .eval()
-    )
+    kind = getattr(transformers, name)
+    return kind.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
 
 
 def reference_logits(model: Any, ids: list[int]) -> Tensor:

@@ -114,6 +114,10 @@ WORDS_OF = {
     "qwen35": ["a", "1", "2", "3", "4", "'s", " b", "  ", " c"],
     "refact": ["a", "1", "2", "3", "4", "'s", " b", "  ", " c"],
     "deepseek-llm": ["a", "1234", "'", "s", " b", "  ", " c"],
+    "exaone4": ["a", "1234", "'s", " b", "  ", " c"],
+    "glm4": ["a", "123", "4", "'s", " b", "  ", " c"],
+    "minimax-m2": ["a", "123", "4", "'s", " b", "  ", " c"],
+    "seed-coder": ["a", "1", "2", "3", "4", "'s", " b", "  ", " c"],
     "deepseek-v3": ["a", "123", "4", "'s", " b", "  ", " c"],
 }
 
@@ -122,6 +126,13 @@ def test_marks_belong_to_letters_in_qwen_3_5() -> None:
     """A vowel sign between letters: a word ends before it in Qwen2's split."""
     cuts = [GGUF_NAMES[pre].pre_tokenizer().pre_tokenize_str("नमस्ते") for pre in ("qwen35", "qwen2")]
     assert [len(words) for words in cuts] == [1, 3]
+
+
+def test_lines_end_apart_from_signs_in_seed_coder() -> None:
+    cuts = [
+        GGUF_NAMES[pre].pre_tokenizer().pre_tokenize_str("!\n") for pre in ("seed-coder", "glm4")
+    ]
+    assert [len(words) for words in cuts] == [2, 1]
 
 
 @pytest.mark.parametrize("pre", WORDS_OF)
