@@ -83,14 +83,11 @@ class SelfAttention:
         o_proj = weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS)
         qk_norm = None
         if with_head_norm:
-            qk_norm = HeadNorm.join(
-                *(
-                    weights.norm(f"{attn}.{name}", config.norm_eps, config.norm_offset)
-                    for name in norm_names
-                ),
-                config.n_heads,
-                config.n_kv_heads,
+            queries, keys = (
+                weights.norm(f"{attn}.{name}", config.norm_eps, config.norm_offset)
+                for name in norm_names
             )
+            qk_norm = HeadNorm.join(queries, keys, config.n_heads, config.n_kv_heads)
         return cls.of(config, layer, qkv_proj, o_proj, qk_norm)
 
     @classmethod

@@ -52,7 +52,7 @@ class Rotary:
         Afterwards the first ones of all pairs stand before the second ones.
         """
         n_rotated = self.cos.shape[-1]
-        pairs = heads[..., :n_rotated].unflatten(-1, (-1, 2))  # [T, heads, R / 2, 2]
+        pairs = heads[..., :n_rotated].reshape(*heads.shape[:-1], -1, 2)  # [T, heads, R / 2, 2]
         apart = pairs.transpose(-1, -2).flatten(-2)
         if n_rotated < heads.shape[-1]:
             apart = torch.cat((apart, heads[..., n_rotated:]), -1)
