@@ -65,9 +65,10 @@ class Wrapper:
         malformed config.
         """
         nested: dict[str, Any] = fields.take(TEXT, dict, {})
-        kind = nested.get("model_type") or ""
-        known = dict(self.others) | dict.fromkeys(("", *self.text_types), self.family)
-        if not isinstance(kind, str) or kind not in known:
+        kind = nested.get("model_type")
+        is_usual = kind is None or kind in self.text_types
+        family = self.family if is_usual else self.others.get(str(kind))
+        if family is None:
             named = ", ".join((*self.text_types, *self.others))
             raise fields.unsupported(f"{TEXT}.model_type", kind, named)
         outer = {key: raw[key] for key in raw if key not in _OF_OTHERS | {TEXT}}
@@ -76,7 +77,7 @@ class Wrapper:
         if self.has_position_axes:
             text |= {key: _one_axis(text[key]) for key in _ROPES if isinstance(text.get(key), dict)}
         text.pop("architectures", None)
-        return Fields(text | {"model_type": known[kind]}, fields.where, unknown=fields.unknown)
+        return Fields(text | {"model_type": family}, fields.where, unknown=fields.unknown)
 
 
 def _one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
