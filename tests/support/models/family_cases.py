@@ -92,6 +92,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "sliding_window": 20, "num_hidden_layers": 3},
     "mixtral-odd": ODD | {"num_local_experts": 4, "num_experts_per_tok": 3, "hidden_act": "gelu"},
     "arcee": {"num_hidden_layers": 3, "mlp_bias": True, "head_dim": 10},
+    "nemotron": {"num_hidden_layers": 3, "head_dim": 12, "attention_bias": True},
     "starcoder2": {"num_hidden_layers": 3, "sliding_window": 20},
     "glm4": {"num_hidden_layers": 3, "head_dim": 12},
     "ernie4_5": ODD | {"num_hidden_layers": 2, "use_bias": True},
