@@ -271,18 +271,15 @@ class StageWeights:
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of `NAME.weight` and `NAME.bias`, if present: [E] each.
 
-        A nonzero `offset` is added to the weight, which stays in float32 then.
+        A nonzero `offset` is added to the weight; both stay in float32 then.
         """
         with_bias = self._reader.has(f"{name}.bias")
         if offset:
             weight = self._reader.read(f"{name}.weight").to(self._device, torch.float32) + offset
         else:
             weight = self._own(f"{name}.weight")
-        norm = Norm(
-            weight=weight,
-            bias=self._own(f"{name}.bias") if with_bias else None,
-            eps=eps,
-        )
+        bias = self._own(f"{name}.bias").to(weight.dtype) if with_bias else None
+        norm = Norm(weight=weight, bias=bias, eps=eps)
         self._reader.report()
         return norm
 

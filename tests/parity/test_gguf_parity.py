@@ -130,6 +130,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "seed_oss": ({"head_dim": 10}, {}),
     "mixtral": ({"sliding_window": None, "head_dim": 10, "num_hidden_layers": 3}, {}),
     "arcee": ({"num_hidden_layers": 2}, {}),
+    "nemotron": ({"num_hidden_layers": 2, "head_dim": 8}, {}),
     "starcoder2": ({"num_hidden_layers": 2}, {}),
     "glm4": ({"num_hidden_layers": 2}, {}),
     "ernie4_5": ({"num_hidden_layers": 2}, {}),

@@ -65,8 +65,10 @@ def pre_norm_layer(
     from shardnet.model.layers.decoder_layer import Layer, Residual
 
     prefix, multiplier = f"model.layers.{layer}", config.residual_multiplier
-    first = weights.norm(f"{prefix}.input_layernorm", config.norm_eps)
-    second = weights.norm(f"{prefix}.post_attention_layernorm", config.norm_eps)
+    names = ("input_layernorm", "post_attention_layernorm")
+    first, second = (
+        weights.norm(f"{prefix}.{name}", config.norm_eps, config.norm_offset) for name in names
+    )
     return Layer.of(
         Residual(before=first, multiplier=multiplier),
         self_attn,

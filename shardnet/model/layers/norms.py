@@ -38,12 +38,12 @@ class Norm:
         native = normed_rows(hidden, self.weight, self.eps, self.bias)
         if native is not None:
             return native
+        wide, shape = hidden.to(self.weight.dtype), self.weight.shape
         if self.bias is not None:
-            return F.layer_norm(hidden, self.weight.shape, self.weight, self.bias, self.eps)
-        if self.weight.dtype is hidden.dtype:
-            return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
-        wide = hidden.to(self.weight.dtype)
-        return F.rms_norm(wide, self.weight.shape, self.weight, self.eps).to(hidden.dtype)
+            normed = F.layer_norm(wide, shape, self.weight, self.bias, self.eps)
+        else:
+            normed = F.rms_norm(wide, shape, self.weight, self.eps)
+        return normed.to(hidden.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

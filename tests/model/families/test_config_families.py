@@ -305,10 +305,12 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     ours = parse_config(sizes | {"model_type": family}, "config.json")
     chunk = getattr(theirs, "attention_chunk_size", theirs.max_position_embeddings)
     assert ours.max_positions == min(theirs.max_position_embeddings, chunk)
-    assert ours.latent or ours.n_kv_heads == theirs.num_key_value_heads
+    kv_heads = theirs.num_key_value_heads or theirs.num_attention_heads
+    assert ours.latent or ours.n_kv_heads == kv_heads
     size = theirs.qk_rope_head_dim if ours.latent else getattr(theirs, "head_dim", None)
     assert ours.head_size == (size or 16)
-    assert ours.norm_eps == getattr(theirs, "rms_norm_eps", getattr(theirs, "norm_epsilon", None))
+    keys = ("rms_norm_eps", "norm_epsilon", "norm_eps")
+    assert ours.norm_eps == next(getattr(theirs, key) for key in keys if hasattr(theirs, key))
     assert ours.tie_word_embeddings is theirs.tie_word_embeddings
     kinds = getattr(theirs, "layer_types", None)
     window = getattr(theirs, "sliding_window", None)

@@ -81,7 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
-    "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [0, 1, 1, 0, 1]},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [0, 1, 1, 0]},
     "exaone4": ODD | {"num_hidden_layers": 5, "sliding_window": 20, "tie_word_embeddings": True},
     "exaone4-full": {"num_hidden_layers": 2, "sliding_window": None}
     | {"layer_types": ["full_attention"] * 2},
@@ -92,6 +92,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "sliding_window": 20, "num_hidden_layers": 3},
     "mixtral-odd": ODD | {"num_local_experts": 4, "num_experts_per_tok": 3, "hidden_act": "gelu"},
     "arcee": {"num_hidden_layers": 3, "mlp_bias": True, "head_dim": 10},
+    "nemotron": {"num_hidden_layers": 3, "head_dim": 12, "attention_bias": True},
     "starcoder2": {"num_hidden_layers": 3, "sliding_window": 20},
     "glm4": {"num_hidden_layers": 3, "head_dim": 12},
     "ernie4_5": ODD | {"num_hidden_layers": 2, "use_bias": True},
@@ -135,8 +136,8 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "glm4_moe_lite": {
-        "mlp_layer_types": ["sparse", "dense", "sparse"],
-        "num_hidden_layers": 3,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        "num_hidden_layers": 4,
         "tie_word_embeddings": True,
     },
     "mistral4": {

@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "smollm3": "smollm3",
     "arcee": "arcee",
     "starcoder2": "starcoder2",
+    "nemotron": "nemotron",
     "glm4": "glm4",
     "ernie4_5": "ernie4_5",
     "ernie4_5_moe": "ernie4_5-moe",
@@ -205,7 +206,7 @@ def _converted(family: str, config: dict[str, Any], name: str, values: Array) ->
         return interleaved(values, config["num_key_value_heads"])
     if "linear_num_key_heads" in config:
         return _converted_hybrid(config, name, values)
-    if family.startswith("gemma") and name.endswith("norm.weight"):
+    if family.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
         return values + 1
     if family == "gpt2" and ".h." in name and values.ndim == 2:
         return values.T
@@ -290,7 +291,7 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
         "attention.head_count": heads,
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
-        "attention.layer_norm_epsilon": config.get("norm_epsilon"),
+        "attention.layer_norm_epsilon": config.get("norm_epsilon", config.get("norm_eps")),
         "attention.key_length": size,
         "attention.value_length": size,
         "rope.dimension_count": int(size * of_all.get("partial_rotary_factor", 1.0)),
