@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.models.checkpoints import make_decoder
+from support.needs import HAS_VECTORS
 from support.rings.stage_chain import CPU, even_split, probed, random_prompt
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
 from support.soak import cases
@@ -129,4 +130,5 @@ def test_deterministic_text_with_rounded_keys_and_values_is_the_same_whatever_go
         assert [tokens_of(events) for events in together] == alone
     one_by_one = run(stages, *guessed, chunk_rows=256, at_once=False)
     assert [tokens_of(events) for events in one_by_one] == alone
-    assert [n_kept(events) for events in one_by_one] == [0, 512, 0]
+    kept = 600 if HAS_VECTORS else 512  # whole chunks, where the bits of a row depend on them
+    assert [n_kept(events) for events in one_by_one] == [0, kept, 0]

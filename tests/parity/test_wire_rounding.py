@@ -17,7 +17,7 @@ from support.rings.stage_chain import (
 )
 from torch import Tensor
 
-from shardnet.errors import RemoteProtocolError
+from shardnet.errors import WrongValuesError
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.runtime.stage.compute import Activations, Samples
@@ -179,5 +179,5 @@ def test_rows_in_another_dtype_are_refused_by_name(tmp_path: Path) -> None:
     choice = probed(CPU, DType.FLOAT32, None)
     ring = Ring(make_llama(tmp_path), SPLITS[0], choice)
     ring.computes[1].use_wire(WireDType.INT8, WireDType.INT8)
-    with pytest.raises(RemoteProtocolError, match="came in float32, this ring's wire is int8 here"):
+    with pytest.raises(WrongValuesError, match="came in float32, this ring's wire is int8 here"):
         ring.generate([1, 2], 1)
