@@ -30,9 +30,9 @@ from llama_cpp_model import LlamaCppModel, quantise, start
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import ShardnetError
-from shardnet.model.kernels.linear import probe
+from shardnet.model.kernels.linear import KernelChoice, probe
 from shardnet.stage.load import load_stage
-from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, LayerRange, SlotId
+from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, Arith, LayerRange, SlotId
 
 KINDS = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "Q4_0", "IQ4_XS", "Q3_K_M", "BF16")
 N_PROMPT = 512
@@ -123,6 +123,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--isa", default="", help="of shardnet: avx2, ...")
+    parser.add_argument(
+        "--arith", type=Arith, default=Arith.FAST, choices=list(Arith), help="of shardnet"
+    )
     parser.add_argument("--ring", action="store_true", help="also two nodes against one process")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -140,7 +143,9 @@ def main() -> None:
     found = []
     for file in files:
         try:
-            found.append(_compare(file, arguments.threads, arguments.rounds, arguments.ring))
+            found.append(
+                _compare(file, arguments.threads, arguments.rounds, arguments.arith, arguments.ring)
+            )
         except ShardnetError as error:
             print(f"shardnet does not take {file.name}: {error}", file=sys.stderr)
             continue
@@ -175,7 +180,7 @@ def compare_prefill(kind: str, threads: int, rounds: int) -> Prefill:
     )
 
 
-def _compare(file: Path, threads: int, rounds: int, with_ring: bool) -> Comparison:
+def _compare(file: Path, threads: int, rounds: int, arith: Arith, with_ring: bool) -> Comparison:
     """Measure both programs with a file.
 
     Raises ShardnetError for a file that shardnet does not take.
@@ -184,9 +189,9 @@ def _compare(file: Path, threads: int, rounds: int, with_ring: bool) -> Comparis
     _read_once(file)
     ours_loads, theirs_loads = [], []
     for _ in range(rounds):
-        ours_loads.append(_in_process(_load_ours, file, threads))
+        ours_loads.append(_in_process(partial(_load_ours, arith=arith), file, threads))
         theirs_loads.append(_in_process(_load_theirs, file, threads))
-    ours, theirs = _Shardnet(file), _LlamaCpp(file, threads)
+    ours, theirs = _Shardnet(file, arith=arith), _LlamaCpp(file, threads)
     limits, ours_s, theirs_s, ours_prefill_s, theirs_prefill_s = [], [], [], [], []
     for _ in range(rounds):
         limits.append(read_bandwidth())
@@ -264,9 +269,11 @@ def _timed(work: Callable[[], object]) -> float:
 class _Shardnet:
     """All layers of a checkpoint as one stage, without scheduler, wire or sampler."""
 
-    def __init__(self, path: Path, n_positions: int = N_POSITIONS) -> None:
+    def __init__(
+        self, path: Path, n_positions: int = N_POSITIONS, arith: Arith = Arith.FAST
+    ) -> None:
         checkpoint = Checkpoint.open(path)
-        choice = probe(torch.device("cpu"), "auto", checkpoint.config.checkpoint_dtype)
+        choice = _choose(checkpoint, arith)
         self._model = load_stage(
             checkpoint,
             LayerRange(0, checkpoint.config.n_layers),
@@ -327,14 +334,19 @@ def _in_process(work: Callable[[Path, int], Load], file: Path, threads: int) -> 
         return pool.apply(work, (file, threads))
 
 
-def _load_ours(file: Path, threads: int) -> Load:
+def _choose(checkpoint: Checkpoint, arith: Arith) -> KernelChoice:
+    dtype = checkpoint.config.checkpoint_dtype
+    return probe(torch.device("cpu"), "auto", dtype, arith=arith)
+
+
+def _load_ours(file: Path, threads: int, arith: Arith) -> Load:
     torch.set_num_threads(threads)
-    probe(torch.device("cpu"), "auto", Checkpoint.open(file).config.checkpoint_dtype)  # loads code
-    return _measured(lambda: _load_and_step(file))
+    _choose(Checkpoint.open(file), arith)  # loads code
+    return _measured(lambda: _load_and_step(file, arith))
 
 
-def _load_and_step(file: Path) -> _Shardnet:
-    model = _Shardnet(file, BLOCK_POSITIONS)
+def _load_and_step(file: Path, arith: Arith) -> _Shardnet:
+    model = _Shardnet(file, BLOCK_POSITIONS, arith)
     model.step(0, [17])
     return model
 
