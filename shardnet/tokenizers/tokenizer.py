@@ -7,10 +7,11 @@ prompts, sequences or streams: tokenizers/detokenizer.py decodes tokens incremen
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 from weakref import WeakValueDictionary
 
 from shardnet.checkpoint.tensors.checkpoint_files import find_file
@@ -27,6 +28,10 @@ from shardnet.tokenizers.chat.template_process import TemplateProcess
 from shardnet.tokenizers.formats.tokenizer_files import NAMES, tokenizer_files, tokenizer_place
 from shardnet.tokenizers.text_process import TextProcess, digest_of
 from shardnet.tokenizers.token_table import HAS_TOKEN, IS_BYTE, Bos, Joins, TokenTable
+
+_log = logging.getLogger(__name__)
+
+_LONGEST_STOP: Final = 64
 
 
 class TextCoder(Protocol):
@@ -90,6 +95,10 @@ class Tokenizer:
         self._decoder = decoder or coder
         self._path = path
         self._templates = TemplateProcess()
+        self._default: ChatTemplate | None = None
+        self.template_stops: tuple[str, ...] = ()
+        self.template_stop_ids: frozenset[int] = frozenset()
+        """Texts and ids at which an answer to a conversation ends, by the template found last."""
         self.bos_id = description.bos_id
         """The id that begins a text, or None."""
         self.eos_ids = description.eos_ids
@@ -203,8 +212,31 @@ class Tokenizer:
         return self._coder.encode(text, bos, parse_special)
 
     def chat_template(self) -> ChatTemplate:
-        """Find the checkpoint's chat template. Blocks; raises as `TemplateProcess.find`."""
-        return self._templates.find(self._path, self._description.template)
+        """Find the checkpoint's chat template, or make the default one.
+
+        Blocks; raises as `TemplateProcess.find`.
+        """
+        try:
+            found = self._templates.find(self._path, self._description.template)
+        except UsageError:  # it has none
+            found = self._default_template()
+        ids = {text: token_id for token_id, text, _ in self.added_tokens(_LONGEST_STOP)}
+        self.template_stops = tuple(stop for stop in found.stops if stop not in ids)
+        self.template_stop_ids = frozenset(ids[stop] for stop in found.stops if stop in ids)
+        return found
+
+    def _default_template(self) -> ChatTemplate:
+        """Make the template of a model without one. Blocks; says so in the log once."""
+        if self._default is None:
+            added = {text for _, text, _ in self.added_tokens(_LONGEST_STOP)}
+            has_bos = self.bos_id is not None and self.encode("a")[:1] == [self.bos_id]
+            bos = self.token_text(self.bos_id) if has_bos and self.bos_id is not None else ""
+            self._default = ChatTemplate.default(added, bos)
+            form = "ChatML" if self._default.stops[0] in added else "a dialogue in plain text"
+            _log.warning(
+                "%s has no chat template: conversations are written as %s", self._path, form
+            )
+        return self._default
 
     def chat_prompt(
         self, messages: Sequence[TemplateMessage], options: TemplateOptions = NO_OPTIONS

@@ -80,10 +80,22 @@ def test_what_no_template_can_say_is_wrong_usage(
     assert words in result.stderr
 
 
-def test_a_model_without_a_template_is_named(machine: Machine, parrots: Parrots) -> None:
-    result = machine.call("generate", "--model", str(parrots.alphabet), "--chat", "a")
-    assert result.code == 1
-    assert f"{parrots.alphabet} has no chat template" in result.error_line
+def test_a_model_without_a_template_writes_a_dialogue(
+    machine: Machine, node: NodeProcess, parrots: Parrots
+) -> None:
+    model = [
+        "--model",
+        str(parrots.alphabet),
+        "--nodes",
+        node.address,
+        "--max-tokens",
+        "3",
+        "--json",
+    ]
+    chatted = machine.call("generate", *model, "--chat", "--system", "be", "a").json
+    plain = machine.call("generate", *model, "--bos", "off", "be\n\nUser: a\n\nAssistant:").json
+    assert chatted["prompt_token_ids"] == plain["prompt_token_ids"]
+    node.stderr.wait_for("has no chat template: conversations are written as a dialogue")
 
 
 def test_a_template_that_loops_fails_its_request_alone(
@@ -184,8 +196,12 @@ def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(
     assert result.stderr.count("(stopped)") == 2
 
 
-def test_an_error_ends_a_conversation_over_a_pipe(machine: Machine, parrots: Parrots) -> None:
-    command = machine.begin("chat", "--model", str(parrots.alphabet), stdin="a\nb\n")
+def test_an_error_ends_a_conversation_over_a_pipe(
+    machine: Machine, parrots: Parrots, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(parrots.alphabet, tmp_path / "raising")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('only poems') }}")
+    command = machine.begin("chat", "--model", str(folder), stdin="a\nb\n")
     result = command.wait()
     assert result.code == 1
-    assert "has no chat template" in result.error_line
+    assert "only poems" in result.error_line

@@ -40,6 +40,7 @@ from shardnet.cluster.head.requests import (
     prompt_tail,
     reserved_bytes,
     sampling_params,
+    stop_ids,
     text_stream,
     with_ids,
 )
@@ -246,7 +247,8 @@ class Clients:
         needed = needs_tokenizer(generate)
         async with self.leading(control, message.request, generate.choice, needed) as lead:
             if lead is not None:
-                token_ids, context = await self._prompt(generate, lead), lead.ring.spec.context
+                token_ids = await self._prompt(generate, lead, may_be_long=True)
+                context = lead.ring.spec.context
                 control.send(
                     Tokenized(request=message.request, token_ids=token_ids, context=context)
                 )
@@ -297,9 +299,11 @@ class Clients:
                 job = partial(described, message, lead)
                 control.send(await chats.run(job, alive=time.monotonic))
 
-    async def _prompt(self, message: Generate, lead: Lead) -> list[int]:
+    async def _prompt(
+        self, message: Generate, lead: Lead, *, may_be_long: bool = False
+    ) -> list[int]:
         """Return the token ids of a prompt."""
-        job = partial(prompt_ids, message, lead)
+        job = partial(prompt_ids, message, lead, may_be_long=may_be_long)
         if message.messages is None:
             return await self._reader.run(job)
         # A chat template is an untrusted program: it must not delay other prompts. Its process has
@@ -335,8 +339,7 @@ class Clients:
             prompt=tuple(prompt),
             sampling=sampling_params(message, lead),
             max_tokens=message.max_tokens,
-            stop_ids=frozenset(message.stop_token_ids)
-            | (frozenset() if message.ignore_eos else frozenset(lead.eos_ids)),
+            stop_ids=stop_ids(message, lead),
             text=text_stream(message, lead),
             priority=message.priority,
             deadline_s=message.deadline_s,

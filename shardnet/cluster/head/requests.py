@@ -32,7 +32,7 @@ from shardnet.wire.messages.chat import (
     TokenizerDescribed,
 )
 from shardnet.wire.messages.generation import MAX_PROMPT_TAIL, MAX_ROWS_BYTES, Generate
-from shardnet.wire.messages.tokens import Detokenize, Detokenized
+from shardnet.wire.messages.tokens import MAX_TOKENIZED, Detokenize, Detokenized
 
 _TAIL_TOKENS = 64
 """More than a template writes behind the last message."""
@@ -47,8 +47,10 @@ def needs_tokenizer(message: Generate) -> str:
     return "--stop" if message.stop else ""
 
 
-def prompt_ids(message: Generate, lead: Lead) -> list[int]:
+def prompt_ids(message: Generate, lead: Lead, *, may_be_long: bool = False) -> list[int]:
     """Return the prompt's token ids, checked against the vocabulary.
+
+    One that `may_be_long` may have more tokens than the context, up to what a reply carries.
 
     Raises UsageError for an id the model does not have and for an empty prompt, CheckpointError for
     text where the checkpoint has no tokenizer, ContextExceededError for a prompt that fills the
@@ -77,7 +79,8 @@ def prompt_ids(message: Generate, lead: Lead) -> list[int]:
     for token_id, _ in message.sampling.logit_bias:
         if token_id >= vocab_size:
             raise UsageError(f"logit-bias names token {token_id}, ids end at {vocab_size - 1}")
-    if len(token_ids) + min(message.max_tokens, 1) > lead.ring.spec.context:
+    least = len(token_ids) + min(message.max_tokens, 1)
+    if least > (MAX_TOKENIZED if may_be_long else lead.ring.spec.context):
         raise too_long(
             len(token_ids),
             message.max_tokens,
@@ -211,6 +214,14 @@ def described(message: DescribeTokenizer, lead: Lead) -> TokenizerDescribed:
     )
 
 
+def stop_ids(message: Generate, lead: Lead) -> frozenset[int]:
+    """Return the token ids that end an answer."""
+    ids = frozenset(message.stop_token_ids)
+    if lead.tokenizer is not None and message.messages is not None:
+        ids |= lead.tokenizer.template_stop_ids
+    return ids if message.ignore_eos else ids | frozenset(lead.eos_ids)
+
+
 def text_stream(message: Generate, lead: Lead) -> TextStream:
     """Make the stream that turns token ids into text.
 
@@ -218,9 +229,10 @@ def text_stream(message: Generate, lead: Lead) -> TextStream:
     """
     if lead.tokenizer is None and message.stop:
         raise no_tokenizer(lead.plan.facts.path, needs_tokenizer(message))
-    return TextStream(
-        lead.tokenizer, stops=message.stop, keep_special_tokens=message.keep_special_tokens
-    )
+    stops = [*message.stop]
+    if lead.tokenizer is not None and message.messages is not None:
+        stops += lead.tokenizer.template_stops
+    return TextStream(lead.tokenizer, stops=stops, keep_special_tokens=message.keep_special_tokens)
 
 
 def output_params(message: Generate, lead: Lead) -> OutputParams:

@@ -6,7 +6,7 @@ process that renders it (template_program.py). Must not know how it is rendered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,6 +20,19 @@ _TOKEN_NAMES = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
 )
 AGAIN = "fetch the checkpoint again, or give the prompt without a template"
+
+CONTINUES = "continue_final_message"
+"""The option with which a prompt ends within the last message."""
+_CHATML_MARKS = ("<|im_start|>", "<|im_end|>")
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_DIALOGUE = (
+    "{% for message in messages %}{% if message.role != 'system' %}"
+    "{{ message.role | capitalize }}: {% endif %}{{ message.content or '' }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
 
 TemplateMessage = Mapping[str, Any]
 """`role`, `content` and what else the message has. Its `tool_calls` are maps with `id`, `name` and
@@ -43,11 +56,32 @@ NO_OPTIONS = TemplateOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """A jinja2 template, its source file, and the special tokens it may use."""
+    """A jinja2 template, its source file, and the special tokens it may use.
+
+    At one of the texts `stops` an answer ends, beside the model's own ends.
+    """
 
     source: str
     where: str
     tokens: Mapping[str, str]
+    stops: Sequence[str] = ()
+
+    @classmethod
+    def default(cls, added: Container[str], bos: str) -> ChatTemplate:
+        """Make the template of a model that has none: ChatML where its marks are `added` tokens,
+        else a dialogue in plain text. Prompts begin with `bos`.
+        """
+        tokens = {"bos_token": bos}
+        if all(mark in added for mark in _CHATML_MARKS):
+            source, stops = _CHATML, (_CHATML_MARKS[1],)
+        else:
+            source, stops = _DIALOGUE, ("\nUser:",)
+        return cls(
+            source="{{ bos_token }}" + source,
+            where="the default chat template",
+            tokens=tokens,
+            stops=stops,
+        )
 
     @classmethod
     def find(cls, folder: Path, own: ChatTemplate | None = None) -> ChatTemplate:

@@ -21,6 +21,7 @@ import jinja2.sandbox
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.tokenizers.chat.chat_template import (
     AGAIN,
+    CONTINUES,
     NO_OPTIONS,
     ChatTemplate,
     TemplateMessage,
@@ -31,6 +32,8 @@ MAX_TEXT_BYTES = 8 * 2**20
 """Limit of a rendered prompt: more than any context holds."""
 MAX_DEPTH = 64
 """Of objects and lists in tools and arguments. Templates write them by recursion."""
+_END = "\ue000last message ends\ue000 "
+"""Marks the end of a message that goes on; the space shows whether the template cuts space."""
 OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -62,6 +65,7 @@ def render_template(
 ) -> str:
     """Render a conversation to a prompt, up to the start of the model's reply.
 
+    With the option CONTINUES it ends within the last message, which the model goes on with.
     `memory_bytes` is this process' limit, for the error. Raises UsageError for messages that the
     template refuses, with its own text, and for tools and options that cannot be used,
     CheckpointError for a template that is damaged, does something forbidden, or needs too much
@@ -73,17 +77,24 @@ def render_template(
                 f"{name!r} is not the name of an option of chat templates",
                 remedy="give names such as enable_thinking",
             )
+    continues = bool(options.values.get(CONTINUES))
+    shown = [shown_message(message) for message in messages]
+    if continues:
+        shown[-1]["content"] = f"{shown[-1].get('content') or ''}{_END}"
     variables = {
         **template.tokens,
         **options.values,
-        "messages": [shown_message(message) for message in messages],
+        "messages": shown,
         "tools": read_tools(options.tools),
         "documents": None,
-        "add_generation_prompt": True,
+        "add_generation_prompt": not continues,
     }
     line: int | None = None
     try:
-        return render(template.source, variables, MAX_TEXT_BYTES)
+        text = render(template.source, variables, MAX_TEXT_BYTES)
+        return up_to_end(text, template) if continues else text
+    except UsageError:
+        raise
     except RefusedByTemplateError as error:
         raise UsageError(f"{template.where} refuses these messages: {error}") from None
     except jinja2.TemplateSyntaxError as error:
@@ -96,6 +107,17 @@ def render_template(
         failed, line = f"{type(error).__name__}: {error}"[:500], line_of(error)
     where = f"{template.where} line {line}" if line else template.where
     raise CheckpointError(f"{where}: {failed}", remedy=AGAIN)
+
+
+def up_to_end(text: str, template: ChatTemplate) -> str:
+    """Return a prompt up to the end of its last message, without space where the template cuts it.
+
+    Raises UsageError where the template does not show that message.
+    """
+    shown, mark, rest = text.rpartition(_END.rstrip())
+    if not mark:
+        raise UsageError(f"{template.where} does not show the last message, which was to go on")
+    return shown if rest.startswith(" ") else shown.rstrip()
 
 
 def read_tools(text: str) -> list[dict[str, Any]] | None:

@@ -204,6 +204,7 @@ _decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(Cont
 def reported_error(report: ErrorReport | Failed, peer: str) -> ShardnetError:
     """Make the exception that a peer reported; its message begins with the name of the `peer`."""
     error = error_for_code(report.code, f"{peer}: {report.message}", remedy=report.remedy or "")
+    error.peer = peer
     if isinstance(error, ContextExceededError) and isinstance(report, Failed):
         error.n_prompt, error.n_context = report.n_prompt or 0, report.n_context or 0
     return error

@@ -18,6 +18,10 @@ MAX_DETOKENIZED: Final = 1 << 17
 """Most ids of one request: the answer fits into a frame."""
 
 
+MAX_TOKENIZED: Final = 1 << 19
+"""Most ids of one text, which may be longer than the context."""
+
+
 class Tokenize(Tagged, frozen=True, kw_only=True):
     """Ask for the token ids of the prompt of `generate`, which is not generated.
 
@@ -29,7 +33,7 @@ class Tokenize(Tagged, frozen=True, kw_only=True):
 
 
 class Tokenized(Tagged, frozen=True, kw_only=True):
-    """Answers Tokenize. `context` is the most tokens of one sequence of the ring."""
+    """Answers Tokenize. `context` is the most tokens of one sequence; there may be more ids."""
 
     request: RequestId
     token_ids: TokenIds

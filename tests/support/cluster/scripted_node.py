@@ -23,7 +23,7 @@ from shardnet.errors import CapacityError, ContextExceededError, PlanError, Shar
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.types import LiveState
-from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
+from shardnet.wire.messages.chat import AddedToken, DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
 from shardnet.wire.messages.diagnostics import (
     LinkTraffic,
@@ -170,6 +170,7 @@ class ScriptedNode:
         )
 
 
+FIM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 _INFO = NodeInfo(
     node="n",
     name="scripted",
@@ -244,7 +245,11 @@ def _short_answers(message: Incoming, info: NodeInfo) -> list[ControlMessage]:
         case DescribeTokenizer(request=number):
             return [
                 TokenizerDescribed(
-                    request=number, bos_id=None, eos_ids=[42], added=[], template=TEMPLATE
+                    request=number,
+                    bos_id=None,
+                    eos_ids=[42],
+                    added=[AddedToken(900 + place, mark, True) for place, mark in enumerate(FIM)],
+                    template=TEMPLATE,
                 )
             ]
         case _:

@@ -35,7 +35,7 @@ async def served(
     node = ScriptedNode()
     async with client_of(node) as client:
         settings = settings or Settings()
-        names = ModelNames(client, may_switch=settings.may_switch)
+        names = ModelNames(client, may_switch=settings.may_switch, aliases=settings.aliases)
         service = Service(client=client, settings=settings, models=names)
         try:
             yield Served(app=application(service, added), node=node, service=service)

@@ -14,7 +14,12 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from shardnet.errors import CheckpointError, UsageError
-from shardnet.tokenizers.chat.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
+from shardnet.tokenizers.chat.chat_template import (
+    CONTINUES,
+    MAX_TEMPLATE_BYTES,
+    ChatTemplate,
+    TemplateOptions,
+)
 from shardnet.tokenizers.chat.template_process import TemplateProcess
 
 SHORT_TALK = [{"role": "user", "content": ' Hello <there> & "you"\n'}]
@@ -98,6 +103,22 @@ def test_a_template_gives_the_text_that_transformers_gives(
         [messages], chat_template=source, add_generation_prompt=True, **TOKENS
     )
     assert process.render(make_template(source), messages, seconds=PATIENCE_S) == expected
+
+
+@pytest.mark.parametrize("begun", ["Hello\n you", " Hello ", "", "a" * 9])
+@pytest.mark.parametrize("source", [CHATML, INST, TURNS])
+def test_a_last_message_goes_on_as_in_transformers(
+    process: TemplateProcess, source: str, begun: str
+) -> None:
+    talk = [*SHORT_TALK, {"role": "assistant", "content": begun}]
+    [expected], _ = render_jinja_template(
+        [talk], chat_template=source, continue_final_message=True, **TOKENS
+    )
+    options = TemplateOptions(values={CONTINUES: True})
+    made = process.render(make_template(source), talk, options, seconds=PATIENCE_S)
+    assert made == expected
+    with pytest.raises(UsageError, match="does not show the last message"):
+        process.render(make_template("a"), talk, options, seconds=PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +224,30 @@ def test_special_tokens_come_from_the_files_beside_it(
     )
     template = process.find(tmp_path)
     assert process.render(template, TALK, seconds=PATIENCE_S) == "<a>|<c>|"
+
+
+@pytest.mark.parametrize(
+    ("added", "stops", "text"),
+    [
+        (
+            ("<|im_start|>", "<|im_end|>"),
+            ("<|im_end|>",),
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+            "<|im_start|>assistant\nHello\nyou<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            ("<|im_start|>",),
+            ("\nUser:",),
+            "Be brief.\n\nUser: Hi\n\nAssistant: Hello\nyou\n\nAssistant:",
+        ),
+    ],
+)
+def test_what_stands_in_for_a_template(
+    added: tuple[str, ...], stops: tuple[str, ...], text: str, process: TemplateProcess
+) -> None:
+    template = ChatTemplate.default(added, "<s>")
+    assert template.stops == stops
+    assert process.render(template, TALK[:3], seconds=PATIENCE_S) == f"<s>{text}"
 
 
 @pytest.mark.parametrize(

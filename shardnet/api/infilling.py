@@ -1,0 +1,56 @@
+"""Prompts for the middle of a text, by the tokens that a family has for it.
+
+Pure. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shardnet.errors import UsageError
+
+_MARKS: Final = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+)
+"""What stands before the text that is there, between that and what follows, and behind both."""
+_SUFFIX_FIRST: Final = (
+    ("<[fim-suffix]>", "<[fim-prefix]>", "<[fim-middle]>"),  # Seed-Coder
+    ("[SUFFIX]", "[PREFIX]", ""),  # Codestral
+)
+"""The same for families that are shown what follows first."""
+_ENDS: Final = ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<file_sep>", "<repo_name>")
+"""Tokens with which another file would begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Infilling:
+    """The prompt for the middle of a text, and the token ids at which that ends."""
+
+    prompt: str
+    stop_ids: Sequence[int]
+
+
+def infill(prefix: str, suffix: str, added: Mapping[str, int]) -> Infilling:
+    """Write the prompt for what stands between two texts; `added` are ids of tokens by text.
+
+    Raises UsageError for a model without tokens for it.
+    """
+    for marks, first, second in (
+        *((marks, prefix, suffix) for marks in _MARKS),
+        *((marks, suffix, prefix) for marks in _SUFFIX_FIRST),
+    ):
+        if all(mark in added for mark in marks if mark):
+            ends = [mark for mark in (*marks, *_ENDS) if mark in added]
+            return Infilling(
+                prompt=f"{marks[0]}{first}{marks[1]}{second}{marks[2]}",
+                stop_ids=[added[end] for end in ends],
+            )
+    raise UsageError(
+        "suffix: this model has no tokens for the middle of a text", remedy="leave it out"
+    )
