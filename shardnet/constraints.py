@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self, get_args
 
 from shardnet.errors import UsageError
+from shardnet.json_schemas import close_objects, relax
 
 ConstraintKind = Literal["json", "json_schema", "regex", "lark", "choice"]
 CONSTRAINT_KINDS: Final[tuple[str, ...]] = get_args(ConstraintKind)
@@ -26,16 +27,34 @@ class Constraint:
 
     By `kind`, `text` is a JSON schema (`json_schema`), a regular expression (`regex`), a grammar in
     llguidance's form of Lark (`lark`), or a JSON list of texts of which it must be one (`choice`).
-    Any JSON object will do for `json`, which has no text.
+    Any JSON object will do for `json`, which has no text. `left_out` are keywords of a schema that
+    only narrow it, and are not kept.
     """
 
     kind: ConstraintKind
     text: str = ""
+    left_out: tuple[str, ...] = ()
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
-        """Ask for JSON that is valid by `schema`, an object or its text."""
-        return cls(kind="json_schema", text=_text(schema))
+    def json_schema(cls, schema: Mapping[str, Any] | str, *, is_strict: bool = True) -> Self:
+        """Ask for JSON that is valid by `schema`, an object or its text.
+
+        Objects have only the properties that it names, unless it says `additionalProperties`.
+        Without `is_strict` keywords that no grammar keeps and that only narrow are left out; with
+        it such a schema is refused when it is compiled.
+        """
+        text = _text(schema)
+        if len(text) > MAX_CONSTRAINT_CHARACTERS:
+            return cls(kind="json_schema", text=text)  # check refuses it
+        left_out: tuple[str, ...] = ()
+        try:
+            read = json.loads(text)
+            if isinstance(read, dict):
+                relaxed, left_out = (read, ()) if is_strict else relax(read)
+                text = _text(close_objects(relaxed))
+        except (ValueError, RecursionError):
+            pass  # the compiler says what is wrong
+        return cls(kind="json_schema", text=text, left_out=left_out)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Self:

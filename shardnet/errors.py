@@ -58,9 +58,11 @@ class ShardnetError(Exception):
 
     `message` says what was expected, what came and where; `remedy` what the reader can do about it,
     in the imperative, "" where nothing is known. `str()` gives both in one line, "message; remedy".
+    `peer` is who reported it, whose name the message begins with, "" for nobody.
     """
 
     code: ClassVar[int] = 1
+    peer: str = ""
 
     def __init__(self, message: str = "", *, remedy: str = "") -> None:
         super().__init__(message)

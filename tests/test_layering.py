@@ -14,12 +14,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Low to high: a package may import itself and those named beside it, which stand above it here.
-BASE = {"errors", "constraints", "types", "assets", "__init__"} | {
+BASE = {"errors", "json_schemas", "constraints", "types", "assets", "__init__"} | {
     *("sampling_params", "output_params", "slot_operations"),
 }
 PACKAGES: dict[str, set[str]] = {
     "errors": set(),
-    "constraints": {"errors"},
+    "json_schemas": set(),
+    "constraints": {"errors", "json_schemas"},
     "types": {"errors", "constraints"},
     "sampling_params": {"errors"},
     "output_params": {"errors", "sampling_params"},

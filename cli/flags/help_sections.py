@@ -50,7 +50,14 @@ SECTIONS: Final = MappingProxyType(
             *("--every", "--count", "--trace", "--log-format"),
         ),
         "HTTP": (
-            *("--http", "--api-key", "--api-key-file", "--cors-origin", "--allowed-host"),
+            *(
+                "--http",
+                "--api-key",
+                "--api-key-file",
+                "--cors-origin",
+                "--allowed-host",
+                "--alias",
+            ),
             *("--root-path", "--tls", "--tls-cert", "--tls-key"),
             *("--switch", "--idle-unload", "--deputy"),
         ),

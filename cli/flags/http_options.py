@@ -68,6 +68,16 @@ class HttpOptions:
             show_default=False,
         ),
     ] = None
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--alias",
+            metavar="NAME=MODEL",
+            help="Another name of a model, for programs that ask for a fixed one; *=MODEL for "
+            "every name there is not; may be given several times.",
+            show_default=False,
+        ),
+    ] = None
     root_path: Annotated[
         str,
         typer.Option(
@@ -189,6 +199,7 @@ class HttpOptions:
             may_switch=self.switch == "idle",
             idle_unload_s=self.idle_unload_s(),
             has_deputy=self.deputy == "auto",
+            aliases=dict(map(_alias, self.alias or ())),
         )
 
     def _file_lines(self) -> list[str]:
@@ -208,3 +219,11 @@ class HttpOptions:
             say(f"warning: others on this machine can read the API keys in {path}: chmod 600 it")
         lines = [line.strip() for line in raw.decode("utf-8", "replace").splitlines()]
         return [line for line in lines if line and not line.startswith("#")]
+
+
+def _alias(text: str) -> tuple[str, str]:
+    """Read NAME=MODEL. Raises typer.BadParameter."""
+    name, _, model = text.partition("=")
+    if not name or not model:
+        raise typer.BadParameter(f"'{text}': give NAME=MODEL", param_hint="--alias")
+    return name, model

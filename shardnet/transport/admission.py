@@ -36,14 +36,14 @@ class KnownHosts:
 
     def add(self, address: str) -> None:
         """Remember the host of an IP address; the longest unseen one is forgotten for it."""
-        name = _name(address)
+        name = host_name(address)
         self._names[name] = None
         self._names.move_to_end(name)
         if len(self._names) > self._most:
             self._names.popitem(last=False)
 
     def __contains__(self, address: str) -> bool:
-        return _name(address) in self._names
+        return host_name(address) in self._names
 
 
 class ReportedFailures:
@@ -54,7 +54,7 @@ class ReportedFailures:
 
     def is_news(self, address: str, error: ShardnetError) -> bool:
         """Return whether to report `error`: once per host and kind, until `clear`."""
-        name = _name(address)
+        name = host_name(address)
         reported = self._by_host.setdefault(name, set())
         self._by_host.move_to_end(name)
         if len(self._by_host) > MAX_HOSTS:
@@ -66,7 +66,7 @@ class ReportedFailures:
 
     def clear(self, address: str) -> None:
         """Forget what was reported of a host, since a link from there has come up."""
-        self._by_host.pop(_name(address), None)
+        self._by_host.pop(host_name(address), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class Admission:
         is room. That is the one which has waited longest of the host with most that wait. While
         strangers wait, no known host's connection is closed for another.
         """
-        name = _name(address)
+        name = host_name(address)
         host = self._hosts.setdefault(name, _Host(name))
         host.is_known = name in self._known
         host.silent[ticket] = now
@@ -302,7 +302,7 @@ def _oldest(tickets: dict[int, float]) -> float:
     return next(iter(tickets.values()))
 
 
-def _name(address: str) -> str:
+def host_name(address: str) -> str:
     """Name whom an address belongs to: an IPv6 host owns all the addresses of its network."""
     try:
         parsed = ip_address(address.partition("%")[0])

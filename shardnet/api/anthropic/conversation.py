@@ -17,6 +17,7 @@ from shardnet.api.anthropic.body import (
     TurnBody,
 )
 from shardnet.api.chat.request import (
+    CONTINUES,
     ChatRequest,
     ChatTurn,
     OptionValue,
@@ -48,14 +49,13 @@ def continued(body: ContinuedBody, model: ModelChoice) -> ChatRequest:
 
     Raises HttpError 400, which names the field, for what cannot be done.
     """
-    last = len(body.messages) - 1
-    if body.messages[last].role == "assistant":
-        raise refused(
-            f"messages[{last}] is the assistant's: the beginning of an answer cannot be given, the "
-            "conversation must end with a user's message",
-            f"messages[{last}]",
-        )
     request = counted(body, model)
+    if body.messages[-1].role == "assistant":
+        if request.turns[-1].tool_calls:
+            last = f"messages[{len(body.messages) - 1}]"
+            raise refused(f"{last} calls a tool: send the result", last)
+        options_of_template = {**request.template_options, CONTINUES: True}
+        request = replace(request, template_options=options_of_template)
     top_p = 1.0 if body.top_p is None else max(body.top_p, _LEAST_TOP_P)
     sampling = SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -139,7 +139,7 @@ def _constraint(body: ContinuedBody) -> Constraint | None:
     """Return what the answer must match, None for any text."""
     if body.output_config is None or body.output_config.format is None:
         return None
-    return Constraint.json_schema(body.output_config.format.schema)
+    return Constraint.json_schema(body.output_config.format.schema, is_strict=False)
 
 
 def _turns(body: ConversationBody) -> Iterator[ChatTurn]:

@@ -39,7 +39,11 @@ def fault_answer(fault: Fault) -> FaultAnswer:
     kind = _KINDS.get(fault.status, "invalid_request_error" if fault.status < 500 else "api_error")
     message = fault.message
     if fault.n_prompt is not None:  # programs shorten the conversation when they read this
-        message = f"prompt is too long: {fault.n_prompt} tokens > {fault.n_context or 0} maximum"
+        n_context = fault.n_context or 0
+        message = (
+            f"prompt is too long: {fault.n_prompt} tokens > {n_context} maximum "
+            f"(maximum context length is {n_context} tokens)"
+        )
     return FaultAnswer(error=WrongRequest(type=kind, message=message))
 
 

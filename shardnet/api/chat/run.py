@@ -8,11 +8,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, TypeAlias, Unpack
 
 from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool
-from shardnet.api.chat_formats.choice import ToolChoice, with_ids
+from shardnet.api.chat_formats.choice import DistinctCalls, ToolChoice, with_ids
 from shardnet.api.chat_formats.deltas import (
     OutputDelta,
     OutputParser,
@@ -26,6 +26,7 @@ from shardnet.api.events import GenerationEvent, GenerationResult, TokenLogprob
 from shardnet.api.generation import Generator
 from shardnet.api.requests import GenerationOptions, Message
 from shardnet.constraints import Constraint
+from shardnet.json_schemas import relax
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.tokens import Detokenized, Tokenized
@@ -184,14 +185,19 @@ async def _constraint(
         last = told.token_ids[-TAIL_TOKENS:]
         said = await generator.detokenize(last, keep_special_tokens=True, model=request.model)
         tail = said.text
-    return output_constraint(
+    tools, left_out = _relaxed(request.tools)
+    constraint = output_constraint(
         template=reader.template,
         tokens=reader.tokens,
-        tools=reader.tools,
+        tools=_tools(tools),
         choice=reader.choice,
         answer=answer,
         prompt_tail=tail,
     )
+    if constraint is None:
+        return None
+    kept_of_answer = answer.left_out if answer is not None else ()
+    return replace(constraint, left_out=tuple(dict.fromkeys([*kept_of_answer, *left_out])))
 
 
 class _Sample:
@@ -200,14 +206,15 @@ class _Sample:
     def __init__(self, number: int, parser: OutputParser, format_name: str) -> None:
         self._number = number
         self._parser = parser
+        self._calls = DistinctCalls()
         self._format_name = format_name
         self._has_called = False
 
     def take(self, event: GenerationEvent) -> list[ChatEvent]:
         """Turn an event of this sample into deltas and, at its end, into the end."""
-        deltas = self._parser.feed(event.token_ids, event.text)
+        deltas = self._calls.feed(self._parser.feed(event.token_ids, event.text))
         if event.result is not None:
-            deltas = [*deltas, *self._parser.finish()]
+            deltas += [*self._calls.feed(self._parser.finish()), *self._calls.finish()]
         deltas = with_ids(deltas, self._format_name, secrets.choice)
         self._has_called |= any(isinstance(delta, ToolCallStarted) for delta in deltas)
         told: list[ChatEvent] = []
@@ -237,6 +244,21 @@ def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
             function["parameters"] = tool.parameters
         written.append({"type": "function", "function": function})
     return written
+
+
+def _relaxed(tools: Sequence[Tool]) -> tuple[list[Tool], list[str]]:
+    """Return the tools, those that are not strict without what no grammar keeps of their schemas,
+    and what that is.
+    """
+    relaxed: list[Tool] = []
+    left_out: list[str] = []
+    for tool in tools:
+        if tool.parameters is not None and not tool.strict:
+            parameters, names = relax(tool.parameters)
+            tool = replace(tool, parameters=parameters)
+            left_out += names
+        relaxed.append(tool)
+    return relaxed, left_out
 
 
 def _message(turn: ChatTurn) -> Message:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from shardnet.api.chat_formats.deltas import OutputDelta, ToolCallStarted
+from shardnet.api.chat_formats.deltas import OutputDelta, ToolCallDelta, ToolCallStarted
 from shardnet.api.chat_formats.json_text import Tool
 from shardnet.errors import UsageError
 
@@ -25,8 +25,8 @@ _ID_LENGTHS: Final = {"mistral": 9}
 class ToolChoice:
     """Which calls an answer may have: none, any, at least one, or only of the tool `name`.
 
-    At most one with `is_parallel` False. "required" and "named" are kept by constraining what is
-    generated; reading an answer does not invent a call.
+    At most one with `is_parallel` False, and of a tool that is named. "required" and "named" are
+    kept by constraining what is generated; reading an answer does not invent a call.
     """
 
     mode: Mode = "auto"
@@ -73,7 +73,7 @@ class ToolChoice:
     @property
     def max_calls(self) -> int | None:
         """Most calls of one answer, None for any number."""
-        return None if self.is_parallel else 1
+        return None if self.is_parallel and self.mode != "named" else 1
 
     def offered(self, tools: Mapping[str, Tool]) -> dict[str, Tool]:
         """Return the tools whose calls are read."""
@@ -88,6 +88,54 @@ class ToolChoice:
         if self.mode != "named":
             return list(tools)
         return [t for t in tools if t.get("function", t).get("name") == self.name]
+
+
+class DistinctCalls:
+    """Drops each call that is the one before it once more, and numbers the others anew.
+
+    A call is held back while its text may still become that of the one before.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[str, str] | None = None
+        self._name = self._text = ""
+        self._held: list[ToolCallStarted | ToolCallDelta] = []
+        self._n_given = 0
+
+    def feed(self, deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
+        """Return what is known by now to be given."""
+        out: list[OutputDelta] = []
+        for delta in deltas:
+            match delta:
+                case ToolCallStarted(name=name):
+                    out += self.finish()
+                    self._before = (self._name, self._text) if self._name else None
+                    self._name, self._text, self._held = name, "", [delta]
+                case ToolCallDelta(text=text):
+                    self._text += text
+                    self._held.append(delta)
+                case _:
+                    out += [*self.finish(), delta]
+                    continue
+            if not self._may_be_again():
+                out += self._give()
+        return out
+
+    def finish(self) -> list[OutputDelta]:
+        """Return what was held back of a call that has ended: nothing of one that is dropped."""
+        if (self._name, self._text) == self._before:
+            self._held = []
+        return self._give()
+
+    def _may_be_again(self) -> bool:
+        if self._before is None or self._before[0] != self._name:
+            return False
+        return self._before[1].startswith(self._text)
+
+    def _give(self) -> list[OutputDelta]:
+        held, self._held = self._held, []
+        self._n_given += sum(isinstance(delta, ToolCallStarted) for delta in held)
+        return [replace(delta, index=self._n_given - 1) for delta in held]
 
 
 def with_ids(

@@ -13,6 +13,7 @@ from typing import Any, Final
 from shardnet.api.chat_formats.marks import TokenText
 from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS
 from shardnet.errors import UsageError
+from shardnet.json_schemas import close_objects
 
 _SLASH: Final = r"\/"
 _ONE_LINE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -67,11 +68,12 @@ class Lark:
             )
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """Write JSON that is valid by a schema. Raises UsageError for no JSON."""
+        """Write JSON that is valid by a schema with closed objects. Raises UsageError for none."""
         said = schema.get("x-guidance", {})
         spaced = {**_ONE_LINE, **said} if isinstance(said, dict) else said
         try:
-            return self.rule("%json " + json.dumps({**schema, "x-guidance": spaced}))
+            closed = close_objects(schema)
+            return self.rule("%json " + json.dumps({**closed, "x-guidance": spaced}))
         except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(f"the schema is no JSON: {error}") from error
 

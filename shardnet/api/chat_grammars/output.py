@@ -70,7 +70,7 @@ def output_constraint(
             lark=lark,
             tools=[*offered.values()],
             template=template,
-            is_parallel=choice.is_parallel,
+            is_parallel=choice.max_calls is None,
             has_answer=has_answer,
         )
         written.append(_WRITERS[form.name](one))

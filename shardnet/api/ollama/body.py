@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -69,7 +69,7 @@ class OllamaToolCall(msgspec.Struct, kw_only=True):
 class OllamaMessage(msgspec.Struct, kw_only=True):
     """One message of the conversation."""
 
-    role: Annotated[str, Meta(min_length=1, max_length=256)]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
     images: list[Any] | None = None

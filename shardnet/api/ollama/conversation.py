@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from shardnet.api.chat.request import ChatRequest, ChatTurn, OptionValue, Tool, ToolCall
+from shardnet.api.chat.request import CONTINUES, ChatRequest, ChatTurn, OptionValue, Tool, ToolCall
 from shardnet.api.ollama.body import (
     OllamaChat,
     OllamaGenerate,
@@ -58,7 +58,7 @@ def generate_request(body: OllamaGenerate, model: ModelChoice) -> ChatRequest:
 
     Raises HttpError 400, which names the field, for what cannot be done.
     """
-    for field in ("template", "suffix", "context", "images"):
+    for field in ("template", "context", "images"):
         if getattr(body, field):
             raise refused(f"{field} is not implemented: leave it out", field)
     if body.raw and body.system:
@@ -83,7 +83,7 @@ def _request(
         sampling=_sampling(options, (body.top_logprobs or 0) if body.logprobs else None),
         options=settings,
         tools=tools,
-        template_options=_thinking(body),
+        template_options={**_thinking(body), **_continuing(turns)},
     )
 
 
@@ -123,7 +123,13 @@ def _constraint(body: OllamaRequest) -> Constraint | None:
         return Constraint(kind="json")
     if not isinstance(body.format, dict):
         raise refused(f"format is {shown(body.format)}: give 'json' or a JSON schema", "format")
-    return Constraint.json_schema(body.format)
+    return Constraint.json_schema(body.format, is_strict=False)
+
+
+def _continuing(turns: Sequence[ChatTurn]) -> dict[str, OptionValue]:
+    """Have the model go on with the last message if that is the assistant's."""
+    is_begun = bool(turns) and turns[-1].role == "assistant" and not turns[-1].tool_calls
+    return {CONTINUES: True} if is_begun else {}
 
 
 def _thinking(body: OllamaRequest) -> dict[str, OptionValue]:

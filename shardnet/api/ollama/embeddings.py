@@ -15,6 +15,7 @@ from shardnet.api.ollama.generating import keep_of
 from shardnet.api.ollama.names import find_model
 from shardnet.api.server.endpoint import Json, Reply
 from shardnet.api.server.service import Exchange
+from shardnet.errors import ContextExceededError
 from shardnet.wire.messages.plans import ModelChoice
 
 MAX_INPUTS: Final = 2048
@@ -23,7 +24,8 @@ MAX_INPUTS: Final = 2048
 class OllamaEmbed(msgspec.Struct, kw_only=True):
     """Texts; without any the model is only loaded. `pooling` is not Ollama's.
 
-    With `truncate` a text is cut at the end of the context. Of the `options` none counts.
+    Unless `truncate` is false a text is cut at the end of the context. None of the `options`
+    counts.
     """
 
     input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)] | None = None
@@ -67,7 +69,7 @@ async def embed_texts(exchange: Exchange, body: OllamaEmbed) -> Reply:
     served = await find_model(exchange.service.models, body.model)
     exchange.keep = keep_of(body.keep_alive)
     shape = Shape(pooling=body.pooling or "last", dimensions=body.dimensions or None)
-    prompts = await _cut(exchange, texts, served.choice) if body.truncate else texts
+    prompts = texts if body.truncate is False else await _cut(exchange, texts, served.choice)
     found = await _vectors(exchange, prompts, shape, served.choice)
     return Json(
         value=OllamaEmbedded(
@@ -103,6 +105,13 @@ async def _cut(exchange: Exchange, texts: list[str], model: ModelChoice) -> list
     """Tokenize texts, and cut each at the end of the context."""
     cut = []
     for text in texts:
-        told = await exchange.tokenize(text, model=model)
+        try:
+            told = await exchange.tokenize(text, model=model)
+        except ContextExceededError as error:
+            if not error.n_prompt:
+                raise
+            # More of it than the model could take was left before it was tokenized.
+            most = len(text) * error.n_context // error.n_prompt
+            told = await exchange.tokenize(text[:most], model=model)
         cut.append(told.token_ids[: told.context])
     return cut

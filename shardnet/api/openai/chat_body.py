@@ -5,12 +5,21 @@ Knows OpenAI's messages, tools and response formats. Unknown fields are ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
-from shardnet.api.chat.request import ChatRequest, ChatTurn, OptionValue, Tool, ToolCall, ToolChoice
+from shardnet.api.chat.request import (
+    CONTINUES,
+    ChatRequest,
+    ChatTurn,
+    OptionValue,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from shardnet.api.openai.sampling import Count, SamplingBody, options_of, sampling_of
 from shardnet.api.server.errors import refused
 from shardnet.constraints import Constraint
@@ -30,6 +39,10 @@ TemplateValue = (
     | Annotated[str, Meta(max_length=4096)]
     | None
 )
+
+
+_ROLES: Final = {"developer": "system", "function": "tool"}
+"""Roles that templates know by another name."""
 
 
 class PartBody(msgspec.Struct, kw_only=True):
@@ -57,7 +70,7 @@ class ToolCallBody(msgspec.Struct, kw_only=True):
 class MessageBody(msgspec.Struct, kw_only=True):
     """One message of the conversation."""
 
-    role: Annotated[str, Meta(min_length=1, max_length=256)]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[PartBody], Meta(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCallBody], Meta(max_length=MAX_TOOLS)] | None = None
@@ -93,6 +106,14 @@ class NamedTool(msgspec.Struct, kw_only=True):
 
     type: str
     function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class AllowedTools(msgspec.Struct, kw_only=True):
+    """The tools that may be called, or of which one must be."""
+
+    tools: Annotated[list[NamedTool], Meta(max_length=MAX_TOOLS)]
+    mode: Literal["auto", "required"] = "auto"
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
@@ -121,6 +142,7 @@ class ChatBody(SamplingBody, kw_only=True):
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    continue_final_message: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
     chat_template_kwargs: (
         Annotated[dict[TemplateName, TemplateValue], Meta(max_length=MAX_TEMPLATE_OPTIONS)] | None
@@ -141,10 +163,15 @@ def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
         raise refused("top_logprobs needs logprobs: true", "top_logprobs")
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_completion_tokens
-    choice, forced = _tool_choice(body)
+    tools, choice, forced = _tools(body)
     options: dict[str, OptionValue] = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.continue_final_message:
+        if body.messages[-1].role != "assistant" or body.messages[-1].tool_calls:
+            field = "continue_final_message"
+            raise refused(f"{field} needs a text of the assistant as the last message", field)
+        options[CONTINUES] = True
     settings = options_of(body, body.max_tokens if most is None else most)
     settings["constraint"] = _constraint(body)
     return ChatRequest(
@@ -153,16 +180,7 @@ def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
         sampling=sampling_of(body, n_logprobs),
         options=settings,
         n=body.n or 1,
-        tools=tuple(
-            Tool(
-                name=tool.function.name,
-                description=tool.function.description or "",
-                parameters=tool.function.parameters,
-                strict=bool(tool.function.strict),
-            )
-            for tool in body.tools or ()
-            if tool.type == "function" and tool.function is not None
-        ),
+        tools=tools,
         tool_choice=choice,
         forced_tool=forced,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -170,24 +188,43 @@ def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
     )
 
 
-def _tool_choice(body: ChatBody) -> tuple[ToolChoice, str]:
-    """Return how tools are chosen, and the name of the one that must be called."""
-    if not isinstance(body.tool_choice, NamedTool):
-        if body.tool_choice == "required" and not body.tools:
-            raise refused("tool_choice is required, but there are no tools", "tool_choice")
-        return body.tool_choice or "auto", ""
-    function = body.tool_choice.function
-    names = [tool.function.name for tool in body.tools or () if tool.function is not None]
-    if function is None or function.name not in names:
-        known = f"the tools are {shown(', '.join(names))}" if names else "there are no tools"
-        raise refused(f"tool_choice names no tool of this request: {known}", "tool_choice")
-    return "required", function.name
+def _tools(body: ChatBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:
+    """Return the tools, how they are chosen, and the name of the one that must be called."""
+    tools = tuple(
+        Tool(
+            name=tool.function.name,
+            description=tool.function.description or "",
+            parameters=tool.function.parameters,
+            strict=bool(tool.function.strict),
+        )
+        for tool in body.tools or ()
+        if tool.type == "function" and tool.function is not None
+    )
+    wanted, forced = body.tool_choice, ""
+    if isinstance(wanted, NamedTool) and wanted.allowed_tools is not None:
+        tools = tuple(_known(one, tools) for one in wanted.allowed_tools.tools)
+        choice: ToolChoice = wanted.allowed_tools.mode
+    elif isinstance(wanted, NamedTool):
+        choice, forced = "required", _known(wanted, tools).name
+    else:
+        choice = wanted or "auto"
+    if choice == "required" and not tools:
+        raise refused("tool_choice is required, but there are no tools", "tool_choice")
+    return tools, choice, forced
+
+
+def _known(named: NamedTool, tools: Sequence[Tool]) -> Tool:
+    for tool in tools:
+        if named.function is not None and tool.name == named.function.name:
+            return tool
+    names = ", ".join(tool.name for tool in tools)
+    known = f"the tools are {shown(names)}" if names else "there are no tools"
+    raise refused(f"tool_choice names no tool of this request: {known}", "tool_choice")
 
 
 def _turn(message: MessageBody, number: int) -> ChatTurn:
-    role = "system" if message.role == "developer" else message.role
     return ChatTurn(
-        role=role,
+        role=_ROLES.get(message.role, message.role),
         content=_text(message, number),
         reasoning=message.reasoning_content or message.reasoning or "",
         tool_calls=tuple(
@@ -231,4 +268,5 @@ def _constraint(body: ChatBody) -> Constraint | None:
     if wanted.json_schema is None or wanted.json_schema.schema is None:
         field = "response_format.json_schema"
         raise refused(f"{field} has no schema", field)
-    return Constraint.json_schema(wanted.json_schema.schema)
+    is_strict = bool(wanted.json_schema.strict)
+    return Constraint.json_schema(wanted.json_schema.schema, is_strict=is_strict)

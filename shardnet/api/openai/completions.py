@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from shardnet.api.events import GenerationEvent, GenerationResult, TokenLogprob
+from shardnet.api.infilling import infill
 from shardnet.api.openai.faults import DONE
 from shardnet.api.openai.logprobs import TextLogprobs, TextLogprobsWriter
 from shardnet.api.openai.prompts import PromptBody, prompts_of
@@ -97,8 +98,6 @@ class _Job:
 async def complete(exchange: Exchange, body: CompletionBody) -> Reply:
     """Answer a completion."""
     prompts = prompts_of(body.prompt, "prompt")
-    if body.suffix:
-        raise refused("suffix is not implemented: only the end of a text is written", "suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise refused("best_of must be n: no samples are thrown away", "best_of")
     if len(prompts) * (body.n or 1) > MAX_PROMPTS:
@@ -110,6 +109,8 @@ async def complete(exchange: Exchange, body: CompletionBody) -> Reply:
         options["outputs"] = OutputParams(n_prompt_logprobs=body.logprobs)
     if body.add_special_tokens is not None:
         options["bos"] = "auto" if body.add_special_tokens else "off"
+    if body.suffix:
+        prompts = await _middles(exchange, prompts, body.suffix, served.choice, options)
     job = _Job(
         prompts=prompts,
         sampling=sampling_of(body, body.logprobs),
@@ -124,6 +125,25 @@ async def complete(exchange: Exchange, body: CompletionBody) -> Reply:
         chunks = _chunks(exchange, job, with_usage=wants_usage(body))
         return Stream(chunks=chunks, heartbeat=lambda: comment(exchange.note))
     return Json(value=await _whole(exchange, job))
+
+
+async def _middles(
+    exchange: Exchange,
+    prompts: list[str] | list[list[int]],
+    suffix: str,
+    model: ModelChoice,
+    options: GenerationOptions,
+) -> list[str]:
+    """Return the prompts for what stands between each text and the suffix."""
+    described = await exchange.describe_tokenizer(model=model)
+    added = {token.text: token.token_id for token in described.added}
+    made = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise refused("suffix needs a prompt that is text", "suffix")
+        made.append(infill(prompt, suffix, added))
+    options["stop_token_ids"] = [*options.get("stop_token_ids", ()), *made[0].stop_ids]
+    return [one.prompt for one in made]
 
 
 async def _events(exchange: Exchange, job: _Job) -> AsyncGenerator[GenerationEvent, None]:

@@ -17,7 +17,7 @@ class Error(msgspec.Struct, kw_only=True):
     message: str
     type: str
     param: str | None
-    code: str | int | None
+    code: str | None
     n_prompt_tokens: int | msgspec.UnsetType = msgspec.UNSET
     n_ctx: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -30,15 +30,14 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
 
 def error_answer(fault: Fault) -> ErrorAnswer:
     """Write a fault as an answer."""
-    is_long = fault.n_prompt is not None
     error = Error(
         message=fault.message,
         type=fault.kind,
         param=fault.parameter,
-        code=fault.status if is_long else fault.code,
+        code=fault.code,
     )
-    if is_long:  # programs shorten the conversation by these
-        error.n_prompt_tokens, error.n_ctx = fault.n_prompt or 0, fault.n_context or 0
+    if fault.n_prompt is not None:  # programs shorten the conversation by these
+        error.n_prompt_tokens, error.n_ctx = fault.n_prompt, fault.n_context or 0
     return ErrorAnswer(error=error)
 
 

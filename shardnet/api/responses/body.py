@@ -38,7 +38,7 @@ class ItemBody(msgspec.Struct, kw_only=True):
     """
 
     type: str = "message"
-    role: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | Parts | None = None
     summary: Parts | None = None
     call_id: str | None = None
@@ -80,6 +80,7 @@ class TextFormat(msgspec.Struct, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class TextOptions(msgspec.Struct, kw_only=True):

@@ -92,7 +92,7 @@ def _constraint(body: ResponseBody) -> Constraint | None:
         return Constraint(kind="json")
     if wanted.schema is None:
         raise refused("text.format.schema is missing", "text.format.schema")
-    return Constraint.json_schema(wanted.schema)
+    return Constraint.json_schema(wanted.schema, is_strict=bool(wanted.strict))
 
 
 def _tools(body: ResponseBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:

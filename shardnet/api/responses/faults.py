@@ -11,20 +11,16 @@ from shardnet.api.responses.answers import Response, ResponseError, ResponseFail
 from shardnet.api.server.endpoint import Dialect, named_event
 from shardnet.api.server.errors import Fault
 
-CONTEXT_EXCEEDED: Final = "context_length_exceeded"
-"""The code by which programs know that they have to shorten a conversation."""
-
 
 def failed_event(fault: Fault) -> bytes:
     """Write a fault as the end of a stream."""
-    code = CONTEXT_EXCEEDED if fault.n_prompt is not None else fault.code or fault.kind
     event = ResponseFailed(
         response=Response(
             id=f"resp_{uuid.uuid4().hex}",
             created_at=int(time.time()),
             status="failed",
             model="",
-            error=ResponseError(code=code, message=fault.message),
+            error=ResponseError(code=fault.code or fault.kind, message=fault.message),
         )
     )
     return named_event("response.failed", event)

@@ -13,6 +13,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ from shardnet.api.openai import endpoints as openai
 from shardnet.api.openai.faults import OPENAI
 from shardnet.api.responses import endpoints as responses
 from shardnet.api.serve.added_endpoints import check_added, installed_endpoints
+from shardnet.api.serve.waiting import Waiting, WaitingProtocol
 from shardnet.api.server import health
 from shardnet.api.server.app import make_app
 from shardnet.api.server.endpoint import Endpoint
@@ -86,8 +88,10 @@ async def serving(
     Requests that still run at the end are told, and have STOP_S seconds. Raises ConfigurationError
     where the address, the files for TLS or what a package adds cannot be used.
     """
-    may_switch = listening.settings.may_switch
-    models = ModelNames(client, current=current, may_switch=may_switch)
+    settings = listening.settings
+    models = ModelNames(
+        client, current=current, may_switch=settings.may_switch, aliases=settings.aliases
+    )
     service = Service(client=client, settings=listening.settings, models=models)
     app = application(service, [*installed_endpoints(), *added])
     bound = _bind(listening.host, listening.port)
@@ -152,7 +156,6 @@ class _Server(uvicorn.Server):
 def _config(app: ASGIApp, listening: Listening) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
-        http="h11",
         ws="none",
         lifespan="off",
         log_config=None,
@@ -165,6 +168,8 @@ def _config(app: ASGIApp, listening: Listening) -> uvicorn.Config:
     )
     try:
         config.load()
+        waiting = Waiting(listening.settings.log)
+        config.http_protocol_class = partial(WaitingProtocol, waiting=waiting)  # type: ignore[assignment]
         if listening.cluster_secret:
             config.ssl = _cluster_context(listening)
     except (OSError, ssl.SSLError) as error:

@@ -5,6 +5,7 @@ A wrong value is refused by the name of its field. Must not know any dialect.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Final, TypeVar
 
@@ -19,6 +20,9 @@ Body = TypeVar("Body")
 _FIELD: Final = re.compile(r"(?:a (?:key|value) of )?([\w.\[\]]+)(?=:| is | has )")
 
 
+BODY_S: Final = 30.0
+LEAST_BYTES_PER_S: Final = 1 << 16
+"""A body may take BODY_S, and as much longer as it takes at this speed."""
 MAX_LISTS: Final = 1 << 20
 MAX_VALUES: Final = 2 << 20
 """Most lists and objects, and most values, of one body: each takes 50 bytes of memory or more."""
@@ -29,20 +33,28 @@ class Disconnected(Exception):
 
 
 async def read_body(receive: Receive, headers: dict[bytes, bytes], most_bytes: int) -> bytes:
-    """Read a body. Raises HttpError 413 for one that is too large, Disconnected."""
+    """Read a body. Raises HttpError 413 for one that is too large, 408 too slow; Disconnected."""
     announced = headers.get(b"content-length", b"0")
     if announced.isdigit() and int(announced[:20]) > most_bytes:
         raise _too_large(f"{most_bytes} bytes")
     body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Disconnected
-        body += message.get("body", b"")
-        if len(body) > most_bytes:
-            raise _too_large(f"{most_bytes} bytes")
-        if not message.get("more_body", False):
-            return bytes(body)
+    began_s = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(BODY_S) as limit:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Disconnected
+                body += message.get("body", b"")
+                if len(body) > most_bytes:
+                    raise _too_large(f"{most_bytes} bytes")
+                if not message.get("more_body", False):
+                    return bytes(body)
+                limit.reschedule(began_s + BODY_S + len(body) / LEAST_BYTES_PER_S)
+    except TimeoutError:
+        why = f"the body came too slowly: {len(body)} bytes in {BODY_S:g} s or more"
+        fault = Fault(status=408, kind="invalid_request_error", message=why)
+        raise HttpError(fault) from None
 
 
 def decode_body(raw: bytes, kind: type[Body]) -> Body:

@@ -28,8 +28,30 @@ from shardnet.errors import (
 RETRY_S: Final = 2
 """Seconds after which a client should ask again where it is not known when it would succeed."""
 
-CONTEXT_EXCEEDED: Final = "exceed_context_size_error"
-"""The type by which programs know that they have to shorten a conversation."""
+CONTEXT_EXCEEDED: Final = "context_length_exceeded"
+"""The code by which programs know that they have to shorten a conversation."""
+
+_CONTEXT_EXCEEDED_KIND: Final = "exceed_context_size_error"
+"""llama-server's type of the same error, by which others know."""
+
+
+_PARAMETERS: Final = frozenset(
+    (
+        "temperature",
+        "top-k",
+        "top-p",
+        "min-p",
+        "min-tokens",
+        "max-tokens",
+        "seed",
+        "logprobs",
+        "repetition-penalty",
+        "presence-penalty",
+        "frequency-penalty",
+        "logit-bias",
+    )
+)
+"""What messages about a field of the body begin with; there it is written with underscores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +110,7 @@ def fault_of(error: Exception) -> Fault:
                 status=429, kind="rate_limit_error", message=text, retry_s=RETRY_S, code="busy"
             )
         case UsageError() | CapacityError() | UnsupportedModelError():
-            return Fault(status=400, kind="invalid_request_error", message=text)
+            return _wrong_request(error)
         case CheckpointError():
             return Fault(
                 status=404, kind="invalid_request_error", message=text, code="model_not_found"
@@ -118,15 +140,29 @@ def fault_of(error: Exception) -> Fault:
             return Fault(status=500, kind="server_error", message=message)
 
 
+def _wrong_request(error: ShardnetError) -> Fault:
+    """Say what of a request is wrong, without the node that said so, nor advice to its owner."""
+    message = error.message.removeprefix(f"{error.peer}: ")
+    name, _, rest = message.partition(" ")
+    parameter = name.replace("-", "_") if name in _PARAMETERS else None
+    if parameter is not None:
+        message = f"{parameter} {rest}"
+    if error.remedy and "--" not in error.remedy and "`" not in error.remedy:
+        message += f"; {error.remedy}"
+    return Fault(status=400, kind="invalid_request_error", message=message, parameter=parameter)
+
+
 def _context_exceeded(error: ContextExceededError) -> Fault:
     message = (
         f"the request ({error.n_prompt} tokens) exceeds the available context size "
-        f"({error.n_context} tokens): shorten the conversation"
+        f"({error.n_context} tokens): maximum context length is {error.n_context} tokens, "
+        "shorten the conversation"
     )
     return Fault(
         status=400,
-        kind=CONTEXT_EXCEEDED,
+        kind=_CONTEXT_EXCEEDED_KIND,
         message=message,
+        code=CONTEXT_EXCEEDED,
         n_prompt=error.n_prompt,
         n_context=error.n_context,
     )

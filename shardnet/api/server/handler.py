@@ -15,6 +15,7 @@ import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from math import ceil
 from typing import Any, Final
 
 import msgspec
@@ -29,6 +30,7 @@ from shardnet.api.server.service import Exchange, Service
 from shardnet.api.server.settings import LogLine, Settings
 from shardnet.api.server.web_pages import check_web_page
 from shardnet.errors import QueueFullError, ShardnetError, where
+from shardnet.transport.admission import host_name
 
 _log = logging.getLogger(__name__)
 
@@ -67,12 +69,14 @@ class Handler:
             resumes=RESUME_HEADER in headers,
         )
         names = self._endpoint.dialect.id_headers
-        writer = AnswerWriter(send, [(name, exchange.request_id) for name in names])
+        exchange.headers += ((name, exchange.request_id) for name in names)
+        writer = AnswerWriter(send, exchange.headers)
         has_left = False
         with self._counted():
             try:
                 self._check_page(scope["method"], headers)
-                await self._checked(exchange, headers, receive, writer)
+                host = host_name(scope["client"][0]) if scope.get("client") else ""
+                await self._checked(exchange, headers, host, receive, writer)
             except Disconnected:
                 has_left = True
             except Exception as error:
@@ -102,6 +106,7 @@ class Handler:
         self,
         exchange: Exchange,
         headers: dict[bytes, bytes],
+        host: str,
         receive: Receive,
         writer: AnswerWriter,
     ) -> None:
@@ -109,7 +114,7 @@ class Handler:
         endpoint, settings = self._endpoint, self._service.settings
         keys = settings.keys
         if keys and not endpoint.is_open:
-            exchange.key = _key_of(headers, self._service)
+            exchange.key = _key_of(headers, self._service, host)
         with keys.place(exchange.key if endpoint.counts else None) as has_place:
             if not has_place:
                 assert exchange.key is not None
@@ -249,13 +254,20 @@ def _n_received(value: bytes) -> int:
     return int(text)
 
 
-def _key_of(headers: dict[bytes, bytes], service: Service) -> ApiKey:
-    """Return the key that came with a request. Raises HttpError 401."""
+def _key_of(headers: dict[bytes, bytes], service: Service, host: str) -> ApiKey:
+    """Return the key that came with a host's request. Raises HttpError 401, 429 for a guesser."""
     scheme, _, secret = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     if scheme.lower() != "bearer":
         secret = headers.get(b"x-api-key", b"").decode("latin-1")
+    now_s = time.monotonic()
+    if secret and (wait_s := service.wrong_keys.wait_s(host, now_s)):
+        raise too_many("too many wrong API keys came from this address", ceil(wait_s))
     key = service.settings.keys.find(secret.strip()) if secret else None
-    if key is None:
+    if key is not None:
+        service.wrong_keys.right(host)
+    else:
+        if secret:
+            service.wrong_keys.wrong(host, now_s)
         what = "is not one of this server's" if secret else "is missing"
         raise HttpError(
             Fault(

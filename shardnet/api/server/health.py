@@ -11,6 +11,7 @@ from shardnet import __version__
 from shardnet.api.server.endpoint import Dialect, Endpoint, Json, Reply, Text
 from shardnet.api.server.errors import Fault, HttpError
 from shardnet.api.server.metrics import MEDIA_TYPE
+from shardnet.api.server.model_names import short_name
 from shardnet.api.server.service import MAX_TRACES, Exchange
 from shardnet.api.traces import chrome_trace
 from shardnet.errors import ShardnetError
@@ -34,7 +35,7 @@ async def alive(exchange: Exchange, body: None) -> Reply:
 
 
 async def ready(exchange: Exchange, body: None) -> Reply:
-    """Say whether the node answers, and whether its ring is whole: else no request succeeds."""
+    """Say whether the node answers, and its ring is whole and loaded: else no request succeeds."""
     switch = exchange.service.switch
     if switch.is_rebuilding:
         reason = f"a node of the ring was lost: {switch.doing}"
@@ -42,6 +43,8 @@ async def ready(exchange: Exchange, body: None) -> Reply:
     status = await _status(exchange)
     if isinstance(status, str):
         return Json(value={"status": "unavailable", "reason": status}, status=503)
+    if switch.doing:
+        return Json(value={"status": "unavailable", "reason": switch.doing}, status=503)
     stage = status.node.stage
     return Json(
         value={
@@ -49,8 +52,7 @@ async def ready(exchange: Exchange, body: None) -> Reply:
             "node": status.node.name,
             "version": status.node.version,
             "uptime_s": round(status.node.uptime_s, 3),
-            "model": stage.model if stage is not None else None,
-            "loading": switch.doing or None,
+            "model": short_name(stage.model) if stage is not None else None,
         }
     )
 
@@ -111,6 +113,14 @@ def endpoints(dialect: Dialect) -> list[Endpoint[None]]:
             method="GET",
             path="/healthz",
             summary="Whether the server is alive",
+            handle=alive,
+            dialect=dialect,
+            is_open=True,
+        ),
+        Endpoint(
+            method="GET",
+            path="/health",
+            summary="The same, where other servers have it",
             handle=alive,
             dialect=dialect,
             is_open=True,

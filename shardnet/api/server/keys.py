@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from shardnet.errors import ConfigurationError
 
 MAX_LIMIT = 1_000_000
+MOST_GUESSES: Final = 10
+GUESS_S: Final = 3.0
+MAX_HOSTS: Final = 4096
+"""So many hosts are remembered that sent wrong keys, and that sent right ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,37 @@ class Keyring:
                 yield True
             finally:
                 self._running[key.name] -= 1
+
+
+class WrongKeys:
+    """How often hosts have sent wrong keys: MOST_GUESSES at once, then one in GUESS_S seconds.
+
+    A host that has sent a right key lately is never kept waiting: others may share its address.
+    """
+
+    def __init__(self) -> None:
+        self._free_s: OrderedDict[str, float] = OrderedDict()
+        self._known: OrderedDict[str, None] = OrderedDict()
+
+    def wait_s(self, host: str, now_s: float) -> float:
+        """Return after how many seconds a host may send a key, 0 for now."""
+        ahead_s = self._free_s.get(host, 0.0) - now_s
+        return 0.0 if host in self._known else max(0.0, ahead_s - (MOST_GUESSES - 1) * GUESS_S)
+
+    def wrong(self, host: str, now_s: float) -> None:
+        """Count a wrong key."""
+        self._free_s[host] = max(self._free_s.get(host, 0.0), now_s) + GUESS_S
+        self._free_s.move_to_end(host)
+        if len(self._free_s) > MAX_HOSTS:
+            self._free_s.popitem(last=False)
+
+    def right(self, host: str) -> None:
+        """Note a right key."""
+        self._free_s.pop(host, None)
+        self._known[host] = None
+        self._known.move_to_end(host)
+        if len(self._known) > MAX_HOSTS:
+            self._known.popitem(last=False)
 
 
 def _digest(secret: str) -> bytes:

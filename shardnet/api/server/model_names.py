@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Final
 
 from msgspec.structs import replace
@@ -27,6 +28,9 @@ FRESH_S: Final = 30.0
 LIST_S: Final = 2.0
 """How long the nodes may take to name their models: a program that lists them waits."""
 MAX_LISTED: Final = 1000
+ANY: Final = "*"
+"""The alias of every name that means no model."""
+NO_ALIASES: Final[Mapping[str, str]] = MappingProxyType({})
 NAMED: Final = 5
 """How many names an error lists."""
 
@@ -49,12 +53,15 @@ class ModelNames:
         clock: Callable[[], float] = time.monotonic,
         current: Callable[[], ModelChoice | None] | None = None,
         may_switch: bool = True,
+        aliases: Mapping[str, str] = NO_ALIASES,
     ) -> None:
         """Take the client.
 
         The default model is what `current` returns or returned last, else the client's choice.
         Without `may_switch` there is no other one, unless `current` says that there is none.
+        `aliases` are other names of models, the model of ANY that of every name there is not.
         """
+        self._aliases = aliases
         self._client = client
         self._clock = clock
         self._current = current
@@ -69,14 +76,23 @@ class ModelNames:
         """The model of requests that name none."""
         self._last = (self._current() if self._current else None) or self._last
         choice = self._last or self._client.choice
-        path = PurePath(choice.model)
-        return ServedModel(name=path.name if path.is_absolute() else choice.model, choice=choice)
+        return ServedModel(name=short_name(choice.model), choice=choice)
 
     async def find(self, name: str | None) -> ServedModel:
-        """Return the model that `name` means, the default for none.
+        """Return the model that `name` means, perhaps as an alias, the default for none.
 
         Raises HttpError 404, with names that would do, if there is none, 400 if it may be several.
         """
+        if name and name in self._aliases:
+            return await self._find(self._aliases[name])
+        try:
+            return await self._find(name)
+        except HttpError:
+            if ANY not in self._aliases:
+                raise
+        return await self._find(self._aliases[ANY])
+
+    async def _find(self, name: str | None) -> ServedModel:
         default = self.default
         if not name or name in (default.name, default.choice.model):
             return default
@@ -128,6 +144,12 @@ class ModelNames:
         except (ShardnetError, TimeoutError):
             found = list(dict.fromkeys([*self._listed, *found]))
         self._listed, self._listed_at_s = found, self._clock()
+
+
+def short_name(model: str) -> str:
+    """Return what programs call a model: of a path its last part."""
+    path = PurePath(model)
+    return path.name if path.is_absolute() else model
 
 
 def _unknown(message: str) -> Fault:

@@ -21,7 +21,7 @@ from shardnet.api.client import Client
 from shardnet.api.events import GenerationEvent, RequestState
 from shardnet.api.generation import AGAIN_S, RESUME_S
 from shardnet.api.requests import GenerationOptions, Message, Prompt, Prompts
-from shardnet.api.server.keys import ApiKey
+from shardnet.api.server.keys import ApiKey, WrongKeys
 from shardnet.api.server.metrics import Metrics
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.pace import Pace
@@ -44,6 +44,10 @@ MAX_TRACES: Final = 16
 """HTTP requests whose traces are kept."""
 MAX_TRACED_AT_ONCE: Final = 8
 """Generations of one HTTP request that are traced."""
+
+LEFT_OUT_HEADER: Final = "x-shardnet-schema-left-out"
+"""Names the keywords of a request's schemas that only narrow them, and that were not kept."""
+MOST_HEADER: Final = 500
 
 Answer = TypeVar("Answer")
 
@@ -84,6 +88,7 @@ class Service:
     switch: ModelSwitch = field(init=False)
     """What has the ring load the models that are asked for."""
     traces: KeptTraces = field(default_factory=KeptTraces)
+    wrong_keys: WrongKeys = field(default_factory=WrongKeys)
     began_s: float = field(default_factory=time.monotonic)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _background: set[asyncio.Task[None]] = field(default_factory=set)
@@ -126,6 +131,7 @@ class Service:
 class Exchange:
     """One HTTP request on its way. Generates as a client does, and counts.
 
+    `headers` go with its answer: its id, and what is left out of the schemas of its output.
     `note` says what it waits for, for a stream's comments; `hears` whether the client gets those.
     `keep` is how long its model stays loaded after it, None for as long as usual. With `is_traced`
     it keeps `traces` of what is generated for it, MAX_TRACED_AT_ONCE at most.
@@ -141,6 +147,7 @@ class Exchange:
     note: str = "waiting"
     hears: bool = False
     keep: Keep | None = None
+    headers: list[tuple[str, str]] = field(default_factory=list)
     n_prompt: int = 0
     n_generated: int = 0
     is_traced: bool = False
@@ -187,6 +194,10 @@ class Exchange:
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Generate as `shardnet.api.Client.generate` does."""
         choice, n_displaced = self._chosen(model), 0
+        constraint = options.get("constraint")
+        if constraint is not None and constraint.left_out:
+            left_out = ", ".join(constraint.left_out)[:MOST_HEADER]
+            self.headers.append((LEFT_OUT_HEADER, left_out.encode("ascii", "replace").decode()))
         while True:
             await self.use(choice)
             has_begun = False

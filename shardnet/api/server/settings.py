@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from shardnet.api.server.keys import Keyring
@@ -47,8 +47,8 @@ class Settings:
     are the names that this server may be asked for by, beside those that mean a machine at hand.
     `root_path` is where a proxy has this server, "" for the root of its site. Without `may_switch`
     the ring keeps the model it has. One that no request has used for `idle_unload_s` seconds is
-    unloaded, never for None. With `has_deputy` requests are copied to another node, which goes on
-    if the head of the ring is lost.
+    unloaded, never for None. `aliases` are other names of models, "*" of all others. With
+    `has_deputy` requests are copied to another node, which goes on if the head of the ring is lost.
     """
 
     keys: Keyring = field(default_factory=Keyring)
@@ -63,6 +63,7 @@ class Settings:
     may_switch: bool = True
     idle_unload_s: float | None = None
     has_deputy: bool = False
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from shardnet.api.anthropic.blocks import whole_blocks
 from shardnet.api.anthropic.body import ContinuedBody
 from shardnet.api.anthropic.conversation import continued
 from shardnet.api.anthropic.faults import fault_answer
-from shardnet.api.chat.request import ChatTurn, ToolCall
+from shardnet.api.chat.request import CONTINUES, ChatTurn, ToolCall
 from shardnet.api.chat_formats.deltas import ToolCallDelta, ToolCallStarted
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError, fault_of
@@ -143,7 +143,18 @@ def test_options_have_anthropics_names_and_defaults() -> None:
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}, *HELLO]},
             "messages[0].content[0].id",
         ),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "{"}]}, "messages[1]"),
+        (
+            {
+                "messages": [
+                    *HELLO,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}],
+                    },
+                ]
+            },
+            "messages[1]",
+        ),
         ({"system": [IMAGE]}, "system[0]"),
         ({"tool_choice": {"type": "any"}, "tools": [{"type": "web_search"}]}, "tool_choice"),
         ({"tool_choice": {"type": "tool", "name": "a"}, "tools": [WEATHER]}, "tool_choice.name"),
@@ -154,6 +165,13 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], parameter: str) -> None:
         request(**fields)
     assert (caught.value.fault.status, caught.value.fault.parameter) == (400, parameter)
     assert parameter in caught.value.fault.message
+
+
+def test_an_answer_that_was_begun_goes_on() -> None:
+    begun = request(messages=[*HELLO, {"role": "assistant", "content": "{"}])
+    assert begun.template_options == {CONTINUES: True}
+    assert (begun.turns[-1].role, begun.turns[-1].content) == ("assistant", "{")
+    assert request(messages=HELLO).template_options == {}
 
 
 def named_events(content: bytes) -> list[tuple[str, dict[str, Any]]]:
@@ -313,7 +331,8 @@ def test_errors_have_anthropics_form() -> None:
                     "type": "error",
                     "error": {
                         "type": "invalid_request_error",
-                        "message": "prompt is too long: 99 tokens > 64 maximum",
+                        "message": "prompt is too long: 99 tokens > 64 maximum "
+                        "(maximum context length is 64 tokens)",
                     },
                 }
             for body, how, status, kind in (

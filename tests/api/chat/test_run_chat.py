@@ -51,7 +51,8 @@ def deltas_of(events: Sequence[ChatEvent], sample: int = 0) -> list[OutputDelta]
 
 def test_reasoning_content_and_calls_are_told_apart() -> None:
     async def main() -> None:
-        text = f"<think>hm</think>Hi{CALL}{CALL}"
+        other = CALL.replace("1}}", "2}}")
+        text = f"<think>hm</think>Hi{CALL}{CALL}{CALL}{other}"  # the second says nothing new
         async with client_of(ScriptedNode()) as client:
             for parallel, n_calls in ((True, 2), (False, 1)):
                 asked = chat(user(text), tools=(WEATHER,), parallel_tool_calls=parallel, n=2)
@@ -67,6 +68,7 @@ def test_reasoning_content_and_calls_are_told_apart() -> None:
                     assert told == {ReasoningDelta: "hm", ContentDelta: "Hi"}
                     started = [d for d in deltas if isinstance(d, ToolCallStarted)]
                     assert [d.name for d in started] == ["weather"] * n_calls
+                    assert [d.index for d in started] == [*range(n_calls)]
                     assert len({d.call_id for d in started}) == n_calls
                     assert None not in {d.call_id for d in started}
                     assert [d.text for d in deltas if isinstance(d, ToolCallDelta)]

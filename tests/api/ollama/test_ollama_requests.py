@@ -122,7 +122,6 @@ def test_a_wrong_field_of_a_chat_is_named(fields: dict[str, Any], parameter: str
     [
         {"template": "{{ .Prompt }}"},
         {"images": ["aa"]},
-        {"suffix": "end"},
         {"context": [1, 2]},
         {"system": "be kind", "raw": True},
     ],

@@ -14,6 +14,7 @@ from shardnet.api.chat.request import ChatTurn, ToolCall
 from shardnet.api.openai.chat_body import ChatBody, chat_request
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError
+from shardnet.api.server.settings import Settings
 from shardnet.constraints import Constraint
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -63,6 +64,11 @@ def test_a_conversation_with_tools_is_read() -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     forced = request(tools=tools, tool_choice=named)
     assert (forced.tool_choice, forced.forced_tool) == ("required", "weather")
+    more = [*tools, {"type": "function", "function": {"name": "other"}}]
+    allowed = {"mode": "required", "tools": [named]}
+    some = request(tools=more, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    assert ([tool.name for tool in some.tools], some.tool_choice) == (["weather"], "required")
+    assert some.forced_tool == ""
 
 
 def test_options_have_openais_names_and_defaults() -> None:
@@ -108,6 +114,8 @@ def test_response_formats_are_constraints() -> None:
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "a"}]}, "messages[0].role"),
+        ({"messages": [*HELLO, {"role": "wizard", "content": "a"}]}, "messages[1].role"),
+        ({"messages": [{"role": "SYSTEM", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -201,6 +209,33 @@ def test_calls_and_reasoning_have_openais_form() -> None:
     asyncio.run(main())
 
 
+def test_what_a_schema_only_narrows_is_left_out_unless_it_is_strict() -> None:
+    async def main() -> None:
+        schema = {"type": "array", "uniqueItems": True, "items": {"properties": {"a": {}}}}
+        wanted: dict[str, Any] = {"name": "a", "schema": schema}
+        async with served() as server:
+            for is_strict in (False, True):
+                form = {"type": "json_schema", "json_schema": {**wanted, "strict": is_strict}}
+                body = {"messages": HELLO, "response_format": form}
+                answer = await ask(server.app, CHAT, body)
+                told = answer.headers.get("x-shardnet-schema-left-out")
+                assert told == (None if is_strict else "uniqueItems")
+                sent = server.node.asked[-1].constraint
+                assert sent is not None
+                assert ("uniqueItems" in sent.text) is is_strict
+                assert '"additionalProperties": false' in sent.text
+            tool = {"name": "f", "parameters": {"properties": {"n": {"not": {"const": 1}}}}}
+            body = {
+                "messages": HELLO,
+                "tools": [{"type": "function", "function": tool}],
+                "tool_choice": "required",
+            }
+            told = (await ask(server.app, CHAT, body)).headers["x-shardnet-schema-left-out"]
+            assert told == "not"
+
+    asyncio.run(main())
+
+
 def test_an_error_before_the_first_token_has_a_status_in_a_stream_too() -> None:
     async def main() -> None:
         async with served() as server:
@@ -210,7 +245,20 @@ def test_an_error_before_the_first_token_has_a_status_in_a_stream_too() -> None:
                 assert answer.status == 400
                 error = answer.json["error"]
                 assert error["type"] == "exceed_context_size_error"
+                assert error["code"] == "context_length_exceeded"
+                assert "maximum context length is 64 tokens" in error["message"]
                 assert (error["n_prompt_tokens"], error["n_ctx"]) == (99, 64)
+
+    asyncio.run(main())
+
+
+def test_aliases_are_other_names_of_models() -> None:
+    async def main() -> None:
+        aliases = {"gpt-4o": "big-llama", "*": "org/Tiny-Llama"}
+        async with served(Settings(aliases=aliases)) as server:
+            for name, model in (("gpt-4o", "org/Big-Llama"), ("o9", "org/Tiny-Llama")):
+                answer = await ask(server.app, CHAT, {"messages": HELLO, "model": name})
+                assert answer.json["model"] == model
 
     asyncio.run(main())
 

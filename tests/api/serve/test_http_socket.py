@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import resource
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from support.cluster.scripted_node import ScriptedNode, client_of
 
+from shardnet.api.serve import waiting
 from shardnet.api.serve.authority import HttpAuthority, at_home, server_context
 from shardnet.api.serve.server import serving
-from shardnet.api.server.settings import Listening
+from shardnet.api.server import bodies
+from shardnet.api.server.settings import Listening, Settings
 from shardnet.errors import ConfigurationError
 from shardnet.transport.identity import as_file
 
@@ -90,6 +94,87 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
                 await begin(Listening(host="127.0.0.1", port=taken))
 
     asyncio.run(main())
+
+
+HALF = b"GET /healthz HTTP/1.1\r\nHost: a"
+WHOLE = HALF + b"\r\nConnection: close\r\n\r\n"
+
+
+async def half_open(port: int, n: int, n_hosts: int) -> list[asyncio.StreamWriter]:
+    """Open connections from so many addresses of this machine that send half a request each."""
+    writers = []
+    for number in range(n):
+        here = (f"127.0.0.{2 + number % n_hosts}", 0)
+        _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=here)
+        writer.write(HALF)
+        writers.append(writer)
+    return writers
+
+
+async def asked(port: int) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(WHOLE)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize("n_hosts", [1, 40])
+def test_half_requests_keep_nobody_out(n_hosts: int) -> None:
+    """A thousand of them, of one address or of many, and the owner is answered at once."""
+    lines: list[str] = []
+
+    async def main() -> None:
+        listening = Listening(host="127.0.0.1", port=0, settings=Settings(log=lines.append))
+        async with client_of(ScriptedNode()) as client, serving(client, listening) as url:
+            port = int(url.rpartition(":")[2])
+            writers = await half_open(port, 1000, n_hosts)
+            async with asyncio.timeout(3):
+                assert b'"status":"ok"' in await asked(port)
+            for writer in writers:
+                writer.transport.abort()
+
+    with descriptors(2048):
+        asyncio.run(main())
+    assert any("connections without a whole request" in line for line in lines)
+
+
+def test_who_sends_no_whole_request_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "HEADERS_S", 0.3)
+    monkeypatch.setattr(bodies, "BODY_S", 0.3)
+
+    async def main() -> None:
+        listening = Listening(host="127.0.0.1", port=0)
+        async with client_of(ScriptedNode()) as client, serving(client, listening) as url:
+            port = int(url.rpartition(":")[2])
+            for sent in (b"", HALF, WHOLE.replace(b"Connection: close\r\n", b"") + HALF):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(sent)
+                with contextlib.suppress(ConnectionResetError):
+                    async with asyncio.timeout(10):
+                        await reader.read()
+                writer.close()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
+            writer.write(head)
+            async with asyncio.timeout(10):
+                assert b"HTTP/1.1 408" in await reader.read()
+            writer.close()
+
+    asyncio.run(main())
+
+
+@contextlib.contextmanager
+def descriptors(n: int) -> Iterator[None]:
+    """Let this process have so many files and sockets."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < n:
+        pytest.skip(f"needs {n} descriptors, {hard} may be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, n), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def now() -> datetime.datetime:

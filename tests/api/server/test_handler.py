@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 from support.servers.asgi_client import ask, asking
 from support.servers.http_app import served
 
@@ -15,8 +16,8 @@ from shardnet.api.openai.faults import OPENAI
 from shardnet.api.server.app import make_app
 from shardnet.api.server.bodies import MAX_VALUES, decode_body
 from shardnet.api.server.endpoint import Endpoint, Reply, Stream, comment, event
-from shardnet.api.server.errors import RETRY_S, HttpError
-from shardnet.api.server.keys import Keyring, parse_key
+from shardnet.api.server.errors import RETRY_S, HttpError, fault_of
+from shardnet.api.server.keys import MOST_GUESSES, Keyring, parse_key
 from shardnet.api.server.pace import MAX_RETRY_S, Pace
 from shardnet.api.server.service import MAX_TRACED_AT_ONCE, MAX_TRACES, Exchange
 from shardnet.api.server.settings import LogLine, Settings
@@ -33,6 +34,7 @@ from shardnet.errors import (
     ShardnetError,
     UsageError,
 )
+from shardnet.wire.messages.control import Failed, reported_error
 
 COMPLETIONS = "/v1/completions"
 
@@ -167,7 +169,7 @@ def test_a_request_is_traced_that_asks_for_it_and_its_key_alone_sees_it() -> Non
         ({"prompt": [1, "a"]}, "prompt", "a list of several kinds"),
         ({"prompt": []}, "prompt", "prompt is empty"),
         ({"prompt": "a", "best_of": 2}, "best_of", "best_of must be n"),
-        ({"prompt": "a", "suffix": "b"}, "suffix", "suffix is not implemented"),
+        ({"prompt": [1], "suffix": "b"}, "suffix", "suffix needs a prompt that is text"),
         ({"prompt": "a", "draft_tokens": 2}, "draft_tokens", "needs speculate"),
         ({"prompt": "a", "speculate": "/etc/passwd"}, "speculate", "give mtp or ngram or off"),
     ],
@@ -304,16 +306,57 @@ def test_every_error_has_its_status(error: Exception, status: int) -> None:
             assert ("retry-after" in answer.headers) is (status in (429, 503))
             if error is CONTEXT:
                 assert answer.json["error"] == {
-                    "code": 400,
+                    "code": "context_length_exceeded",
                     "type": "exceed_context_size_error",
                     "n_prompt_tokens": 99,
                     "n_ctx": 64,
                     "param": None,
                     "message": "the request (99 tokens) exceeds the available context size "
-                    "(64 tokens): shorten the conversation",
+                    "(64 tokens): maximum context length is 64 tokens, shorten the conversation",
                 }
 
     asyncio.run(main())
+
+
+def test_a_wrong_value_that_a_node_refuses_is_named_as_the_body_has_it() -> None:
+    error = reported_error(
+        Failed(request=1, code=2, message="logit-bias names token 9", remedy="see --help"),
+        "desk (10.0.0.2:52310)",
+    )
+    fault = fault_of(error)
+    assert (fault.status, fault.parameter) == (400, "logit_bias")
+    assert fault.message == "logit_bias names token 9"
+    told = fault_of(UsageError("the prompt is empty", remedy="give some text"))
+    assert (told.parameter, told.message) == (None, "the prompt is empty; give some text")
+
+
+def test_who_guesses_keys_has_to_wait_but_not_who_had_a_right_one() -> None:
+    async def main() -> None:
+        async with served(Settings(keys=keyring("right"))) as server:
+
+            async def status(key: str, host: str) -> int:
+                headers = {"authorization": f"Bearer {key}"}
+                app = from_host(server.app, host)
+                return (await ask(app, "/v1/models", headers=headers)).status
+
+            assert await status("right", "10.0.0.1") == 200
+            for host, last in (("10.0.0.1", 401), ("10.0.0.2", 429)):
+                told = [await status(f"wrong {number}", host) for number in range(30)]
+                assert told[:MOST_GUESSES] == [401] * MOST_GUESSES
+                assert told[-1] == last
+            assert await status("right", "10.0.0.2") == 429  # no guess is judged meanwhile
+            assert await status("right", "10.0.0.1") == await status("right", "10.0.0.3") == 200
+
+    asyncio.run(main())
+
+
+def from_host(app: ASGIApp, host: str) -> ASGIApp:
+    """Let an application's requests come from a host."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "client": (host, 1)}, receive, send)
+
+    return call
 
 
 def test_a_stream_that_waits_has_headers_and_comments() -> None:

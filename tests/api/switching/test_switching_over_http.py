@@ -178,8 +178,9 @@ def test_who_hears_nothing_is_told_when_to_ask_again_and_finds_it_loaded(
             assert answer.status == 503
             assert f"{BIG} is not ready: {BIG}: loading 40 %" in answer.json["error"]["message"]
             assert int(answer.headers["retry-after"]) >= 1
-            ready = (await ask(there.server.app, "/readyz")).json
-            assert (ready["status"], ready["loading"]) == ("ready", f"{BIG}: loading 40 %")
+            ready = await ask(there.server.app, "/readyz")
+            assert (ready.status, ready.json["reason"]) == (503, f"{BIG}: loading 40 %")
+            assert (await ask(there.server.app, "/health")).status == 200
             assert there.n_given_up == 0
             there.may_load.set()
             answer = await ask(there.server.app, COMPLETIONS, saying("hello", BIG))
