@@ -5,7 +5,7 @@ Pure. Must not know HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,6 +34,12 @@ class Infilling:
 
     prompt: str
     stop_ids: Sequence[int]
+
+
+def has_marks(added: Container[str]) -> bool:
+    """Say whether a model with these tokens writes what stands between two texts."""
+    families = (*_MARKS, *_SUFFIX_FIRST)
+    return any(all(mark in added for mark in marks if mark) for marks in families)
 
 
 def infill(prefix: str, suffix: str, added: Mapping[str, int]) -> Infilling:

@@ -14,6 +14,7 @@ from shardnet.api.ollama.embeddings import (
     embed_text,
     embed_texts,
 )
+from shardnet.api.ollama.facts import ModelFacts
 from shardnet.api.ollama.faults import OLLAMA
 from shardnet.api.ollama.generating import STREAM_TYPE, chat, generate
 from shardnet.api.ollama.models import (
@@ -21,16 +22,40 @@ from shardnet.api.ollama.models import (
     OllamaShown,
     OllamaVersion,
     Show,
+    Tags,
     running,
-    tags,
     version,
 )
+from shardnet.api.ollama.pulling import INSTEAD, OllamaProgress, OllamaPull, Pulls, refusing
 from shardnet.api.server.endpoint import Endpoint
 
 
 def endpoints() -> list[Endpoint[Any]]:
     """List these endpoints."""
+    facts = ModelFacts()
     return [
+        *(
+            Endpoint(
+                method="DELETE" if path == "/api/delete" else "POST",
+                path=path,
+                summary="Not done by this server: the answer says what is",
+                handle=refusing(path),
+                dialect=OLLAMA,
+            )
+            for path in INSTEAD
+        ),
+        Endpoint(
+            method="POST",
+            path="/api/pull",
+            summary="Pull a model of the Hugging Face Hub to this machine",
+            handle=Pulls(),
+            dialect=OLLAMA,
+            body=OllamaPull,
+            answer=OllamaProgress,
+            chunk=OllamaProgress,
+            chunk_type=STREAM_TYPE,
+            counts=True,
+        ),
         Endpoint(
             method="GET",
             path="/api/version",
@@ -43,7 +68,7 @@ def endpoints() -> list[Endpoint[Any]]:
             method="GET",
             path="/api/tags",
             summary="The models that may be asked for",
-            handle=tags,
+            handle=Tags(facts),
             dialect=OLLAMA,
             answer=OllamaModels,
         ),
@@ -59,7 +84,7 @@ def endpoints() -> list[Endpoint[Any]]:
             method="POST",
             path="/api/show",
             summary="What is known of a model",
-            handle=Show(),
+            handle=Show(facts),
             dialect=OLLAMA,
             body=OllamaShow,
             answer=OllamaShown,

@@ -16,6 +16,7 @@ from typing import Final
 
 from shardnet.api.chat_formats.formats import choose_format
 from shardnet.api.chat_formats.marks import TokenText
+from shardnet.api.infilling import has_marks
 from shardnet.api.server.model_names import FRESH_S, MAX_LISTED, ServedModel
 from shardnet.api.server.service import Exchange
 from shardnet.errors import ShardnetError
@@ -55,7 +56,7 @@ class ModelFacts:
 
     async def of(self, exchange: Exchange, served: ServedModel) -> Facts:
         """Find out about a model."""
-        listed = await self._listing_of(exchange, served)
+        listed = await self.listed(exchange, served)
         described = None
         with contextlib.suppress(ShardnetError, TimeoutError):
             async with asyncio.timeout(ASK_S):
@@ -87,7 +88,8 @@ class ModelFacts:
             return described
         return service.tokenizers[name][1] if name in service.tokenizers else None
 
-    async def _listing_of(self, exchange: Exchange, served: ServedModel) -> ListedModel:
+    async def listed(self, exchange: Exchange, served: ServedModel) -> ListedModel:
+        """Return what the nodes say of a model, its name alone where they say nothing."""
         async with self._listing:
             at_s = self._listed_at_s
             if at_s is None or time.monotonic() - at_s >= FRESH_S:
@@ -117,4 +119,5 @@ def capabilities_of(described: TokenizerDescribed | None) -> tuple[str, ...]:
     tokens = {token.token_id: TokenText(token.text, token.is_special) for token in described.added}
     has_tools = choose_format(described.template, tokens).has_tools
     thinks = any(sign in described.template for sign in _SIGNS)
-    return ("completion", *["tools"] * has_tools, *["thinking"] * thinks)
+    fills_in = has_marks({token.text for token in described.added})
+    return ("completion", *["tools"] * has_tools, *["thinking"] * thinks, *["insert"] * fills_in)

@@ -81,13 +81,23 @@ async def version(exchange: Exchange, body: None) -> Reply:
     return Json(value=OllamaVersion(node=service.client.node_name, uptime_s=service.uptime_s))
 
 
-async def tags(exchange: Exchange, body: None) -> Reply:
-    """List the models that may be asked for, the default one first."""
-    served = await exchange.service.models.list()
-    models = [_model(one.name) for one in served]
-    for model in models:
-        model.modified_at = _UNKNOWN
-    return Json(value=OllamaModels(models=models))
+class Tags:
+    """Lists the models that may be asked for, the default one first, as far as they are known."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self._facts = facts
+
+    async def __call__(self, exchange: Exchange, body: None) -> Reply:
+        """List them."""
+        models = []
+        for served in await exchange.service.models.list():
+            listed = await self._facts.listed(exchange, served)
+            model = _model(served.name)
+            model.modified_at = _UNKNOWN
+            model.size = listed.size_bytes
+            model.details = _details(listed.family, listed.form)
+            models.append(model)
+        return Json(value=OllamaModels(models=models))
 
 
 async def running(exchange: Exchange, body: None) -> Reply:
@@ -107,8 +117,8 @@ async def running(exchange: Exchange, body: None) -> Reply:
 class Show:
     """Describes a model, as far as that can be known without switching to it."""
 
-    def __init__(self) -> None:
-        self._facts = ModelFacts()
+    def __init__(self, facts: ModelFacts) -> None:
+        self._facts = facts
 
     async def __call__(self, exchange: Exchange, body: OllamaShow) -> Reply:
         """Describe one."""
@@ -125,12 +135,15 @@ def _shown(name: str, facts: Facts) -> OllamaShown:
         info[f"{facts.family}.context_length"] = facts.context
     return OllamaShown(
         template=facts.template,
-        details=OllamaDetails(
-            family=facts.family, families=[facts.family], quantization_level=facts.form
-        ),
+        details=_details(facts.family, facts.form),
         model_info=info,
         capabilities=list(facts.capabilities),
     )
+
+
+def _details(family: str, form: str) -> OllamaDetails:
+    families = [family] if family else []
+    return OllamaDetails(family=family, families=families, quantization_level=form)
 
 
 def _model(name: str) -> OllamaModel:

@@ -46,10 +46,11 @@ _ROLES: Final = {"developer": "system", "function": "tool"}
 
 
 class PartBody(msgspec.Struct, kw_only=True):
-    """A part of a message's content; of the types only text can be read."""
+    """A part of a message's content; of the types only text and refusals can be read."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -77,6 +78,7 @@ class MessageBody(msgspec.Struct, kw_only=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
 
 
 class FunctionBody(msgspec.Struct, kw_only=True):
@@ -225,7 +227,7 @@ def _known(named: NamedTool, tools: Sequence[Tool]) -> Tool:
 def _turn(message: MessageBody, number: int) -> ChatTurn:
     return ChatTurn(
         role=_ROLES.get(message.role, message.role),
-        content=_text(message, number),
+        content=_text(message, number) or message.refusal or "",
         reasoning=message.reasoning_content or message.reasoning or "",
         tool_calls=tuple(
             ToolCall(
@@ -245,10 +247,11 @@ def _text(message: MessageBody, number: int) -> str:
         return message.content or ""
     texts = []
     for place, part in enumerate(message.content):
-        if part.type not in ("text", "input_text", "output_text") or part.text is None:
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in ("text", "input_text", "output_text", "refusal") or text is None:
             field = f"messages[{number}].content[{place}]"
             raise refused(f"{field} is of type {shown(part.type)}: only text is read", field)
-        texts.append(part.text)
+        texts.append(text)
     return "\n".join(texts)
 
 

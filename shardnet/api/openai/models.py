@@ -10,12 +10,15 @@ from shardnet.api.server.service import Exchange
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One model. When it was made is not known."""
+    """One model, for OpenAI's programs and Anthropic's. When it was made is not known."""
 
     id: str
     object: str = "model"
     created: int = 0
     owned_by: str = "shardnet"
+    type: str = "model"
+    display_name: str
+    created_at: str = "1970-01-01T00:00:00Z"
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -28,15 +31,19 @@ class ModelList(msgspec.Struct, kw_only=True):
     object: str = "list"
     data: list[ModelCard]
     models: list[ModelCard] = msgspec.field(default_factory=list)
+    first_id: str
+    last_id: str
+    has_more: bool = False
 
 
 def _card(model: ServedModel) -> ModelCard:
-    return ModelCard(id=model.name)
+    return ModelCard(id=model.name, display_name=model.name.rpartition("/")[2])
 
 
 async def list_models(exchange: Exchange, body: None) -> Reply:
     """List the models."""
-    return Json(value=ModelList(data=[*map(_card, await exchange.service.models.list())]))
+    cards = [*map(_card, await exchange.service.models.list())]
+    return Json(value=ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
 
 async def show_model(exchange: Exchange, body: None) -> Reply:

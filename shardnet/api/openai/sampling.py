@@ -22,6 +22,7 @@ MAX_SAMPLES: Final = 128
 _LEAST_TOP_P: Final = 1e-9
 """What a top_p of 0 means: only the most likely token."""
 
+AnyText = Annotated[str, Meta(max_length=4096)]
 StopText = Annotated[str, Meta(min_length=1, max_length=4096)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -44,7 +45,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=64)] | None = None
+    stop: AnyText | Annotated[list[StopText], Meta(max_length=64)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: (
@@ -92,7 +93,7 @@ def options_of(body: SamplingBody, max_tokens: int | None) -> GenerationOptions:
         raise refused("draft_tokens needs speculate: give 'ngram' or 'mtp'", "draft_tokens")
     return GenerationOptions(
         max_tokens=MAX_POSITIONS if max_tokens is None else max_tokens,
-        stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
+        stop=[body.stop] if body.stop and isinstance(body.stop, str) else [*(body.stop or ())],
         stop_token_ids=body.stop_token_ids or [],
         ignore_eos=bool(body.ignore_eos),
         speculate=body.speculate or "off",

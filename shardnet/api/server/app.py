@@ -59,6 +59,8 @@ def _unknown_endpoint(dialect: Dialect, methods: dict[str, str], below: str = ""
             headers: tuple[tuple[str, str], ...] = (("allow", methods[path]),)
         else:
             message, status, headers = f"there is nothing at {path[:200]}", 404, ()
+            if f"/v1{path}" in methods:
+                message += f": ask /v1{path}, with a base address that ends with /v1"
         raise HttpError(
             Fault(status=status, kind="invalid_request_error", message=message, headers=headers)
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import zlib
 from typing import Final, TypeVar
 
 import msgspec
@@ -49,12 +50,28 @@ async def read_body(receive: Receive, headers: dict[bytes, bytes], most_bytes: i
                 if len(body) > most_bytes:
                     raise _too_large(f"{most_bytes} bytes")
                 if not message.get("more_body", False):
-                    return bytes(body)
+                    return _unpacked(bytes(body), headers, most_bytes)
                 limit.reschedule(began_s + BODY_S + len(body) / LEAST_BYTES_PER_S)
     except TimeoutError:
         why = f"the body came too slowly: {len(body)} bytes in {BODY_S:g} s or more"
         fault = Fault(status=408, kind="invalid_request_error", message=why)
         raise HttpError(fault) from None
+
+
+def _unpacked(raw: bytes, headers: dict[bytes, bytes], most_bytes: int) -> bytes:
+    """Unpack a body in gzip. Raises HttpError 413 for one that is too large, 400 for no gzip."""
+    if headers.get(b"content-encoding", b"").lower() != b"gzip":
+        return raw
+    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        body = unpacker.decompress(raw, most_bytes + 1)
+    except zlib.error as error:
+        raise refused(f"the body is not gzip: {error}") from error
+    if len(body) > most_bytes:
+        raise _too_large(f"{most_bytes} bytes")
+    if not unpacker.eof:
+        raise refused("the body is not gzip: it is cut off")
+    return body
 
 
 def decode_body(raw: bytes, kind: type[Body]) -> Body:

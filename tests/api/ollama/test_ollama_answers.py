@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 from support.servers.asgi_client import Exchanged, ask, asking
 from support.servers.http_app import served
 
 from shardnet.api.ollama.facts import capabilities_of
+from shardnet.api.ollama.faults import OLLAMA
+from shardnet.api.ollama.pulling import OllamaPull, Pulls
+from shardnet.api.server.app import make_app
+from shardnet.api.server.endpoint import Endpoint
 from shardnet.api.server.settings import Settings
+from shardnet.checkpoint.hub_cache import HubName
+from shardnet.errors import HubError
 from shardnet.wire.messages.chat import TokenizerDescribed
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
@@ -124,9 +131,11 @@ def test_models_are_listed_and_described() -> None:
             names = ["shardnet/default", "org/Tiny-Llama", "org/Big-Llama"]
             assert [model["model"] for model in models] == names
             assert all(len(model["digest"]) == 64 for model in models)
+            known = models[1]
+            assert (known["size"], known["details"]["quantization_level"]) == (7, "Q4_K")
 
             shown = (await ask(server.app, "/api/show", {"model": "shardnet/default"})).json
-            assert shown["capabilities"] == ["completion", "tools", "thinking"]
+            assert shown["capabilities"] == ["completion", "tools", "thinking", "insert"]
             family = shown["model_info"]["general.architecture"]
             assert shown["model_info"][f"{family}.context_length"] == 64
             # Of a model that was never used no more is asked than what the nodes say of it.
@@ -134,7 +143,7 @@ def test_models_are_listed_and_described() -> None:
             assert other["capabilities"] == ["completion"]
             await ask(server.app, CHAT, saying("a", model="big-llama", stream=False))
             used = (await ask(server.app, "/api/show", {"model": "big-llama"})).json
-            assert used["capabilities"] == ["completion", "tools", "thinking"]
+            assert used["capabilities"] == ["completion", "tools", "thinking", "insert"]
             assert (await ask(server.app, "/api/show", {"model": "other"})).status == 404
 
             assert (await ask(server.app, "/api/ps")).json == {"models": []}
@@ -174,5 +183,44 @@ def test_a_stream_that_waits_has_lines_without_text_and_ends_with_its_error() ->
             assert len(more) > told
             assert all(one["done"] is False for one in more)
             assert last == {"error": "this server is being stopped"}
+
+    asyncio.run(main())
+
+
+async def pulled(
+    name: HubName, progress: Callable[[int, int], None], log: Callable[[str], None]
+) -> None:
+    if name.repo == "org/missing":
+        raise HubError(f"{name} is not on the Hub")
+    for done in (1, 2):
+        progress(done, 2)
+        await asyncio.sleep(0)
+
+
+def test_a_model_is_pulled_with_progress() -> None:
+    endpoint = Endpoint(
+        method="POST",
+        path="/pull",
+        summary="",
+        handle=Pulls(pulled),
+        dialect=OLLAMA,
+        body=OllamaPull,
+    )
+
+    async def main() -> None:
+        async with served() as server:
+            app = make_app(server.service, [endpoint], OLLAMA)
+            told = lines(await ask(app, "/pull", {"model": "hf.co/org/name:latest"}))
+            done = [(line.get("completed"), line.get("total")) for line in told[1:-1]]
+            assert done == [(1, 2), (2, 2)]
+            assert told[-1] == {"status": "success"}
+            whole = await ask(app, "/pull", {"name": "org/name", "stream": False})
+            assert whole.json == {"status": "success"}
+            failed = lines(await ask(app, "/pull", {"model": "org/missing"}))
+            assert failed[-1] == {"error": "org/missing is not on the Hub"}
+            wrong = await ask(app, "/pull", {"model": "llama3.2"})
+            assert (wrong.status, "give ORG/NAME" in wrong.json["error"]) == (400, True)
+            made = await ask(server.app, "/api/create", {"model": "a"})
+            assert (made.status, made.json["error"][:11]) == (400, "/api/create")
 
     asyncio.run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from typing import Any
 
 import msgspec
@@ -42,6 +43,8 @@ def test_a_conversation_with_tools_is_read() -> None:
         {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "content": "sun", "tool_call_id": "c1"},
         {"role": "assistant", "reasoning": "well", "content": "it is"},
+        {"role": "assistant", "content": None, "refusal": "no"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "never"}]},
     ]
     tools = [
         {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}},
@@ -58,6 +61,8 @@ def test_a_conversation_with_tools_is_read() -> None:
         ),
         ChatTurn(role="tool", content="sun", tool_call_id="c1"),
         ChatTurn(role="assistant", reasoning="well", content="it is"),
+        ChatTurn(role="assistant", content="no"),
+        ChatTurn(role="assistant", content="never"),
     )
     assert [tool.name for tool in asked.tools] == ["weather"]
     assert (asked.tool_choice, asked.parallel_tool_calls) == ("auto", False)
@@ -98,6 +103,7 @@ def test_options_have_openais_names_and_defaults() -> None:
     assert (asked.n, asked.options["priority"]) == (2, 7)
     assert asked.template_options == {"enable_thinking": False, "reasoning_effort": "low"}
     asked.sampling.check()
+    assert request(stop="").options["stop"] == []
 
 
 def test_response_formats_are_constraints() -> None:
@@ -252,6 +258,24 @@ def test_an_error_before_the_first_token_has_a_status_in_a_stream_too() -> None:
     asyncio.run(main())
 
 
+def test_a_body_may_be_packed_and_a_base_address_without_its_end_is_told() -> None:
+    async def main() -> None:
+        async with served() as server:
+            raw = gzip.compress(msgspec.json.encode({"messages": HELLO}))
+            packed = {"content-encoding": "gzip"}
+            answer = await ask(server.app, CHAT, raw, headers=packed)
+            assert answer.json["choices"][0]["message"]["content"] == "hello"
+            cut = await ask(server.app, CHAT, raw[:-9], headers=packed)
+            assert (cut.status, "cut off" in cut.json["error"]["message"]) == (400, True)
+            bomb = gzip.compress(bytes((16 << 20) + 1))
+            assert (await ask(server.app, CHAT, bomb, headers=packed)).status == 413
+            told = await ask(server.app, "/chat/completions", {"messages": HELLO})
+            assert told.status == 404
+            assert "ask /v1/chat/completions" in told.json["error"]["message"]
+
+    asyncio.run(main())
+
+
 def test_aliases_are_other_names_of_models() -> None:
     async def main() -> None:
         aliases = {"gpt-4o": "big-llama", "*": "org/Tiny-Llama"}
@@ -274,6 +298,7 @@ def test_a_model_is_found_by_its_name_or_those_that_would_do_are_named() -> None
             listed = (await ask(server.app, "/v1/models")).json["data"]
             names = ["shardnet/default", "org/Tiny-Llama", "org/Big-Llama"]
             assert [model["id"] for model in listed] == names
+            assert listed[1]["display_name"] == "Tiny-Llama"  # Anthropic's programs show it
             one = await ask(server.app, "/v1/models/org/Tiny-Llama")
             assert one.json["id"] == "org/Tiny-Llama"
             assert (await ask(server.app, "/v1/models/other")).status == 404

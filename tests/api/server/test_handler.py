@@ -234,7 +234,7 @@ def test_other_paths_and_methods_are_refused_in_the_same_form() -> None:
                     "error",
                     True,
                 )
-            for path, status in (("/api/chat", 405), ("/api/pull", 404), ("/api", 404)):
+            for path, status in (("/api/chat", 405), ("/api/nothing", 404), ("/api", 404)):
                 answer = await ask(server.app, path)
                 assert (answer.status, [*answer.json]) == (status, ["error"])
                 assert path in answer.json["error"]

@@ -231,7 +231,9 @@ def _short_answers(message: Incoming, info: NodeInfo) -> list[ControlMessage]:
         case ReportRequest(request=number):
             return [*(replace(reply, request=number) for reply in REPORTS), Done(request=number)]
         case ListModels(request=number):
-            models = [ListedModel(name=name, store="here") for name in MODELS]
+            models = [
+                ListedModel(name=name, store="here", size_bytes=7, form="Q4_K") for name in MODELS
+            ]
             return [
                 ModelsListed(request=number, node="n", name="n", models=models),
                 Done(request=number),

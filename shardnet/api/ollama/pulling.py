@@ -1,0 +1,118 @@
+"""Pulls a model as Ollama's programs ask for it, and refuses by name what is not done for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+
+from shardnet.api.ollama.body import ModelName
+from shardnet.api.ollama.faults import line
+from shardnet.api.ollama.generating import STREAM_TYPE
+from shardnet.api.ollama.names import TAG
+from shardnet.api.server.endpoint import Json, Reply, Stream
+from shardnet.api.server.errors import Fault, HttpError, refused, too_many
+from shardnet.api.server.service import Exchange
+from shardnet.checkpoint.hub_cache import HubName
+from shardnet.cluster.download.pulling import pull_beside
+from shardnet.errors import shown
+
+MAX_PULLS: Final = 4
+RETRY_S: Final = 10
+_HOSTS: Final = ("hf.co/", "huggingface.co/")
+INSTEAD: Final = {
+    "/api/delete": "remove it where it is kept: `shardnet cache` lists and removes weights",
+    "/api/copy": "a model gets another name by --alias NAME=MODEL",
+    "/api/create": "give the file to `shardnet serve --model`, and options with each request",
+    "/api/push": "upload it with the Hub's own programs",
+}
+"""What there is in place of what this server does not do."""
+
+
+class OllamaPull(msgspec.Struct, kw_only=True):
+    """Which model to pull; `name` is what `model` was called before."""
+
+    model: ModelName | None = None
+    name: ModelName | None = None
+    stream: bool | None = None
+
+
+class OllamaProgress(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How far it is, in bytes."""
+
+    status: str
+    total: int = 0
+    completed: int = 0
+
+
+class Pulls:
+    """The pulls of one server."""
+
+    def __init__(self, pull: Callable[..., Any] = pull_beside) -> None:
+        self._pull = pull
+        self._running: set[str] = set()
+
+    async def __call__(self, exchange: Exchange, body: OllamaPull) -> Reply:
+        """Pull a model of the Hub to this machine; a later pull resumes where one was given up."""
+        name = _hub_name(body.model or body.name or "")
+        if str(name) in self._running:
+            message = f"{name} is being pulled already: wait until that ends"
+            raise HttpError(Fault(status=409, kind="invalid_request_error", message=message))
+        if len(self._running) >= MAX_PULLS:
+            raise too_many(f"{MAX_PULLS} models are being pulled already", RETRY_S)
+        lines = self._lines(exchange, name)
+        if body.stream is not False:
+            return Stream(chunks=lines, media_type=STREAM_TYPE)
+        async for _ in lines:
+            pass
+        return Json(value=OllamaProgress(status="success"))
+
+    async def _lines(self, exchange: Exchange, name: HubName) -> AsyncGenerator[bytes, None]:
+        """Yield a line for each step. Ending early cancels the download."""
+        told: asyncio.Queue[OllamaProgress] = asyncio.Queue()
+
+        def progress(done: int, total: int) -> None:
+            told.put_nowait(OllamaProgress(status=f"pulling {name}", total=total, completed=done))
+
+        self._running.add(str(name))
+        pulling = asyncio.ensure_future(self._pull(name, progress, exchange.service.settings.log))
+        try:
+            yield line(OllamaProgress(status="pulling manifest"))
+            while not (pulling.done() and told.empty()):
+                getting = asyncio.ensure_future(told.get())
+                await asyncio.wait({pulling, getting}, return_when=asyncio.FIRST_COMPLETED)
+                if getting.done():
+                    yield line(getting.result())
+                else:
+                    getting.cancel()
+            await pulling
+            yield line(OllamaProgress(status="success"))
+        finally:
+            self._running.discard(str(name))
+            pulling.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await pulling
+
+
+def refusing(path: str) -> Callable[[Exchange, None], Awaitable[Reply]]:
+    """Make the handler of what this server does not do: it says what there is instead."""
+
+    async def refuse(exchange: Exchange, body: None) -> Reply:
+        raise refused(f"{path} is not done by this server: {INSTEAD[path]}")
+
+    return refuse
+
+
+def _hub_name(text: str) -> HubName:
+    """Read ORG/NAME or ORG/NAME:GGUF. Raises HttpError 400."""
+    plain = text.removesuffix(TAG)
+    for host in _HOSTS:
+        plain = plain.removeprefix(host)
+    name = HubName.parse(plain) if "/" in plain else None
+    if name is None:
+        what = f"model is {shown(text)}, which is none of the Hugging Face Hub"
+        raise refused(f"{what}: give ORG/NAME or ORG/NAME:GGUF", "model")
+    return name
