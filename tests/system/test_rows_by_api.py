@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from shardnet.api import ALL_ROWS, GenerationResult, OutputParams, SamplingParams
 from shardnet.api.client import connect
+from shardnet.api.reranking import INSTRUCTION, conversation
 from shardnet.api.serve.server import application
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.service import Service
@@ -172,6 +173,39 @@ def test_a_task_is_scored_over_http_as_transformers_scores_it(trio: Crew) -> Non
     for vector, expected in ((last, states[-1]), (mean, states.mean(0))):
         expected = expected / np.linalg.norm(expected)
         np.testing.assert_allclose(vector, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_documents_are_ranked_by_the_logits_that_transformers_gives(trio: Crew) -> None:
+    nodes = [trio.nodes[number].address for number in (0, 2)]
+    documents = ["She read.", {"text": "It rained all day in the north."}, "A letter came."]
+    prompts: list[list[int]] = []
+
+    async def main() -> Any:
+        async with connect(nodes[0]) as client:
+            client.choice = ModelChoice(model=DEFAULT_MODEL_NAME, nodes=nodes, dtype="float32")
+            service = Service(client=client, settings=Settings(), models=ModelNames(client))
+            for one in documents:
+                text = one if isinstance(one, str) else one["text"]
+                talk = conversation("what did she do?", text, INSTRUCTION)
+                prompts.append((await client.tokenize(talk)).token_ids)
+            body = {"query": "what did she do?", "documents": documents, "return_documents": True}
+            return (await ask(application(service), "/v1/rerank", {**body, "top_n": 2})).json
+
+    answer = asyncio.run(main())
+    model = AutoModelForCausalLM.from_pretrained(DEFAULT_MODEL_PATH, dtype=torch.float32).eval()
+    tokenizer: Any = Tokenizer.from_file(str(DEFAULT_MODEL_PATH / "tokenizer.json"))
+    ids = [tokenizer.encode(word, add_special_tokens=False).ids[0] for word in ("yes", "no")]
+    scores = []
+    for prompt in prompts:
+        both = torch.tensor(forward(model, prompt)[0][-1])[ids]
+        scores.append(float(torch.softmax(both, -1)[0]))
+    order = sorted(range(3), key=lambda place: -scores[place])[:2]
+    assert [one["index"] for one in answer["results"]] == order
+    for one in answer["results"]:
+        assert one["relevance_score"] == pytest.approx(scores[one["index"]], abs=TOLERANCE)
+        given = documents[one["index"]]
+        assert one["document"] == (given if isinstance(given, dict) else {"text": given})
+    assert answer["usage"]["total_tokens"] == sum(map(len, prompts))
 
 
 def routed(model: Any, ids: list[int]) -> Any:

@@ -24,7 +24,7 @@ from shardnet.api.chat_formats.reader import HOLD
 from shardnet.api.chat_grammars.output import may_begin_thought, output_constraint
 from shardnet.api.events import GenerationEvent, GenerationResult, TokenLogprob
 from shardnet.api.generation import Generator
-from shardnet.api.requests import GenerationOptions, Message
+from shardnet.api.requests import GenerationOptions, Message, Prompt
 from shardnet.constraints import Constraint
 from shardnet.json_schemas import relax
 from shardnet.wire.messages.chat import TokenizerDescribed
@@ -45,7 +45,7 @@ class ChatGenerator(Generator, Protocol):
 
     async def tokenize(
         self,
-        prompt: Sequence[Message],
+        prompt: str | Sequence[int] | Sequence[Message] | Prompt,
         *,
         model: str | ModelChoice | None = None,
         **options: Unpack[GenerationOptions],

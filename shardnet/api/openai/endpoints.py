@@ -10,6 +10,7 @@ from shardnet.api.openai.completions import Completion, CompletionBody, complete
 from shardnet.api.openai.embeddings import EmbeddingBody, EmbeddingList, embeddings
 from shardnet.api.openai.faults import OPENAI
 from shardnet.api.openai.models import ModelCard, ModelList, list_models, show_model
+from shardnet.api.openai.reranking import Ranking, RerankBody, rank
 from shardnet.api.openai.tokens import (
     DetokenizeBody,
     Detokenized,
@@ -57,6 +58,19 @@ def endpoints() -> list[Endpoint[Any]]:
             body=EmbeddingBody,
             answer=EmbeddingList,
             counts=True,
+        ),
+        *(
+            Endpoint(
+                method="POST",
+                path=path,
+                summary="Documents in the order of how well they answer a query",
+                handle=rank,
+                dialect=OPENAI,
+                body=RerankBody,
+                answer=Ranking,
+                counts=True,
+            )
+            for path in ("/v1/rerank", "/v2/rerank", "/rerank")
         ),
         Endpoint(
             method="GET",

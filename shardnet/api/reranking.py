@@ -1,0 +1,88 @@
+"""How well documents answer a query, as causal rerankers say it: by the logits of yes and no.
+
+Knows the conversation that Qwen3-Reranker was trained on. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from math import exp
+from typing import Final
+
+from shardnet.api.chat.run import ChatGenerator
+from shardnet.api.requests import GenerationOptions, Message, Prompt
+from shardnet.errors import RemoteProtocolError
+from shardnet.output_params import OutputParams
+from shardnet.sampling_params import SamplingParams
+from shardnet.wire.messages.plans import ModelChoice
+
+INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
+_SYSTEM: Final = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+_ANSWERS: Final = ("yes", "no")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """Document number `index`: the probability of yes against no, and the tokens of its prompt."""
+
+    index: int
+    score: float
+    n_prompt: int
+
+
+async def rerank(
+    generator: ChatGenerator,
+    query: str,
+    documents: Sequence[str],
+    *,
+    instruction: str = INSTRUCTION,
+    model: ModelChoice,
+) -> AsyncGenerator[Scored, None]:
+    """Yield the score of each document as it comes: in any order.
+
+    Closing the iterator cancels the others. Raises the first error of any document.
+    """
+    ids = [await _first_id(generator, answer, model) for answer in _ANSWERS]
+    options = GenerationOptions(
+        max_tokens=0,
+        outputs=OutputParams(logit_rows=1),
+        template_options={"enable_thinking": False},  # where reasoning would be, there is none
+    )
+    prompts = [Prompt(conversation(query, document, instruction)) for document in documents]
+    events = generator.generate(prompts, SamplingParams(), model=model, **options)
+    async with aclosing(events):
+        async for event in events:
+            if event.error is not None:
+                which = f"document {event.index + 1} of {len(documents)}"
+                raise event.error.at(which) if len(documents) > 1 else event.error
+            if event.result is None:
+                continue
+            if event.result.logits is None or event.result.logits.n_rows != 1:
+                raise RemoteProtocolError("the head's answer has no logits of the last token")
+            [row] = event.result.logits.array()
+            yield Scored(
+                index=event.index,
+                score=_share(float(row[ids[0]]), float(row[ids[1]])),
+                n_prompt=event.result.usage.n_prompt,
+            )
+
+
+def conversation(query: str, document: str, instruction: str) -> list[Message]:
+    """Return the question whether a document answers a query."""
+    text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}]
+
+
+async def _first_id(generator: ChatGenerator, text: str, model: ModelChoice) -> int:
+    told = await generator.tokenize(text, model=model, bos="off")
+    return told.token_ids[0]
+
+
+def _share(yes: float, no: float) -> float:
+    """Return the first one of the softmax of two logits."""
+    return 1 / (1 + exp(min(no - yes, 700.0)))
