@@ -9,8 +9,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from shardnet.api.chat.reranking import INSTRUCTION, Scored, rerank
 from shardnet.api.openai.embeddings import EmbeddingUsage
-from shardnet.api.reranking import INSTRUCTION, Scored, rerank
 from shardnet.api.server.endpoint import Json, Reply
 from shardnet.api.server.service import Exchange
 
