@@ -23,6 +23,7 @@ FILES: Final = {
     "@preact/signals@2.11.4": {"dist/signals.mjs": "signals.js"},
     "@preact/signals-core@1.14.5": {"dist/signals-core.mjs": "signals-core.js"},
     "htm@3.1.1": {"dist/htm.mjs": "htm.js"},
+    "marked@18.2.1": {"lib/marked.esm.js": "marked.js"},
 }
 """The file of each package that is taken, and what it is called here."""
 NAMES: Final = {

@@ -39,6 +39,8 @@ def test_a_chat_streams_a_request_is_cancelled_and_a_killed_node_turns_red(
                 page = await window.open_page(f"{url}/#chat")
                 await page.look_like(width=1024, height=768)
                 await page.until("document.activeElement?.id === 'say'")
+                await page.evaluate("document.querySelector('.parameters .check input').click()")
+                await page.evaluate("document.querySelector('#say').focus()")
                 await page.type(PROMPT)
                 await page.press("Enter")
                 await page.until(f"{ANSWER}?.querySelectorAll('[data-token]').length > 20")

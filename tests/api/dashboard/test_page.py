@@ -224,7 +224,7 @@ def test_a_chat_by_keyboard_alone(browser: Program, monkeypatch: pytest.MonkeyPa
                 == 0
             )
             [asked] = it.node.asked
-            assert asked.sampling.n_logprobs == 5
+            assert asked.sampling.n_logprobs is None
 
             await page.until("!document.querySelector('#say').value")
             await page.type("wait here")
@@ -241,6 +241,63 @@ def test_a_chat_by_keyboard_alone(browser: Program, monkeypatch: pytest.MonkeyPa
             await page.press("Enter")
             await it.node.until_given_up(2)
             assert await page.evaluate("window.bad") is None
+            assert page.problems == []
+
+    asyncio.run(main())
+
+
+MARKDOWN = """# Title
+A **bold** and `code` [link](https://a.example/) [bad](javascript:alert(1))
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+1. one
+2. two <b>x</b>
+"""
+
+
+def test_answers_are_markdown_and_conversations_are_kept(
+    browser: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with shown(browser, monkeypatch) as it:
+            page = it.page
+            await page.until_text("anna")
+            await page.evaluate("location.hash = 'chat'")
+            await page.until("document.activeElement?.id === 'say'")
+            await page.type(MARKDOWN)
+            await page.press("Enter")
+            answer = "document.querySelector('.message.assistant:last-of-type .text')"
+            await page.until(f"{answer}?.querySelectorAll('li').length === 2")
+            for found, text in (
+                (".heading", "Title"),
+                ("strong", "bold"),
+                ("code", "code"),
+                ("td:last-child", "2"),
+                ("li:last-child", "two <b>x</b>"),
+            ):
+                told = await page.evaluate(f"{answer}.querySelector('{found}').textContent.trim()")
+                assert told == text
+            links = f"[...{answer}.querySelectorAll('a')].map((one) => one.href)"
+            assert await page.evaluate(links) == ["https://a.example/"]
+
+            await it.press("New chat")
+            await page.until("!document.querySelector('.message')")
+            await page.evaluate("document.querySelector('#say').focus()")
+            await page.type("other")
+            await page.press("Enter")
+            kept = "[...document.querySelectorAll('.conversations .plain')]"
+            names = f"{kept}.map((one) => one.textContent.trim())"
+            await page.until(f"{names}.length === 2")
+            assert await page.evaluate(names) == ["other", "# Title"]
+            await page.evaluate(f"{kept}[1].click()")
+            await page.until(f"{answer}?.querySelector('table')")
+            delete = "document.querySelector('.conversations [aria-label=\"Delete # Title\"]')"
+            await page.evaluate(f"{delete}.click()")
+            await page.until("!document.querySelector('.message')")
+            assert await page.evaluate(names) == ["other"]
             assert page.problems == []
 
     asyncio.run(main())

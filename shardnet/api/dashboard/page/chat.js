@@ -14,6 +14,7 @@ import {
   say,
   stop,
 } from "./conversation.js";
+import { Conversations } from "./conversations.js";
 import { server } from "./live.js";
 import { listModels, listed } from "./models.js";
 import { Prose } from "./prose.js";
@@ -27,6 +28,7 @@ export function Chat() {
   return html`
     <div class="chat">
       <h1 class="unseen">Chat</h1>
+      <${Conversations} />
       <${Parameters} />
       <${Log} />
       <${Composer} />
@@ -74,7 +76,9 @@ function Message({ one }) {
       </details>`}
       ${hasHeat
         ? html`<${TokenHeat} tokens=${one.tokens} isRunning=${one.state === "running"} />`
-        : html`<${Prose} text=${one.content} />`}
+        : isAnswer
+          ? html`<${Prose} text=${one.content} />`
+          : html`<div class="text"><p>${one.content}</p></div>`}
       ${(one.calls ?? []).map(
         (call) => html`<pre class="call" tabindex="0">${call.name}(${call.text})</pre>`,
       )}

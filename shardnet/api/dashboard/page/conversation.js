@@ -2,10 +2,14 @@
 import { ApiError, ask, eventsOf, explain } from "./api.js";
 import { effect, signal } from "./html.js";
 
-const STORED = "shardnet.conversation";
+const STORED = "shardnet.conversations";
+const MOST_KEPT = 100;
+const MOST_NAME = 60;
 const STORED_PARAMETERS = "shardnet.parameters";
 const MOST_BYTES = 16 << 20;
 const N_LIKELY = 5;
+
+let running = null;
 
 /** What may be set, with its bounds. A field that is empty is left to the server. */
 export const FIELDS = [
@@ -19,13 +23,15 @@ export const FIELDS = [
 ];
 
 /** The messages: {role, content} and, of an answer, reasoning, tokens, calls, state, why, figures. */
-export const messages = signal(stored(STORED, []).filter(isMessage));
-export const parameters = signal({ model: "", system: "", heat: true, ...stored(STORED_PARAMETERS, {}) });
+export const messages = signal([]);
+/** The conversations that are kept, the last one that was used first: {id, name, messages}. */
+export const kept = signal(stored(STORED, []).filter(isConversation));
+/** The id of the one that is shown. */
+export const current = signal(newId());
+export const parameters = signal({ model: "", system: "", heat: false, ...stored(STORED_PARAMETERS, {}) });
 /** What the answer that is being made waits for, "" for none. */
 export const note = signal("");
 export const isRunning = signal(false);
-
-let running = null;
 
 function stored(name, otherwise) {
   try {
@@ -39,9 +45,47 @@ function isMessage(one) {
   return ["user", "assistant", "system"].includes(one?.role) && typeof one.content === "string";
 }
 
+function isConversation(one) {
+  const isNamed = typeof one?.id === "string" && typeof one.name === "string";
+  return isNamed && Array.isArray(one.messages) && one.messages.every(isMessage);
+}
+
+function newId() {
+  return `${Date.now()}-${Math.random().toString(36).slice(2)}`;
+}
+
+if (kept.value.length) resume(kept.value[0].id);
 effect(() => {
-  if (!isRunning.value) keep(STORED, messages.value.map(({ role, content }) => ({ role, content })));
+  if (!isRunning.value) keepCurrent(messages.value.map(({ role, content }) => ({ role, content })));
 });
+effect(() => keep(STORED, kept.value));
+
+/** Keep the conversation that is shown, in front of the others. */
+function keepCurrent(said) {
+  if (!said.length) return;
+  const id = current.peek();
+  const known = kept.peek().find((one) => one.id === id);
+  if (JSON.stringify(known?.messages) === JSON.stringify(said)) return;
+  const name = known?.name ?? said[0].content.trim().split("\n")[0].slice(0, MOST_NAME);
+  const others = kept.peek().filter((one) => one.id !== id);
+  kept.value = [{ id, name, messages: said }, ...others].slice(0, MOST_KEPT);
+}
+
+/** Show a conversation that is kept. */
+export function resume(id) {
+  stop();
+  current.value = id;
+  messages.value = kept.peek().find((one) => one.id === id)?.messages ?? [];
+}
+
+export function rename(id, name) {
+  kept.value = kept.value.map((one) => (one.id === id ? { ...one, name } : one));
+}
+
+export function remove(id) {
+  kept.value = kept.value.filter((one) => one.id !== id);
+}
+
 effect(() => keep(STORED_PARAMETERS, parameters.value));
 
 function keep(name, value) {
@@ -66,10 +110,14 @@ export function retry() {
   return answer();
 }
 
-export const stop = () => running?.abort();
+export function stop() {
+  running?.abort();
+}
 
+/** Begin a new conversation; the one that was shown is kept. */
 export function clear() {
   stop();
+  current.value = newId();
   messages.value = [];
 }
 
@@ -216,7 +264,7 @@ export async function open(file) {
   if (!Array.isArray(read?.messages) || !read.messages.every(isMessage)) {
     throw new Error("the file holds no conversation: no messages with role and content");
   }
-  stop();
+  clear();
   const [first, ...rest] = read.messages;
   const hasSystem = first?.role === "system";
   parameters.value = { ...parameters.value, system: hasSystem ? first.content : "" };

@@ -1,33 +1,84 @@
-// A model's text with its code blocks set apart. All of it is text: no markup of it becomes HTML.
+// A model's text as Markdown. Only these elements come of it: markup of its own stays text.
 import { html } from "./html.js";
 import { Copied } from "./parts.js";
+import { Lexer } from "./vendor/marked.js";
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})(.*)$/;
+const LINKS = /^(https?:|mailto:)/i;
 
 export function Prose({ text }) {
-  return html`
-    <div class="text">
-      ${parts(text).map(({ code, language, lines }) =>
-        code
-          ? html`<${Copied} text=${lines.join("\n")} name=${language ? `Code in ${language}` : "Code"} />`
-          : html`<p>${lines.join("\n").replace(/^\n+|\n+$/g, "")}</p>`,
-      )}
-    </div>
-  `;
+  return html`<div class="text">${blocks(Lexer.lex(text, { gfm: true, breaks: true }))}</div>`;
 }
 
-function parts(text) {
-  const all = [];
-  let open = null;
-  for (const line of text.split("\n")) {
-    const found = FENCE.exec(line);
-    if (open && found && found[1].startsWith(open.fence) && !found[2].trim()) open = null;
-    else if (!open && found) {
-      open = { code: true, fence: found[1], language: found[2].trim().slice(0, 40), lines: [] };
-      all.push(open);
-    } else if (open) open.lines.push(line);
-    else if (all.at(-1)?.code === false) all.at(-1).lines.push(line);
-    else all.push({ code: false, lines: [line] });
+const blocks = (tokens) => tokens.map(block);
+
+function block(token) {
+  switch (token.type) {
+    case "space":
+      return null;
+    case "code": {
+      const language = (token.lang ?? "").trim().slice(0, 40);
+      return html`<${Copied} text=${token.text} name=${language ? `Code in ${language}` : "Code"} />`;
+    }
+    case "heading":
+      return html`<p class="heading">${inline(token.tokens)}</p>`;
+    case "blockquote":
+      return html`<blockquote>${blocks(token.tokens)}</blockquote>`;
+    case "list": {
+      const items = token.items.map(
+        (item) => html`<li>
+          ${item.task && (item.checked ? "☑ " : "☐ ")}${blocks(item.tokens)}
+        </li>`,
+      );
+      return token.ordered
+        ? html`<ol start=${token.start || 1}>${items}</ol>`
+        : html`<ul>${items}</ul>`;
+    }
+    case "table":
+      return html`<div class="wide-table">
+        <table>
+          <thead><tr>${token.header.map((cell) => html`<th>${inline(cell.tokens)}</th>`)}</tr></thead>
+          <tbody>
+            ${token.rows.map(
+              (row) => html`<tr>${row.map((cell) => html`<td>${inline(cell.tokens)}</td>`)}</tr>`,
+            )}
+          </tbody>
+        </table>
+      </div>`;
+    case "hr":
+      return html`<hr />`;
+    case "paragraph":
+      return html`<p>${inline(token.tokens)}</p>`;
+    case "text":
+      return html`<span>${token.tokens ? inline(token.tokens) : token.text}</span>`;
+    default:
+      return html`<p>${token.raw.trim()}</p>`;
   }
-  return all.filter(({ code, lines }) => code || lines.some((line) => line.trim()));
+}
+
+const inline = (tokens) => tokens.map(part);
+
+function part(token) {
+  switch (token.type) {
+    case "strong":
+      return html`<strong>${inline(token.tokens)}</strong>`;
+    case "em":
+      return html`<em>${inline(token.tokens)}</em>`;
+    case "del":
+      return html`<del>${inline(token.tokens)}</del>`;
+    case "codespan":
+      return html`<code>${token.text}</code>`;
+    case "br":
+      return html`<br />`;
+    case "link":
+      return LINKS.test(token.href)
+        ? html`<a href=${token.href} target="_blank" rel="noopener noreferrer"
+            >${inline(token.tokens)}</a
+          >`
+        : token.raw;
+    case "escape":
+    case "text":
+      return token.tokens ? inline(token.tokens) : token.text;
+    default:
+      return token.raw;
+  }
 }
