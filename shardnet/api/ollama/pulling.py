@@ -58,11 +58,6 @@ class Pulls:
     async def __call__(self, exchange: Exchange, body: OllamaPull) -> Reply:
         """Pull a model of the Hub to this machine; a later pull resumes where one was given up."""
         name = _hub_name(body.model or body.name or "")
-        if str(name) in self._running:
-            message = f"{name} is being pulled already: wait until that ends"
-            raise HttpError(Fault(status=409, kind="invalid_request_error", message=message))
-        if len(self._running) >= MAX_PULLS:
-            raise too_many(f"{MAX_PULLS} models are being pulled already", RETRY_S)
         lines = self._lines(exchange, name)
         if body.stream is not False:
             return Stream(chunks=lines, media_type=STREAM_TYPE)
@@ -71,7 +66,15 @@ class Pulls:
         return Json(value=OllamaProgress(status="success"))
 
     async def _lines(self, exchange: Exchange, name: HubName) -> AsyncGenerator[bytes, None]:
-        """Yield a line for each step. Ending early cancels the download."""
+        """Yield a line for each step. Ending early cancels the download.
+
+        Raises HttpError 409 while the same model is pulled, 429 while MAX_PULLS others are.
+        """
+        if str(name) in self._running:
+            message = f"{name} is being pulled already: wait until that ends"
+            raise HttpError(Fault(status=409, kind="invalid_request_error", message=message))
+        if len(self._running) >= MAX_PULLS:
+            raise too_many(f"{MAX_PULLS} models are being pulled already", RETRY_S)
         told: asyncio.Queue[OllamaProgress] = asyncio.Queue()
 
         def progress(done: int, total: int) -> None:

@@ -15,7 +15,7 @@ from shardnet.api.server.endpoint import Dialect, Endpoint, Reply
 from shardnet.api.server.errors import Fault, HttpError
 from shardnet.api.server.handler import Handler
 from shardnet.api.server.openapi import openapi_endpoint
-from shardnet.api.server.service import Exchange, Service
+from shardnet.api.server.service import LEFT_OUT_HEADER, Exchange, Service
 
 
 def make_app(service: Service, endpoints: Sequence[Endpoint[Any]], dialect: Dialect) -> ASGIApp:
@@ -41,7 +41,7 @@ def make_app(service: Service, endpoints: Sequence[Endpoint[Any]], dialect: Dial
                 allow_origins=settings.cors_origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after"],
+                expose_headers=["x-request-id", "retry-after", LEFT_OUT_HEADER],
             )
         )
     app = Starlette(routes=routes, middleware=middleware)
