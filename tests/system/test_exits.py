@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[list[str], End, int]] = {
     ),
     "node-interrupted": (["node", "--port", "0"], by_signal("ready", signal.SIGINT), 0),
     "plan": (["plan"], by_itself, 0),
-    "chat": (["chat"], by_itself, 0),
+    "chat": (["chat", "--max-tokens", "3"], by_itself, 0),
     "bench": (["bench", "--rounds", "1", "--tokens", "4", "--prompt", "8"], by_itself, 0),
 }
 USUAL = ["generate", "node-term", "serve"]
