@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias, Unpack, cast
 
 import msgspec
 
-from shardnet.api.events import GenerationResult
+from shardnet.api.events import GenerationEvent, GenerationResult
 from shardnet.api.generation import Generator
 from shardnet.api.requests import GenerationOptions, Prompt
 from shardnet.errors import NumericalError, RemoteProtocolError, UsageError
@@ -78,13 +78,24 @@ async def embed(
     options = {**options, "max_tokens": 0, "outputs": _OUTPUTS[shape.pooling]}
     prompts = [Prompt(text) for text in texts]
     events = generator.generate(prompts, SamplingParams(), model=model, **options)
+    async with aclosing(results_of(events, "input", len(texts))) as results:
+        async for result in results:
+            yield _embedding(result, shape, len(texts))
+
+
+async def results_of(
+    events: AsyncGenerator[GenerationEvent, None], what: str, n: int
+) -> AsyncGenerator[GenerationResult, None]:
+    """Yield the result of each of `n` prompts as it comes. Raises the first error, which names the
+    prompt as `what` and its number where there are several.
+    """
     async with aclosing(events):
         async for event in events:
             if event.error is not None:
-                which = f"input {event.index + 1} of {len(texts)}"
-                raise event.error.at(which) if len(texts) > 1 else event.error
+                which = f"{what} {event.index + 1} of {n}"
+                raise event.error.at(which) if n > 1 else event.error
             if event.result is not None:
-                yield _embedding(event.result, shape, len(texts))
+                yield event.result
 
 
 def _embedding(result: GenerationResult, shape: Shape, n_texts: int) -> Embedding:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardnet.errors import UsageError
+from shardnet.wire.messages.chat import TokenizerDescribed
 
 _MARKS: Final = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
@@ -40,6 +41,11 @@ def has_marks(added: Container[str]) -> bool:
     """Say whether a model with these tokens writes what stands between two texts."""
     families = (*_MARKS, *_SUFFIX_FIRST)
     return any(all(mark in added for mark in marks if mark) for marks in families)
+
+
+def added_ids(described: TokenizerDescribed) -> dict[str, int]:
+    """Return the ids of a tokenizer's added tokens by their texts."""
+    return {token.text: token.token_id for token in described.added}
 
 
 def infill(prefix: str, suffix: str, added: Mapping[str, int]) -> Infilling:

@@ -219,23 +219,24 @@ class Tokenizer:
         try:
             found = self._templates.find(self._path, self._description.template)
         except UsageError:  # it has none
-            found = self._default_template()
-        ids = {text: token_id for token_id, text, _ in self.added_tokens(_LONGEST_STOP)}
-        self.template_stops = tuple(stop for stop in found.stops if stop not in ids)
-        self.template_stop_ids = frozenset(ids[stop] for stop in found.stops if stop in ids)
+            return self._default_template()
+        self.template_stops, self.template_stop_ids = (), frozenset()
         return found
 
     def _default_template(self) -> ChatTemplate:
         """Make the template of a model without one. Blocks; says so in the log once."""
+        ids = {text: token_id for token_id, text, _ in self.added_tokens(_LONGEST_STOP)}
         if self._default is None:
-            added = {text for _, text, _ in self.added_tokens(_LONGEST_STOP)}
             has_bos = self.bos_id is not None and self.encode("a")[:1] == [self.bos_id]
             bos = self.token_text(self.bos_id) if has_bos and self.bos_id is not None else ""
-            self._default = ChatTemplate.default(added, bos)
-            form = "ChatML" if self._default.stops[0] in added else "a dialogue in plain text"
+            self._default = ChatTemplate.default(ids, bos)
+            form = "ChatML" if self._default.stops[0] in ids else "a dialogue in plain text"
             _log.warning(
                 "%s has no chat template: conversations are written as %s", self._path, form
             )
+        stops = self._default.stops
+        self.template_stops = tuple(stop for stop in stops if stop not in ids)
+        self.template_stop_ids = frozenset(ids[stop] for stop in stops if stop in ids)
         return self._default
 
     def chat_prompt(

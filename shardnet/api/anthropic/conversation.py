@@ -17,7 +17,6 @@ from shardnet.api.anthropic.body import (
     TurnBody,
 )
 from shardnet.api.chat.request import (
-    CONTINUES,
     ChatRequest,
     ChatTurn,
     OptionValue,
@@ -31,6 +30,7 @@ from shardnet.api.server.errors import refused
 from shardnet.constraints import Constraint
 from shardnet.errors import shown
 from shardnet.sampling_params import SamplingParams
+from shardnet.tokenizers.chat.chat_template import CONTINUES
 from shardnet.wire.messages.plans import ModelChoice
 
 BILLING: Final = "x-anthropic-billing-header:"

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from shardnet.api.requests import GenerationOptions
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
 
 ToolChoice = Literal["auto", "none", "required"]
-CONTINUES: Final = "continue_final_message"
-"""The template option with which the model goes on with the last turn, the assistant's."""
 OptionValue: TypeAlias = bool | int | float | str | None
 
 

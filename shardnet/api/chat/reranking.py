@@ -12,6 +12,7 @@ from math import exp
 from typing import Final
 
 from shardnet.api.chat.run import ChatGenerator
+from shardnet.api.embedding import results_of
 from shardnet.api.requests import GenerationOptions, Message, Prompt
 from shardnet.errors import RemoteProtocolError
 from shardnet.output_params import OutputParams
@@ -55,20 +56,15 @@ async def rerank(
     )
     prompts = [Prompt(conversation(query, document, instruction)) for document in documents]
     events = generator.generate(prompts, SamplingParams(), model=model, **options)
-    async with aclosing(events):
-        async for event in events:
-            if event.error is not None:
-                which = f"document {event.index + 1} of {len(documents)}"
-                raise event.error.at(which) if len(documents) > 1 else event.error
-            if event.result is None:
-                continue
-            if event.result.logits is None or event.result.logits.n_rows != 1:
+    async with aclosing(results_of(events, "document", len(documents))) as results:
+        async for result in results:
+            if result.logits is None or result.logits.n_rows != 1:
                 raise RemoteProtocolError("the head's answer has no logits of the last token")
-            [row] = event.result.logits.array()
+            [row] = result.logits.array()
             yield Scored(
-                index=event.index,
+                index=result.index,
                 score=_share(float(row[ids[0]]), float(row[ids[1]])),
-                n_prompt=event.result.usage.n_prompt,
+                n_prompt=result.usage.n_prompt,
             )
 
 

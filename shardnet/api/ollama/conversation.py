@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from shardnet.api.chat.request import CONTINUES, ChatRequest, ChatTurn, OptionValue, Tool, ToolCall
+from shardnet.api.chat.request import ChatRequest, ChatTurn, OptionValue, Tool, ToolCall
 from shardnet.api.ollama.body import (
     OllamaChat,
     OllamaGenerate,
@@ -24,6 +24,7 @@ from shardnet.api.server.errors import refused
 from shardnet.constraints import Constraint
 from shardnet.errors import shown
 from shardnet.sampling_params import SamplingParams
+from shardnet.tokenizers.chat.chat_template import CONTINUES
 from shardnet.wire.framing.schema import MAX_POSITIONS
 from shardnet.wire.messages.plans import ModelChoice
 

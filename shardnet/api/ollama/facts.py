@@ -16,7 +16,7 @@ from typing import Final
 
 from shardnet.api.chat_formats.formats import choose_format
 from shardnet.api.chat_formats.marks import TokenText
-from shardnet.api.infilling import has_marks
+from shardnet.api.infilling import added_ids, has_marks
 from shardnet.api.server.model_names import FRESH_S, MAX_LISTED, ServedModel
 from shardnet.api.server.service import Exchange
 from shardnet.errors import ShardnetError
@@ -119,5 +119,5 @@ def capabilities_of(described: TokenizerDescribed | None) -> tuple[str, ...]:
     tokens = {token.token_id: TokenText(token.text, token.is_special) for token in described.added}
     has_tools = choose_format(described.template, tokens).has_tools
     thinks = any(sign in described.template for sign in _SIGNS)
-    fills_in = has_marks({token.text for token in described.added})
+    fills_in = has_marks(added_ids(described))
     return ("completion", *["tools"] * has_tools, *["thinking"] * thinks, *["insert"] * fills_in)

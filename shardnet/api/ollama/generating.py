@@ -22,7 +22,7 @@ from shardnet.api.chat_formats.deltas import (
     ToolCallStarted,
 )
 from shardnet.api.events import TokenLogprob
-from shardnet.api.infilling import infill
+from shardnet.api.infilling import added_ids, infill
 from shardnet.api.ollama.answers import AnswerForm, OllamaCall, OllamaCallMade, OllamaLine, count
 from shardnet.api.ollama.body import OllamaChat, OllamaGenerate, OllamaRequest
 from shardnet.api.ollama.conversation import chat_request, generate_request
@@ -58,8 +58,7 @@ async def generate(exchange: Exchange, body: OllamaGenerate) -> Reply:
     if not body.prompt:
         return await _load(exchange, body, served, form)
     if body.suffix:
-        described = await exchange.describe_tokenizer(model=served.choice)
-        added = {token.text: token.token_id for token in described.added}
+        added = added_ids(await exchange.describe_tokenizer(model=served.choice))
         infilling = infill(body.prompt, body.suffix, added)
         request.options["stop_token_ids"] = infilling.stop_ids
         events = _run_raw(exchange, infilling.prompt, request)

@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.api.chat.request import (
-    CONTINUES,
     ChatRequest,
     ChatTurn,
     OptionValue,
@@ -25,6 +24,7 @@ from shardnet.api.server.errors import refused
 from shardnet.constraints import Constraint
 from shardnet.errors import shown
 from shardnet.sampling_params import MAX_LOGPROBS
+from shardnet.tokenizers.chat.chat_template import CONTINUES
 from shardnet.wire.messages.chat import MAX_TEMPLATE_OPTIONS
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -109,6 +109,11 @@ class NamedTool(msgspec.Struct, kw_only=True):
     type: str
     function: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The name of the function."""
+        return self.function.name if self.function is not None else None
 
 
 class AllowedTools(msgspec.Struct, kw_only=True):
@@ -204,10 +209,10 @@ def _tools(body: ChatBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:
     )
     wanted, forced = body.tool_choice, ""
     if isinstance(wanted, NamedTool) and wanted.allowed_tools is not None:
-        tools = tuple(_known(one, tools) for one in wanted.allowed_tools.tools)
+        tools = tuple(known_tool(one.name, tools) for one in wanted.allowed_tools.tools)
         choice: ToolChoice = wanted.allowed_tools.mode
     elif isinstance(wanted, NamedTool):
-        choice, forced = "required", _known(wanted, tools).name
+        choice, forced = "required", known_tool(wanted.name, tools).name
     else:
         choice = wanted or "auto"
     if choice == "required" and not tools:
@@ -215,13 +220,14 @@ def _tools(body: ChatBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:
     return tools, choice, forced
 
 
-def _known(named: NamedTool, tools: Sequence[Tool]) -> Tool:
+def known_tool(name: str | None, tools: Sequence[Tool], kind: str = "tool") -> Tool:
+    """Find the tool that `tool_choice` names. Raises HttpError 400, which calls tools `kind`."""
     for tool in tools:
-        if named.function is not None and tool.name == named.function.name:
+        if tool.name == name:
             return tool
     names = ", ".join(tool.name for tool in tools)
-    known = f"the tools are {shown(names)}" if names else "there are no tools"
-    raise refused(f"tool_choice names no tool of this request: {known}", "tool_choice")
+    known = f"the {kind}s are {shown(names)}" if names else f"there are no {kind}s"
+    raise refused(f"tool_choice names no {kind} of this request: {known}", "tool_choice")
 
 
 def _turn(message: MessageBody, number: int) -> ChatTurn:

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from shardnet.api.events import GenerationEvent, GenerationResult, TokenLogprob
-from shardnet.api.infilling import infill
+from shardnet.api.infilling import added_ids, infill
 from shardnet.api.openai.faults import DONE
 from shardnet.api.openai.logprobs import TextLogprobs, TextLogprobsWriter
 from shardnet.api.openai.prompts import PromptBody, prompts_of
@@ -135,8 +135,7 @@ async def _middles(
     options: GenerationOptions,
 ) -> list[str]:
     """Return the prompts for what stands between each text and the suffix."""
-    described = await exchange.describe_tokenizer(model=model)
-    added = {token.text: token.token_id for token in described.added}
+    added = added_ids(await exchange.describe_tokenizer(model=model))
     made = []
     for prompt in prompts:
         if not isinstance(prompt, str):

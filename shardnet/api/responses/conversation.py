@@ -19,6 +19,7 @@ from shardnet.api.chat.request import (
     ToolChoice,
     joined_turns,
 )
+from shardnet.api.openai.chat_body import known_tool
 from shardnet.api.openai.sampling import options_of, sampling_of
 from shardnet.api.responses.body import ItemBody, ItemPart, ResponseBody, ResponseToolChoice
 from shardnet.api.server.errors import refused
@@ -110,7 +111,9 @@ def _tools(body: ResponseBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:
     wanted = body.tool_choice
     forced = ""
     if isinstance(wanted, ResponseToolChoice) and wanted.type == "allowed_tools":
-        tools = tuple(_known(one.name, tools) for one in wanted.tools or () if one.name)
+        tools = tuple(
+            known_tool(one.name, tools, "function") for one in wanted.tools or () if one.name
+        )
         choice: ToolChoice = wanted.mode or "auto"
     elif isinstance(wanted, ResponseToolChoice):
         if wanted.type != "function":
@@ -118,21 +121,12 @@ def _tools(body: ResponseBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:
                 f"tool_choice is of type {shown(wanted.type)}: only functions can be called",
                 "tool_choice",
             )
-        choice, forced = "required", _known(wanted.name, tools).name
+        choice, forced = "required", known_tool(wanted.name, tools, "function").name
     else:
         choice = wanted or "auto"
     if choice == "required" and not tools:
         raise refused("tool_choice is required, but there are no functions", "tool_choice")
     return tools, choice, forced
-
-
-def _known(name: str | None, tools: Sequence[Tool]) -> Tool:
-    for tool in tools:
-        if tool.name == name:
-            return tool
-    names = ", ".join(tool.name for tool in tools)
-    known = f"the functions are {shown(names)}" if names else "there are no functions"
-    raise refused(f"tool_choice names no function of this request: {known}", "tool_choice")
 
 
 def _turns(body: ResponseBody) -> Iterator[ChatTurn]:

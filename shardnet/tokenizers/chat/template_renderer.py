@@ -92,9 +92,6 @@ def render_template(
     line: int | None = None
     try:
         text = render(template.source, variables, MAX_TEXT_BYTES)
-        return up_to_end(text, template) if continues else text
-    except UsageError:
-        raise
     except RefusedByTemplateError as error:
         raise UsageError(f"{template.where} refuses these messages: {error}") from None
     except jinja2.TemplateSyntaxError as error:
@@ -105,6 +102,8 @@ def render_template(
         failed = "it calls itself without end"
     except Exception as error:  # an untrusted expression may raise anything
         failed, line = f"{type(error).__name__}: {error}"[:500], line_of(error)
+    else:
+        return up_to_end(text, template) if continues else text
     where = f"{template.where} line {line}" if line else template.where
     raise CheckpointError(f"{where}: {failed}", remedy=AGAIN)
 

@@ -15,7 +15,7 @@ from shardnet.api.anthropic.blocks import whole_blocks
 from shardnet.api.anthropic.body import ContinuedBody
 from shardnet.api.anthropic.conversation import continued
 from shardnet.api.anthropic.faults import fault_answer
-from shardnet.api.chat.request import CONTINUES, ChatTurn, ToolCall
+from shardnet.api.chat.request import ChatTurn, ToolCall
 from shardnet.api.chat_formats.deltas import ToolCallDelta, ToolCallStarted
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError, fault_of
@@ -23,6 +23,7 @@ from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.settings import Settings
 from shardnet.constraints import Constraint
 from shardnet.errors import BusyError, CapacityError, QueueFullError
+from shardnet.tokenizers.chat.chat_template import CONTINUES
 from shardnet.wire.messages.plans import ModelChoice
 
 MESSAGES = "/v1/messages"
