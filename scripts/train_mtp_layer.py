@@ -129,8 +129,8 @@ def _texts(model: Any, n_texts: int, length: int) -> Tensor:
     cache = None
     while texts.shape[1] < length:
         ids = texts if cache is None else texts[:, -1:]
-        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits, cache = out.logits[:, -1], out.past_key_values
+        out = model(ids, cache=cache, use_cache=True, logits_to_keep=1)
+        logits, cache = out.logits[:, -1], out.cache
         logits[:, :2] = -torch.inf  # no text ends
         noise = -torch.log(-torch.log(torch.rand_like(logits).clamp(1e-9, 1 - 1e-7)))
         texts = torch.cat((texts, (logits + temperatures * noise).argmax(-1, keepdim=True)), 1)

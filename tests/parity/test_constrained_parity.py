@@ -77,13 +77,13 @@ class Model:
         inputs, past = self.prompt, None
         while len(tokens) < N_TOKENS and not matcher.is_stopped():
             with torch.no_grad():
-                said = self._model(torch.tensor([inputs]), past_key_values=past, use_cache=True)
+                said = self._model(torch.tensor([inputs]), cache=past, use_cache=True)
             bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[:N_IDS] == 1)
             token = int(said.logits[0, -1].masked_fill(~allowed, -torch.inf).argmax())
             assert matcher.consume_token(token)
             tokens.append(token)
-            inputs, past = [token], said.past_key_values
+            inputs, past = [token], said.cache
             if token == EOS:
                 break
         return tokens

@@ -64,7 +64,9 @@ class GivenCache(DynamicCache):
         self.kv = chain.stages[0].kv
         self.config = config
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """[1, KV heads, T, D] each; of latents [1, 1, T, L] and [1, 1, T, R]."""
         super().update(keys, values, layer)
         given = list(self.kv.layer(SlotId(0), layer))
@@ -124,7 +126,7 @@ def _check_near(theirs: Tensor, ours: Tensor) -> None:
 def given_logits(reference: Any, cache: GivenCache, ids: list[int]) -> Tensor:
     """transformers' full forward over rounded keys and values: float32 [T, V]."""
     with torch.inference_mode():
-        logits: Tensor = reference(torch.tensor([ids]), past_key_values=cache).logits[0].float()
+        logits: Tensor = reference(torch.tensor([ids]), cache=cache).logits[0].float()
     return logits
 
 
