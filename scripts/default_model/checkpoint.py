@@ -101,7 +101,7 @@ class Shipped(nn.Module):
     def sample(self, prompt: str, n_tokens: int, seed: int) -> str:
         """Continue a prompt at temperature 0.7 and top-p 0.95."""
         torch.manual_seed(seed)
-        ids = self.checkpoint.generate(  # type: ignore[misc]
+        ids = self.checkpoint.generate(
             **self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False),
             max_new_tokens=n_tokens,
             do_sample=True,
