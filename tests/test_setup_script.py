@@ -47,7 +47,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_torch_comes_from_where_its_cpu_build_is(case: str, tmp_path: Path) -> None:
     changes, index, said = CASES[case]
-    [pinned] = (SETUP.parents[1] / "constraints.txt").read_text().splitlines()[1:]
+    [pinned] = (SETUP.parents[1] / "constraints.txt").read_text().splitlines()[1:2]
     fake, calls = tmp_path / "python", tmp_path / "calls"
     fake.write_text(PYTHON)
     fake.chmod(0o700)

@@ -290,7 +290,7 @@ def test_answers_are_markdown_and_conversations_are_kept(
             await page.press("Enter")
             kept = "[...document.querySelectorAll('.conversations .plain')]"
             names = f"{kept}.map((one) => one.textContent.trim())"
-            await page.until(f"{names}.length === 2")
+            await page.until(f"{names}.length === 2 && !{kept}[1].disabled")  # answered
             assert await page.evaluate(names) == ["other", "# Title"]
             await page.evaluate(f"{kept}[1].click()")
             await page.until(f"{answer}?.querySelector('table')")
