@@ -173,17 +173,19 @@ def _kv_cache(
 ) -> KvCache:
     has_mtp = config.has_mtp and layers.end == config.n_layers
     numbers = [*layers, config.n_layers] if has_mtp else [*layers]
+    usual = config.usual_heads
     arguments = (
         len(numbers),
-        config.n_kv_heads,
-        config.key_size,
+        usual.n_kv_heads,
+        usual.key_size,
         dtype,
         device,
         room_blocks,
         [config.window(layer) for layer in numbers],
-        config.value_size,
+        usual.value_size,
         kv_dtype,
         [config.state(layer) for layer in numbers],
+        config.full_heads,
     )
     if cut is None or followers is None:
         return KvCache(*arguments)

@@ -283,7 +283,7 @@ class SlotMoves:
             return
         begin, end = max(first, old_first), min(old_first + keys.shape[1], first + n_rows)
         for held, new in zip(
-            (contents.keys, contents.values), self._kv.new_rows(n_rows), strict=True
+            (contents.keys, contents.values), self._kv.new_rows(index, n_rows), strict=True
         ):
             if begin < end:
                 new[:, begin - first : end - first] = held[index][

@@ -156,14 +156,15 @@ class SyntheticModel:
         self._sampler = Sampler(sample.vocab_size)
         self._kv = KvCache(
             sample.n_layers,
-            sample.n_kv_heads,
-            sample.key_size,
+            sample.usual_heads.n_kv_heads,
+            sample.usual_heads.key_size,
             dtype,
             device,
             CONTEXT // BLOCK_POSITIONS,
-            value_size=sample.value_size,
+            value_size=sample.usual_heads.value_size,
             kv_dtype=kv_dtype,
             states=[sample.state(layer) for layer in layers],
+            full_heads=sample.full_heads,
         )
         self._kv.ensure(_SLOT, CONTEXT, CONTEXT)
         for layer in layers:

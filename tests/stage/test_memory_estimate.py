@@ -99,7 +99,7 @@ def test_a_block_costs_what_the_cache_says(
 ) -> None:
     config = Checkpoint.open(make_decoder(tmp_path, family, with_tokenizer=False)).config
     sizes = (config.n_kv_heads, config.key_size, torch_dtype(dtype), CPU, 4)
-    cache = KvCache(3, *sizes, value_size=config.value_size, kv_dtype=kv_dtype)
+    cache = KvCache(3, *sizes, value_size=config.usual_heads.value_size, kv_dtype=kv_dtype)
     cache.ensure(SlotId(0), 1)
     held = sum(tensor.nbytes for layer in range(3) for tensor in cache.layer(SlotId(0), layer))
     planned = kv_block_bytes(config, LayerRange(1, 4), dtype, kv_dtype)

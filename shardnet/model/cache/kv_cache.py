@@ -29,7 +29,7 @@ from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_quantization import dequantize_rows, quantize_rows
 from shardnet.model.cache.slot_blocks import SlotContents, first_block
 from shardnet.model.cache.slot_state import SlotState
-from shardnet.model.config.model_config import StateShape
+from shardnet.model.config.model_config import HeadShape, StateShape
 from shardnet.model.kernels.device_memory import capacity_error_for
 from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, KvDType, SlotId, blocks_for
 
@@ -64,7 +64,8 @@ class KvCache:
     `value_size` (None: as many; 0: values are columns of the keys). Rows are written and read in
     `dtype`, and stored in `kv_dtype`, W elements each. `room_blocks` is the capacity of all slots
     together, in blocks of 256 positions. `states` has the state of each layer that keeps one, None
-    where a layer keeps keys and values; an empty sequence is None for all.
+    where a layer keeps keys and values; an empty sequence is None for all. `full_heads` are the
+    heads of layers without a window, None where they are as the others'.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class KvCache:
         value_size: int | None = None,
         kv_dtype: KvDType = KvDType.AUTO,
         states: Sequence[StateShape | None] = (),
+        full_heads: HeadShape | None = None,
     ) -> None:
         assert len(windows) in (0, n_layers)
         assert len(states) in (0, n_layers)
@@ -88,8 +90,16 @@ class KvCache:
         self._n_kv_heads = n_kv_heads
         self._is_quantized = kv_dtype is KvDType.INT8
         self._dtype = dtype
-        self._key_width = self._width(head_size)
-        self._value_width = self._width(head_size if value_size is None else value_size)
+        usual = HeadShape(
+            n_kv_heads=n_kv_heads,
+            key_size=head_size,
+            value_size=head_size if value_size is None else value_size,
+        )
+        self._heads = tuple(
+            self._stored(usual if full_heads is None or window is not None else full_heads)
+            for window in self._windows
+        )
+        self._full_heads = full_heads
         self._device = device
         self._room_blocks = room_blocks
         self._slots: dict[SlotId, _Slot] = {}
@@ -141,7 +151,11 @@ class KvCache:
     def form(self) -> str:
         """What rows look like: caches of one model exchange them where this is equal."""
         stored, dtype = (str(each).rpartition(".")[2] for each in (self._stored_dtype, self._dtype))
-        return f"{stored} {self.whole_kv_heads}x{self._key_width}+{self._value_width} of {dtype}"
+        shapes = dict.fromkeys(
+            f"{self._n_whole_heads(heads)}x{heads.key_size}+{heads.value_size}"
+            for heads in self._heads
+        )
+        return f"{stored} {' and '.join(shapes)} of {dtype}"
 
     @property
     def room_blocks(self) -> int:
@@ -164,9 +178,12 @@ class KvCache:
 
         Without the states, which each slot has once.
         """
-        elements = self.whole_kv_heads * (self._key_width + self._value_width)
-        position = elements * self._stored_dtype.itemsize
-        return (self._n_layers - len(self._states)) * position * BLOCK_POSITIONS
+        elements = sum(
+            self._n_whole_heads(heads) * (heads.key_size + heads.value_size)
+            for layer, heads in enumerate(self._heads)
+            if layer not in self._states
+        )
+        return elements * self._stored_dtype.itemsize * BLOCK_POSITIONS
 
     def ensure(self, slot: SlotId, n_positions: int, n_rows: int = 1) -> None:
         """Grow the slot to positions `[0, n_positions)`; the last `n_rows` are to be written.
@@ -281,7 +298,7 @@ class KvCache:
             end if n in self._states else first_block(n_blocks, window) * BLOCK_POSITIONS
             for n, window in windows
         ]
-        rows = [self.new_rows(end - first) for first in firsts]
+        rows = [self.new_rows(layer, end - first) for layer, first in enumerate(firsts)]
         cpu = torch.device("cpu")
         return SlotContents(
             keys=[keys for keys, _ in rows],
@@ -293,13 +310,14 @@ class KvCache:
             },
         )
 
-    def new_rows(self, n_positions: int) -> tuple[Tensor, Tensor]:
-        """Make room on the CPU for keys and values of one layer. Raises CapacityError."""
-        cpu = torch.device("cpu")
+    def new_rows(self, layer: int, n_positions: int) -> tuple[Tensor, Tensor]:
+        """Make room on the CPU for keys and values of a layer. Raises CapacityError."""
+        cpu, heads = torch.device("cpu"), self._heads[layer]
+        n_heads = self._n_whole_heads(heads)
         with capacity_error_for(f"no memory for {n_positions} positions", remedy="send it again"):
             return (
-                self._empty(n_positions, self._key_width, cpu, self.whole_kv_heads),
-                self._empty(n_positions, self._value_width, cpu, self.whole_kv_heads),
+                self._empty(n_heads, n_positions, heads.key_size, cpu),
+                self._empty(n_heads, n_positions, heads.value_size, cpu),
             )
 
     def adopt(self, slot: SlotId, contents: SlotContents, n_blocks: int) -> None:
@@ -440,8 +458,8 @@ class KvCache:
 
     def _new_slot(self) -> _Slot:
         return _Slot(
-            keys=[self._empty(0, self._key_width)] * self._n_layers,
-            values=[self._empty(0, self._value_width)] * self._n_layers,
+            keys=[self._empty(heads.n_kv_heads, 0, heads.key_size) for heads in self._heads],
+            values=[self._empty(heads.n_kv_heads, 0, heads.value_size) for heads in self._heads],
             firsts=[0] * self._n_layers,
             addresses=np.zeros((self._n_layers, 4), np.int64),
             states={
@@ -452,25 +470,33 @@ class KvCache:
 
     def _moved(self, old: Tensor, old_first: int, first: int, blocks: int) -> Tensor:
         """Copy the positions from `first` on to a new tensor that begins there."""
-        new = self._empty(max(0, blocks * BLOCK_POSITIONS - first), old.shape[2])
+        new = self._empty(old.shape[0], max(0, blocks * BLOCK_POSITIONS - first), old.shape[2])
         skipped = first - old_first
         kept = max(0, min(old.shape[1] - skipped, new.shape[1]))
         new[:, :kept] = old[:, skipped : skipped + kept]
         return new
 
     def _empty(
-        self,
-        n_positions: int,
-        width: int,
-        device: torch.device | None = None,
-        n_heads: int | None = None,
+        self, n_heads: int, n_positions: int, width: int, device: torch.device | None = None
     ) -> Tensor:
-        shape = (n_heads or self._n_kv_heads, n_positions, width)  # [KV heads, capacity, W]
+        shape = (n_heads, n_positions, width)  # [KV heads, capacity, W]
         return torch.empty(shape, dtype=self._stored_dtype, device=device or self._device)
+
+    def _n_whole_heads(self, heads: HeadShape) -> int:
+        """Return the heads of a layer in all shards together: none is cut where layers differ."""
+        return self.whole_kv_heads if self._full_heads is None else heads.n_kv_heads
 
     @property
     def _stored_dtype(self) -> torch.dtype:
         return torch.int8 if self._is_quantized else self._dtype
+
+    def _stored(self, heads: HeadShape) -> HeadShape:
+        """Return heads with W, the elements that a key or value takes in a slot."""
+        return HeadShape(
+            n_kv_heads=heads.n_kv_heads,
+            key_size=self._width(heads.key_size),
+            value_size=self._width(heads.value_size),
+        )
 
     def _width(self, size: int) -> int:
         """Return W, the elements of a stored key or value of `size` columns."""

@@ -32,6 +32,7 @@ class RopeKind(enum.Enum):
     """How the rotary frequencies are scaled. The value is transformers' `rope_type`."""
 
     DEFAULT = "default"
+    PROPORTIONAL = "proportional"
     LINEAR = "linear"
     DYNAMIC = "dynamic"
     YARN = "yarn"
@@ -43,8 +44,9 @@ class RopeKind(enum.Enum):
 class Rope:
     """Rotary position embedding.
 
-    `share` is the part of each head that is rotated, from 0 to 1; cosine and sine are multiplied
-    by `magnitude`. `original_max_positions` are those trained with before scaling. Each field after
+    `share` is the part of each head that is rotated, from 0 to 1: its first columns, or of
+    PROPORTIONAL the first ones of both halves, with the frequencies that they have where all are
+    rotated; cosine and sine are multiplied by `magnitude`. `original_max_positions` are those trained with before scaling. Each field after
     it belongs to one kind: two to LLAMA3, three to YARN, two to LONGROPE with one factor per
     frequency.
     """
@@ -64,8 +66,8 @@ class Rope:
     long_factors: tuple[float, ...] = ()
 
     def rotated(self, head_size: int) -> int:
-        """Return how many of a head's columns are rotated."""
-        return int(head_size * self.share)
+        """Return how many of a head's columns the tables have; unrotated ones turn by nothing."""
+        return head_size if self.kind is RopeKind.PROPORTIONAL else int(head_size * self.share)
 
     @property
     def depends_on_context(self) -> bool:
@@ -198,6 +200,15 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShape:
+    """The heads of keys and values of a layer: how many, and the columns of each and of a query."""
+
+    n_kv_heads: int
+    key_size: int
+    value_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The maths of one model.
 
@@ -222,6 +233,9 @@ class ModelConfig:
     With `has_gates` each head's output is multiplied by the sigmoid of a gate of its width, with
     `has_head_norms` each head of queries and keys is normalised, in families that leave it open.
     Attention is in all layers but those of `delta_net`.
+
+    `full_heads` are those of layers without a window, None where they are as all others. With
+    `is_value_key` such layers have no projection of values: those are the projected keys.
 
     With `has_mtp` the stage with the last layer has one more, numbered `n_layers`, which predicts a
     token further ahead and is no part of the model's own output.
@@ -265,6 +279,8 @@ class ModelConfig:
     temperature: Temperature | None = None
     has_unit_heads: bool = False
     chunk: int | None = None
+    full_heads: HeadShape | None = None
+    is_value_key: bool = False
     has_mtp: bool = False
     wrapper: str = ""
 
@@ -300,13 +316,23 @@ class ModelConfig:
 
     @property
     def key_size(self) -> int:
-        """Columns of a key and of a query."""
-        return self.latent.width if self.latent else self.head_size
+        """Columns of a key and of a query, the most of any layer."""
+        own = self.usual_heads.key_size
+        return max(own, self.full_heads.key_size) if self.full_heads else own
 
     @property
-    def value_size(self) -> int:
-        """Columns of a cached value, 0 where it is a part of the key."""
-        return 0 if self.latent else self.head_size
+    def usual_heads(self) -> HeadShape:
+        """The heads of keys and values that layers cache; values of 0 columns are in the keys."""
+        if self.latent is not None:
+            return HeadShape(n_kv_heads=self.n_kv_heads, key_size=self.latent.width, value_size=0)
+        size = self.head_size
+        return HeadShape(n_kv_heads=self.n_kv_heads, key_size=size, value_size=size)
+
+    def heads(self, layer: int) -> HeadShape:
+        """The heads of keys and values that the absolute `layer` caches."""
+        if self.full_heads is not None and self.window(layer) is None:
+            return self.full_heads
+        return self.usual_heads
 
     @property
     def has_state(self) -> bool:

@@ -101,6 +101,8 @@ def read_scaling(
         case RopeKind.DEFAULT:
             rope.ignore("factor", "original_max_position_embeddings")  # of a scaling switched off
             made = Rope(theta=plain.theta, share=plain.share)
+        case RopeKind.PROPORTIONAL:
+            made = Rope(kind=kind, theta=plain.theta, share=plain.share)
         case RopeKind.LINEAR:
             made = Rope(
                 kind=kind,

@@ -211,7 +211,9 @@ def attention(
     firsts = [kv.first(span.slot, layer) for span in step.spans]  # their first positions
     _store(kv.quantize(keys), kv.quantize(values), slots, firsts, step.spans)
     if step.native_spans is not None:
-        native = native_attend(queries, widths[1], layer, step.native_spans, kv, kind)
+        native = native_attend(
+            queries, keys.shape[1], widths[1], layer, step.native_spans, kv, kind
+        )
         if native is not None:
             return native
     grouped = queries.view(n_rows, 1, keys.shape[1], -1, head_size).unbind(0)  # [1, KV heads, G, D]

@@ -158,6 +158,7 @@ def can_attend(head_size: int, kv: KvCache) -> bool:
 
 def native_attend(
     queries: Tensor,
+    n_kv_heads: int,
     value_size: int,
     layer: int,
     spans: NativeSpans,
@@ -166,14 +167,14 @@ def native_attend(
 ) -> Tensor | None:
     """Attend with queries [T, H, D] over slots that hold the keys and values of all T rows.
 
-    Values of `value_size` 0 are read from the keys. Returns [T, H x value columns], or None if the
+    Each slot has `n_kv_heads` in the layer. Values of `value_size` 0 are read from the keys. Returns [T, H x value columns], or None if the
     library is not there or cannot: other devices and dtypes, larger heads.
     """
     kernels = native_kernels()
     n_rows, n_heads, head_size = queries.shape
     if kernels is None or not can_attend(head_size, kv) or kv.dtype is not queries.dtype:
         return None
-    struct = attend_struct(kind, n_heads, kv.n_kv_heads, head_size, value_size)
+    struct = attend_struct(kind, n_heads, n_kv_heads, head_size, value_size)
     if n_rows != spans.n_rows or not bind_slots(struct, spans, layer, kv):
         return None
     rows = queries.contiguous()

@@ -98,6 +98,9 @@ def rotary_frequencies(rope: Rope, head_size: int, context: int) -> Tensor:
     match rope.kind:
         case RopeKind.DEFAULT:
             return plain
+        case RopeKind.PROPORTIONAL:
+            n_turning = int(rope.share * head_size) // 2
+            return torch.cat((plain[:n_turning], torch.zeros(len(plain) - n_turning)))
         case RopeKind.LINEAR:
             return plain / rope.factor
         case RopeKind.DYNAMIC:

@@ -21,9 +21,9 @@ class ArrivingSlot:
     """Collects rows of all KV heads for a slot of `kv`, and keeps those of its own heads."""
 
     def __init__(self, kv: KvCache, first_head: int) -> None:
-        """Keep as many heads from `first_head` on as `kv` has."""
+        """Keep as many heads from `first_head` on as a layer of `kv` has."""
         self._kv = kv
-        self._heads = slice(first_head, first_head + kv.n_kv_heads)
+        self._first_head = first_head
         self._contents: SlotContents | None = None
         self._states: dict[int, Tensor] = {}
 
@@ -50,7 +50,8 @@ class ArrivingSlot:
             held[layer] = held[layer].new_empty(n_heads, call.n_rows, width)
         own = held[layer]
         rows = data.view(own.dtype).view(-1, call.n, own.shape[2])
-        own[:, call.begin : call.begin + call.n] = rows[self._heads]
+        own_rows = rows[self._first_head : self._first_head + own.shape[0]]
+        own[:, call.begin : call.begin + call.n] = own_rows
 
     def adopt(self, slot: SlotId, firsts: Sequence[int], n_blocks: int) -> None:
         """Let the slot hold what has come."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardnet.model.config.limits import GRAPH_BUCKETS
-from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.model_config import HeadShape, ModelConfig
 from shardnet.model.config.panel_form import PANEL
 from shardnet.model.config.quantization import UNPACKED_PANELS, Quantization
 from shardnet.model.families.stage_tensors import (
@@ -208,9 +208,11 @@ def kv_block_bytes(
 
     Layers that keep a state take none.
     """
-    n_caching = sum(config.state(layer) is None for layer in layers)
-    n_caching += config.has_mtp and layers.end == config.n_layers
-    return n_caching * _kv_position_bytes(config, dtype, kv_dtype) * BLOCK_POSITIONS
+    caching = [layer for layer in layers if config.state(layer) is None]
+    if config.has_mtp and layers.end == config.n_layers:
+        caching.append(config.n_layers)
+    position = sum(_kv_position_bytes(config.heads(layer), dtype, kv_dtype) for layer in caching)
+    return position * BLOCK_POSITIONS
 
 
 def state_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
@@ -240,19 +242,19 @@ def activation_peak_bytes(
     """
     hidden = rows * config.hidden_size * dtype.size_bytes
     queries = rows * config.n_heads * config.key_size * dtype.size_bytes
-    keys = rows * config.n_kv_heads * config.key_size * dtype.size_bytes
+    keys = rows * _key_columns(config) * dtype.size_bytes
     attention = 3 * (queries + 2 * keys) + 2 * queries + _score_bytes(config, rows, dtype, context)
     if config.has_gates:
         attention += 3 * queries
     if kv_dtype is not KvDType.AUTO:
-        attention += context * _kv_position_bytes(config, dtype, KvDType.AUTO)
+        attention += context * _widest_position_bytes(config, dtype, KvDType.AUTO)
     mlp = max(
         4 * rows * config.intermediate_size * dtype.size_bytes, _expert_bytes(config, dtype, rows)
     )
     head = 0
     if layers.end == config.n_layers:
         head = rows * config.vocab_size * (4 + dtype.size_bytes)
-    growth = 2 * context * _kv_position_bytes(config, dtype, kv_dtype)
+    growth = 2 * context * _widest_position_bytes(config, dtype, kv_dtype)
     recurrence = _recurrence_bytes(config, rows, dtype)
     return 4 * hidden + max(attention, mlp, head, recurrence) + growth
 
@@ -282,7 +284,7 @@ def graph_bytes(
     """
     rows = GRAPH_BUCKETS[-1]
     queries = config.n_heads * config.key_size
-    keys = config.n_kv_heads * config.key_size
+    keys = _key_columns(config)
     buffers = config.hidden_size + 2 * queries + 2 * keys + 4 * config.key_size
     inside = 4 * config.hidden_size + 3 * (queries + 2 * keys) + 4 * config.intermediate_size
     unpacking = 0
@@ -333,10 +335,25 @@ def _score_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> 
     return masks + scores * (4 + 4 + dtype.size_bytes)
 
 
-def _kv_position_bytes(config: ModelConfig, dtype: DType, kv_dtype: KvDType) -> int:
+def _kv_position_bytes(heads: HeadShape, dtype: DType, kv_dtype: KvDType) -> int:
     """Return the bytes of keys and values of one position in one layer."""
-    sizes = (config.key_size, config.value_size)
-    return config.n_kv_heads * sum(kv_dtype.row_bytes(size, dtype) for size in sizes)
+    sizes = (heads.key_size, heads.value_size)
+    return heads.n_kv_heads * sum(kv_dtype.row_bytes(size, dtype) for size in sizes)
+
+
+def _widest_position_bytes(config: ModelConfig, dtype: DType, kv_dtype: KvDType) -> int:
+    """Return those bytes of the layer that has the most."""
+    return max(_kv_position_bytes(heads, dtype, kv_dtype) for heads in _distinct_heads(config))
+
+
+def _key_columns(config: ModelConfig) -> int:
+    """Return the columns of all keys of a position, in the layer that has the most."""
+    return max(heads.n_kv_heads * heads.key_size for heads in _distinct_heads(config))
+
+
+def _distinct_heads(config: ModelConfig) -> tuple[HeadShape, ...]:
+    own = config.full_heads
+    return (config.usual_heads,) if own is None else (config.usual_heads, own)
 
 
 def _tensors(config: ModelConfig, layer: int) -> Table:

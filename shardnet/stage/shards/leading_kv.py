@@ -140,9 +140,9 @@ class WholeContents(SlotContents):
 
 def own_heads(contents: SlotContents, cut: Cut) -> SlotContents:
     """Return what a shard has of contents with all KV heads, in memory of its own."""
-    begin, end = cut.kv_heads
+    own = slice(*cut.kv_heads) if cut.cuts_heads else slice(None)
 
     def cut_out(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor[begin:end].clone() if tensor.shape[0] else tensor for tensor in tensors]
+        return [tensor[own].clone() if tensor.shape[0] else tensor for tensor in tensors]
 
     return replace(contents, keys=cut_out(contents.keys), values=cut_out(contents.values))
