@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _STACKED = re.compile(
-    r"(model\.layers\.\d+\.)(?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj)(_bias)?"
+    r"(model\.layers\.\d+\.)(?:(?:mlp|feed_forward)\.)?experts\.(gate_up_proj|down_proj)(_bias)?"
 )
 _ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp(\.gate\.weight)")
 _TakeOut = Callable[["Tensor"], "Tensor"]

@@ -11,20 +11,25 @@ from shardnet.model.config.limits import MAX_EXPERTS
 
 
 def read_expert_counts(
-    fields: Fields, keys: tuple[str, str], n_experts: int, top_k: int | None
+    fields: Fields,
+    keys: tuple[str, str],
+    n_experts: int,
+    top_k: int | None,
+    top_k_key: str = "num_experts_per_tok",
 ) -> tuple[int, int]:
     """Read the number of experts, under either of `keys`, and the number of them per token.
 
-    `n_experts` and `top_k` are the defaults; `top_k` None where there is none. Raises
-    CheckpointError where the keys disagree or a token would use more experts than there are.
+    The latter is under `top_k_key`. `n_experts` and `top_k` are the defaults; `top_k` None where
+    there is none. Raises CheckpointError where the keys disagree or a token would use more experts
+    than there are.
     """
     key = next((key for key in keys if not fields.missing(key)), keys[0])
     found = fields.positive(key, n_experts, at_most=MAX_EXPERTS)
     if any(not fields.missing(other) and fields.positive(other) != found for other in keys):
         raise fields.damaged(f"{keys[0]} and {keys[1]} disagree")
-    chosen = fields.positive("num_experts_per_tok", *([] if top_k is None else [top_k]))
+    chosen = fields.positive(top_k_key, *([] if top_k is None else [top_k]))
     if chosen > found:
-        raise fields.damaged(f"num_experts_per_tok is {chosen}, there are {found} experts")
+        raise fields.damaged(f"{top_k_key} is {chosen}, there are {found} experts")
     return found, chosen
 
 

@@ -46,9 +46,9 @@ class Rope:
 
     `share` is the part of each head that is rotated, from 0 to 1: its first columns, or of
     PROPORTIONAL the first ones of both halves, with the frequencies that they have where all are
-    rotated; cosine and sine are multiplied by `magnitude`. `original_max_positions` are those trained with before scaling. Each field after
-    it belongs to one kind: two to LLAMA3, three to YARN, two to LONGROPE with one factor per
-    frequency.
+    rotated; cosine and sine are multiplied by `magnitude`. `original_max_positions` are those
+    trained with before scaling. Each field after it belongs to one kind: two to LLAMA3, three to
+    YARN, two to LONGROPE with one factor per frequency.
     """
 
     kind: RopeKind = RopeKind.DEFAULT

@@ -102,7 +102,12 @@ def read_scaling(
             rope.ignore("factor", "original_max_position_embeddings")  # of a scaling switched off
             made = Rope(theta=plain.theta, share=plain.share)
         case RopeKind.PROPORTIONAL:
-            made = Rope(kind=kind, theta=plain.theta, share=plain.share)
+            made = Rope(
+                kind=kind,
+                theta=plain.theta,
+                share=rope.number("partial_rotary_factor", plain.share, within=Range(0, 1)),
+                factor=rope.number("factor", 1.0, within=STRETCHES),
+            )
         case RopeKind.LINEAR:
             made = Rope(
                 kind=kind,

@@ -16,7 +16,7 @@ from shardnet.model.families.family import Family, GgufFormat, decoder_stage
 from shardnet.model.families.tensor_shapes import Table, norms
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.decoder_layer import Layer, Residual
     from shardnet.model.layers.norms import Norm
     from shardnet.model.layers.weight_source import WeightSource
 
@@ -86,21 +86,32 @@ def load_layer(
     config: ModelConfig, weights: WeightSource, layer: int, *, with_head_norm: bool = False
 ) -> Layer:
     """Take the parameters of the absolute `layer`; `with_head_norm` also Gemma 3's norms."""
-    from shardnet.model.layers.decoder_layer import Layer, Residual
+    from shardnet.model.layers.decoder_layer import Layer
     from shardnet.model.layers.modules import GatedMlp, SelfAttention
 
-    prefix = f"model.layers.{layer}"
+    around_attention, around_mlp = load_residuals(config, weights, layer)
+    return Layer.of(
+        around_attention,
+        SelfAttention.load(config, weights, layer, with_head_norm=with_head_norm),
+        around_mlp,
+        GatedMlp.load(config, weights, f"model.layers.{layer}.mlp"),
+    )
+
+
+def load_residuals(
+    config: ModelConfig, weights: WeightSource, layer: int
+) -> tuple[Residual, Residual]:
+    """Take the norms before and after attention, and before and after the MLP."""
+    from shardnet.model.layers.decoder_layer import Residual
 
     def norm(name: str) -> Norm:
-        return weights.norm(f"{prefix}.{name}", config.norm_eps, config.norm_offset)
+        return weights.norm(f"model.layers.{layer}.{name}", config.norm_eps, config.norm_offset)
 
-    return Layer.of(
+    return (
         Residual(before=norm("input_layernorm"), after=norm("post_attention_layernorm")),
-        SelfAttention.load(config, weights, layer, with_head_norm=with_head_norm),
         Residual(
             before=norm("pre_feedforward_layernorm"), after=norm("post_feedforward_layernorm")
         ),
-        GatedMlp.load(config, weights, f"{prefix}.mlp"),
     )
 
 

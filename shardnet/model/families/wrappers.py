@@ -19,18 +19,21 @@ TEXT: Final = "text_config"
 _LANGUAGE: Final = re.compile(r"(model\.language_model\.|language_model\.model\.|language_model\.)")
 """Before names of the language model: of transformers 5, and of those that were there before."""
 _OTHERS: Final = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*"
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision"
+    r"|vision_embedder|audio_tower|embed_audio)\..*"
 )
-"""Whole names of what turns images into embeddings."""
+"""Whole names of what turns images and sound into embeddings."""
 _OF_OTHERS: Final = frozenset(
     (
         *("boi_token_index", "eoi_token_index", "image_token_id", "image_token_index"),
         *("mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act"),
         *("spatial_merge_size", "video_token_id", "vision_config", "vision_end_token_id"),
         *("vision_feature_layer", "vision_start_token_id", "vision_token_id"),
+        *("audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
+        *("boi_token_id", "eoi_token_id", "vision_soft_tokens_per_image"),
     )
 )
-"""Keys of config.json that matter to images alone."""
+"""Keys of config.json that matter to images and sound alone."""
 _OUTER_FIRST: Final = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
 """Keys of the language model that count as they stand outside, where they do."""
 _ROPES: Final = ("rope_parameters", "rope_scaling")
@@ -109,6 +112,19 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             family="gemma3_text",
             text_types=("gemma3_text",),
             defaults={"vocab_size": 262208, "num_attention_heads": 8},
+        ),
+        Wrapper(
+            model_type="gemma4",
+            architecture="Gemma4ForConditionalGeneration",
+            family="gemma4_text",
+            text_types=("gemma4_text",),
+        ),
+        Wrapper(
+            model_type="gemma4_unified",
+            architecture="Gemma4UnifiedForConditionalGeneration",
+            family="gemma4_text",
+            text_types=("gemma4_unified_text",),
+            defaults={"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
         ),
         Wrapper(
             model_type="llama4",

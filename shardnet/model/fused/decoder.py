@@ -57,7 +57,7 @@ class DecoderStage:
         ropes = [_rope(config, layer) for layer in layers]
         distinct = list(dict.fromkeys(ropes))
         self._tables = [
-            rotary_tables(rope, config.head_size, context, dtype, device) for rope in distinct
+            rotary_tables(rope, size, context, dtype, device) for rope, size in distinct
         ]
         kernels, natives = native_kernels(), []
         self._layers: list[tuple[Layer, int]] = []
@@ -130,10 +130,11 @@ def _has_native_states(config: ModelConfig, layers: LayerRange) -> bool:
     return not has_states or config.activation is Activation.SILU
 
 
-def _rope(config: ModelConfig, layer: int) -> Rope:
+def _rope(config: ModelConfig, layer: int) -> tuple[Rope, int]:
+    """Return a layer's rotary positions, and the columns of its heads that they are for."""
     rope = config.layer_rope(layer)
     assert rope is not None, "families of this kind have rotary positions"
-    return rope
+    return rope, config.head_size if config.latent else config.heads(layer).key_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,11 +145,45 @@ class ExpertsSublayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelExpertsSublayer:
+    """A dense MLP and experts beside it, each with its own norms, in one residual (Gemma 4).
+
+    The router sees the rows as they come. The MLP has a norm before it in `residual`, which also
+    norms the sum, and `dense_norm` after it; `around_experts` has those of the experts.
+    """
+
+    residual: Residual
+    dense: GatedMlp
+    dense_norm: Norm
+    around_experts: Residual
+    experts: SparseMlp
+
+    @property
+    def fusible_attention(self) -> None:
+        """None: it is no attention."""
+
+    @property
+    def fusible_mlp(self) -> None:
+        """None: the batch of each expert depends on the routing."""
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
+        dense = self.dense_norm(self.dense(self.residual.normalize(hidden)))
+        inner, experts = self.experts(self.around_experts.normalize(hidden), routed_by=hidden)
+        step.record_experts(index, experts)
+        return self.residual.add(hidden, self.around_experts.add(dense, inner))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A decoder layer: the attention sub-layer, then the MLP sub-layer."""
+    """A decoder layer: the attention sub-layer, then the MLP sub-layer.
+
+    What it returns is multiplied by `scale`.
+    """
 
     attention: Sublayer
     mlp: Sublayer
+    scale: float = 1.0
 
     @classmethod
     def of(
@@ -169,4 +203,5 @@ class Layer:
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run the layer, `index` within the stage: [T, E] in and out."""
-        return self.mlp(self.attention(hidden, index, rotary, step), index, rotary, step)
+        out = self.mlp(self.attention(hidden, index, rotary, step), index, rotary, step)
+        return out if self.scale == 1 else out * self.scale

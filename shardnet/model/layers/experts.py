@@ -12,7 +12,7 @@ Axes in shape comments: T rows of the micro-batch, E hidden size, X experts, K e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from shardnet.model.config.model_config import Experts
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.modules import GatedMlp, Mlp
-from shardnet.model.layers.norms import row_sigmoid, row_softmax
+from shardnet.model.layers.norms import Norm, row_sigmoid, row_softmax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,20 @@ class SoftmaxRouter:
         if self.normalize:
             return ExpertChoice(experts=experts, weights=row_softmax(best))
         return ExpertChoice(experts=experts, weights=row_softmax(scores).gather(-1, experts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledRouter:
+    """Route normalized rows, and multiply the weight of each expert by its own number (Gemma 4)."""
+
+    norm: Norm
+    router: SoftmaxRouter
+    scales: Tensor  # [X], float32
+
+    def __call__(self, hidden: Tensor) -> ExpertChoice:
+        """Route hidden states [T, E]."""
+        choice = self.router(self.norm(hidden))
+        return replace(choice, weights=choice.weights * self.scales[choice.experts])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +121,12 @@ class SparseMlp:
     shared: Mlp | None = None
     weighs_inputs: bool = False
 
-    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Run hidden states [T, E] through their experts: [T, E], and the experts [T, K], int64."""
-        routing = self.router(hidden)
+    def __call__(self, hidden: Tensor, routed_by: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Run hidden states [T, E] through their experts: [T, E], and the experts [T, K], int64.
+
+        The router sees `routed_by` [T, E] where that is given.
+        """
+        routing = self.router(hidden if routed_by is None else routed_by)
         n_rows, top_k = routing.experts.shape
         expert_ids = routing.experts.flatten()  # [T x K]
         order = expert_ids.argsort(stable=True)  # by expert, then by row

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from shardnet.model.arithmetic.row_functions import activated_rows
@@ -48,8 +49,10 @@ class Heads:
 class SelfAttention:
     """One linear for queries, keys and values, rotary positions, attention, output linear.
 
-    `qk_norm`, if any, is applied before the rotation, or after it with `norms_rotated`. With
-    `has_pairs` columns that are rotated together are adjacent.
+    `qk_norm`, if any, is applied before the rotation, or after it with `norms_rotated`; with
+    `norms_values` it is one of values too. With `is_value_key` the linear has no values: they are
+    the keys before norm and rotation. With `has_pairs` columns that are rotated together are
+    adjacent.
     """
 
     n_heads: int
@@ -60,6 +63,8 @@ class SelfAttention:
     o_proj: Linear
     qk_norm: QkNorm | None = None
     norms_rotated: bool = False
+    norms_values: bool = False
+    is_value_key: bool = False
     has_pairs: bool = False
 
     @classmethod
@@ -100,10 +105,11 @@ class SelfAttention:
         qk_norm: QkNorm | None = None,
     ) -> SelfAttention:
         """Build it from its linear layers, as the config says of the absolute `layer`."""
+        heads = config.heads(layer)
         return cls(
             n_heads=config.n_heads,
-            n_kv_heads=config.n_kv_heads,
-            head_size=config.head_size,
+            n_kv_heads=heads.n_kv_heads,
+            head_size=heads.key_size,
             kind=AttentionKind.of(config, layer),
             qkv_proj=qkv_proj,
             o_proj=o_proj,
@@ -118,14 +124,19 @@ class SelfAttention:
     @property
     def fusible(self) -> SelfAttention | None:
         """This attention, unless its rotation is not as most families have it."""
-        return None if self.has_pairs or self.norms_rotated else self
+        is_other = self.has_pairs or self.norms_rotated or self.norms_values
+        return None if is_other or self.is_value_key else self
 
     def heads(self, hidden: Tensor, rotary: Rotary) -> Heads:
         """Project hidden states [T, E] to rotated queries and keys, and values."""
         n_rotated = self.n_heads + self.n_kv_heads
         heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.head_size)  # [T, Q+K+V, D]
+        if self.is_value_key:
+            heads = torch.cat((heads, heads[:, self.n_heads :]), 1)
+        if self.qk_norm is not None and self.norms_values:
+            heads = self.qk_norm(heads)
         queries_keys = heads[:, :n_rotated]
-        if self.qk_norm is not None and not self.norms_rotated:
+        if self.qk_norm is not None and not (self.norms_rotated or self.norms_values):
             queries_keys = self.qk_norm(queries_keys)
         rotate = rotary.rotate_pairs if self.has_pairs else rotary.rotate
         rotated = rotate(queries_keys)

@@ -167,8 +167,9 @@ def native_attend(
 ) -> Tensor | None:
     """Attend with queries [T, H, D] over slots that hold the keys and values of all T rows.
 
-    Each slot has `n_kv_heads` in the layer. Values of `value_size` 0 are read from the keys. Returns [T, H x value columns], or None if the
-    library is not there or cannot: other devices and dtypes, larger heads.
+    Each slot has `n_kv_heads` in the layer. Values of `value_size` 0 are read from the keys.
+    Returns [T, H x value columns], or None if the library is not there or cannot: other devices and
+    dtypes, larger heads.
     """
     kernels = native_kernels()
     n_rows, n_heads, head_size = queries.shape

@@ -50,7 +50,8 @@ class Norm:
 class HeadNorm:
     """RMSNorm over each head of concatenated queries and keys: [T, H + KV heads, D].
 
-    A weight of a wider dtype than the rows is applied before the result is rounded (Gemma).
+    With weights for 2 KV heads each it normalizes values too. A weight of a wider dtype than the
+    rows is applied before the result is rounded (Gemma).
     """
 
     weight: Tensor  # [H + KV heads, D]

@@ -100,7 +100,8 @@ def rotary_frequencies(rope: Rope, head_size: int, context: int) -> Tensor:
             return plain
         case RopeKind.PROPORTIONAL:
             n_turning = int(rope.share * head_size) // 2
-            return torch.cat((plain[:n_turning], torch.zeros(len(plain) - n_turning)))
+            turning = plain[:n_turning] / rope.factor
+            return torch.cat((turning, torch.zeros(len(plain) - n_turning)))
         case RopeKind.LINEAR:
             return plain / rope.factor
         case RopeKind.DYNAMIC:

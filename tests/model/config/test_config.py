@@ -197,7 +197,7 @@ def test_linear_rope(key: str) -> None:
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"torch_dtype": "int8"}, "int8"),
         ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "mrope"),
-        ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "proportional"),
+        ({"rope_parameters": {"rope_type": "axial", "factor": 2.0}}, "axial"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 0.7}}, "rope_scaling.mscale"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -105,7 +105,13 @@ STRANGE = {
 NAMED = ("logit_scale = 0.1", "embedding_noise = 'gauss'", "rope_scaling.spread = 7")
 
 
-NEEDED = {"deepseek_v2": {"num_experts_per_tok": 4}, "glm4_moe": {"head_dim": 128}}
+_WITHOUT_PLE = {"hidden_size_per_layer_input": 0}
+NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 4},
+    "glm4_moe": {"head_dim": 128},
+    "gemma4_text": _WITHOUT_PLE,
+    "gemma4": {"text_config": _WITHOUT_PLE},
+}
 """What checkpoints give, and the defaults lack or have in a way that no model has."""
 
 

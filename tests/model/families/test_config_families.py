@@ -16,6 +16,7 @@ from shardnet.model.config.model_config import (
     Activation,
     DeltaNet,
     Experts,
+    HeadShape,
     Latent,
     ModelConfig,
     Rope,
@@ -301,7 +302,10 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     sizes |= {"hidden_size": 512, "num_attention_heads": 32, "pad_token_id": 0}
     if family == "deepseek_v2":
         sizes["num_experts_per_tok"] = 4  # has no default of its own
+    if family == "gemma4_text":
+        sizes["hidden_size_per_layer_input"] = 0
     theirs = AutoConfig.for_model(family, **sizes)
+    theirs.allow_global_per_layer_attribute_access = True
     ours = parse_config(sizes | {"model_type": family}, "config.json")
     chunk = getattr(theirs, "attention_chunk_size", theirs.max_position_embeddings)
     assert ours.max_positions == min(theirs.max_position_embeddings, chunk)
@@ -510,7 +514,7 @@ def test_deepseek_v3() -> None:
         output_scale=2.5,
         layers=(3, 4, 5, 6),
     )
-    assert (config.n_kv_heads, config.key_size, config.value_size) == (1, 576, 0)
+    assert config.usual_heads == HeadShape(n_kv_heads=1, key_size=576, value_size=0)
     magnitude = 0.1 * math.log(40) + 1
     assert config.attention_scale == pytest.approx(192**-0.5 * magnitude**2)
     assert config.rope is not None

@@ -102,7 +102,7 @@ def test_a_config_without_a_text_config() -> None:
     [
         ({"architectures": ["Gemma3ForSequenceClassification"]}, "architectures"),
         ({"text_config": {"model_type": "mistral"}}, r"text_config\.model_type = 'mistral'"),
-        ({"audio_config": {"depth": 3}}, "audio_config"),
+        ({"smell_config": {"depth": 3}}, "smell_config"),
         ({"text_config": GEMMA3_4B["text_config"] | {"logit_scale": 0.1}}, "logit_scale"),
     ],
 )
@@ -129,7 +129,8 @@ def test_damage() -> None:
         ("multi_modal_projector.linear_1.weight", None),
         ("visual.blocks.0.attn.qkv.weight", None),
         ("model.visual.merger.mlp.0.bias", None),
-        ("audio_tower.conv1.weight", "audio_tower.conv1.weight"),
+        ("audio_tower.conv1.weight", None),
+        ("smell_tower.conv1.weight", "smell_tower.conv1.weight"),
     ],
 )
 def test_names_of_tensors(stored: str, inner: str | None) -> None:

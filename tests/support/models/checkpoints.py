@@ -54,6 +54,7 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     "llama4": {"num_local_experts": 4},
     "llama4_text": {"num_local_experts": 4},
     "mixtral": {"num_local_experts": 4},
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "head_dim": 8, "global_head_dim": 12},
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12},
     "glm4": {"head_dim": 12},
     "ernie4_5": {"head_dim": 12},
@@ -95,8 +96,21 @@ _SIGLIP = {
     "patch_size": 14,
 }
 _QWEN_EYES = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1}
+_GEMMA4_EYES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "mm_embed_dim": 16,
+    "output_proj_dims": 48,
+    "mm_posemb_size": 16,
+}
 WRAPPED: dict[str, dict[str, Any]] = {
     "gemma3": _SIGLIP | {"model_type": "siglip_vision_model"},
+    "gemma4": _GEMMA4_EYES,
+    "gemma4_unified": _GEMMA4_EYES,
     "llama4": _SIGLIP
     | {"vision_output_dim": 8, "projector_input_dim": 8, "projector_output_dim": 8},
     "mistral3": _SIGLIP | {"model_type": "pixtral", "head_dim": 8},
@@ -257,7 +271,8 @@ def _save(
             parameter.copy_(centre + 0.1 * noise if is_norm else 0.15 * noise)
         for name, buffer in model.named_buffers():
             if name in stored:
-                buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))
+                centre = name.endswith("layer_scalar")
+                buffer.copy_(centre + 0.15 * torch.randn(buffer.shape, generator=generator))
     if dtype is not torch.float32:
         with warnings.catch_warnings():  # Llama 4's eyes have a buffer of complex numbers
             warnings.filterwarnings("ignore", "Casting complex values")

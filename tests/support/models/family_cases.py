@@ -14,6 +14,15 @@ GROWING = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
 ODD = {"hidden_size": 35, "head_dim": 10, "num_attention_heads": 5, "num_key_value_heads": 1}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 24, "sliding_window": 20}
+GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 12,
+    "num_global_key_value_heads": 3,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "sliding_window": 20,
+}
 AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 LLAMA4 = {
     "head_dim": 8,
@@ -62,6 +71,18 @@ CASES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
+    },
+    "gemma4_text": GEMMA4 | {"num_hidden_layers": 7},
+    "gemma4_text-moe": GEMMA4
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "attention_k_eq_v": False,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 20,
+        "final_logit_softcapping": 5.0,
     },
     "granite": {
         "embedding_multiplier": 12.0,
@@ -170,6 +191,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "llama4": LLAMA4 | {"num_hidden_layers": 2, "rope_parameters": SAME_FACTORS},
     "gemma3": GEMMA | {"num_hidden_layers": 3, "tie_word_embeddings": True},
+    "gemma4": GEMMA4 | {"num_hidden_layers": 3, "tie_word_embeddings": True},
+    "gemma4_unified": GEMMA4 | {"num_hidden_layers": 3, "tie_word_embeddings": True},
     "mistral3": {"num_hidden_layers": 2, "head_dim": 8, "sliding_window": None},
     "mistral3-ministral3": {"model_type": "ministral3", "num_hidden_layers": 2, "head_dim": 8}
     | {"rope_parameters": YARN | GROWING},

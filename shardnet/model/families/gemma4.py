@@ -1,0 +1,279 @@
+"""Gemma 4's text models without embeddings per layer (transformers, modeling_gemma4.py).
+
+Gemma 3 with norms over the heads of values too, and layers without a window of their own kind:
+larger heads, values that are the keys, rotary positions for a part of the columns. What a layer
+returns is multiplied by a number of its own. In mixtures, experts stand beside a dense MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from shardnet.errors import shown
+from shardnet.model.config.decoder_config import FULL, SLIDING, read_decoder, read_windows
+from shardnet.model.config.expert_config import read_expert_counts
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import THETAS
+from shardnet.model.config.model_config import Experts, HeadShape, ModelConfig, Rope
+from shardnet.model.config.rope import read_scaling
+from shardnet.model.families import gemma2
+from shardnet.model.families.family import Family, Stacking, decoder_stage
+from shardnet.model.families.qwen3_moe import load_experts
+from shardnet.model.families.tensor_shapes import (
+    ExpertNames,
+    Table,
+    linears,
+    mlp,
+    norms,
+    sparse_mlp,
+)
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer, Residual, Sublayer
+    from shardnet.model.layers.modules import SelfAttention
+    from shardnet.model.layers.weight_source import WeightSource
+
+EXPERTS: Final = ExpertNames(block="moe")
+_PERIOD: Final = 6
+_ROPES: Final = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+_NORMS: Final = (
+    *("input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
+_EXPERT_NORMS: Final = (
+    *("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2"),
+    "post_feedforward_layernorm_2",
+)
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    """Read a Gemma4TextConfig.
+
+    Raises UnsupportedModelError for the models with embeddings per layer (E2B, E4B), and for text
+    that attends to what follows it.
+    """
+    _refuse_small_models(fields)
+    if fields.take("use_bidirectional_attention", str, None) == "all":
+        raise fields.unsupported("use_bidirectional_attention", "all", "null, vision")
+    config = read_decoder(
+        fields,
+        n_kv_heads=4,
+        max_positions=131072,
+        head_size=256,
+        activation_key="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        is_tied=True,
+        rope=partial(_read_rope, FULL),
+    )
+    windows = read_windows(
+        fields,
+        config.n_layers,
+        fields.positive("sliding_window", 512),
+        lambda layer: (layer + 1) % _PERIOD != 0,
+    )
+    windows = (*windows[:-1], None)  # whatever the list says, transformers has it so
+    is_value_key = fields.take("attention_k_eq_v", bool, False)
+    config = replace(config, windows=windows, is_value_key=is_value_key)
+    return replace(
+        config,
+        full_heads=_read_full_heads(fields, config),
+        local_rope=_read_rope(SLIDING, fields, config.max_positions, config.head_size),
+        attention_bias=fields.take("attention_bias", bool, False),
+        attention_scale=1.0,
+        embedding_multiplier=config.hidden_size**0.5,
+        logit_soft_cap=gemma2.read_soft_cap(fields, "final_logit_softcapping", None),
+        experts=_read_experts(fields, config.n_layers),
+    )
+
+
+def _refuse_small_models(fields: Fields) -> None:
+    for key, default in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0)):
+        value = fields.take(key, int, default)
+        if value:
+            raise fields.unsupported(key, value, "0, as in the 12B, 26B-A4B and 31B models")
+    fields.ignore("vocab_size_per_layer_input", "use_double_wide_mlp")
+
+
+def _read_rope(kind: str, fields: Fields, max_positions: int, head_size: int) -> Rope:
+    """Read the rotary positions of one kind of layers."""
+    both = fields.inner("rope_parameters", fields.take("rope_parameters", dict, _ROPES))
+    own = both.inner(kind, both.take(kind, dict))
+    both.ignore(FULL, SLIDING)
+    both.note_the_rest()
+    theta = own.number("rope_theta", 10000.0, within=THETAS)
+    return read_scaling(own, Rope(theta=theta), max_positions=max_positions, head_size=head_size)
+
+
+def _read_full_heads(fields: Fields, config: ModelConfig) -> HeadShape:
+    """Read the heads of layers without a window: for all of them, or layer by layer."""
+    size = fields.positive("global_head_dim", 512)
+    n_kv_heads = fields.optional("num_global_key_value_heads")
+    usual = {"head_dim": size}
+    if config.is_value_key and n_kv_heads is not None:
+        usual["num_key_value_heads"] = n_kv_heads
+    full = [layer for layer in range(config.n_layers) if config.window(layer) is None]
+    each: dict[Any, Any] = fields.take("per_layer_config", dict, dict.fromkeys(full, usual))
+    shapes = {_head_shape(fields, str(layer), said, config) for layer, said in each.items()}
+    named = sorted(int(layer) if str(layer).isdecimal() else -1 for layer in each)
+    if named != full or len(shapes) != 1:
+        raise fields.unsupported(
+            "per_layer_config",
+            each,
+            "the same heads in all layers without a window, and only there",
+        )
+    return shapes.pop()
+
+
+def _head_shape(fields: Fields, layer: str, said: Any, config: ModelConfig) -> HeadShape:
+    if not isinstance(said, dict):
+        raise fields.damaged(f"per_layer_config.{layer} is {shown(said)}, expected an object")
+    own = fields.inner(f"per_layer_config.{layer}", said)
+    size = own.positive("head_dim", config.head_size)
+    n_kv_heads = own.positive("num_key_value_heads", config.n_kv_heads)
+    own.note_the_rest()
+    if size % 2 or config.n_heads % n_kv_heads:
+        raise fields.damaged(
+            f"per_layer_config.{layer} has {n_kv_heads} heads of {size} columns for "
+            f"{config.n_heads} query heads: expected a divisor, and an even number"
+        )
+    return HeadShape(n_kv_heads=n_kv_heads, key_size=size, value_size=size)
+
+
+def _read_experts(fields: Fields, n_layers: int) -> Experts | None:
+    if not fields.take("enable_moe_block", bool, False):
+        fields.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+        return None
+    n_experts, top_k = read_expert_counts(
+        fields, ("num_experts", "num_local_experts"), 128, 8, top_k_key="top_k_experts"
+    )
+    return Experts(
+        n_experts=n_experts,
+        top_k=top_k,
+        intermediate_size=fields.positive("moe_intermediate_size"),
+        normalize_top_k=True,
+        layers=tuple(range(n_layers)),
+    )
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name attention with norms over heads, a dense MLP, and experts where the model has them."""
+    prefix = f"model.layers.{layer}"
+    tensors = (
+        _attention(config, layer)
+        | mlp(config, layer)
+        | norms(config, layer, *_NORMS)
+        | {f"{prefix}.layer_scalar": (1,)}
+    )
+    if config.experts is not None:
+        n_experts, hidden = config.experts.n_experts, config.hidden_size
+        experts = sparse_mlp(config, layer, EXPERTS)
+        tensors |= {name: shape for name, shape in experts.items() if ".experts." in name}
+        tensors |= norms(config, layer, *_EXPERT_NORMS)
+        tensors |= linears(f"{prefix}.router", {"proj": (n_experts, hidden)})
+        tensors |= {f"{prefix}.router.scale": (hidden,)}
+        tensors |= {f"{prefix}.router.per_expert_scale": (n_experts,)}
+    return tensors
+
+
+def _attention(config: ModelConfig, layer: int) -> Table:
+    attn, heads, hidden = f"model.layers.{layer}.self_attn", config.heads(layer), config.hidden_size
+    queries, keys = config.n_heads * heads.key_size, heads.n_kv_heads * heads.key_size
+    shapes = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "o_proj": (hidden, queries)}
+    if not _is_value_key(config, layer):
+        shapes["v_proj"] = (keys, hidden)
+    of_heads: Table = {f"{attn}.{name}_norm.weight": (heads.key_size,) for name in "qk"}
+    return linears(attn, shapes, with_bias=config.attention_bias) | of_heads
+
+
+def _is_value_key(config: ModelConfig, layer: int) -> bool:
+    return config.is_value_key and config.window(layer) is None
+
+
+def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+    """Take the parameters of the absolute `layer`."""
+    from shardnet.model.layers.decoder_layer import AttentionSublayer, Layer, MlpSublayer
+    from shardnet.model.layers.modules import GatedMlp
+
+    around_attention, around_mlp = gemma2.load_residuals(config, weights, layer)
+    self_attn = _load_attention(config, weights, layer)
+    if config.experts is not None:
+        inner = _load_experts(config, config.experts, weights, layer, around_mlp)
+    else:
+        dense = GatedMlp.load(config, weights, f"model.layers.{layer}.mlp")
+        inner = MlpSublayer(residual=around_mlp, mlp=dense)
+    return Layer(
+        attention=AttentionSublayer(residual=around_attention, self_attn=self_attn),
+        mlp=inner,
+        scale=weights.parameter(f"model.layers.{layer}.layer_scalar").item(),
+    )
+
+
+def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
+    """Take attention whose values are normed too, by nothing that is stored."""
+    import torch
+
+    from shardnet.model.layers.modules import SelfAttention
+    from shardnet.model.layers.norms import HeadNorm
+
+    attn, is_value_key = f"model.layers.{layer}.self_attn", _is_value_key(config, layer)
+    own = ("q_proj", "k_proj") if is_value_key else ("q_proj", "k_proj", "v_proj")
+    made = SelfAttention.of(
+        config,
+        layer,
+        weights.linear(*(f"{attn}.{name}" for name in own)),
+        weights.linear(f"{attn}.o_proj"),
+    )
+    queries, keys = (weights.norm(f"{attn}.{name}_norm", config.norm_eps) for name in "qk")
+    of_both = HeadNorm.join(queries, keys, made.n_heads, made.n_kv_heads)
+    ones = torch.ones_like(of_both.weight[: made.n_kv_heads])
+    norm = replace(of_both, weight=torch.cat((of_both.weight, ones)))
+    return replace(made, qk_norm=norm, norms_values=True, is_value_key=is_value_key)
+
+
+def _load_experts(
+    config: ModelConfig, experts: Experts, weights: WeightSource, layer: int, around_mlp: Residual
+) -> Sublayer:
+    """Take a dense MLP and the experts beside it."""
+    from shardnet.model.layers.decoder_layer import ParallelExpertsSublayer, Residual
+    from shardnet.model.layers.experts import ScaledRouter, SoftmaxRouter, SparseMlp
+    from shardnet.model.layers.modules import GatedMlp
+    from shardnet.model.layers.norms import Norm
+
+    prefix = f"model.layers.{layer}"
+
+    def norm(name: str) -> Norm:
+        return weights.norm(f"{prefix}.{name}", config.norm_eps)
+
+    scale = weights.parameter(f"{prefix}.router.scale") * config.hidden_size**-0.5
+    router = ScaledRouter(
+        norm=Norm(weight=scale, bias=None, eps=config.norm_eps),
+        router=SoftmaxRouter.of(experts, weights.linear(f"{prefix}.router.proj", precise=True)),
+        scales=weights.parameter(f"{prefix}.router.per_expert_scale"),
+    )
+    each = load_experts(config, weights, f"{prefix}.{EXPERTS.block}.experts", experts.n_experts)
+    return ParallelExpertsSublayer(
+        residual=around_mlp,
+        dense=GatedMlp.load(config, weights, f"{prefix}.mlp"),
+        dense_norm=norm("post_feedforward_layernorm_1"),
+        around_experts=Residual(
+            before=norm("pre_feedforward_layernorm_2"), after=norm("post_feedforward_layernorm_2")
+        ),
+        experts=SparseMlp(router=router, experts=each),
+    )
+
+
+FAMILY = Family(
+    model_type="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    read_config=read_config,
+    layer_tensors=layer_tensors,
+    load_stage=decoder_stage(load_layer),
+    experts=EXPERTS,
+    stacking=Stacking.CONCATENATED,
+    has_whole_heads=True,
+)
