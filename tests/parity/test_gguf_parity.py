@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.models.checkpoints import VOCAB_SIZE, make_decoder, make_gpt2
-from support.models.family_cases import GROWING
+from support.models.family_cases import GEMMA4, GROWING
 from support.models.gguf_files import write_gguf
 from support.oracles.oracle import check_generation, load_reference
 from support.rings.stage_chain import StageChain, even_split, random_prompt
@@ -57,6 +57,13 @@ def llama3_factors(size: int) -> dict[str, Any]:
 
 def factors_of(name: str, values: list[float]) -> dict[str, Any]:
     return {f"rope_factors_{name}.weight": np.array(values, dtype=np.float32)}
+
+
+def turning_factors(size: int) -> dict[str, Any]:
+    """What the converter writes of heads of which a quarter of the columns turn."""
+    n_turning = size // 8
+    factors = [1.0] * n_turning + [1e30] * (size // 2 - n_turning)
+    return {"rope_freqs.weight": np.array(factors, dtype=np.float32)}
 
 
 LLAMA4 = {
@@ -189,6 +196,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "gemma2": (GEMMA | {"num_hidden_layers": 5}, {}),
     "gemma3_text": (GEMMA | {"num_hidden_layers": 7}, {}),
+    "gemma4_text": (
+        GEMMA4 | {"num_hidden_layers": 7, "final_logit_softcapping": 5.0},
+        {"extra": turning_factors(12)},
+    ),
+    "gemma4_text-moe": (
+        GEMMA4
+        | {"num_hidden_layers": 2, "attention_k_eq_v": False, "enable_moe_block": True}
+        | {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20},
+        {"extra": turning_factors(12)},
+    ),
     "qwen3-vl": (
         {"head_dim": 8, "num_hidden_layers": 2},
         {

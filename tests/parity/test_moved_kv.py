@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.models.checkpoints import make_decoder
+from support.models.family_cases import GEMMA4
 from support.needs import needs_library
 from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import TorchStages
@@ -29,6 +30,12 @@ CASES: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "sliding_window": 6,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "gemma4_text": GEMMA4
+    | {
+        "num_hidden_layers": 3,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     },
     "deepseek_v2": {"num_hidden_layers": 3},
     "qwen2_moe": {"num_hidden_layers": 3},
@@ -58,7 +65,9 @@ def pull(source: SlotMoves, target: SlotMoves, layers: LayerRange, end: int) -> 
     return n_bytes
 
 
-@pytest.mark.parametrize("family", cases(["llama", "gemma3_text", "qwen3_next"], ["deepseek_v2"]))
+@pytest.mark.parametrize(
+    "family", cases(["llama", "gemma3_text", "gemma4_text", "qwen3_next"], ["deepseek_v2"])
+)
 def test_a_sequence_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> None:
     """The middle layer changes its stage: its rows come over, in two rounds, all others are kept.
 

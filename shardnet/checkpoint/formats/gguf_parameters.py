@@ -22,7 +22,7 @@ from shardnet.checkpoint.tensors.model_tensor import (
     unchanged,
 )
 from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
-from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.model_config import Experts, ModelConfig
 from shardnet.model.families.family import Family
 from shardnet.model.families.registry import family_of
 from shardnet.model.families.stage_tensors import stage_tensors
@@ -62,7 +62,7 @@ def arrange(
             found_expert = _expert_tensor(config, name, expert, stored)
             if found_expert is not None:
                 made[name] = found_expert
-                for stack in (*expert.stacks, *expert.own):
+                for stack in (*expert.stacks, *expert.own, expert.fused):
                     left.pop(stack, None)
             continue
         if name.endswith(".kv_b_proj.weight") and (halves := _latent_halves(config, name, stored)):
@@ -70,7 +70,7 @@ def arrange(
             for source in halves.sources:
                 left.pop(source.name)
             continue
-        found = _mtp_name(config, name)
+        found = _mtp_name(config, name) or _block_name(family, name)
         known = _renamed(family, name)
         for spelled in (family.name_prefix + known, known):
             found = found or names.get_name(spelled, try_suffixes=(".weight", ".bias"))
@@ -97,6 +97,15 @@ def _mtp_name(config: ModelConfig, name: str) -> str | None:
     """Return what is stored as a parameter that no other layer than that behind the last has."""
     part = name.removeprefix(f"model.layers.{config.n_layers}.").removesuffix(".weight")
     return f"blk.{config.n_layers}.nextn.{_MTP[part]}.weight" if part in _MTP else None
+
+
+def _block_name(family: Family, name: str) -> str | None:
+    """Return what is stored as a parameter of a layer, where the family says it."""
+    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    for own, stored in family.gguf.block_names if family.gguf is not None else ():
+        if part == own:
+            return f"blk.{layer}.{stored}"
+    return None
 
 
 def _latent_halves(
@@ -147,12 +156,15 @@ def _renamed(family: Family, name: str) -> str:
 class _Expert:
     """An expert's parameter: its number, and the stacked tensors with its rows.
 
-    `own` are the tensors of this expert alone that files of 2023 have in the place of each stack.
+    `own` are the tensors of this expert alone that files of 2023 have in the place of each stack;
+    `fused` is the stack of gate and up together, of which some files have the rows of one.
     """
 
     number: int
     stacks: tuple[str, ...]
     own: tuple[str, ...]
+    fused: str
+    is_up: bool
 
 
 def _find_expert(family: Family, name: str) -> _Expert | None:
@@ -169,6 +181,8 @@ def _find_expert(family: Family, name: str) -> _Expert | None:
         number=int(number),
         stacks=tuple(f"blk.{layer}.ffn_{part}_exps.{kind}" for part in found),
         own=tuple(f"blk.{layer}.ffn_{part}.{number}.{kind}" for part in found),
+        fused=f"blk.{layer}.ffn_gate_up_exps.{kind}" if found in (["gate"], ["up"]) else "",
+        is_up=found == ["up"],
     )
 
 
@@ -178,11 +192,18 @@ def _expert_tensor(
     """Make an expert's parameter from its rows of the stacks; None if one does not fit."""
     assert config.experts is not None
     sources = []
+    fused = stored.get(expert.fused)
     for stack, own in zip(expert.stacks, expert.own, strict=True):
         info = stored.get(stack)
+        if info is None and fused is not None and _is_stack(fused, config.experts):
+            half = fused.shape[1] // 2
+            one = fused.rows(expert.number, expert.number + 1)
+            both = replace(one, shape=fused.shape[1:])
+            sources.append(both.rows(half, 2 * half) if expert.is_up else both.rows(0, half))
+            continue
         if own in stored:
             sources.append(stored[own])
-        elif info is None or len(info.shape) < 2 or info.shape[0] != config.experts.n_experts:
+        elif info is None or not _is_stack(info, config.experts):
             return None
         else:
             one = info.rows(expert.number, expert.number + 1)
@@ -197,6 +218,10 @@ def _expert_tensor(
         make=_joiner(sources),
         packed=packing_of(sources),
     )
+
+
+def _is_stack(info: StoredTensor, experts: Experts) -> bool:
+    return len(info.shape) > 1 and info.shape[0] == experts.n_experts
 
 
 def _joiner(sources: Sequence[StoredTensor]) -> Make:

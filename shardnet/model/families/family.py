@@ -127,6 +127,8 @@ class GgufFormat:
     transposed, "" for none. Norms are stored with the model's `norm_offset` added in all families,
     except those whose names end in `plain_norm`. Names end in `decay` where minus the exponential
     is stored. `renamed` has endings of names that the converter replaces before it looks names up.
+    `block_names` are what parameters of a layer are called that the `gguf` package does not name,
+    each below `model.layers.N` and below `blk.N`.
     """
 
     architecture: str
@@ -138,6 +140,7 @@ class GgufFormat:
     plain_norm: str | None = None
     decay: str | None = None
     renamed: tuple[tuple[str, str], ...] = ()
+    block_names: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ returns is multiplied by a number of its own. In mixtures, experts stand beside 
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -15,11 +16,12 @@ from shardnet.errors import shown
 from shardnet.model.config.decoder_config import FULL, SLIDING, read_decoder, read_windows
 from shardnet.model.config.expert_config import read_expert_counts
 from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import FREQS, Factors, has_gguf_experts, read_gguf_sizes
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import Experts, HeadShape, ModelConfig, Rope
 from shardnet.model.config.rope import read_scaling
 from shardnet.model.families import gemma2
-from shardnet.model.families.family import Family, Stacking, decoder_stage
+from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
 from shardnet.model.families.qwen3_moe import load_experts
 from shardnet.model.families.tensor_shapes import (
     ExpertNames,
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
 EXPERTS: Final = ExpertNames(block="moe")
 _PERIOD: Final = 6
+_RESTING: Final = 1e29
+"""What a frequency is divided by at least where its columns do not turn."""
+_SUPPORTED: Final = "0, as in the 12B, 26B-A4B and 31B models"
 _ROPES: Final = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -95,7 +100,7 @@ def _refuse_small_models(fields: Fields) -> None:
     for key, default in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0)):
         value = fields.take(key, int, default)
         if value:
-            raise fields.unsupported(key, value, "0, as in the 12B, 26B-A4B and 31B models")
+            raise fields.unsupported(key, value, _SUPPORTED)
     fields.ignore("vocab_size_per_layer_input", "use_double_wide_mlp")
 
 
@@ -267,6 +272,90 @@ def _load_experts(
     )
 
 
+def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata, whose plain keys are those of layers without a window.
+
+    The part of their columns that turns follows from factors of 1 and, for columns that do not, of
+    1e30.
+    """
+    small = ("embedding_length_per_layer_input", "attention.shared_kv_layers")
+    for key in small:
+        if value := fields.take(key, int, 0):
+            raise fields.unsupported(key, value, _SUPPORTED)
+    config = read_gguf_sizes(fields, {})
+    n_layers = config["num_hidden_layers"]
+    is_local = _per_layer(fields, "attention.sliding_window_pattern", bool, n_layers)
+    kv_heads = _per_layer(fields, "attention.head_count_kv", int, n_layers)
+    size = fields.positive("attention.key_length")
+    local_size = fields.positive("attention.key_length_swa", size)
+    for key, only in (
+        ("attention.value_length", size),
+        ("attention.value_length_swa", local_size),
+        ("rope.dimension_count", size),
+        ("rope.dimension_count_swa", local_size),
+    ):
+        fields.require(key, only)
+    full = [layer for layer in range(n_layers) if not is_local[layer]]
+    local = {kv_heads[layer] for layer in range(n_layers) if is_local[layer]}
+    if not full or len(local) > 1:
+        raise fields.unsupported(
+            "attention.head_count_kv", kv_heads, "one number in all layers with a window"
+        )
+    theta = fields.number("rope.freq_base_swa", 10000.0, within=THETAS)
+    rope = {"rope_theta": config.pop("rope_theta"), "rope_type": "proportional"}
+    return config | {
+        "head_dim": local_size,
+        "num_key_value_heads": local.pop() if local else kv_heads[0],
+        "layer_types": [SLIDING if has_window else FULL for has_window in is_local],
+        "sliding_window": fields.positive("attention.sliding_window"),
+        "per_layer_config": {
+            str(layer): {"head_dim": size, "num_key_value_heads": kv_heads[layer]} for layer in full
+        },
+        "attention_k_eq_v": f"blk.{full[0]}.attn_v.weight" not in tensors,
+        "rope_parameters": {
+            FULL: rope | {"partial_rotary_factor": _turning_share(fields, factors, size)},
+            SLIDING: {"rope_type": "default", "rope_theta": theta},
+        },
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": fields.optional_number("final_logit_softcapping"),
+        **_read_gguf_experts(fields),
+    }
+
+
+def _per_layer(fields: Fields, key: str, kind: type, n_layers: int) -> list[Any]:
+    """Read one value for each layer, or one for all."""
+    value = fields.take(key, (kind, list))
+    each = value if isinstance(value, list) else [value] * n_layers
+    if len(each) != n_layers or any(type(one) is not kind for one in each):
+        raise fields.damaged(f"{key} is {shown(value)}, expected {n_layers} of {kind.__name__}")
+    return each
+
+
+def _turning_share(fields: Fields, factors: Factors, size: int) -> float:
+    """Return the part of a head's columns that turns."""
+    divisors = factors.get(FREQS, (1.0,) * (size // 2))
+    n_turning = divisors.count(1.0)
+    resting = divisors[n_turning:]
+    if len(divisors) != size // 2 or any(one < _RESTING for one in resting):
+        raise fields.unsupported(
+            FREQS, list(divisors), "ones, then 1e30, for half a head's columns"
+        )
+    return 2 * n_turning / size
+
+
+def _read_gguf_experts(fields: Fields) -> dict[str, Any]:
+    if not has_gguf_experts(fields):
+        fields.ignore("expert_used_count", "expert_feed_forward_length")
+        return {}
+    fields.require("expert_gating_func", 1)  # softmax
+    return {
+        "enable_moe_block": True,
+        "num_experts": fields.positive("expert_count"),
+        "top_k_experts": fields.positive("expert_used_count"),
+        "moe_intermediate_size": fields.positive("expert_feed_forward_length"),
+    }
+
+
 FAMILY = Family(
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
@@ -275,5 +364,14 @@ FAMILY = Family(
     load_stage=decoder_stage(load_layer),
     experts=EXPERTS,
     stacking=Stacking.CONCATENATED,
+    gguf=GgufFormat(
+        architecture="gemma4",
+        read=read_gguf,
+        block_names=(
+            ("layer_scalar", "layer_output_scale.weight"),
+            ("router.scale", "ffn_gate_inp.scale"),
+            ("router.per_expert_scale", "ffn_down_exps.scale"),
+        ),
+    ),
     has_whole_heads=True,
 )

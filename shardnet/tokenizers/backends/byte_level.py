@@ -14,7 +14,7 @@ from tokenizers import decoders, models
 
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken, add_tokens
-from shardnet.tokenizers.backends.merges import merges_of
+from shardnet.tokenizers.backends.merges import check_merges, merges_of
 from shardnet.tokenizers.backends.pretokenizers import Pretokenizer
 
 MAX_TOKEN_BYTES = 256
@@ -90,13 +90,7 @@ def merged_backend(
                 remedy="take all files from one checkpoint",
             )
     _check_ids(words, where)
-    for first, second in merges:
-        for text in (first, second, first + second):
-            if text not in vocabulary:
-                raise CheckpointError(
-                    f"{where}: the merge {first!r:.80} {second!r:.80} needs {text!r:.80}, which is "
-                    "not a token"
-                )
+    check_merges(merges, vocabulary, where)
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=words, merges=list(merges), ignore_merges=pretokenizer.whole_words)
     )

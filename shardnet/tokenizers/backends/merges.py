@@ -1,4 +1,4 @@
-"""Derives BPE merges from ranked tokens.
+"""Derives BPE merges from ranked tokens, and checks those that a file has.
 
 Knows that sentencepiece and tiktoken store no merges: any two neighbours whose joined text is a
 token may merge, the best ranked first, the leftmost of equals. Must not know files.
@@ -7,6 +7,8 @@ token may merge, the best ranked first, the leftmost of equals. Must not know fi
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+
+from shardnet.errors import CheckpointError
 
 
 def merges_of(ranked: Iterable[str], known: Container[str]) -> list[tuple[str, str]]:
@@ -21,3 +23,14 @@ def merges_of(ranked: Iterable[str], known: Container[str]) -> list[tuple[str, s
         for cut in range(len(token) - 1, 0, -1)
         if token[:cut] in known and token[cut:] in known
     ]
+
+
+def check_merges(merges: Iterable[tuple[str, str]], vocabulary: Container[str], where: str) -> None:
+    """Raise CheckpointError, which names the merge and `where` it is, for one of unknown tokens."""
+    for first, second in merges:
+        for text in (first, second, first + second):
+            if text not in vocabulary:
+                raise CheckpointError(
+                    f"{where}: the merge {first!r:.80} {second!r:.80} needs {text!r:.80}, which is "
+                    "not a token"
+                )

@@ -19,7 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken, add_tokens
-from shardnet.tokenizers.backends.merges import merges_of
+from shardnet.tokenizers.backends.merges import check_merges, merges_of
 
 MAX_PIECE_CHARACTERS = 256
 """Limit of a piece; training limits them to 16 by default."""
@@ -44,7 +44,8 @@ class Pieces:
 
     `where` names file and field in errors. `charsmap` is a compiled normalization, b"" for none.
     `prefix_each_part`: whether a space is prepended to every part of a text between special tokens,
-    or to the first only.
+    or to the first only. `merges` are those of a file that has them, the best first; None where
+    they follow from the scores. Of texts that occur twice beside them the last one counts.
     """
 
     where: str
@@ -56,6 +57,7 @@ class Pieces:
     prefix_each_part: bool = True
     remove_extra_whitespaces: bool = False
     charsmap: bytes = b""
+    merges: Sequence[tuple[str, str]] | None = None
 
     def of_kind(self, *kinds: PieceKind) -> list[str]:
         """List the texts of pieces of the given kinds, by id."""
@@ -134,7 +136,7 @@ def _check(pieces: Pieces) -> None:
                 + ", ".join(f"{kind.value} {kind.name}" for kind in PieceKind)
             )
     used = [t for t, kind in zip(pieces.texts, pieces.kinds, strict=True) if kind != 5]
-    if len(set(used)) < len(used):
+    if pieces.merges is None and len(set(used)) < len(used):
         text, count = Counter(used).most_common(1)[0]
         raise CheckpointError(f"{where}: the piece {text!r:.80} occurs {count} times")
     n_unknown = len(pieces.of_kind(PieceKind.UNKNOWN))
@@ -200,11 +202,16 @@ def _vocabulary(pieces: Pieces, named: Mapping[int, NamedToken]) -> dict[str, in
 def _bpe(pieces: Pieces, vocabulary: dict[str, int]) -> models.BPE:
     scored = zip(pieces.texts, pieces.scores, pieces.kinds, strict=True)
     normal = [(text, score) for text, score, kind in scored if kind == PieceKind.NORMAL]
-    ranked = [text for text, _ in sorted(normal, key=lambda piece: -piece[1])]
+    if pieces.merges is None:
+        ranked = [text for text, _ in sorted(normal, key=lambda piece: -piece[1])]
+        merges = merges_of(ranked, set(ranked))
+    else:
+        merges = list(pieces.merges)
+        check_merges(merges, vocabulary, pieces.where)
     unknown = pieces.of_kind(PieceKind.UNKNOWN)
     return models.BPE(
         vocab=vocabulary,
-        merges=merges_of(ranked, set(ranked)),
+        merges=merges,
         unk_token=unknown[0] if unknown else None,
         fuse_unk=True,
         byte_fallback=_falls_back_to_bytes(pieces),

@@ -39,11 +39,14 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> LoadedTokeni
     match model:
         case "llama":
             loaded = _read_pieces(values, tokens)
+        case "gemma4":
+            loaded = _read_pieces(values, tokens, merges=_merges(values))
         case "gpt2":
             loaded = _read_bytes(values, tokens)
         case _:
             raise CheckpointError(
-                f"{where}: {_KEY}model = {model!r:.80} is not supported; supported: llama, gpt2"
+                f"{where}: {_KEY}model = {model!r:.80} is not supported; supported: llama, gpt2, "
+                "gemma4"
             )
     ends = [values.token_id(key, tokens) for key in _END_KEYS]
     adds_bos = values.one("add_bos_token", bool)
@@ -135,8 +138,13 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _read_pieces(values: _Metadata, tokens: list[str]) -> LoadedTokenizer:
-    """Read a sentencepiece tokenizer. Tokens of type UNUSED pad the vocabulary and are dropped."""
+def _read_pieces(
+    values: _Metadata, tokens: list[str], *, merges: list[tuple[str, str]] | None = None
+) -> LoadedTokenizer:
+    """Read a sentencepiece tokenizer. Tokens of type UNUSED pad the vocabulary and are dropped.
+
+    `merges` are those that the file has beside the scores, if any (Gemma 4).
+    """
     scores = values.many("scores", (float, int), MAX_ID)
     if scores is None or len(scores) != len(tokens):
         raise values.damaged("scores", f"must have one number for each of {len(tokens)} tokens")
@@ -151,6 +159,7 @@ def _read_pieces(values: _Metadata, tokens: list[str]) -> LoadedTokenizer:
         kinds=values.kinds(tokens),
         add_dummy_prefix=prefix is not False,
         remove_extra_whitespaces=bool(collapses),
+        merges=merges,
     )
     return LoadedTokenizer(backend=build_backend(pieces, {}), adds_bos=True)
 

@@ -52,6 +52,7 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "llama4_text": "llama4",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
@@ -142,8 +143,11 @@ def converted(source: Path) -> dict[str, Array]:
         spoken = name.replace("correction_bias", "correction.bias")
         renamed = spoken.replace(".dt_bias", ".dt_proj.bias")
         stored = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
+        if name.endswith(("_exps.scale", "_inp.scale")):
+            stored = name.replace("model.layers.", "blk.")
         assert stored is not None, name
-        stored += ".weight" if name.endswith("sinks") else ""
+        is_bare = name.endswith(("sinks", "layer_scalar")) or stored.endswith("_exps")
+        stored += ".weight" if is_bare else ""
         made[stored] = _converted(family, config, name, values)
     return made
 
@@ -169,6 +173,12 @@ def _stacked(tensors: dict[str, Array]) -> dict[str, Array]:
             else:
                 gate, up = np.split(outputs, 2, axis=1)
                 made |= {f"{turned[1]}gate_proj.weight": gate, f"{turned[1]}up_proj.weight": up}
+        elif name.endswith(".per_expert_scale"):
+            made[name.replace("router.per_expert_scale", "ffn_down_exps.scale")] = values
+        elif name.endswith(".router.scale"):
+            made[name.replace("router.scale", "ffn_gate_inp.scale")] = values
+        elif re.fullmatch(r"model\.layers\.\d+\.experts\.\w+", name):
+            made[name] = values  # gate and up in one, as Gemma 4's are kept
         elif both := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):
             kind = "bias" if both[3] else "weight"
             outputs = values if both[3] else values.swapaxes(1, 2)
@@ -206,7 +216,7 @@ def _converted(family: str, config: dict[str, Any], name: str, values: Array) ->
         return interleaved(values, config["num_key_value_heads"])
     if "linear_num_key_heads" in config:
         return _converted_hybrid(config, name, values)
-    if family.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
+    if family.startswith(("gemma2", "gemma3", "nemotron")) and name.endswith("norm.weight"):
         return values + 1
     if family == "gpt2" and ".h." in name and values.ndim == 2:
         return values.T
@@ -347,6 +357,8 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
                 "final_logit_softcapping": config["final_logit_softcapping"],
                 "attention.sliding_window": config["sliding_window"],
             }
+        case "gemma4_text":
+            made |= _heads_of_two_kinds(config, size, rope)
         case "llama4_text":
             made |= {
                 "feed_forward_length": config["intermediate_size_mlp"],
@@ -369,6 +381,38 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
             "ssm.inner_size": n_values * size,
             "full_attention_interval": 1 + config["layer_types"].index("full_attention"),
             "rope.dimension_sections": [11, 11, 10, 0],
+        }
+    return made
+
+
+def _heads_of_two_kinds(config: dict[str, Any], size: int, rope: dict[str, Any]) -> dict[str, Any]:
+    """Gemma 4's keys: the plain ones are of layers without a window."""
+    is_local = [kind == "sliding_attention" for kind in config["layer_types"]]
+    others = {int(layer): said for layer, said in config["per_layer_config"].items()}
+    full, of_all = next(iter(others.values())), config["num_key_value_heads"]
+    made = {
+        "attention.key_length": full["head_dim"],
+        "attention.value_length": full["head_dim"],
+        "attention.key_length_swa": size,
+        "attention.value_length_swa": size,
+        "rope.dimension_count": full["head_dim"],
+        "rope.dimension_count_swa": size,
+        "rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": is_local,
+        "attention.shared_kv_layers": 0,
+        "embedding_length_per_layer_input": 0,
+        "final_logit_softcapping": config["final_logit_softcapping"],
+        "attention.head_count_kv": [
+            others.get(layer, {}).get("num_key_value_heads", of_all)
+            for layer in range(len(is_local))
+        ],
+    }
+    if config["enable_moe_block"]:
+        made |= {
+            "expert_count": config["num_experts"],
+            "expert_used_count": config["top_k_experts"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
         }
     return made
 

@@ -209,6 +209,24 @@ def gguf_pieces(kind: str) -> dict[str, Any]:
     }
 
 
+def gguf_pieces_with_merges() -> dict[str, Any]:
+    """The metadata of Gemma's pieces with their merges, as Gemma 4's: one text occurs twice."""
+    said = gguf_pieces("gemma")
+    kinds = said["tokenizer.ggml.token_type"]
+    scored = zip(said["tokenizer.ggml.tokens"], said["tokenizer.ggml.scores"], kinds, strict=True)
+    normal = [(text, score) for text, score, kind in scored if kind == 1]
+    ranked = [text for text, _ in sorted(normal, key=lambda piece: -piece[1])]
+    merges = merges_of(ranked, set(ranked))
+    first = kinds.index(1)
+    return said | {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": [*said["tokenizer.ggml.tokens"], ranked[0]],
+        "tokenizer.ggml.scores": [0.0] * (len(kinds) + 1),
+        "tokenizer.ggml.token_type": [*kinds, kinds[first]],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+    }
+
+
 def _kind_of(model: sentencepiece.SentencePieceProcessor, kind: str, token_id: int) -> int:
     if model.id_to_piece(token_id) in user_defined(kind):
         return 4

@@ -40,6 +40,19 @@ def test_pieces_give_the_ids_of_sentencepiece(kind: str, text: str) -> None:
     assert plain(tokenizer, text) == other.encode(text)
 
 
+@given(text=trained.TEXTS)
+def test_pieces_with_merges_give_the_ids_of_sentencepiece(text: str) -> None:
+    """Of a text that occurs twice the last one counts."""
+    other = sentencepiece.SentencePieceProcessor(model_proto=trained.sentencepiece_model("gemma"))
+    said = trained.gguf_pieces_with_merges()
+    tokens = said["tokenizer.ggml.tokens"]
+    last = {text: token_id for token_id, text in enumerate(tokens)}
+    tokenizer = gguf_tokenizer_of(said)
+    expected = [last[tokens[token_id]] for token_id in other.encode(text)]
+    assert plain(tokenizer, text) == expected
+    assert tokenizer.decode(expected) == other.decode(other.encode(text))
+
+
 @pytest.mark.parametrize("kind", ["llama3", "tekken"])
 @settings(max_examples=80)
 @given(text=trained.TEXTS)
@@ -180,7 +193,7 @@ def element(key: str, place: int, value: Any) -> Callable[[Said], Said]:
 LLAMA_BAD = {
     "another kind": (
         with_key("model", "bert"),
-        "tokenizer.ggml.model = 'bert' is not supported; supported: llama, gpt2",
+        "tokenizer.ggml.model = 'bert' is not supported; supported: llama, gpt2, gemma4",
     ),
     "a kind that is a number": (with_key("model", 7), "model must be of type str"),
     "no tokens": (with_key("tokens", None), "tokens is missing or empty"),
