@@ -108,7 +108,7 @@ def _read_rope(kind: str, fields: Fields, max_positions: int, head_size: int) ->
     """Read the rotary positions of one kind of layers."""
     both = fields.inner("rope_parameters", fields.take("rope_parameters", dict, _ROPES))
     own = both.inner(kind, both.take(kind, dict))
-    both.ignore(FULL, SLIDING)
+    both.ignore(FULL, SLIDING, "rope_theta", "rope_type")  # those outside are of no layer
     both.note_the_rest()
     theta = own.number("rope_theta", 10000.0, within=THETAS)
     return read_scaling(own, Rope(theta=theta), max_positions=max_positions, head_size=head_size)

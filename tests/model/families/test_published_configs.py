@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 
-from shardnet.model.config.model_config import Activation, Rope, Temperature
+from shardnet.model.config.model_config import Activation, HeadShape, Rope, RopeKind, Temperature
 from shardnet.model.families.registry import parse_config
 
 FOLDER = Path(__file__).parent / "published"
 READ: dict[str, dict[str, Any]] = {
     "glm-4.7-flash": {"n_layers": 47, "n_kv_heads": 1, "sparse_layers": tuple(range(1, 47))},
+    "gemma-4-26b-a4b": {
+        "wrapper": "gemma4",
+        "windows": ((1024,) * 5 + (None,)) * 5,
+        "full_heads": HeadShape(n_kv_heads=2, key_size=512, value_size=512),
+        "rope": Rope(kind=RopeKind.PROPORTIONAL, theta=1e6, share=0.25),
+        "is_value_key": True,
+    },
     "olmo-3-7b": {"windows": (4096, 4096, 4096, None) * 8, "max_positions": 65536},
     "seed-oss-36b": {"attention_bias": True, "head_size": 128, "n_kv_heads": 8},
     "smollm3-3b": {"nope_layers": tuple(range(3, 36, 4)), "tie_word_embeddings": True},
