@@ -185,7 +185,7 @@ def _kv_cache(
         usual.value_size,
         kv_dtype,
         [config.state(layer) for layer in numbers],
-        config.full_heads,
+        config.uneven_heads(numbers),
     )
     if cut is None or followers is None:
         return KvCache(*arguments)

@@ -164,7 +164,7 @@ class SyntheticModel:
             value_size=sample.usual_heads.value_size,
             kv_dtype=kv_dtype,
             states=[sample.state(layer) for layer in layers],
-            full_heads=sample.full_heads,
+            heads=sample.uneven_heads(layers),
         )
         self._kv.ensure(_SLOT, CONTEXT, CONTEXT)
         for layer in layers:

@@ -91,15 +91,25 @@ def unvisited(config: ModelConfig, dtype: DType) -> int:
     return n_left * (3 * hidden * inner + biases) * dtype.size_bytes
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma4_text"])
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.value)
 @pytest.mark.parametrize("kv_dtype", list(KvDType), ids=lambda d: d.value)
 def test_a_block_costs_what_the_cache_says(
     family: str, dtype: DType, kv_dtype: KvDType, tmp_path: Path
 ) -> None:
     config = Checkpoint.open(make_decoder(tmp_path, family, with_tokenizer=False)).config
-    sizes = (config.n_kv_heads, config.key_size, torch_dtype(dtype), CPU, 4)
-    cache = KvCache(3, *sizes, value_size=config.usual_heads.value_size, kv_dtype=kv_dtype)
+    usual = config.usual_heads
+    cache = KvCache(
+        3,
+        usual.n_kv_heads,
+        usual.key_size,
+        torch_dtype(dtype),
+        CPU,
+        4,
+        value_size=usual.value_size,
+        kv_dtype=kv_dtype,
+        heads=config.uneven_heads(range(1, 4)),
+    )
     cache.ensure(SlotId(0), 1)
     held = sum(tensor.nbytes for layer in range(3) for tensor in cache.layer(SlotId(0), layer))
     planned = kv_block_bytes(config, LayerRange(1, 4), dtype, kv_dtype)

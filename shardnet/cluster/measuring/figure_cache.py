@@ -32,6 +32,7 @@ _SHAPE_FIELDS = (
     "n_heads",
     "n_kv_heads",
     "head_size",
+    "full_heads",
     "intermediate_size",
     "vocab_size",
     "activation",

@@ -64,8 +64,8 @@ class KvCache:
     `value_size` (None: as many; 0: values are columns of the keys). Rows are written and read in
     `dtype`, and stored in `kv_dtype`, W elements each. `room_blocks` is the capacity of all slots
     together, in blocks of 256 positions. `states` has the state of each layer that keeps one, None
-    where a layer keeps keys and values; an empty sequence is None for all. `full_heads` are the
-    heads of layers without a window, None where they are as the others'.
+    where a layer keeps keys and values; an empty sequence is None for all. `heads` are those of
+    each layer where they are not alike; then no shard has a part of them.
     """
 
     def __init__(
@@ -80,10 +80,11 @@ class KvCache:
         value_size: int | None = None,
         kv_dtype: KvDType = KvDType.AUTO,
         states: Sequence[StateShape | None] = (),
-        full_heads: HeadShape | None = None,
+        heads: Sequence[HeadShape] = (),
     ) -> None:
         assert len(windows) in (0, n_layers)
         assert len(states) in (0, n_layers)
+        assert len(heads) in (0, n_layers)
         self._states = {n: shape for n, shape in enumerate(states) if shape is not None}
         self._windows = tuple(windows) or (None,) * n_layers
         self._n_layers = n_layers
@@ -95,11 +96,8 @@ class KvCache:
             key_size=head_size,
             value_size=head_size if value_size is None else value_size,
         )
-        self._heads = tuple(
-            self._stored(usual if full_heads is None or window is not None else full_heads)
-            for window in self._windows
-        )
-        self._full_heads = full_heads
+        self._heads = tuple(self._stored(own) for own in heads or (usual,) * n_layers)
+        self._are_alike = not heads
         self._device = device
         self._room_blocks = room_blocks
         self._slots: dict[SlotId, _Slot] = {}
@@ -483,8 +481,8 @@ class KvCache:
         return torch.empty(shape, dtype=self._stored_dtype, device=device or self._device)
 
     def _n_whole_heads(self, heads: HeadShape) -> int:
-        """Return the heads of a layer in all shards together: none is cut where layers differ."""
-        return self.whole_kv_heads if self._full_heads is None else heads.n_kv_heads
+        """Return the heads of a layer in all shards together."""
+        return self.whole_kv_heads if self._are_alike else heads.n_kv_heads
 
     @property
     def _stored_dtype(self) -> torch.dtype:

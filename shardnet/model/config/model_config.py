@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardnet.output_params import RoutingShape
@@ -333,6 +334,10 @@ class ModelConfig:
         if self.full_heads is not None and self.window(layer) is None:
             return self.full_heads
         return self.usual_heads
+
+    def uneven_heads(self, layers: Iterable[int]) -> tuple[HeadShape, ...]:
+        """The heads of each of the absolute `layers`, none at all where all are alike."""
+        return () if self.full_heads is None else tuple(self.heads(layer) for layer in layers)
 
     @property
     def has_state(self) -> bool:

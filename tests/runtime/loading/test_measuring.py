@@ -107,6 +107,15 @@ def test_every_figure_is_a_time_of_two_digits(
     assert len(ticks) > 10
 
 
+UNEVEN = {
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "global_head_dim": 12,
+    "sliding_window": 20,
+    "hidden_size_per_layer_input": 0,
+}
+
+
 @needs_vectors
 def test_products_are_measured_with_weights_as_narrow_as_loaded_ones(
     monkeypatch: pytest.MonkeyPatch,
@@ -198,6 +207,14 @@ def test_steps_of_a_sample_visit_all_experts(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(80):
         model.step(1)
     assert {layer: len(experts) for layer, experts in visited.items()} == {1: 16, 2: 16}
+
+
+def test_a_sample_has_the_heads_of_each_layer() -> None:
+    """Those without a window have others in Gemma 4."""
+    model = config(model_type="gemma4_text", architectures=["Gemma4ForCausalLM"], **UNEVEN)
+    assert [model.heads(layer).key_size for layer in range(2)] == [8, 12]
+    cpu = torch.device("cpu")
+    SyntheticModel(model, probed(cpu, DType.FLOAT32, None), cpu, no_tick).step(1)
 
 
 def test_no_memory_is_refused_before_it_is_taken() -> None:
