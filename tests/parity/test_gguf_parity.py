@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.models.checkpoints import VOCAB_SIZE, make_decoder, make_gpt2
-from support.models.family_cases import GEMMA4, GROWING
+from support.models.family_cases import GEMMA4, GROWING, LFM2
 from support.models.gguf_files import write_gguf
 from support.oracles.oracle import check_generation, load_reference
 from support.rings.stage_chain import StageChain, even_split, random_prompt
@@ -206,6 +206,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20},
         {"extra": turning_factors(12)},
     ),
+    "lfm2": (LFM2 | {"num_hidden_layers": 4}, {}),
+    "lfm2_moe": ({"num_hidden_layers": 2, "layer_types": ["full_attention", "conv"]}, {}),
     "qwen3-vl": (
         {"head_dim": 8, "num_hidden_layers": 2},
         {

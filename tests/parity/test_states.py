@@ -26,10 +26,11 @@ from shardnet.stage.stage_model import Run
 from shardnet.types import Epoch, LayerRange, LiveState, SequenceId
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    family = "qwen3_5_text"
-    return make_decoder(tmp_path_factory.mktemp(family), family, **CASES[family])
+@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family: str = request.param
+    config = CASES[family] | {"num_hidden_layers": 4}
+    return make_decoder(tmp_path_factory.mktemp(family), family, **config)
 
 
 @pytest.fixture(scope="module")

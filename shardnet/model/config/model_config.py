@@ -201,6 +201,25 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConv:
+    """Gated convolutions over a few positions, which replace attention in some layers (LFM2).
+
+    Each of `width` columns is convolved by itself, over `n_taps` positions. `layers` are the
+    absolute numbers of the layers that have it.
+    """
+
+    width: int
+    n_taps: int
+    has_bias: bool
+    layers: tuple[int, ...]
+
+    @property
+    def state(self) -> StateShape:
+        """What a layer keeps of a slot."""
+        return StateShape(recent=(self.n_taps - 1, self.width), recurrent=(0, 0, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
     """The heads of keys and values of a layer: how many, and the columns of each and of a query."""
 
@@ -233,7 +252,7 @@ class ModelConfig:
     With `latent` attention `head_size` is the rotated part of a head, and there is one KV head.
     With `has_gates` each head's output is multiplied by the sigmoid of a gate of its width, with
     `has_head_norms` each head of queries and keys is normalised, in families that leave it open.
-    Attention is in all layers but those of `delta_net`.
+    Attention is in all layers but those of `delta_net` and `short_conv`.
 
     `full_heads` are those of layers without a window, None where they are as all others. With
     `is_value_key` such layers have no projection of values: those are the projected keys.
@@ -275,6 +294,7 @@ class ModelConfig:
     latent: Latent | None = None
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
+    short_conv: ShortConv | None = None
     has_pairs: bool = False
     nope_layers: tuple[int, ...] = ()
     temperature: Temperature | None = None
@@ -342,12 +362,14 @@ class ModelConfig:
     @property
     def has_state(self) -> bool:
         """Whether layers keep a state that cannot be rewound."""
-        return self.delta_net is not None
+        return self.delta_net is not None or self.short_conv is not None
 
     def state(self, layer: int) -> StateShape | None:
         """What the absolute `layer` keeps instead of keys and values, None where it has these."""
-        own = self.delta_net
-        return own.state if own is not None and layer in own.layers else None
+        for own in (self.delta_net, self.short_conv):
+            if own is not None and layer in own.layers:
+                return own.state
+        return None
 
     def layer_experts(self, layer: int) -> Experts | None:
         """The experts of the absolute `layer`, None where it has an MLP.
@@ -383,13 +405,16 @@ class ModelConfig:
     def thinned(self, n_layers: int) -> ModelConfig:
         """Return the config of a model with `n_layers` of the layers, evenly spaced."""
         kept = [(2 * n + 1) * self.n_layers // (2 * n_layers) for n in range(n_layers)]
-        experts, delta_net = self.experts, self.delta_net
+        experts, delta_net, short_conv = self.experts, self.delta_net, self.short_conv
         if experts is not None:
             sparse = tuple(n for n, layer in enumerate(kept) if layer in experts.layers)
             experts = replace(experts, layers=sparse)
         if delta_net is not None:
             linear = tuple(n for n, layer in enumerate(kept) if layer in delta_net.layers)
             delta_net = replace(delta_net, layers=linear)
+        if short_conv is not None:
+            convolved = tuple(n for n, layer in enumerate(kept) if layer in short_conv.layers)
+            short_conv = replace(short_conv, layers=convolved)
         windows = tuple(self.window(layer) for layer in kept) if self.windows else ()
         return replace(
             self,
@@ -398,4 +423,5 @@ class ModelConfig:
             experts=experts,
             nope_layers=tuple(n for n, layer in enumerate(kept) if layer in self.nope_layers),
             delta_net=delta_net,
+            short_conv=short_conv,
         )

@@ -88,10 +88,11 @@ class StageLoader(Protocol):
         """
 
 
-def decoder_stage(load_layer: LoadLayer) -> StageLoader:
+def decoder_stage(load_layer: LoadLayer, final_norm: str = "model.norm") -> StageLoader:
     """Make the `load_stage` of a family with Llama's embedding, rotary positions and LM head.
 
-    `load_layer(config, weights, layer)` takes the parameters of one layer.
+    `load_layer(config, weights, layer)` takes the parameters of one layer; `final_norm` is what the
+    norm before the head is called.
     """
 
     def load(
@@ -105,7 +106,9 @@ def decoder_stage(load_layer: LoadLayer) -> StageLoader:
     ) -> FamilyStage:
         from shardnet.model.fused.decoder import DecoderStage
 
-        return DecoderStage(load_layer, config, layers, weights, context, dtype, device, capture)
+        return DecoderStage(
+            load_layer, config, layers, weights, context, dtype, device, capture, final_norm
+        )
 
     return load
 

@@ -108,7 +108,7 @@ def load_stage(
 
     Decode steps are not captured.
     """
-    from shardnet.model.layers.gpt2_stage import Gpt2Stage
+    from shardnet.model.fused.gpt2_stage import Gpt2Stage
 
     return Gpt2Stage(config, layers, weights)
 

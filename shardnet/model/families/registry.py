@@ -29,6 +29,8 @@ from shardnet.model.families import (
     gpt_oss,
     granite,
     hunyuan_v1_dense,
+    lfm2,
+    lfm2_moe,
     llama,
     llama4,
     minimax_m2,
@@ -95,6 +97,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
         mistral4,
         glm4_moe,
         glm4_moe_lite,
+        lfm2,
+        lfm2_moe,
         gpt2,
     )
 }

@@ -47,13 +47,14 @@ class DecoderStage:
         dtype: torch.dtype,
         device: torch.device,
         capture: Capture | None = None,
+        final_norm: str = "model.norm",
     ) -> None:
         self._embedding: _Embedding | None = None
         self._head: _Head | None = None
         if layers.start == 0:
             self._embedding = _Embedding.load(config, weights, dtype)
         if layers.end == config.n_layers:
-            self._head = _Head.load(config, weights)
+            self._head = _Head.load(config, weights, final_norm)
         ropes = [_rope(config, layer) for layer in layers]
         distinct = list(dict.fromkeys(ropes))
         self._tables = [
@@ -126,8 +127,9 @@ class DecoderStage:
 
 def _has_native_states(config: ModelConfig, layers: LayerRange) -> bool:
     """Whether the library computes the recurrences of layers that have one."""
-    has_states = any(config.state(layer) is not None for layer in layers)
-    return not has_states or config.activation is Activation.SILU
+    own = config.delta_net
+    has_recurrence = own is not None and any(layer in own.layers for layer in layers)
+    return not has_recurrence or config.activation is Activation.SILU
 
 
 def _rope(config: ModelConfig, layer: int) -> tuple[Rope, int]:
@@ -161,10 +163,10 @@ class _Head:
     soft_cap: float | None
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource) -> _Head:
+    def load(cls, config: ModelConfig, weights: WeightSource, final_norm: str) -> _Head:
         table = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         return cls(
-            norm=weights.norm("model.norm", config.norm_eps, config.norm_offset),
+            norm=weights.norm(final_norm, config.norm_eps, config.norm_offset),
             lm_head=weights.linear(table),
             divisor=config.logit_divisor,
             soft_cap=config.logit_soft_cap,

@@ -304,6 +304,8 @@ def graph_bytes(
 
 def _recurrence_bytes(config: ModelConfig, rows: int, dtype: DType) -> int:
     """Return the bytes of projections, convolution and outputs, and of one state's update."""
+    if config.short_conv is not None:
+        return rows * config.hidden_size * (5 * dtype.size_bytes + 3 * 4)
     own = config.delta_net
     if own is None:
         return 0

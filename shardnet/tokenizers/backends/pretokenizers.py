@@ -128,6 +128,7 @@ GGUF_NAMES = {
     "llama-bpe": LLAMA3,
     "llama3": LLAMA3,
     "llama-v3": LLAMA3,
+    "lfm2": LLAMA3,
     "dbrx": CL100K,
     "smaug-bpe": CL100K,
     "qwen2": QWEN2,

@@ -323,7 +323,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     else:
         expected = [window if kind == "sliding_attention" else None for kind in kinds]
         assert [ours.window(layer) for layer in range(ours.n_layers)] == expected
-        linear = [kind == "linear_attention" for kind in kinds]
+        linear = [kind in ("linear_attention", "conv") for kind in kinds]
         assert [ours.state(layer) is not None for layer in range(ours.n_layers)] == linear
     if ours.delta_net is not None:
         check_delta_net(ours, theirs)
@@ -341,7 +341,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     rope = theirs.rope_parameters
     assert ours.rope is not None
     assert ours.rope.theta == rope.get("full_attention", rope)["rope_theta"]
-    activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
+    activation = getattr(theirs, "hidden_activation", None) or getattr(theirs, "hidden_act", "silu")
     assert ours.activation is Activation(activation)
 
 

@@ -55,6 +55,13 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     "llama4_text": {"num_local_experts": 4},
     "mixtral": {"num_local_experts": 4},
     "gemma4_text": {"hidden_size_per_layer_input": 0, "head_dim": 8, "global_head_dim": 12},
+    "lfm2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    },
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12},
     "glm4": {"head_dim": 12},
     "ernie4_5": {"head_dim": 12},

@@ -14,6 +14,7 @@ GROWING = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
 ODD = {"hidden_size": 35, "head_dim": 10, "num_attention_heads": 5, "num_key_value_heads": 1}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 24, "sliding_window": 20}
+LFM2 = {"block_multiple_of": 8, "full_attn_idxs": [1, 3]}
 GEMMA4 = {
     "head_dim": 8,
     "global_head_dim": 12,
@@ -84,6 +85,16 @@ CASES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 20,
         "final_logit_softcapping": 5.0,
     },
+    "lfm2": LFM2 | {"num_hidden_layers": 5},
+    "lfm2-bias-untied": LFM2
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "conv", "conv"],
+        "conv_bias": True,
+        "conv_L_cache": 4,
+        "tie_word_embeddings": False,
+    },
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
     "granite": {
         "embedding_multiplier": 12.0,
         "residual_multiplier": 0.22,

@@ -53,6 +53,8 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
     "llama4_text": "llama4",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
@@ -359,6 +361,8 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
             }
         case "gemma4_text":
             made |= _heads_of_two_kinds(config, size, rope)
+        case "lfm2" | "lfm2_moe":
+            made |= _convolutions(config)
         case "llama4_text":
             made |= {
                 "feed_forward_length": config["intermediate_size_mlp"],
@@ -415,6 +419,27 @@ def _heads_of_two_kinds(config: dict[str, Any], size: int, rope: dict[str, Any])
             "expert_feed_forward_length": config["moe_intermediate_size"],
         }
     return made
+
+
+def _convolutions(config: dict[str, Any]) -> dict[str, Any]:
+    """LFM2's keys: layers with a convolution have no heads of keys."""
+    n_kv_heads = config["num_key_value_heads"]
+    has_attention = [kind == "full_attention" for kind in config["layer_types"]]
+    made = {
+        "attention.layer_norm_rms_epsilon": config["norm_eps"],
+        "attention.layer_norm_epsilon": None,
+        "attention.head_count_kv": [n_kv_heads if own else 0 for own in has_attention],
+        "shortconv.l_cache": config["conv_L_cache"],
+    }
+    if config["model_type"] == "lfm2":
+        inner = int(2 * config["intermediate_size"] / 3)
+        multiple = config["block_multiple_of"]
+        return made | {"feed_forward_length": -(-inner // multiple) * multiple}
+    return made | {
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "leading_dense_block_count": config["num_dense_layers"],
+        "expert_gating_func": 2,
+    }
 
 
 def _latents(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
