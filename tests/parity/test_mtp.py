@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.models.gguf_files import write_gguf
-from support.models.mtp_checkpoints import N_LAYERS, PlainMtp, make_mtp
+from support.models.mtp_checkpoints import N_LAYERS, PlainMtp, is_qwen, make_mtp
 from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import LoadedStages, TorchStages, request, run, tokens_of
 from support.soak import cases
@@ -47,7 +47,12 @@ def stages(folder: Path) -> TorchStages:
 
 
 @pytest.mark.parametrize(
-    "folder", cases(["deepseek_v3", "glm4_moe", "qwen3_next"], ["glm4_moe_lite"]), indirect=True
+    "folder",
+    cases(
+        ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"],
+        ["glm4_moe_lite", "qwen3_5_text"],
+    ),
+    indirect=True,
 )
 def test_drafts_are_those_of_the_published_module(folder: Path, stages: TorchStages) -> None:
     """Behind a prompt in chunks, a row alone, and rows of which some are rejected."""
@@ -75,7 +80,7 @@ def test_drafts_are_those_of_the_published_module(folder: Path, stages: TorchSta
 
 @pytest.mark.usefixtures("drafts_always_pay")
 @pytest.mark.parametrize(
-    "folder", cases(["qwen3_next"], ["deepseek_v3", "glm4_moe"]), indirect=True
+    "folder", cases(["qwen3_next", "qwen3_5_text"], ["deepseek_v3", "glm4_moe"]), indirect=True
 )
 def test_drafts_change_no_token(stages: TorchStages) -> None:
     """Greedy and sampled, at once and one behind the other, which begins with what the first said.
@@ -150,14 +155,21 @@ def test_drafts_where_layers_are_cut_over_devices(folder: Path) -> None:
         loaded(order.on(shared))
 
 
-@pytest.mark.parametrize("how", ["moved", "gguf"])
-def test_drafts_go_on_elsewhere_and_come_from_a_gguf(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "family"),
+    [("moved", "deepseek_v3"), ("gguf", "deepseek_v3"), ("gguf", "qwen3_5_text")],
+)
+def test_drafts_go_on_elsewhere_and_come_from_a_gguf(how: str, family: str, tmp_path: Path) -> None:
     """What the layer has of a sequence is moved with it to the stages of another split."""
-    folder = make_mtp(tmp_path, "deepseek_v3")
+    folder = make_mtp(tmp_path, family)
     oracle, source = PlainMtp(folder), folder
     if how == "gguf":
         raw = {"block_count": N_LAYERS + 1, "nextn_predict_layers": 1}
-        named = {name.replace("d.n", "d_n"): rows.numpy() for name, rows in oracle.own.items()}
+        added = float(is_qwen(family))  # by the converter, to norms
+        named = {
+            name.replace("d.n", "d_n"): rows.numpy() + added * name.endswith("norm")
+            for name, rows in oracle.own.items()
+        }
         extra = {f"blk.{N_LAYERS}.nextn.{name}.weight": rows for name, rows in named.items()}
         source = write_gguf(folder / "whole", tmp_path / "model.gguf", extra=extra, **raw)
     whole = [LayerRange(0, N_LAYERS)]

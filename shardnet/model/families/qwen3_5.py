@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_delta_net
 from shardnet.model.config.model_config import DeltaNet, ModelConfig
-from shardnet.model.families.family import Family, decoder_stage
+from shardnet.model.families.family import Family, MtpNames, decoder_stage
 from shardnet.model.families.qwen3_next import (
     gguf_format,
     hybrid_tensors,
@@ -89,6 +89,7 @@ FAMILY = Family(
     read_config=read_config,
     layer_tensors=layer_tensors,
     load_stage=decoder_stage(load_layer),
+    mtp=MtpNames.PREFIX,
     gguf=gguf_format("qwen35", read_gguf),
     pretokenizer="qwen35",
 )

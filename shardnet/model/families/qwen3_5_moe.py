@@ -8,7 +8,7 @@ from typing import Any
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_delta_net
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families.family import Family, Stacking, decoder_stage
+from shardnet.model.families.family import Family, MtpNames, Stacking, decoder_stage
 from shardnet.model.families.qwen2_moe import EXPERTS
 from shardnet.model.families.qwen3_5 import layer_tensors, load_layer, read_text_config
 from shardnet.model.families.qwen3_next import (
@@ -39,6 +39,7 @@ FAMILY = Family(
     read_config=read_config,
     layer_tensors=layer_tensors,
     load_stage=decoder_stage(load_layer),
+    mtp=MtpNames.PREFIX,
     experts=EXPERTS,
     stacking=Stacking.CONCATENATED,
     gguf=gguf_format("qwen35moe", read_gguf),

@@ -22,12 +22,19 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "full_attention"],
         "mlp_only_layers": [0],
     },
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
 }
 """By family: more of its config. The last of three layers is the one that predicts further."""
 _QWEN = {"shared_head.norm": "norm", "enorm": "pre_fc_norm_embedding"} | {
     "hnorm": "pre_fc_norm_hidden",
     "eh_proj": "fc",
 }
+
+
+def is_qwen(family: str) -> bool:
+    """Whether the layer is below `mtp.`, and norms store what exceeds 1."""
+    return family.startswith("qwen3_")
 
 
 def make_mtp(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Path:
@@ -39,16 +46,14 @@ def make_mtp(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Path
     whole = make_decoder(folder / "whole", family, with_tokenizer=False, seed=seed, **sizes)
     stored = load_file(whole / "model.safetensors")
     raw = json.loads((whole / "config.json").read_text())
-    own = random_own(raw["hidden_size"], seed, centre=0.0 if family == "qwen3_next" else 1.0)
+    own = random_own(raw["hidden_size"], seed, centre=0.0 if is_qwen(family) else 1.0)
     block = f"model.layers.{N_LAYERS}."
     named: dict[str, Tensor] = {}
     for name, tensor in stored.items():
-        is_ahead = family == "qwen3_next" and name.startswith(block)
+        is_ahead = is_qwen(family) and name.startswith(block)
         named[f"mtp.layers.0.{name.removeprefix(block)}" if is_ahead else name] = tensor
     for name, tensor in own.items():
-        named[
-            f"mtp.{_QWEN[name]}.weight" if family == "qwen3_next" else f"{block}{name}.weight"
-        ] = tensor
+        named[f"mtp.{_QWEN[name]}.weight" if is_qwen(family) else f"{block}{name}.weight"] = tensor
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     save_file(own, whole / "own.safetensors")
     raw["num_hidden_layers"] = N_LAYERS
@@ -89,7 +94,7 @@ class PlainMtp:
     def norm(self, rows: Tensor, name: str) -> Tensor:
         """Divide by the root mean square; Qwen3-Next stores what exceeds 1."""
         config = self.model.config
-        weight = self.own[name] + (config.model_type == "qwen3_next")
+        weight = self.own[name] + is_qwen(config.model_type)
         return (
             rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + config.rms_norm_eps) * weight
         )
