@@ -7,11 +7,9 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from support.source import ROOMS, ROOT, sources
 
 # Low to high: a package may import itself and those named beside it, which stand above it here.
 BASE = {"errors", "json_schemas", "constraints", "types", "assets", "__init__"} | {
@@ -46,52 +44,6 @@ PACKAGES["cluster"] = {"runtime", "files", "guard", *PACKAGES["runtime"]}
 PACKAGES["api"] = {"cluster", *PACKAGES["cluster"]}
 PACKAGES["cli"] = {"api", *PACKAGES["api"]}
 
-# Low to high: a room may import those before it. "" is the package's own folder.
-ROOMS: dict[str, list[str]] = {
-    "guard": [""],
-    "wire": ["framing", "messages", "payloads", "connection"],
-    "transport": [""],
-    "model": [
-        "config",
-        "kernels",
-        "arithmetic",
-        "cache",
-        "shards",
-        "layers",
-        "fused",
-        "families",
-        "sampling",
-    ],
-    "checkpoint": ["tensors", "quantization", "formats", ""],
-    "tokenizers": ["chat", "backends", "formats", "", "grammar"],
-    "stage": ["estimate", "packs", "streaming", "prefixes", "shards", ""],
-    "runtime": ["scheduling", "processors", "stage", "shards", "loading", "ring", "engine"],
-    "cluster": [
-        "pressure",
-        "machine",
-        "discovery",
-        "peers",
-        "store",
-        "download",
-        "sharing",
-        "placement",
-        "member",
-        "ring",
-        "measuring",
-        "planning",
-        "deputy",
-        "head",
-        "router",
-        "recovery",
-        "diagnosis",
-        "node",
-    ],
-    "api": [
-        *("chat_formats", "chat_grammars", "", "chat", "switching", "server"),
-        *("openai", "responses", "anthropic", "ollama", "dashboard", "serve"),
-    ],
-    "cli": ["output", "flags", "finding", "conversation", "commands", "services", ""],
-}
 MOST_FILES = 16
 """In a room, beside its __init__.py."""
 UNLIMITED = {"shardnet/model/families"}
@@ -182,12 +134,6 @@ def complaints(path: str, source: str) -> list[str]:
         elif room in rooms and rooms.index(target_room) > rooms.index(room):
             found.append(f"{path} imports {module}: {room} may not import {target_room or target}")
     return found
-
-
-def sources() -> dict[str, str]:
-    """Path relative to the checkout → source, of every module that is installed."""
-    files = [*ROOT.glob("shardnet/**/*.py"), *ROOT.glob("cli/**/*.py")]
-    return {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
 
 
 def test_every_module_is_in_a_room() -> None:
