@@ -25,7 +25,7 @@ from ..conversation.typed_lines import open_editor, read_piped
 from ..finding.target import open_target
 from ..flags.cluster_access import Access
 from ..flags.help_sections import examples
-from ..flags.option_groups import takes_groups
+from ..flags.option_groups import option, takes_groups
 from ..flags.ring_options import RingOptions, Wanted
 from ..flags.sampling_options import MaxTokens, SamplingOptions
 from ..output.exit_codes import EXIT_FAILURE, exit_codes, say
@@ -65,9 +65,7 @@ def chat(
     ring: _Ring,
     access: Access,
     sampling: _Sampling,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Show answers as they are, not as markdown.")
-    ] = False,
+    plain: Annotated[bool, option("--plain", "Show answers as they are, not as markdown.")] = False,
 ) -> None:
     """Chat with the model: each line is a message, the answer streams.
 

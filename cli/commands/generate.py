@@ -20,7 +20,7 @@ from shardnet.wire.messages.plans import PlanReply
 from ..finding.target import Target, open_target
 from ..flags.cluster_access import Access
 from ..flags.help_sections import examples
-from ..flags.option_groups import takes_groups
+from ..flags.option_groups import option, takes_groups
 from ..flags.options import Json
 from ..flags.prompts_file import read_prompts
 from ..flags.ring_options import RingOptions, Wanted
@@ -49,90 +49,70 @@ def generate(
     access: Access,
     token_ids: Annotated[
         str,
-        typer.Option(
-            "--token-ids",
-            metavar="1,2,3",
-            help="The prompt as token ids; needs no tokenizer, without one ids are printed.",
+        option(
+            "--token-ids 1,2,3",
+            "The prompt as token ids; needs no tokenizer, without one ids are printed.",
         ),
     ] = "",
     prompts_file: Annotated[
         str,
-        typer.Option(
-            "--prompts-file",
-            metavar="F",
-            help="Many prompts, one per line, as text or JSON; - reads standard input.",
+        option(
+            "--prompts-file F",
+            "Many prompts, one per line, as text or JSON; - reads standard input.",
         ),
     ] = "",
     static: Annotated[
         bool,
-        typer.Option(
+        option(
             "--static",
-            help="Run prompts in fixed sets of 16, each in lockstep, none begun before the last "
-            "set has ended: the same steps each time, to measure.",
+            "Run prompts in fixed sets of 16, each in lockstep, none begun before the last set has "
+            "ended: the same steps each time, to measure.",
         ),
     ] = False,
     n: Annotated[
         int,
-        typer.Option("--n", metavar="N", min=1, help="Samples of each prompt.", show_default=False),
+        option("--n N", "Samples of each prompt.", min=1, hides_default=True),
     ] = 1,
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="PROMPT is a user's message: use the model's chat template."),
+        option("--chat", "PROMPT is a user's message: use the model's chat template."),
     ] = False,
     sampling: SamplingOptions,
     logprobs: Annotated[
         int | None,
-        typer.Option(
-            "--logprobs",
-            metavar="K",
-            help="Show the log-probability of each token and the K likeliest: a table on standard "
+        option(
+            "--logprobs K",
+            "Show the log-probability of each token and the K likeliest: a table on standard "
             "error, or in --json and --jsonl.",
         ),
     ] = None,
     prompt_logprobs: Annotated[
         int | None,
-        typer.Option(
-            "--prompt-logprobs",
-            metavar="K",
-            help="The same for the prompt's tokens.",
-        ),
+        option("--prompt-logprobs K", "The same for the prompt's tokens."),
     ] = None,
     priority: Annotated[
         int,
-        typer.Option(
-            "--priority",
-            metavar="N",
-            min=-100,
-            max=100,
-            help="Run before requests with a lower priority.",
-        ),
+        option("--priority N", "Run before requests with a lower priority.", min=-100, max=100),
     ] = 0,
     deadline: Annotated[
         float | None,
-        typer.Option(
-            "--deadline",
-            metavar="SECONDS",
+        option(
+            "--deadline SECONDS",
+            "Fail unless done this long after the ring received the prompt.",
             min=0,
-            help="Fail unless done this long after the ring received the prompt.",
-            show_default=False,
         ),
     ] = None,
     trace: Annotated[
         str,
-        typer.Option(
-            "--trace",
-            metavar="FILE",
-            help="Write where the time went on every node, for chrome://tracing or Perfetto.",
-            show_default=False,
+        option(
+            "--trace FILE",
+            "Write where the time went on every node, for chrome://tracing or Perfetto.",
         ),
     ] = "",
     as_json: Json = False,
     as_lines: Annotated[
         bool,
-        typer.Option(
-            "--jsonl",
-            help="Print each event as it comes, one JSON object per line (docs/api.md).",
-        ),
+        option("--jsonl", "Print each event as it comes, one JSON object per line (docs/api.md)."),
     ] = False,
 ) -> None:
     """Generate on the ring and stream the text.

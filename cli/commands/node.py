@@ -36,7 +36,7 @@ from ..flags.cluster_access import Access
 from ..flags.completion import one_of
 from ..flags.help_sections import examples
 from ..flags.http_options import HttpOptions
-from ..flags.option_groups import takes_groups
+from ..flags.option_groups import option, takes_groups
 from ..flags.options import (
     Json,
     LogFormat,
@@ -107,120 +107,96 @@ def node(
     *,
     host: Annotated[
         str,
-        typer.Option(
-            "--host",
-            metavar="H",
-            help="Address to listen on. Default: all with a cluster key, else loopback.",
-            envvar="SHARDNET_HOST",
-            show_default=False,
+        option(
+            "--host H",
+            "Address to listen on. Default: all with a cluster key, else loopback.",
+            env=True,
         ),
     ] = "",
     port: Annotated[
         int,
-        typer.Option(
-            "--port",
-            metavar="N",
-            min=0,
-            max=65535,
-            help="Port to listen on; 0 takes a free one.",
-            envvar="SHARDNET_PORT",
-        ),
+        option("--port N", "Port to listen on; 0 takes a free one.", env=True, min=0, max=65535),
     ] = DEFAULT_PORT,
     name: Annotated[
         str,
-        typer.Option(
-            "--name",
-            metavar="NAME",
-            help="Name that is shown to people. Default: the host's name.",
-            envvar="SHARDNET_NAME",
-            show_default=False,
-        ),
+        option("--name NAME", "Name that is shown to people. Default: the host's name.", env=True),
     ] = "",
     device: Annotated[
         str,
-        typer.Option(
-            "--device",
-            autocompletion=one_of(
+        option(
+            "--device auto|cpu|cuda|mps|A,B",
+            "Compute device, or a list of them: cuda:0,cuda:1 or cuda:0,cpu, or cpu:0,cpu:1 for "
+            "equal groups of cores; auto takes a GPU where there is one. Also the name of a "
+            "plug-in.",
+            env=True,
+            words=one_of(
                 "auto", "cpu", "cuda", "mps", "cuda:0,cuda:1", "cuda:0,cpu", "cpu:0,cpu:1"
             ),
-            metavar="auto|cpu|cuda|mps|A,B",
-            help="Compute device, or a list of them: cuda:0,cuda:1 or cuda:0,cpu, or cpu:0,cpu:1 "
-            "for equal groups of cores; auto takes a GPU where there is one. Also the name of a "
-            "plug-in.",
-            envvar="SHARDNET_DEVICE",
         ),
     ] = "auto",
     tensor_parallel: Annotated[
         str,
-        typer.Option(
-            "--tensor-parallel",
-            autocompletion=one_of("auto", "1", "2", "4"),
-            metavar="auto|N",
-            help="How many of the devices share each layer; 1 cuts layers over them. Default: the "
-            "plan decides.",
-            envvar="SHARDNET_TENSOR_PARALLEL",
-            show_default=False,
+        option(
+            "--tensor-parallel auto|N",
+            "How many of the devices share each layer; 1 cuts layers over them. Default: the plan "
+            "decides.",
+            env=True,
+            words=one_of("auto", "1", "2", "4"),
+            hides_default=True,
         ),
     ] = "auto",
     memory: Annotated[
         str,
-        typer.Option(
-            "--memory",
-            metavar="8GiB",
-            help="Memory for weights and KV cache. Default: most of what is available.",
-            envvar="SHARDNET_MEMORY",
-            show_default=False,
+        option(
+            "--memory 8GiB",
+            "Memory for weights and KV cache. Default: most of what is available.",
+            env=True,
         ),
     ] = "",
     threads: Annotated[
         int,
-        typer.Option(
-            "--threads",
-            metavar="N",
+        option(
+            "--threads N",
+            "Compute threads. Default: a share of the cores among the nodes of this machine.",
+            env=True,
             min=0,
             max=4096,
-            help="Compute threads. Default: a share of the cores among the nodes of this machine.",
-            envvar="SHARDNET_THREADS",
-            show_default=False,
+            hides_default=True,
         ),
     ] = 0,
     cache_limit: Annotated[
         str,
-        typer.Option(
-            "--cache-limit",
-            metavar="50GiB",
-            help="Disk space for weights from other nodes. Default: half of what is free.",
-            envvar="SHARDNET_CACHE_LIMIT",
-            show_default=False,
+        option(
+            "--cache-limit 50GiB",
+            "Disk space for weights from other nodes. Default: half of what is free.",
+            env=True,
         ),
     ] = "",
     share_rate: Annotated[
         str,
-        typer.Option(
-            "--share-rate",
-            metavar="50MiB",
-            help="Most bytes of weights per second sent to other nodes. Default: no limit.",
-            envvar="SHARDNET_SHARE_RATE",
-            show_default=False,
+        option(
+            "--share-rate 50MiB",
+            "Most bytes of weights per second sent to other nodes. Default: no limit.",
+            env=True,
         ),
     ] = "",
     prefix_cache: PrefixCache = "",
     yields: Annotated[
         bool,
-        typer.Option(
+        option(
             "--yield",
-            help="Give the layers to other nodes while the owner of this machine uses it.",
-            envvar="SHARDNET_YIELD",
+            "Give the layers to other nodes while the owner of this machine uses it.",
+            env=True,
         ),
     ] = False,
     peer: Peer = None,
     no_mdns: NoMdns = False,
     no_spin: Annotated[
         bool,
-        typer.Option(
+        option(
             "--no-spin",
-            help="Let processors sleep while the next step is awaited, as on battery.",
-            envvar="SHARDNET_NO_SPIN",
+            "Let processors sleep while the next step is awaited, as on battery.",
+            env=True,
         ),
     ] = False,
     offline: Offline = False,
@@ -228,13 +204,7 @@ def node(
     access: Access,
     http: Annotated[
         str,
-        typer.Option(
-            "--http",
-            metavar="H:P",
-            help="Serve HTTP at this address too, as `shardnet serve` does.",
-            envvar="SHARDNET_HTTP",
-            show_default=False,
-        ),
+        option("--http H:P", "Serve HTTP at this address too, as `shardnet serve` does.", env=True),
     ] = "",
     http_options: HttpOptions,
     log_format: LogFormat = "",
