@@ -23,8 +23,14 @@ from shardnet.errors import ConfigurationError
 from .flags.completion import SHELLS, completes_here, install, one_of, script
 from .flags.config import read_config
 from .flags.lazy_group import LazyGroup
-from .output.exit_codes import exit_codes, fail, open_missing_streams, say, write_out
-from .output.terminal import restore_at_sigterm
+from .output.exit_codes import (
+    exit_codes,
+    fail,
+    open_missing_streams,
+    restore_at_sigterm,
+    say,
+    write_out,
+)
 
 _SUMMARIES: Final = {
     "node": "Run a node in the foreground; Ctrl-C ends it.",

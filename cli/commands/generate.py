@@ -1,17 +1,22 @@
-"""`shardnet generate`: prompts to the ring, their text to the terminal."""
+"""`shardnet generate`: prompts to the ring, their text to the terminal, their traces to a file."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Final
 
 import typer
 
+from shardnet.api.events import GenerationEvent
 from shardnet.api.requests import GenerationOptions, Message, Prompt, make_requests
-from shardnet.errors import UsageError
+from shardnet.api.traces import RequestTrace, chrome_trace
+from shardnet.errors import ConfigurationError, UsageError
+from shardnet.files import write_whole
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.framing.schema import MAX_TEXT
@@ -25,11 +30,13 @@ from ..flags.options import Json
 from ..flags.prompts_file import read_prompts
 from ..flags.ring_options import RingOptions, Wanted
 from ..flags.sampling_options import SamplingOptions
-from ..output.exit_codes import EXIT_FAILURE, run_command
+from ..output.exit_codes import EXIT_FAILURE, counted, run_command, say
 from ..output.generation_output import EventLines, ListedTexts, OneText
 from ..output.progress import LoadBars
-from ..output.trace_file import TraceFile
 from .chat import warn_of_base_model
+
+MAX_TRACED: Final = 256
+"""The first so many requests are written: viewers grow slow with more."""
 
 
 @examples(
@@ -275,3 +282,36 @@ async def _show(
                         traces.take(event)
             finally:
                 output.break_off()
+
+
+class TraceFile:
+    """Collects the traces of requests. Raises ConfigurationError if it cannot be written later."""
+
+    def __init__(self, name: str) -> None:
+        self._path = Path(name).expanduser()
+        self._traces: dict[str, RequestTrace] = {}
+        if not self._path.parent.is_dir():
+            raise ConfigurationError(
+                f"--trace: there is no folder {self._path.parent}", remedy="make it first"
+            )
+
+    def take(self, event: GenerationEvent) -> None:
+        """Take the trace of a request that has ended."""
+        if event.result is None or event.result.trace is None:
+            return
+        if len(self._traces) < MAX_TRACED:
+            sample = f", sample {event.sample}" if event.sample else ""
+            self._traces[f"prompt {event.index}{sample}"] = event.result.trace
+
+    def write(self) -> None:
+        """Write the file. Raises ConfigurationError."""
+        try:
+            content = json.dumps(chrome_trace(self._traces)).encode()
+            write_whole(self._path, content, mode=0o644)
+        except OSError as error:
+            raise ConfigurationError(
+                f"--trace: {self._path} cannot be written: {error.strerror}",
+                remedy="name another file",
+            ) from error
+        steps = {step.step for trace in self._traces.values() for step in trace.steps}
+        say(f"wrote {counted(len(steps), 'step')} to {self._path}: open it in ui.perfetto.dev")

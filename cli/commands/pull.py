@@ -19,7 +19,7 @@ from shardnet.types import LayerRange, parse_layer_range
 
 from ..flags.option_groups import option
 from ..flags.options import Json, Offline, keep_offline
-from ..output.download_bars import DownloadBars
+from ..output.bars import DownloadBars
 from ..output.exit_codes import EXIT_INTERRUPTED, fail, say, write_out
 from ..output.generation_output import print_json
 
