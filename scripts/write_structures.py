@@ -13,20 +13,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.source import TABLE_HEAD, structure_table  # noqa: E402
+from support.source import TABLE_HEAD, size_table, structure_table  # noqa: E402
 
 TABLE = re.compile(re.escape(TABLE_HEAD) + r".*?(?=\n## )", re.DOTALL)
 """Up to the next heading, whatever a merge has left between."""
 
 
 def main() -> None:
-    """Write the page, or print the table alone."""
+    """Write the page, or print how large the packages are."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--print", action="store_true", help="print the table in place of writing the page"
+        "--sizes", action="store_true", help="print files and lines of each package; write nothing"
     )
-    if parser.parse_args().print:
-        print(structure_table(), end="")
+    if parser.parse_args().sizes:
+        print(size_table(), end="")
         return
     page = ROOT / "docs" / "structures.md"
     written = page.read_text(encoding="utf-8")

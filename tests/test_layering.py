@@ -6,10 +6,9 @@ import ast
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
-from support.source import ROOMS, ROOT, sources
+from support.source import ROOMS, ROOT, UNLIMITED, imported_modules, module_of, sources
 
 # Low to high: a package may import itself and those named beside it, which stand above it here.
 BASE = {"errors", "json_schemas", "constraints", "types", "assets", "__init__"} | {
@@ -46,9 +45,6 @@ PACKAGES["cli"] = {"api", *PACKAGES["api"]}
 
 MOST_FILES = 16
 """In a room, beside its __init__.py."""
-UNLIMITED = {"shardnet/model/families"}
-"""Rooms that grow by one file for each model family: nobody reads them from end to end."""
-
 NETWORK = {"asyncio", "uvloop", "socket", "socketserver", "ssl", "select", "selectors"}
 CLOCKS_AND_CHANCE = {"time", "datetime", "random", "secrets", "uuid"}
 IMPURE = NETWORK | CLOCKS_AND_CHANCE | {"os", "threading", "subprocess", "torch", "numpy"}
@@ -96,26 +92,6 @@ def place_of(module: str) -> tuple[str, str]:
     package = parts[0] if parts and not parts[0].startswith("__") else "__init__"
     room = parts[1] if len(parts) > 1 and parts[1] in ROOMS.get(package, ()) else ""
     return package, room
-
-
-def module_of(path: str) -> str:
-    """The absolute name of the module at a path."""
-    return path.removesuffix(".py").replace("cli/", "shardnet_cli/").replace("/", ".")
-
-
-def imported_modules(path: str, source: str) -> Iterator[str]:
-    """Everything named by an import statement anywhere in the source, by absolute names."""
-    package = module_of(path).split(".")[:-1]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            if module.startswith("shardnet"):
-                yield from (f"{module}.{alias.name}" for alias in node.names)
-            else:
-                yield module
 
 
 def complaints(path: str, source: str) -> list[str]:
