@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Final
@@ -22,8 +23,14 @@ from shardnet.errors import ConfigurationError
 from .flags.completion import SHELLS, completes_here, install, one_of, script
 from .flags.config import read_config
 from .flags.lazy_group import LazyGroup
-from .output.exit_codes import exit_codes, fail, open_missing_streams, say, write_out
-from .output.terminal import restore_at_sigterm
+from .output.exit_codes import (
+    exit_codes,
+    fail,
+    open_missing_streams,
+    restore_at_sigterm,
+    say,
+    write_out,
+)
 
 _SUMMARIES: Final = {
     "node": "Run a node in the foreground; Ctrl-C ends it.",
@@ -47,89 +54,14 @@ _SUMMARIES: Final = {
     "cache": "List or delete what is cached on disk: weights and long prompts.",
 }
 """The commands, in the order of --help."""
-
-
-def _load(name: str) -> Callable[..., None] | typer.Typer:
-    """Import a command. Raises KeyError where there is none of that name."""
-    match name:
-        case "node":
-            from .commands.node import node
-
-            return node
-        case "nodes":
-            from .commands.nodes import nodes
-
-            return nodes
-        case "status":
-            from .commands.status import status
-
-            return status
-        case "top":
-            from .commands.top import top
-
-            return top
-        case "models":
-            from .commands.models import models
-
-            return models
-        case "plan":
-            from .commands.plan import plan
-
-            return plan
-        case "generate":
-            from .commands.generate import generate
-
-            return generate
-        case "chat":
-            from .commands.chat import chat
-
-            return chat
-        case "serve":
-            from .commands.serve import serve
-
-            return serve
-        case "connect":
-            from .commands.connect import connect
-
-            return connect
-        case "inspect":
-            from .commands.inspect import inspect
-
-            return inspect
-        case "bench":
-            from .commands.bench import bench
-
-            return bench
-        case "pull":
-            from .commands.pull import pull
-
-            return pull
-        case "unload":
-            from .commands.nodes import unload
-
-            return unload
-        case "drain":
-            from .commands.nodes import drain
-
-            return drain
-        case "doctor":
-            from .commands.doctor import doctor
-
-            return doctor
-        case "key":
-            from .commands.key import key_app
-
-            return key_app
-        case "service":
-            from .services.service import service_app
-
-            return service_app
-        case "cache":
-            from .commands.cache import cache_app
-
-            return cache_app
-        case _:
-            raise KeyError(name)
+_ELSEWHERE: Final = {
+    "unload": (".commands.nodes", "unload"),
+    "drain": (".commands.nodes", "drain"),
+    "key": (".commands.key", "key_app"),
+    "service": (".services.service", "service_app"),
+    "cache": (".commands.cache", "cache_app"),
+}
+"""The commands that are not what a module of the same name calls so."""
 
 
 class Commands(LazyGroup):
@@ -139,7 +71,10 @@ class Commands(LazyGroup):
 
     def load(self, name: str) -> Callable[..., None] | typer.Typer:
         """Import a command."""
-        return _load(name)
+        module, attribute = _ELSEWHERE.get(name, (f".commands.{name}", name))
+        command: Callable[..., None] | typer.Typer
+        command = getattr(import_module(module, __package__), attribute)
+        return command
 
 
 app = typer.Typer(

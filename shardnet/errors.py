@@ -1,4 +1,4 @@
-"""The exceptions of shardnet.
+"""The tree of exceptions, their remedies, and each one's code in an ERROR frame.
 
 Knows which failures exist and the code each has in an ERROR frame. Knows nothing of how they arise.
 

@@ -1,4 +1,4 @@
-"""What is made of a JSON schema before output is kept to it.
+"""What is made of a JSON schema before output is kept to it: objects closed, keywords left out.
 
 Pure. Knows where schemas stand within each other, which objects of theirs are open, and which
 keywords no grammar keeps. Must not know grammars: the compiler refuses what is left and wrong.

@@ -1,4 +1,4 @@
-"""What a sequence can give beside its tokens."""
+"""What a sequence can give beside its tokens: logits, hidden states, routing."""
 
 from __future__ import annotations
 

@@ -27,6 +27,8 @@ from shardnet.runtime.engine.prefixes import FoundPrefix
 from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.transport.loop import loop_factory
 
+pytest_plugins = ("support.seconds",)
+
 for _profile, _max_examples in (("shardnet", 30), ("soak", 400)):
     hypothesis.settings.register_profile(
         _profile,

@@ -6,12 +6,9 @@ import ast
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from support.source import ROOMS, ROOT, UNLIMITED, imported_modules, module_of, sources
 
 # Low to high: a package may import itself and those named beside it, which stand above it here.
 BASE = {"errors", "json_schemas", "constraints", "types", "assets", "__init__"} | {
@@ -46,60 +43,13 @@ PACKAGES["cluster"] = {"runtime", "files", "guard", *PACKAGES["runtime"]}
 PACKAGES["api"] = {"cluster", *PACKAGES["cluster"]}
 PACKAGES["cli"] = {"api", *PACKAGES["api"]}
 
-# Low to high: a room may import those before it. "" is the package's own folder.
-ROOMS: dict[str, list[str]] = {
-    "guard": [""],
-    "wire": ["framing", "messages", "payloads", "connection"],
-    "transport": [""],
-    "model": [
-        "config",
-        "kernels",
-        "arithmetic",
-        "cache",
-        "shards",
-        "layers",
-        "fused",
-        "families",
-        "sampling",
-    ],
-    "checkpoint": ["tensors", "quantization", "formats", ""],
-    "tokenizers": ["chat", "backends", "formats", "", "grammar"],
-    "stage": ["estimate", "packs", "streaming", "prefixes", "shards", ""],
-    "runtime": ["scheduling", "processors", "stage", "shards", "loading", "ring", "engine"],
-    "cluster": [
-        "pressure",
-        "machine",
-        "discovery",
-        "peers",
-        "store",
-        "download",
-        "sharing",
-        "placement",
-        "member",
-        "ring",
-        "measuring",
-        "planning",
-        "deputy",
-        "head",
-        "router",
-        "recovery",
-        "diagnosis",
-        "node",
-    ],
-    "api": [
-        *("chat_formats", "chat_grammars", "", "chat", "switching", "server"),
-        *("openai", "responses", "anthropic", "ollama", "dashboard", "serve"),
-    ],
-    "cli": ["output", "flags", "finding", "conversation", "commands", "services", ""],
-}
 MOST_FILES = 16
 """In a room, beside its __init__.py."""
-UNLIMITED = {"shardnet/model/families"}
-"""Rooms that grow by one file for each model family: nobody reads them from end to end."""
-
 NETWORK = {"asyncio", "uvloop", "socket", "socketserver", "ssl", "select", "selectors"}
 CLOCKS_AND_CHANCE = {"time", "datetime", "random", "secrets", "uuid"}
 IMPURE = NETWORK | CLOCKS_AND_CHANCE | {"os", "threading", "subprocess", "torch", "numpy"}
+IMPORTS_BY_NAME = {"shardnet/plugins.py", "cli/main.py"}
+"""What installed packages add, and the commands in a table: the last stand above all others."""
 NOWHERE = {"transformers", "pickle", "cPickle", "marshal", "shelve", "importlib", "imp"}
 
 
@@ -126,7 +76,7 @@ def is_pure(path: str) -> bool:
 
 def forbidden_by(package: str, path: str) -> set[str]:
     """Foreign modules that a module may not import. `path` is relative to the checkout."""
-    forbidden = set(NOWHERE) - ({"importlib"} if path == "shardnet/plugins.py" else set())
+    forbidden = set(NOWHERE) - ({"importlib"} if path in IMPORTS_BY_NAME else set())
     if is_pure(path):
         forbidden |= IMPURE
     if package in {"model", "checkpoint", "tokenizers", "stage"}:
@@ -142,26 +92,6 @@ def place_of(module: str) -> tuple[str, str]:
     package = parts[0] if parts and not parts[0].startswith("__") else "__init__"
     room = parts[1] if len(parts) > 1 and parts[1] in ROOMS.get(package, ()) else ""
     return package, room
-
-
-def module_of(path: str) -> str:
-    """The absolute name of the module at a path."""
-    return path.removesuffix(".py").replace("cli/", "shardnet_cli/").replace("/", ".")
-
-
-def imported_modules(path: str, source: str) -> Iterator[str]:
-    """Everything named by an import statement anywhere in the source, by absolute names."""
-    package = module_of(path).split(".")[:-1]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            if module.startswith("shardnet"):
-                yield from (f"{module}.{alias.name}" for alias in node.names)
-            else:
-                yield module
 
 
 def complaints(path: str, source: str) -> list[str]:
@@ -182,12 +112,6 @@ def complaints(path: str, source: str) -> list[str]:
         elif room in rooms and rooms.index(target_room) > rooms.index(room):
             found.append(f"{path} imports {module}: {room} may not import {target_room or target}")
     return found
-
-
-def sources() -> dict[str, str]:
-    """Path relative to the checkout → source, of every module that is installed."""
-    files = [*ROOT.glob("shardnet/**/*.py"), *ROOT.glob("cli/**/*.py")]
-    return {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
 
 
 def test_every_module_is_in_a_room() -> None:

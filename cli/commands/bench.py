@@ -20,7 +20,7 @@ from shardnet.wire.messages.plans import PlanReply
 from ..finding.target import Target, open_target
 from ..flags.cluster_access import Access
 from ..flags.help_sections import examples
-from ..flags.option_groups import takes_groups
+from ..flags.option_groups import option, takes_groups
 from ..flags.options import Json
 from ..flags.ring_options import OnlineRingOptions, Wanted
 from ..output.exit_codes import counted, one_line, run_command, say, write_out
@@ -78,49 +78,34 @@ class Quality:
 def bench(
     *,
     ring: OnlineRingOptions,
-    prompt: Annotated[
-        int, typer.Option("--prompt", metavar="N", min=2, help="Tokens per prompt.")
-    ] = 256,
-    tokens: Annotated[
-        int, typer.Option("--tokens", metavar="N", min=2, help="Tokens to generate per sequence.")
-    ] = 64,
+    prompt: Annotated[int, option("--prompt N", "Tokens per prompt.", min=2)] = 256,
+    tokens: Annotated[int, option("--tokens N", "Tokens to generate per sequence.", min=2)] = 64,
     parallel: Annotated[
         list[int] | None,
-        typer.Option(
-            "--parallel",
-            metavar="N",
+        option(
+            "--parallel N",
+            "Sequences at once; may be given several times. Default: 1 and 4.",
             min=1,
-            help="Sequences at once; may be given several times. Default: 1 and 4.",
         ),
     ] = None,
     rounds: Annotated[
         int,
-        typer.Option("--rounds", metavar="N", min=1, help="Times to measure; the best one counts."),
+        option("--rounds N", "Times to measure; the best one counts.", min=1),
     ] = 2,
     static: Annotated[
         bool,
-        typer.Option(
+        option(
             "--static",
-            help="Run sequences in fixed sets of 16, each in lockstep: the same steps each time.",
+            "Run sequences in fixed sets of 16, each in lockstep: the same steps each time.",
         ),
     ] = False,
     perplexity: Annotated[
         str,
-        typer.Option(
-            "--perplexity",
-            metavar="FILE",
-            help="Score this text instead: perplexity and bits per byte.",
-            show_default=False,
-        ),
+        option("--perplexity FILE", "Score this text instead: perplexity and bits per byte."),
     ] = "",
     piece: Annotated[
         int,
-        typer.Option(
-            "--piece",
-            metavar="N",
-            min=100,
-            help="Characters per piece; each piece is scored on its own.",
-        ),
+        option("--piece N", "Characters per piece; each piece is scored on its own.", min=100),
     ] = 2000,
     access: Access,
     as_json: Json = False,

@@ -21,6 +21,7 @@ from shardnet.stage.prefixes.prefix_store import PrefixesOfModel, stored_prefixe
 from shardnet.stage.prefixes.prefix_store import remove as remove_prefixes
 
 from ..flags.completion import cached_ids
+from ..flags.option_groups import option
 from ..flags.options import Json
 from ..output.exit_codes import counted, fail, one_line, say, write_out
 
@@ -83,9 +84,7 @@ def remove(
             autocompletion=cached_ids,
         ),
     ] = "",
-    everything: Annotated[
-        bool, typer.Option("--all", help="Delete all that no node uses.")
-    ] = False,
+    everything: Annotated[bool, option("--all", "Delete all that no node uses.")] = False,
 ) -> None:
     """Delete models, quantised weights or prompts. Models that a node uses stay."""
     if everything == bool(model_id):

@@ -1,16 +1,19 @@
 """`shardnet chat`: a conversation with the model of the ring.
 
-Knows what commands and lines do. The rest of a conversation is in cli/conversation/.
+Knows its commands, lines that begin with a slash, and what they do. The rest of a conversation is
+in cli/conversation/.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import typer
 
@@ -18,20 +21,38 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.sampling_params import SamplingParams
 
-from ..conversation.chat_commands import HINT, help_lines, read_command
-from ..conversation.conversation import Conversation
-from ..conversation.saved import load, save
+from ..conversation.conversation import Conversation, load, save
 from ..conversation.typed_lines import open_editor, read_piped
 from ..finding.target import open_target
 from ..flags.cluster_access import Access
 from ..flags.help_sections import examples
-from ..flags.option_groups import takes_groups
+from ..flags.option_groups import option, takes_groups
 from ..flags.ring_options import RingOptions, Wanted
 from ..flags.sampling_options import MaxTokens, SamplingOptions
 from ..output.exit_codes import EXIT_FAILURE, exit_codes, say
 
 if TYPE_CHECKING:
     from shardnet.api.client import Client
+
+HINT: Final = "/help shows the commands, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+COMMANDS: Final = MappingProxyType(
+    {
+        "/help": ("", "show this list"),
+        "/system": ("TEXT", "set the system message; `/system -` removes it, alone it is shown"),
+        "/retry": ("", "answer the last message once more"),
+        "/reset": ("", "start a new conversation; the system message stays"),
+        "/stats": ("", "tokens and speed so far"),
+        "/save": ("FILE", "write the conversation to a file, as JSON"),
+        "/load": ("FILE", "continue a conversation from such a file"),
+        "/exit": ("", "leave, as Ctrl-D does"),
+    }
+)
+"""Each with what follows it, and what it does."""
+KEYS: Final = (
+    "Enter sends; Alt-Enter, or a backslash before Enter, begins a new line; pasted text is one "
+    "message; Ctrl-C stops an answer"
+)
+_SYNONYMS: Final = {"/quit": "/exit", "/bye": "/exit", "/?": "/help"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +86,7 @@ def chat(
     ring: _Ring,
     access: Access,
     sampling: _Sampling,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Show answers as they are, not as markdown.")
-    ] = False,
+    plain: Annotated[bool, option("--plain", "Show answers as they are, not as markdown.")] = False,
 ) -> None:
     """Chat with the model: each line is a message, the answer streams.
 
@@ -170,3 +189,26 @@ def _at_terminal() -> Callable[[], str | None]:
                 say(f"({HINT})")
 
     return read
+
+
+def read_command(text: str) -> tuple[str, str] | None:
+    """Split a line into a command and what follows it; None for a message.
+
+    A lone word with a slash is a command too, although there is none of that name; a path or a
+    text that begins with a slash is a message.
+    """
+    word, _, rest = text.partition(" ") if " " in text.partition("\n")[0] else text.partition("\n")
+    word = _SYNONYMS.get(word, word)
+    if word in COMMANDS or (not rest and re.fullmatch(r"/[a-z?]+", word)):
+        return word, rest.strip()
+    return None
+
+
+def help_lines() -> list[str]:
+    """Describe the commands and the keys."""
+    names = [f"{name} {rest}".strip() for name, (rest, _) in COMMANDS.items()]
+    width = max(map(len, names))
+    lines = [
+        f"{name:{width}}  {does}" for name, (_, does) in zip(names, COMMANDS.values(), strict=True)
+    ]
+    return [*lines, KEYS]

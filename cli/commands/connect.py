@@ -18,6 +18,7 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.model_names import nearest_name
 from shardnet.errors import UsageError, shown
 
+from ..flags.option_groups import option
 from ..output.exit_codes import exit_codes, say, write_out
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
@@ -31,19 +32,19 @@ def connect(
     *,
     url: Annotated[
         str,
-        typer.Option("--url", metavar="URL", help="Where the server is, as the program sees it."),
+        option("--url URL", "Where the server is, as the program sees it."),
     ] = DEFAULT_URL,
     api_key: Annotated[
         str,
-        typer.Option("--api-key", metavar="KEY", help="The key that the program is to send."),
+        option("--api-key KEY", "The key that the program is to send."),
     ] = KEY_PLACEHOLDER,
     model: Annotated[
         str,
-        typer.Option("--model", metavar="NAME", help="The model, by a name of /v1/models."),
+        option("--model NAME", "The model, by a name of /v1/models."),
     ] = DEFAULT_MODEL_NAME,
     context: Annotated[
         int,
-        typer.Option("--context", metavar="N", min=1, help="The context of the ring, in tokens."),
+        option("--context N", "The context of the ring, in tokens.", min=1),
     ] = DEFAULT_CONTEXT,
 ) -> None:
     """Print the settings with which a program asks `shardnet serve`; nothing is written.

@@ -16,7 +16,7 @@ from shardnet.errors import ConfigurationError
 
 from ..flags.cluster_access import Access
 from ..flags.completion import model_names
-from ..flags.option_groups import takes_groups
+from ..flags.option_groups import option, takes_groups
 from ..flags.options import IgnoreUnknownConfig, Json, NoMdns, Peer, check_addresses, check_model
 from ..output.exit_codes import EXIT_FAILURE, one_line, run_command, write_out
 
@@ -35,12 +35,10 @@ def doctor(
     *,
     model: Annotated[
         str,
-        typer.Option(
-            "--model",
-            autocompletion=model_names,
-            metavar="PATH",
-            help="Also check whether the nodes have this checkpoint, and memory and disk for it.",
-            show_default=False,
+        option(
+            "--model PATH",
+            "Also check whether the nodes have this checkpoint, and memory and disk for it.",
+            words=model_names,
         ),
     ] = "",
     ignore_unknown_config: IgnoreUnknownConfig = False,
@@ -48,9 +46,7 @@ def doctor(
     no_mdns: NoMdns = False,
     timeout: Annotated[
         float,
-        typer.Option(
-            "--timeout", metavar="S", min=0.1, help="Seconds to wait for the nodes' reports."
-        ),
+        option("--timeout S", "Seconds to wait for the nodes' reports.", min=0.1),
     ] = 10.0,
     access: Access,
     as_json: Json = False,

@@ -1,17 +1,22 @@
-"""`shardnet generate`: prompts to the ring, their text to the terminal."""
+"""`shardnet generate`: prompts to the ring, their text to the terminal, their traces to a file."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Final
 
 import typer
 
+from shardnet.api.events import GenerationEvent
 from shardnet.api.requests import GenerationOptions, Message, Prompt, make_requests
-from shardnet.errors import UsageError
+from shardnet.api.traces import RequestTrace, chrome_trace
+from shardnet.errors import ConfigurationError, UsageError
+from shardnet.files import write_whole
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.framing.schema import MAX_TEXT
@@ -20,16 +25,18 @@ from shardnet.wire.messages.plans import PlanReply
 from ..finding.target import Target, open_target
 from ..flags.cluster_access import Access
 from ..flags.help_sections import examples
-from ..flags.option_groups import takes_groups
+from ..flags.option_groups import option, takes_groups
 from ..flags.options import Json
 from ..flags.prompts_file import read_prompts
 from ..flags.ring_options import RingOptions, Wanted
 from ..flags.sampling_options import SamplingOptions
-from ..output.exit_codes import EXIT_FAILURE, run_command
+from ..output.exit_codes import EXIT_FAILURE, counted, run_command, say
 from ..output.generation_output import EventLines, ListedTexts, OneText
 from ..output.progress import LoadBars
-from ..output.trace_file import TraceFile
 from .chat import warn_of_base_model
+
+MAX_TRACED: Final = 256
+"""The first so many requests are written: viewers grow slow with more."""
 
 
 @examples(
@@ -49,90 +56,70 @@ def generate(
     access: Access,
     token_ids: Annotated[
         str,
-        typer.Option(
-            "--token-ids",
-            metavar="1,2,3",
-            help="The prompt as token ids; needs no tokenizer, without one ids are printed.",
+        option(
+            "--token-ids 1,2,3",
+            "The prompt as token ids; needs no tokenizer, without one ids are printed.",
         ),
     ] = "",
     prompts_file: Annotated[
         str,
-        typer.Option(
-            "--prompts-file",
-            metavar="F",
-            help="Many prompts, one per line, as text or JSON; - reads standard input.",
+        option(
+            "--prompts-file F",
+            "Many prompts, one per line, as text or JSON; - reads standard input.",
         ),
     ] = "",
     static: Annotated[
         bool,
-        typer.Option(
+        option(
             "--static",
-            help="Run prompts in fixed sets of 16, each in lockstep, none begun before the last "
-            "set has ended: the same steps each time, to measure.",
+            "Run prompts in fixed sets of 16, each in lockstep, none begun before the last set has "
+            "ended: the same steps each time, to measure.",
         ),
     ] = False,
     n: Annotated[
         int,
-        typer.Option("--n", metavar="N", min=1, help="Samples of each prompt.", show_default=False),
+        option("--n N", "Samples of each prompt.", min=1, hides_default=True),
     ] = 1,
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="PROMPT is a user's message: use the model's chat template."),
+        option("--chat", "PROMPT is a user's message: use the model's chat template."),
     ] = False,
     sampling: SamplingOptions,
     logprobs: Annotated[
         int | None,
-        typer.Option(
-            "--logprobs",
-            metavar="K",
-            help="Show the log-probability of each token and the K likeliest: a table on standard "
+        option(
+            "--logprobs K",
+            "Show the log-probability of each token and the K likeliest: a table on standard "
             "error, or in --json and --jsonl.",
         ),
     ] = None,
     prompt_logprobs: Annotated[
         int | None,
-        typer.Option(
-            "--prompt-logprobs",
-            metavar="K",
-            help="The same for the prompt's tokens.",
-        ),
+        option("--prompt-logprobs K", "The same for the prompt's tokens."),
     ] = None,
     priority: Annotated[
         int,
-        typer.Option(
-            "--priority",
-            metavar="N",
-            min=-100,
-            max=100,
-            help="Run before requests with a lower priority.",
-        ),
+        option("--priority N", "Run before requests with a lower priority.", min=-100, max=100),
     ] = 0,
     deadline: Annotated[
         float | None,
-        typer.Option(
-            "--deadline",
-            metavar="SECONDS",
+        option(
+            "--deadline SECONDS",
+            "Fail unless done this long after the ring received the prompt.",
             min=0,
-            help="Fail unless done this long after the ring received the prompt.",
-            show_default=False,
         ),
     ] = None,
     trace: Annotated[
         str,
-        typer.Option(
-            "--trace",
-            metavar="FILE",
-            help="Write where the time went on every node, for chrome://tracing or Perfetto.",
-            show_default=False,
+        option(
+            "--trace FILE",
+            "Write where the time went on every node, for chrome://tracing or Perfetto.",
         ),
     ] = "",
     as_json: Json = False,
     as_lines: Annotated[
         bool,
-        typer.Option(
-            "--jsonl",
-            help="Print each event as it comes, one JSON object per line (docs/api.md).",
-        ),
+        option("--jsonl", "Print each event as it comes, one JSON object per line (docs/api.md)."),
     ] = False,
 ) -> None:
     """Generate on the ring and stream the text.
@@ -295,3 +282,36 @@ async def _show(
                         traces.take(event)
             finally:
                 output.break_off()
+
+
+class TraceFile:
+    """Collects the traces of requests. Raises ConfigurationError if it cannot be written later."""
+
+    def __init__(self, name: str) -> None:
+        self._path = Path(name).expanduser()
+        self._traces: dict[str, RequestTrace] = {}
+        if not self._path.parent.is_dir():
+            raise ConfigurationError(
+                f"--trace: there is no folder {self._path.parent}", remedy="make it first"
+            )
+
+    def take(self, event: GenerationEvent) -> None:
+        """Take the trace of a request that has ended."""
+        if event.result is None or event.result.trace is None:
+            return
+        if len(self._traces) < MAX_TRACED:
+            sample = f", sample {event.sample}" if event.sample else ""
+            self._traces[f"prompt {event.index}{sample}"] = event.result.trace
+
+    def write(self) -> None:
+        """Write the file. Raises ConfigurationError."""
+        try:
+            content = json.dumps(chrome_trace(self._traces)).encode()
+            write_whole(self._path, content, mode=0o644)
+        except OSError as error:
+            raise ConfigurationError(
+                f"--trace: {self._path} cannot be written: {error.strerror}",
+                remedy="name another file",
+            ) from error
+        steps = {step.step for trace in self._traces.values() for step in trace.steps}
+        say(f"wrote {counted(len(steps), 'step')} to {self._path}: open it in ui.perfetto.dev")

@@ -21,7 +21,7 @@ from shardnet.wire.messages.plans import PlanReply
 from ..finding.target import open_target
 from ..flags.cluster_access import Access
 from ..flags.help_sections import examples
-from ..flags.option_groups import takes_groups
+from ..flags.option_groups import option, takes_groups
 from ..flags.options import Json
 from ..flags.ring_options import OnlineRingOptions, Wanted
 from ..output.exit_codes import counted, run_command, say, write_out
@@ -55,44 +55,34 @@ def inspect(
     ] = None,
     ring: OnlineRingOptions,
     access: Access,
-    token_ids: Annotated[
-        str, typer.Option("--token-ids", metavar="1,2,3", help="The prompt as token ids.")
-    ] = "",
-    out: Annotated[
-        str, typer.Option("--out", metavar="FILE", help="The safetensors file to write.")
-    ],
+    token_ids: Annotated[str, option("--token-ids 1,2,3", "The prompt as token ids.")] = "",
+    out: Annotated[str, option("--out FILE", "The safetensors file to write.")],
     logits: Annotated[
         str,
-        typer.Option(
-            "--logits",
-            metavar="none|last|N|all",
-            help="Of which tokens logits are written: none, the last, the last N, all.",
+        option(
+            "--logits none|last|N|all",
+            "Of which tokens logits are written: none, the last, the last N, all.",
         ),
     ] = LAST,
     hidden: Annotated[
         str,
-        typer.Option(
-            "--hidden",
-            metavar="none|last|all|N,N",
-            help="Which hidden states are written: the last, behind the final norm; all; or those "
-            "after so many layers, 0 for the embeddings, and the last.",
+        option(
+            "--hidden none|last|all|N,N",
+            "Which hidden states are written: the last, behind the final norm; all; or those after "
+            "so many layers, 0 for the embeddings, and the last.",
         ),
     ] = NONE,
     rows: Annotated[
         str,
-        typer.Option(
-            "--rows", metavar="last|N|all", help="Of which tokens hidden states are written."
-        ),
+        option("--rows last|N|all", "Of which tokens hidden states are written."),
     ] = ALL,
     before_norm: Annotated[
         bool,
-        typer.Option("--before-norm", help="Take the last hidden states before the final norm."),
+        option("--before-norm", "Take the last hidden states before the final norm."),
     ] = False,
     max_tokens: Annotated[
         int,
-        typer.Option(
-            "--max-tokens", metavar="N", min=0, help="Tokens to generate first, greedily."
-        ),
+        option("--max-tokens N", "Tokens to generate first, greedily.", min=0),
     ] = 0,
     as_json: Json = False,
 ) -> None:

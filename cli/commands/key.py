@@ -16,6 +16,7 @@ from shardnet.cluster.machine.cluster_key import ClusterKey, load_key, store_key
 from shardnet.errors import ConfigurationError, ShardnetError, UsageError
 
 from ..flags.cluster_access import Access
+from ..flags.option_groups import option
 from ..flags.options import KeyFile
 from ..output.exit_codes import fail, say, write_out
 
@@ -25,7 +26,7 @@ TRIES = 3
 key_app = typer.Typer(name="key", help="Make, enter or show the cluster key.", no_args_is_help=True)
 
 Replace = Annotated[
-    bool, typer.Option("--replace", help="Replace the key of another cluster that is stored here.")
+    bool, option("--replace", "Replace the key of another cluster that is stored here.")
 ]
 
 

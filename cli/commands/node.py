@@ -13,9 +13,8 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,34 +22,24 @@ from shardnet import __version__
 from shardnet.api.server.settings import Listening
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
-from shardnet.cluster.machine.device_list import parse_devices, parse_tensor_parallel
 from shardnet.cluster.machine.folders import cache_dir, runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.placement.words import size
 from shardnet.cluster.store.model_cache import ModelCache
-from shardnet.errors import ConfigurationError, UsageError
-from shardnet.plugins import COMPUTES, installed_names
+from shardnet.errors import ConfigurationError
 
 from ..finding.mdns import mdns_interfaces
 from ..flags.cluster_access import Access
-from ..flags.completion import one_of
 from ..flags.help_sections import examples
 from ..flags.http_options import HttpOptions
+from ..flags.node_options import NodeOptions
 from ..flags.option_groups import takes_groups
 from ..flags.options import (
     Json,
     LogFormat,
-    ModelFolder,
-    NoMdns,
-    Offline,
-    Peer,
-    PrefixCache,
-    check_addresses,
     is_loopback,
     keep_model_folders,
     keep_offline,
-    parse_prefix_cache,
-    parse_size,
     take_log_format,
 )
 from ..output.cache_folder import warn_of_cache
@@ -62,39 +51,10 @@ if TYPE_CHECKING:  # it imports torch
     from shardnet.cluster.node.node import Node
     from shardnet.transport.identity import Identity
 
-A = TypeVar("A")
-T = TypeVar("T")
-
-DEFAULT_PORT = 7433
 REGISTER_S = 2.0
 """Interval of the looks at whether the node's entry in the register of this machine is right."""
 DRAIN_S = 30.0
 """How long a node that is told to stop may take to give away what requests need of it."""
-_MAX_NAME = 64
-MAX_PORT = 65535
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Flags:
-    host: str
-    port: int
-    name: str
-    device: str
-    memory_bytes: int | None
-    threads: int
-    cache_limit_bytes: int | None
-    share_rate: int | None
-    prefix_cache_bytes: int
-    peers: tuple[str, ...]
-    no_mdns: bool
-    spins: bool
-    access: Access
-    http: Listening | None
-    idle_unload_s: float | None = None
-    yields: bool = False
-    tensor_parallel: int = 0
-    as_json: bool
-    until_stdin_closes: bool
 
 
 @examples(
@@ -105,137 +65,8 @@ class _Flags:
 @takes_groups
 def node(
     *,
-    host: Annotated[
-        str,
-        typer.Option(
-            "--host",
-            metavar="H",
-            help="Address to listen on. Default: all with a cluster key, else loopback.",
-            envvar="SHARDNET_HOST",
-            show_default=False,
-        ),
-    ] = "",
-    port: Annotated[
-        int,
-        typer.Option(
-            "--port",
-            metavar="N",
-            min=0,
-            max=65535,
-            help="Port to listen on; 0 takes a free one.",
-            envvar="SHARDNET_PORT",
-        ),
-    ] = DEFAULT_PORT,
-    name: Annotated[
-        str,
-        typer.Option(
-            "--name",
-            metavar="NAME",
-            help="Name that is shown to people. Default: the host's name.",
-            envvar="SHARDNET_NAME",
-            show_default=False,
-        ),
-    ] = "",
-    device: Annotated[
-        str,
-        typer.Option(
-            "--device",
-            autocompletion=one_of(
-                "auto", "cpu", "cuda", "mps", "cuda:0,cuda:1", "cuda:0,cpu", "cpu:0,cpu:1"
-            ),
-            metavar="auto|cpu|cuda|mps|A,B",
-            help="Compute device, or a list of them: cuda:0,cuda:1 or cuda:0,cpu, or cpu:0,cpu:1 "
-            "for equal groups of cores; auto takes a GPU where there is one. Also the name of a "
-            "plug-in.",
-            envvar="SHARDNET_DEVICE",
-        ),
-    ] = "auto",
-    tensor_parallel: Annotated[
-        str,
-        typer.Option(
-            "--tensor-parallel",
-            autocompletion=one_of("auto", "1", "2", "4"),
-            metavar="auto|N",
-            help="How many of the devices share each layer; 1 cuts layers over them. Default: the "
-            "plan decides.",
-            envvar="SHARDNET_TENSOR_PARALLEL",
-            show_default=False,
-        ),
-    ] = "auto",
-    memory: Annotated[
-        str,
-        typer.Option(
-            "--memory",
-            metavar="8GiB",
-            help="Memory for weights and KV cache. Default: most of what is available.",
-            envvar="SHARDNET_MEMORY",
-            show_default=False,
-        ),
-    ] = "",
-    threads: Annotated[
-        int,
-        typer.Option(
-            "--threads",
-            metavar="N",
-            min=0,
-            max=4096,
-            help="Compute threads. Default: a share of the cores among the nodes of this machine.",
-            envvar="SHARDNET_THREADS",
-            show_default=False,
-        ),
-    ] = 0,
-    cache_limit: Annotated[
-        str,
-        typer.Option(
-            "--cache-limit",
-            metavar="50GiB",
-            help="Disk space for weights from other nodes. Default: half of what is free.",
-            envvar="SHARDNET_CACHE_LIMIT",
-            show_default=False,
-        ),
-    ] = "",
-    share_rate: Annotated[
-        str,
-        typer.Option(
-            "--share-rate",
-            metavar="50MiB",
-            help="Most bytes of weights per second sent to other nodes. Default: no limit.",
-            envvar="SHARDNET_SHARE_RATE",
-            show_default=False,
-        ),
-    ] = "",
-    prefix_cache: PrefixCache = "",
-    yields: Annotated[
-        bool,
-        typer.Option(
-            "--yield",
-            help="Give the layers to other nodes while the owner of this machine uses it.",
-            envvar="SHARDNET_YIELD",
-        ),
-    ] = False,
-    peer: Peer = None,
-    no_mdns: NoMdns = False,
-    no_spin: Annotated[
-        bool,
-        typer.Option(
-            "--no-spin",
-            help="Let processors sleep while the next step is awaited, as on battery.",
-            envvar="SHARDNET_NO_SPIN",
-        ),
-    ] = False,
-    offline: Offline = False,
-    model_folder: ModelFolder = None,
+    options: NodeOptions,
     access: Access,
-    http: Annotated[
-        str,
-        typer.Option(
-            "--http",
-            metavar="H:P",
-            help="Serve HTTP at this address too, as `shardnet serve` does.",
-            envvar="SHARDNET_HTTP",
-            show_default=False,
-        ),
-    ] = "",
     http_options: HttpOptions,
     log_format: LogFormat = "",
     as_json: Json = False,
@@ -246,60 +77,22 @@ def node(
     Prints one line when it is ready. A node keeps its layers of a model loaded between requests.
     While requests need it, Ctrl-C gives its layers to other nodes first; the second one does not.
     """
-    n_devices = len(_flag("--device", parse_devices, device, installed_names(COMPUTES)))
-    n_shards = _flag("--tensor-parallel", parse_tensor_parallel, tensor_parallel, n_devices)
-    _check_name(name)
+    options.check()
     take_log_format(log_format)
-    keep_offline(offline)
-    keep_model_folders(model_folder)
-    flags = _Flags(
-        host=host,
-        port=port,
-        name=name,
-        device=device,
-        tensor_parallel=n_shards,
-        memory_bytes=parse_size(memory, "--memory") if memory else None,
-        threads=threads,
-        cache_limit_bytes=parse_size(cache_limit, "--cache-limit") if cache_limit else None,
-        share_rate=(parse_size(share_rate, "--share-rate") or None) if share_rate else None,
-        prefix_cache_bytes=parse_prefix_cache(prefix_cache),
-        peers=tuple(check_addresses(peer)),
-        no_mdns=no_mdns,
-        spins=not no_spin,
-        access=access,
-        http=http_options.listening(*split_http(http), access) if http else None,
-        # Where programs say how long models stay, the HTTP server counts.
-        idle_unload_s=None if http else http_options.idle_unload_s(),
-        yields=yields,
-        as_json=as_json,
-        until_stdin_closes=until_stdin_closes,
-    )
-    run_command(_run(flags))
-
-
-def split_http(address: str) -> tuple[str, int]:
-    """Read the H:P of --http, port 0 included. Raises typer.BadParameter."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > MAX_PORT:
-        raise typer.BadParameter(f"'{address}' is not HOST:PORT", param_hint="--http")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _flag(flag: str, parse: Callable[[str, A], T], text: str, among: A) -> T:
-    """Read the value of a flag. Raises typer.BadParameter, which names it."""
-    try:
-        return parse(text, among)
-    except UsageError as error:
-        raise typer.BadParameter(str(error), param_hint=flag) from error
-
-
-def _check_name(name: str) -> None:
-    """Raise typer.BadParameter for a name that is too long or not printable."""
-    if len(name) > _MAX_NAME or not name.isprintable():
-        raise typer.BadParameter(
-            f"{name[:_MAX_NAME]!r}: give at most {_MAX_NAME} characters on one line",
-            param_hint="--name",
+    keep_offline(options.offline)
+    keep_model_folders(options.model_folder)
+    http = http_options.listening(*options.http_address(), access) if options.http else None
+    run_command(
+        _run(
+            options,
+            access,
+            http,
+            # Where programs say how long models stay, the HTTP server counts.
+            idle_unload_s=None if http else http_options.idle_unload_s(),
+            as_json=as_json,
+            until_stdin_closes=until_stdin_closes,
         )
+    )
 
 
 @contextlib.contextmanager
@@ -316,36 +109,46 @@ def _importing() -> Iterator[None]:
         gc.enable()
 
 
-async def _run(flags: _Flags) -> None:
-    identity = flags.access.identity()
-    host = _host(flags, identity is not None)
+async def _run(
+    options: NodeOptions,
+    access: Access,
+    http: Listening | None,
+    *,
+    idle_unload_s: float | None,
+    as_json: bool,
+    until_stdin_closes: bool,
+) -> None:
+    identity = access.identity()
+    host = _host(options.host, access, identity is not None)
     with _importing():
         from shardnet.cluster.discovery.discovery import Discovery
         from shardnet.cluster.machine.profile import MemoryBudget, find_devices, make_node_id
         from shardnet.cluster.node.node import listening
         from shardnet.cluster.node.settings import NodeSettings
 
-        devices = find_devices(flags.device)
+        devices = find_devices(options.device)
     local_nodes = LocalNodes(runtime_dir(os.environ))
     settings = NodeSettings(
         node=make_node_id(),
-        name=flags.name or socket.gethostname(),
-        budget=MemoryBudget(device=devices[0], others=devices[1:], asked_bytes=flags.memory_bytes),
-        tensor_parallel=flags.tensor_parallel,
-        threads=flags.threads,
-        peers=flags.peers,
+        name=options.name or socket.gethostname(),
+        budget=MemoryBudget(
+            device=devices[0], others=devices[1:], asked_bytes=options.memory_bytes()
+        ),
+        tensor_parallel=options.n_shards(),
+        threads=options.threads,
+        peers=options.peers(),
         local_nodes=local_nodes,
         cache=cache_dir(os.environ),
-        models=ModelCache(cache_dir(os.environ), flags.cache_limit_bytes),
-        share_rate=flags.share_rate,
-        prefix_cache_bytes=flags.prefix_cache_bytes,
-        spins=flags.spins,
+        models=ModelCache(cache_dir(os.environ), options.cache_limit_bytes()),
+        share_rate=options.share_bytes_per_s(),
+        prefix_cache_bytes=options.prefix_cache_bytes(),
+        spins=not options.no_spin,
         log=say,
         identity=identity,
-        idle_unload_s=flags.idle_unload_s,
-        yields=flags.yields,
+        idle_unload_s=idle_unload_s,
+        yields=options.yields,
         discovery=None
-        if flags.no_mdns
+        if options.no_mdns
         else Discovery(
             fingerprint=identity.fingerprint if identity else "",
             interfaces=mdns_interfaces(os.environ),
@@ -357,15 +160,15 @@ async def _run(flags: _Flags) -> None:
     if any(device.isa == kernels.NONE for device in devices):
         say(f"warning: no compiled kernels here: {kernels.SLOWER}; {kernels.REMEDY}")
     _warn_of_memory(settings.budget)
-    stopping = stop_signal(flags.until_stdin_closes)
+    stopping = stop_signal(until_stdin_closes)
     async with contextlib.AsyncExitStack() as stack:
-        node = await stack.enter_async_context(listening(settings, host, flags.port))
-        if not flags.until_stdin_closes:
+        node = await stack.enter_async_context(listening(settings, host, options.port))
+        if not until_stdin_closes:
             await stack.enter_async_context(_registered(local_nodes, node, settings.name))
-        url = await stack.enter_async_context(_http(flags, node, identity))
-        _say_ready(flags, node, url)
-        await _until_it_leaves(node.drain, stopping, drains=not flags.until_stdin_closes)
-    if not flags.as_json:
+        url = await stack.enter_async_context(_http(http, node, identity))
+        _say_ready(node, url, as_json=as_json, has_threads=bool(options.threads))
+        await _until_it_leaves(node.drain, stopping, drains=not until_stdin_closes)
+    if not as_json:
         say("node stopped")
 
 
@@ -445,15 +248,15 @@ def _warn_of_memory(budget: MemoryBudget) -> None:
         )
 
 
-def _host(flags: _Flags, has_key: bool) -> str:
+def _host(host: str, access: Access, has_key: bool) -> str:
     """Return the host to listen on, "" for all interfaces.
 
     Raises ConfigurationError for an address beyond loopback without a key or --insecure.
     """
     if has_key:
-        return flags.host
-    host = flags.host or LOOPBACK_HOST
-    if flags.access.insecure:
+        return host
+    host = host or LOOPBACK_HOST
+    if access.insecure:
         say(
             f"warning: --insecure: links are neither encrypted nor authenticated, and whoever "
             f"reaches {host} can use this node and read what it computes"
@@ -468,9 +271,11 @@ def _host(flags: _Flags, has_key: bool) -> str:
 
 
 @asynccontextmanager
-async def _http(flags: _Flags, node: Node, identity: Identity | None) -> AsyncIterator[str]:
+async def _http(
+    wanted: Listening | None, node: Node, identity: Identity | None
+) -> AsyncIterator[str]:
     """Serve HTTP if that is wanted, by a client of this very node; yield the URL, "" without."""
-    if flags.http is None:
+    if wanted is None:
         yield ""
         return
     from shardnet.api.client import open_client
@@ -479,15 +284,15 @@ async def _http(flags: _Flags, node: Node, identity: Identity | None) -> AsyncIt
     name = node.info().name
     async with (
         open_client(await node.client(), identity, node_name=name, redial=node.client) as client,
-        serving(client, flags.http, current=lambda: node.head.choice) as url,
+        serving(client, wanted, current=lambda: node.head.choice) as url,
     ):
         yield url
 
 
-def _say_ready(flags: _Flags, node: Node, url: str) -> None:
+def _say_ready(node: Node, url: str, *, as_json: bool, has_threads: bool) -> None:
     info = node.info()
     host, _, port = info.address.rpartition(":")
-    if flags.as_json:
+    if as_json:
         ready = {
             "event": "ready",
             "node": info.node,
@@ -503,7 +308,7 @@ def _say_ready(flags: _Flags, node: Node, url: str) -> None:
         write_out(json.dumps(ready))
     else:
         where = f"cluster {node.cluster}" if node.cluster else "no cluster key"
-        share = "as given" if flags.threads else "this machine's cores shared among its nodes"
+        share = "as given" if has_threads else "this machine's cores shared among its nodes"
         line = f"node {info.name} ready on {info.address} ({where}), threads: {info.threads}"
         write_out(f"{line} ({share}){', HTTP at ' + url if url else ''}")
 

@@ -23,7 +23,7 @@ from ..finding.mdns import find_nearest
 from ..finding.target import named_or_here
 from ..flags.cluster_access import Access
 from ..flags.help_sections import examples
-from ..flags.option_groups import takes_groups
+from ..flags.option_groups import option, takes_groups
 from ..flags.options import Json, Nodes, NoMdns, Peer, check_addresses, split_nodes
 from ..output.columns import columns, terminal_width
 from ..output.exit_codes import run_command, say, write_out
@@ -46,7 +46,7 @@ def nodes(
     nodes: Nodes = "",
     peer: Peer = None,
     no_mdns: NoMdns = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Keep the list up to date.")] = False,
+    watch: Annotated[bool, option("--watch", "Keep the list up to date.")] = False,
     access: Access,
     as_json: Json = False,
 ) -> None:
@@ -168,12 +168,11 @@ def drain(
     node: Annotated[str, typer.Argument(metavar="NODE", help="Name, address or id of the node.")],
     deadline: Annotated[
         float,
-        typer.Option(
-            "--deadline",
-            metavar="SECONDS",
+        option(
+            "--deadline SECONDS",
+            "After so long the node ends, empty or not.",
             min=0.0,
             max=LONGEST_S,
-            help="After so long the node ends, empty or not.",
         ),
     ] = DEADLINE_S,
     peer: Peer = None,

@@ -20,7 +20,7 @@ from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanRequest
 from ..finding.target import connect_here, open_target
 from ..flags.cluster_access import Access
 from ..flags.help_sections import examples
-from ..flags.option_groups import takes_groups
+from ..flags.option_groups import option, takes_groups
 from ..flags.options import Json
 from ..flags.ring_options import OnlineRingOptions, Wanted
 from ..output.columns import terminal_width, wrapped
@@ -42,11 +42,11 @@ def plan(
     ring: OnlineRingOptions,
     access: Access,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure nodes and links again; ignore stored figures.")
+        bool, option("--again", "Measure nodes and links again; ignore stored figures.")
     ] = False,
     last: Annotated[
         bool,
-        typer.Option("--last", help="Compare the last run's prediction with what was measured."),
+        option("--last", "Compare the last run's prediction with what was measured."),
     ] = False,
     as_json: Json = False,
 ) -> None:

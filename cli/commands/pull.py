@@ -17,8 +17,9 @@ from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.types import LayerRange, parse_layer_range
 
+from ..flags.option_groups import option
 from ..flags.options import Json, Offline, keep_offline
-from ..output.download_bars import DownloadBars
+from ..output.bars import DownloadBars
 from ..output.exit_codes import EXIT_INTERRUPTED, fail, say, write_out
 from ..output.generation_output import print_json
 
@@ -37,15 +38,13 @@ def pull(
         ),
     ],
     revision: Annotated[
-        str, typer.Option("--revision", metavar="REV", help="A branch, tag or commit of the model.")
+        str, option("--revision REV", "A branch, tag or commit of the model.")
     ] = "",
     layers: Annotated[
         str,
-        typer.Option(
-            "--layers",
-            metavar="A-B",
-            help="Only these layers, half-open, for a machine that cannot hold all of them.",
-            show_default=False,
+        option(
+            "--layers A-B",
+            "Only these layers, half-open, for a machine that cannot hold all of them.",
         ),
     ] = "",
     offline: Offline = False,

@@ -7,8 +7,6 @@ import os
 from dataclasses import replace
 from typing import Annotated
 
-import typer
-
 from shardnet import __version__
 from shardnet.api.serve.server import serving
 from shardnet.api.server.settings import Listening
@@ -19,7 +17,7 @@ from shardnet.transport.address import split_address
 from ..finding.target import Target, open_target
 from ..flags.cluster_access import Access
 from ..flags.http_options import HttpOptions
-from ..flags.option_groups import takes_groups
+from ..flags.option_groups import option, takes_groups
 from ..flags.options import Json, LogFormat, PrefixCache, parse_prefix_cache, take_log_format
 from ..flags.ring_options import RingOptions, Wanted
 from ..output.exit_codes import counted, exit_codes, run_command, say, write_out
@@ -33,17 +31,11 @@ def serve(
     *,
     host: Annotated[
         str,
-        typer.Option(
-            "--host",
-            metavar="H",
-            help="Address to listen on; another than loopback needs --api-key.",
-        ),
+        option("--host H", "Address to listen on; another than loopback needs --api-key."),
     ] = LOOPBACK_HOST,
     port: Annotated[
         int,
-        typer.Option(
-            "--port", metavar="N", min=0, max=65535, help="Port to listen on; 0 takes a free one."
-        ),
+        option("--port N", "Port to listen on; 0 takes a free one.", min=0, max=65535),
     ] = DEFAULT_PORT,
     http: HttpOptions,
     ring: RingOptions,

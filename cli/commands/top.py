@@ -9,11 +9,10 @@ import time
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-import typer
 
 from ..finding.target import named_or_here
 from ..flags.cluster_access import Access
-from ..flags.option_groups import takes_groups
+from ..flags.option_groups import option, takes_groups
 from ..flags.options import Json, Nodes, split_nodes
 from ..output.columns import terminal_width
 from ..output.exit_codes import run_command, write_out
@@ -37,16 +36,14 @@ def top(
     nodes: Nodes = "",
     every: Annotated[
         float,
-        typer.Option("--every", metavar="S", min=LEAST_S, help="Seconds between two looks."),
+        option("--every S", "Seconds between two looks.", min=LEAST_S),
     ] = EVERY_S,
     count: Annotated[
         int | None,
-        typer.Option(
-            "--count",
-            metavar="N",
+        option(
+            "--count N",
+            "End after so many looks; 0 for none. Default: 1 where nobody could watch.",
             min=0,
-            help="End after so many looks; 0 for none. Default: 1 where nobody could watch.",
-            show_default=False,
         ),
     ] = None,
     access: Access,

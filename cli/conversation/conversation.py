@@ -1,4 +1,4 @@
-"""A conversation: its messages so far, and how the next answer is generated.
+"""A conversation: its messages so far, how the next answer is generated, and files of it.
 
 Knows requests and what is printed of their answers. The whole conversation is sent every turn; the
 ring still holds what it has computed of it and computes only what is new. Must not know the
@@ -8,14 +8,20 @@ terminal.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
 
 from shardnet.api.events import GenerationResult
 from shardnet.api.requests import GenerationOptions, Message
 from shardnet.errors import ShardnetError, UsageError
+from shardnet.files import write_whole
 from shardnet.sampling_params import SamplingParams
+from shardnet.wire.framing.schema import MAX_TEXT
 from shardnet.wire.messages.plans import PlanReply
 from shardnet.wire.messages.sequences import RecommendedSampling
 
@@ -25,6 +31,9 @@ from .markdown_answer import open_answer
 
 if TYPE_CHECKING:
     from shardnet.api.blocking import BlockingClient
+
+MAX_SAVED_BYTES: Final = 16 << 20
+"""Most bytes of a file that is loaded."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -193,3 +202,51 @@ def _closing_words(result: GenerationResult) -> str:
         f"{counted(result.usage.n_generated, 'token')}, first after {timing.ttft_s:.2f} s, "
         f"{timing.decode_tok_s:.1f} tokens/s"
     )
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+
+
+class _Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    messages: Annotated[list[_Message], msgspec.Meta(max_length=1 << 14)]
+
+
+def save(messages: Sequence[Message], path: Path) -> None:
+    """Write messages to a file, for its owner alone.
+
+    Raises UsageError for a file that is there and holds no conversation, or cannot be written.
+    """
+    if path.exists():
+        try:
+            load(path)
+        except UsageError as error:
+            raise UsageError(
+                f"{path} is there and is not replaced: it holds no conversation",
+                remedy="name another file",
+            ) from error
+    lines = ",\n".join(json.dumps(message, ensure_ascii=False) for message in messages)
+    try:
+        write_whole(path, f'{{"messages": [\n{lines}\n]}}\n'.encode())
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror or error}", remedy="name another file"
+        ) from error
+
+
+def load(path: Path) -> list[Message]:
+    """Read messages from a file. Raises UsageError for one that holds no conversation."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_SAVED_BYTES + 1)
+        if len(content) > MAX_SAVED_BYTES:
+            raise UsageError(f"{path} has more than {MAX_SAVED_BYTES} bytes")
+        saved = msgspec.json.decode(content, type=_Saved)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path} holds no conversation: {error}", remedy="load a file that /save wrote"
+        ) from error
+    return [{"role": said.role, "content": said.content} for said in saved.messages]

@@ -1,1 +1,1 @@
-"""Which node a command talks to."""
+"""Which node a command asks."""

@@ -18,8 +18,10 @@ from msgspec.structs import replace
 
 from shardnet.api.client import Client, connect
 from shardnet.api.connections import check_local, import_node, node_in_process
+from shardnet.api.local_nodes import start_nodes
 from shardnet.cluster.machine.folders import runtime_dir
-from shardnet.cluster.machine.local_nodes import LocalNodes
+from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
+from shardnet.cluster.machine.profile import available_cores
 from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError, UsageError
 from shardnet.threads import DaemonThreads
 from shardnet.wire.messages.plans import ModelChoice
@@ -27,13 +29,13 @@ from shardnet.wire.messages.plans import ModelChoice
 from ..flags.cluster_access import Access
 from ..flags.ring_options import Wanted
 from ..output.cache_folder import warn_of_cache
-from ..output.exit_codes import say
-from .local_processes import local_processes
+from ..output.exit_codes import counted, say
 from .mdns import find_nearest
 
 if TYPE_CHECKING:
     from shardnet.cluster.peers.rtt_probe import ProbeAnswer
     from shardnet.transport.identity import Identity
+
 
 SOON_S = 0.3
 """Within this time a node that is there is heard, unless a packet was lost."""
@@ -187,3 +189,21 @@ async def _nearest(
         raise PeerUnreachableError("no --peer answers: " + "; ".join(failures))
     say(f"asking the nearest peer, {best[1].address}")
     return best[1]
+
+
+@asynccontextmanager
+async def local_processes(
+    n_nodes: int, threads: int, access: Access, prefix_cache_bytes: int = 0
+) -> AsyncIterator[list[str]]:
+    """Start `n_nodes` node processes and yield their addresses; see `start_nodes`.
+
+    `threads` 0 gives each its share of the cores. Together they keep at most `prefix_cache_bytes`.
+    """
+    threads = threads or share_of_cores(available_cores(), n_nodes)
+    say(f"starting {counted(n_nodes, 'node')} on this machine, threads each: {threads}")
+    warn_of_cache()
+    arguments = access.node_arguments()
+    if prefix_cache_bytes:  # their folder is one, and each sees what the others take
+        arguments += ["--prefix-cache", str(prefix_cache_bytes)]
+    async with start_nodes(n_nodes, threads, arguments) as addresses:
+        yield addresses

@@ -16,7 +16,7 @@ from shardnet.errors import ConfigurationError
 
 from ..output.exit_codes import say
 from .cluster_access import Access
-from .completion import one_of
+from .option_groups import option
 from .options import check_choice, is_loopback
 
 MAX_KEY_FILE_BYTES = 1 << 20
@@ -29,120 +29,84 @@ class HttpOptions:
 
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
-            "--api-key",
-            metavar="[NAME:]KEY[:LIMIT]",
-            help="A key that programs must send; LIMIT is how many requests it may have at once. "
-            "May be given several times.",
-            envvar="SHARDNET_API_KEY",
-            show_default=False,
+        option(
+            "--api-key [NAME:]KEY[:LIMIT]",
+            "A key that programs must send; LIMIT is how many requests it may have at once. May be "
+            "given several times.",
+            env=True,
         ),
     ] = None
     api_key_file: Annotated[
         str,
-        typer.Option(
-            "--api-key-file",
-            metavar="F",
-            help="A file with such keys, one a line.",
-            envvar="SHARDNET_API_KEY_FILE",
-            show_default=False,
-        ),
+        option("--api-key-file F", "A file with such keys, one a line.", env=True),
     ] = ""
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            "--cors-origin",
-            metavar="URL",
-            help="A web site whose pages may ask this server, * for all; may be given several "
-            "times.",
-            show_default=False,
+        option(
+            "--cors-origin URL",
+            "A web site whose pages may ask this server, * for all; may be given several times.",
         ),
     ] = None
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(
-            "--allowed-host",
-            metavar="NAME",
-            help="A name of this server, if it is in the public DNS and no --api-key is given; * "
-            "for any; may be given several times.",
-            show_default=False,
+        option(
+            "--allowed-host NAME",
+            "A name of this server, if it is in the public DNS and no --api-key is given; * for "
+            "any; may be given several times.",
         ),
     ] = None
     alias: Annotated[
         list[str] | None,
-        typer.Option(
-            "--alias",
-            metavar="NAME=MODEL",
-            help="Another name of a model, for programs that ask for a fixed one; *=MODEL for "
-            "every name there is not; may be given several times.",
-            show_default=False,
+        option(
+            "--alias NAME=MODEL",
+            "Another name of a model, for programs that ask for a fixed one; *=MODEL for every "
+            "name there is not; may be given several times.",
         ),
     ] = None
     root_path: Annotated[
         str,
-        typer.Option(
-            "--root-path",
-            metavar="/PATH",
-            help="Where a proxy has this server on its site.",
-            show_default=False,
-        ),
+        option("--root-path /PATH", "Where a proxy has this server on its site."),
     ] = ""
     tls_cert: Annotated[
         str,
-        typer.Option(
-            "--tls-cert",
-            metavar="F",
-            help="Serve HTTPS with this certificate (PEM).",
-            show_default=False,
-        ),
+        option("--tls-cert F", "Serve HTTPS with this certificate (PEM)."),
     ] = ""
     tls_key: Annotated[
         str,
-        typer.Option(
-            "--tls-key",
-            metavar="F",
-            help="The private key of --tls-cert (PEM).",
-            show_default=False,
-        ),
+        option("--tls-key F", "The private key of --tls-cert (PEM)."),
     ] = ""
 
     switch: Annotated[
         str,
-        typer.Option(
-            "--switch",
-            autocompletion=one_of("idle", "never"),
-            metavar="idle|never",
-            help="What a request for another model does: idle waits until the ring has nothing to "
-            "do, then changes its model; never refuses.",
-            envvar="SHARDNET_SWITCH",
+        option(
+            "--switch idle|never",
+            "What a request for another model does: idle waits until the ring has nothing to do, "
+            "then changes its model; never refuses.",
+            env=True,
         ),
     ] = "idle"
     idle_unload: Annotated[
         str,
-        typer.Option(
-            "--idle-unload",
-            metavar="30m",
-            help="Free a model that no request has used for so long. Default: keep it.",
-            envvar="SHARDNET_IDLE_UNLOAD",
-            show_default=False,
+        option(
+            "--idle-unload 30m",
+            "Free a model that no request has used for so long. Default: keep it.",
+            env=True,
         ),
     ] = ""
     deputy: Annotated[
         str,
-        typer.Option(
-            "--deputy",
-            autocompletion=one_of("off", "auto"),
-            metavar="off|auto",
-            help="auto copies requests and their tokens to a second node, which goes on if the "
-            "first one of the ring is lost.",
-            envvar="SHARDNET_DEPUTY",
+        option(
+            "--deputy off|auto",
+            "auto copies requests and their tokens to a second node, which goes on if the first "
+            "one of the ring is lost.",
+            env=True,
         ),
     ] = "off"
     tls: Annotated[
         bool,
-        typer.Option(
+        option(
             "--tls",
-            help="Serve HTTPS with a certificate of the cluster's authority, which `shardnet key "
+            "Serve HTTPS with a certificate of the cluster's authority, which `shardnet key "
             "authority` prints for those who ask.",
         ),
     ] = False

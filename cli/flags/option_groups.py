@@ -1,4 +1,4 @@
-"""Groups of flags: a frozen dataclass whose fields are flags, taken by a command as one argument.
+"""Flags in one line each, and groups of them: a dataclass taken by a command as one argument.
 
 Knows how typer reads a command: parameters, their types and defaults. Must not know any flag.
 """
@@ -11,6 +11,40 @@ import inspect
 from collections.abc import Callable, Iterator
 from inspect import Parameter, Signature
 from typing import Annotated, Any, get_origin, get_type_hints
+
+import typer
+
+from .completion import Complete, one_of
+
+
+def option(
+    spelled: str,
+    help: str,
+    *,
+    env: bool | str = False,
+    min: float | None = None,
+    max: float | None = None,
+    hides_default: bool = False,
+    words: Complete | None = None,
+) -> Any:
+    """Describe a flag for typer: `spelled` as --help has it, such as `--name NAME`.
+
+    It is also set by the variable `env`, or if True by SHARDNET_NAME. TAB completes `words`, else
+    those of `--name this|that|N` that are in small letters.
+    """
+    flag, _, value = spelled.partition(" ")
+    if words is None and "|" in value:
+        words = one_of(*(word for word in value.split("|") if word.islower()))
+    return typer.Option(
+        flag,
+        metavar=value or None,
+        help=help,
+        envvar=f"SHARDNET_{flag[2:].replace('-', '_').upper()}" if env is True else env or None,
+        min=min,
+        max=max,
+        show_default=not hides_default,
+        autocompletion=words,
+    )
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -18,7 +18,8 @@ from shardnet.transport.address import split_address
 
 from ..output.log_format import FORMATS, keep_log_format
 from ..output.log_format import VARIABLE as LOG_FORMAT_VARIABLE
-from .completion import node_addresses, one_of
+from .completion import node_addresses
+from .option_groups import option
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?", re.IGNORECASE)
 _UNITS: Final = {
@@ -35,101 +36,81 @@ _UNITS: Final = {
 
 Nodes = Annotated[
     str,
-    typer.Option(
-        "--nodes",
-        autocompletion=node_addresses,
-        metavar="H:P,H:P",
-        help="Exactly these nodes, in this order; the first is the head.",
-        envvar="SHARDNET_NODES",
-        show_default=False,
+    option(
+        "--nodes H:P,H:P",
+        "Exactly these nodes, in this order; the first is the head.",
+        env=True,
+        words=node_addresses,
     ),
 ]
 Peer = Annotated[
     list[str] | None,
-    typer.Option(
-        "--peer",
-        autocompletion=node_addresses,
-        metavar="H:P",
-        help="A node on the network to ask or to link to; may be given several times.",
-        envvar="SHARDNET_PEER",
-        show_default=False,
+    option(
+        "--peer H:P",
+        "A node on the network to ask or to link to; may be given several times.",
+        env=True,
+        words=node_addresses,
     ),
 ]
 NoMdns = Annotated[
     bool,
-    typer.Option(
-        "--no-mdns",
-        help="Neither advertise nor look for nodes by mDNS.",
-        envvar="SHARDNET_NO_MDNS",
-    ),
+    option("--no-mdns", "Neither advertise nor look for nodes by mDNS.", env=True),
 ]
 Offline = Annotated[
     bool,
-    typer.Option(
+    option(
         "--offline",
-        help="Download nothing from the Internet. Nodes that already run decide for themselves.",
-        envvar="SHARDNET_OFFLINE",
+        "Download nothing from the Internet. Nodes that already run decide for themselves.",
+        env=True,
     ),
 ]
 IgnoreUnknownConfig = Annotated[
     bool,
-    typer.Option(
+    option(
         "--ignore-unknown-config",
-        help="Load a model whose config has keys that are not known here, as if they were not "
-        "there.",
-        envvar="SHARDNET_IGNORE_UNKNOWN_CONFIG",
+        "Load a model whose config has keys that are not known here, as if they were not there.",
+        env=True,
     ),
 ]
 ModelFolder = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--model-folder",
-        metavar="DIR",
-        help="A folder to look for models in, for names of --model; may be given several times.",
-        envvar=FOLDERS_VARIABLE,
-        show_default=False,
+    option(
+        "--model-folder DIR",
+        "A folder to look for models in, for names of --model; may be given several times.",
+        env=FOLDERS_VARIABLE,
     ),
 ]
 KeyFile = Annotated[
     str,
-    typer.Option(
-        "--key-file",
-        metavar="F",
-        help="Where the cluster key is. Default: cluster.key beside the configuration.",
-        envvar="SHARDNET_KEY_FILE",
-        show_default=False,
+    option(
+        "--key-file F",
+        "Where the cluster key is. Default: cluster.key beside the configuration.",
+        env=True,
     ),
 ]
 Insecure = Annotated[
     bool,
-    typer.Option(
-        "--insecure",
-        help="Use no cluster key: links are neither encrypted nor authenticated.",
-        envvar="SHARDNET_INSECURE",
+    option(
+        "--insecure", "Use no cluster key: links are neither encrypted nor authenticated.", env=True
     ),
 ]
 LogFormat = Annotated[
     str,
-    typer.Option(
-        "--log-format",
-        metavar="text|json",
-        autocompletion=one_of(*FORMATS),
-        help="How lines on standard error are written; json is one object a line.",
-        envvar=LOG_FORMAT_VARIABLE,
-        show_default=False,
+    option(
+        "--log-format text|json",
+        "How lines on standard error are written; json is one object a line.",
+        env=LOG_FORMAT_VARIABLE,
     ),
 ]
 PrefixCache = Annotated[
     str,
-    typer.Option(
-        "--prefix-cache",
-        metavar="20GiB",
-        help="Disk space for long prompts that are not computed again. Default: none.",
-        envvar="SHARDNET_PREFIX_CACHE",
-        show_default=False,
+    option(
+        "--prefix-cache 20GiB",
+        "Disk space for long prompts that are not computed again. Default: none.",
+        env=True,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+Json = Annotated[bool, option("--json", "Print JSON on standard output.")]
 
 
 def is_loopback(host: str) -> bool:

@@ -20,6 +20,7 @@ from shardnet.wire.messages.plans import ModelChoice
 
 from .cluster_access import Access
 from .completion import model_names, one_of
+from .option_groups import option
 from .options import (
     IgnoreUnknownConfig,
     ModelFolder,
@@ -60,27 +61,25 @@ class RingOptions:
 
     model: Annotated[
         str,
-        typer.Option(
-            "--model",
-            autocompletion=model_names,
-            metavar="PATH|NAME",
-            help="Checkpoint folder, GGUF file, name or part of one that `shardnet models` lists, "
-            "or a model of the Hugging Face Hub, ORG/NAME[:GGUF]. Nodes without it fetch it from "
-            "one that has it, else from the Hub. Default: the bundled model.",
-            envvar="SHARDNET_MODEL",
-            show_default=False,
+        option(
+            "--model PATH|NAME",
+            "Checkpoint folder, GGUF file, name or part of one that `shardnet models` lists, or a "
+            "model of the Hugging Face Hub, ORG/NAME[:GGUF]. Nodes without it fetch it from one "
+            "that has it, else from the Hub. Default: the bundled model.",
+            env=True,
+            words=model_names,
+            hides_default=True,
         ),
     ] = DEFAULT_MODEL_NAME
     nodes: Nodes = ""
     local: Annotated[
         int,
-        typer.Option(
-            "--local",
-            metavar="N",
+        option(
+            "--local N",
+            "Start N node processes on this machine for this run.",
+            env=True,
             min=0,
-            help="Start N node processes on this machine for this run.",
-            envvar="SHARDNET_LOCAL",
-            show_default=False,
+            hides_default=True,
         ),
     ] = 0
     peer: Peer = None
@@ -89,145 +88,122 @@ class RingOptions:
     model_folder: ModelFolder = None
     layers: Annotated[
         str,
-        typer.Option(
-            "--layers",
-            metavar="0-8,8-12",
-            help="Layers of each stage in ring order; 0-8 are the layers 0 to 7.",
-            envvar="SHARDNET_LAYERS",
-            show_default=False,
+        option(
+            "--layers 0-8,8-12",
+            "Layers of each stage in ring order; 0-8 are the layers 0 to 7.",
+            env=True,
         ),
     ] = ""
     context: Annotated[
         int,
-        typer.Option(
-            "--context",
-            metavar="N",
+        option(
+            "--context N",
+            "Most tokens of one sequence. Default: the smaller of the model's and 8192.",
+            env=True,
             min=0,
-            help="Most tokens of one sequence. Default: the smaller of the model's and 8192.",
-            envvar="SHARDNET_CONTEXT",
-            show_default=False,
+            hides_default=True,
         ),
     ] = 0
     dtype: Annotated[
         str,
-        typer.Option(
-            "--dtype",
-            autocompletion=one_of("auto", "bfloat16", "float16", "float32"),
-            metavar="auto|bfloat16|float16|float32",
-            help="Data type that the ring computes in.",
-            envvar="SHARDNET_DTYPE",
+        option(
+            "--dtype auto|bfloat16|float16|float32",
+            "Data type that the ring computes in.",
+            env=True,
         ),
     ] = "auto"
     wire_dtype: Annotated[
         str,
-        typer.Option(
-            "--wire-dtype",
-            autocompletion=one_of("bfloat16", "float16", "int8", "slow=int8"),
-            metavar="bfloat16|float16|int8|LINK=…",
-            help="Quantise activations on every link, or on those named: slow=int8, 0-1=int8, "
-            "desk-pi=int8, gather=int8 for parts of layers; `plan` measures the error. "
-            "Default: the ring's dtype.",
-            envvar="SHARDNET_WIRE_DTYPE",
-            show_default=False,
+        option(
+            "--wire-dtype bfloat16|float16|int8|LINK=…",
+            "Quantise activations on every link, or on those named: slow=int8, 0-1=int8, "
+            "desk-pi=int8, gather=int8 for parts of layers; `plan` measures the error. Default: "
+            "the ring's dtype.",
+            env=True,
+            words=one_of("bfloat16", "float16", "int8", "slow=int8"),
         ),
     ] = ""
     arith: Annotated[
         str,
-        typer.Option(
-            "--arith",
-            autocompletion=one_of("auto", "portable", "fast", "onednn"),
-            metavar="auto|portable|fast|onednn",
-            help="How CPUs compute: portable gives the same bits on all, fast uses bfloat16 "
+        option(
+            "--arith auto|portable|fast|onednn",
+            "How CPUs compute: portable gives the same bits on all, fast uses bfloat16 "
             "instructions, onednn torch's kernels. Default: portable where the ring's CPUs are "
             "unlike.",
-            envvar="SHARDNET_ARITH",
+            env=True,
         ),
     ] = "auto"
     quant: Annotated[
         str,
-        typer.Option(
-            "--quant",
-            autocompletion=one_of("none", "int8", "int4"),
-            metavar="none|int8|int4",
-            help="Quantise weights at load: about half the memory with int8, a quarter with int4, "
-            "which costs quality; and faster.",
-            envvar="SHARDNET_QUANT",
+        option(
+            "--quant none|int8|int4",
+            "Quantise weights at load: about half the memory with int8, a quarter with int4, which "
+            "costs quality; and faster.",
+            env=True,
         ),
     ] = "none"
     kv_dtype: Annotated[
         str,
-        typer.Option(
-            "--kv-dtype",
-            autocompletion=one_of("auto", "int8"),
-            metavar="auto|int8",
-            help="Quantise keys and values: about half the memory of a long context.",
-            envvar="SHARDNET_KV_DTYPE",
+        option(
+            "--kv-dtype auto|int8",
+            "Quantise keys and values: about half the memory of a long context.",
+            env=True,
         ),
     ] = "auto"
     mtp: Annotated[
         bool,
-        typer.Option(
+        option(
             "--mtp",
-            help="Load the layer of the model that predicts further tokens, for --speculate mtp, "
-            "which asks for it too.",
-            envvar="SHARDNET_MTP",
+            "Load the layer of the model that predicts further tokens, for --speculate mtp, which "
+            "asks for it too.",
+            env=True,
         ),
     ] = False
     stream_layers: Annotated[
         str,
-        typer.Option(
-            "--stream-layers",
-            autocompletion=one_of("auto"),
-            metavar="auto|N",
-            help="Read layers from disk at every step: N of each stage, or as few as make it fit.",
-            envvar="SHARDNET_STREAM_LAYERS",
-            show_default=False,
+        option(
+            "--stream-layers auto|N",
+            "Read layers from disk at every step: N of each stage, or as few as make it fit.",
+            env=True,
         ),
     ] = ""
     ignore_unknown_config: IgnoreUnknownConfig = False
     threads: Annotated[
         int,
-        typer.Option(
-            "--threads",
-            metavar="N",
+        option(
+            "--threads N",
+            "Compute threads per node. Default: its share of the machine's cores.",
+            env=True,
             min=0,
-            help="Compute threads per node. Default: its share of the machine's cores.",
-            envvar="SHARDNET_THREADS",
-            show_default=False,
+            hides_default=True,
         ),
     ] = 0
     optimise: Annotated[
         str,
-        typer.Option(
-            "--optimise",
-            autocompletion=one_of("latency", "throughput"),
-            metavar="latency|throughput",
-            help="Plan for the speed of one sequence (default), or of many at once: then nodes may "
-            "make several rings, each with the whole model, behind one head.",
-            envvar="SHARDNET_OPTIMISE",
-            show_default=False,
+        option(
+            "--optimise latency|throughput",
+            "Plan for the speed of one sequence (default), or of many at once: then nodes may make "
+            "several rings, each with the whole model, behind one head.",
+            env=True,
         ),
     ] = ""
     standby: Annotated[
         str,
-        typer.Option(
-            "--standby",
-            autocompletion=one_of("off", "auto"),
-            metavar="off|auto",
-            help="Nodes with memory to spare hold a neighbour's layers and follow its KV cache, to "
-            "go on in its place when it is lost.",
-            envvar="SHARDNET_STANDBY",
+        option(
+            "--standby off|auto",
+            "Nodes with memory to spare hold a neighbour's layers and follow its KV cache, to go "
+            "on in its place when it is lost.",
+            env=True,
         ),
     ] = "off"
     nodes_per_stage: Annotated[
         str,
-        typer.Option(
-            "--nodes-per-stage",
-            autocompletion=one_of("auto", "1", "2"),
-            metavar="auto|N",
-            help="How many nodes share each layer, over a fast network: auto where no nodes are "
-            "named and it was measured to pay.",
-            envvar="SHARDNET_NODES_PER_STAGE",
+        option(
+            "--nodes-per-stage auto|N",
+            "How many nodes share each layer, over a fast network: auto where no nodes are named "
+            "and it was measured to pay.",
+            env=True,
+            words=one_of("auto", "1", "2"),
         ),
     ] = "auto"
 

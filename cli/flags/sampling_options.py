@@ -18,19 +18,14 @@ from shardnet.errors import SamplingError, UsageError
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.generation import RecommendedName
 
-from .completion import one_of
+from .option_groups import option
 from .options import check_choice
 
 RECOMMENDED: Final[tuple[RecommendedName, ...]] = get_args(RecommendedName)
 
 MaxTokens = Annotated[
     int,
-    typer.Option(
-        "--max-tokens",
-        metavar="N",
-        min=0,
-        help="Generate at most this many tokens; 0 only reads the prompt.",
-    ),
+    option("--max-tokens N", "Generate at most this many tokens; 0 only reads the prompt.", min=0),
 ]
 
 
@@ -43,162 +38,125 @@ class SamplingOptions:
 
     system: Annotated[
         str,
-        typer.Option("--system", metavar="TEXT", help="System message of the conversation."),
+        option("--system TEXT", "System message of the conversation."),
     ] = ""
     max_tokens: MaxTokens = 256
     min_tokens: Annotated[
         int,
-        typer.Option(
-            "--min-tokens", metavar="N", help="Sample no stop id before this many tokens."
-        ),
+        option("--min-tokens N", "Sample no stop id before this many tokens."),
     ] = 0
     temperature: Annotated[
         float | None,
-        typer.Option(
-            "--temperature",
-            metavar="X",
-            help="0 always takes the most likely token. Default: 0; in chat as the model "
-            "recommends, else 0.7.",
-            show_default=False,
+        option(
+            "--temperature X",
+            "0 always takes the most likely token. Default: 0; in chat as the model recommends, "
+            "else 0.7.",
         ),
     ] = None
     top_k: Annotated[
         int | None,
-        typer.Option(
-            "--top-k", metavar="K", help="Sample from the K most likely tokens; 0 is off."
-        ),
+        option("--top-k K", "Sample from the K most likely tokens; 0 is off."),
     ] = None
     top_p: Annotated[
         float | None,
-        typer.Option(
-            "--top-p",
-            metavar="P",
-            help="Sample from the most likely tokens whose probabilities sum up to P.",
-        ),
+        option("--top-p P", "Sample from the most likely tokens whose probabilities sum up to P."),
     ] = None
     min_p: Annotated[
         float | None,
-        typer.Option(
-            "--min-p",
-            metavar="P",
-            help="Sample from tokens at least P times as likely as the most likely one.",
+        option(
+            "--min-p P", "Sample from tokens at least P times as likely as the most likely one."
         ),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(
-            "--repetition-penalty",
-            metavar="X",
-            help="Above 1: make tokens of the prompt and the output less likely; 1 is off.",
+        option(
+            "--repetition-penalty X",
+            "Above 1: make tokens of the prompt and the output less likely; 1 is off.",
         ),
     ] = None
     presence_penalty: Annotated[
         float,
-        typer.Option(
-            "--presence-penalty", metavar="X", help="Lower the logit of tokens of the output by X."
-        ),
+        option("--presence-penalty X", "Lower the logit of tokens of the output by X."),
     ] = 0.0
     frequency_penalty: Annotated[
         float,
-        typer.Option(
-            "--frequency-penalty",
-            metavar="X",
-            help="Lower the logit of tokens of the output by X for each time they occur.",
+        option(
+            "--frequency-penalty X",
+            "Lower the logit of tokens of the output by X for each time they occur.",
         ),
     ] = 0.0
     logit_bias: Annotated[
         list[str] | None,
-        typer.Option(
-            "--logit-bias",
-            metavar="ID=X",
-            help="Add X, from -100 to 100, to a token's logit; may be given several times.",
+        option(
+            "--logit-bias ID=X",
+            "Add X, from -100 to 100, to a token's logit; may be given several times.",
         ),
     ] = None
     seed: Annotated[
         int | None,
-        typer.Option(
-            "--seed",
-            metavar="N",
-            help="Seed of the draws; the same one gives the same text. Default: random, reported.",
+        option(
+            "--seed N",
+            "Seed of the draws; the same one gives the same text. Default: random, reported.",
         ),
     ] = None
     stop: Annotated[
         list[str] | None,
-        typer.Option(
-            "--stop", metavar="STR", help="Stop before this text; may be given several times."
-        ),
+        option("--stop STR", "Stop before this text; may be given several times."),
     ] = None
     stop_token_id: Annotated[
         list[int] | None,
-        typer.Option(
-            "--stop-token-id",
-            metavar="ID",
-            min=0,
-            help="Stop after this token; may be given several times.",
-        ),
+        option("--stop-token-id ID", "Stop after this token; may be given several times.", min=0),
     ] = None
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Continue where the model would end.")
-    ] = False
+    ignore_eos: Annotated[bool, option("--ignore-eos", "Continue where the model would end.")] = (
+        False
+    )
     bos: Annotated[
         str,
-        typer.Option(
-            "--bos",
-            autocompletion=one_of("auto", "on", "off"),
-            metavar="auto|on|off",
-            help="Prepend the BOS token: as the tokenizer says, always, or never.",
+        option(
+            "--bos auto|on|off", "Prepend the BOS token: as the tokenizer says, always, or never."
         ),
     ] = "auto"
     keep_special_tokens: Annotated[
-        bool, typer.Option("--keep-special-tokens", help="Show special tokens in the text.")
+        bool, option("--keep-special-tokens", "Show special tokens in the text.")
     ] = False
     json_schema: Annotated[
         str,
-        typer.Option(
-            "--json-schema",
-            metavar="FILE|JSON",
-            help="Write JSON that is valid by this schema, a file or its text.",
+        option(
+            "--json-schema FILE|JSON",
+            "Write JSON that is valid by this schema, a file or its text.",
         ),
     ] = ""
     regex: Annotated[
         str,
-        typer.Option(
-            "--regex", metavar="RE", help="Write what this regular expression matches as a whole."
-        ),
+        option("--regex RE", "Write what this regular expression matches as a whole."),
     ] = ""
     grammar: Annotated[
         str,
-        typer.Option(
-            "--grammar", metavar="FILE", help="Write what this grammar, in Lark's form, matches."
-        ),
+        option("--grammar FILE", "Write what this grammar, in Lark's form, matches."),
     ] = ""
     speculate: Annotated[
         str,
-        typer.Option(
-            "--speculate",
-            autocompletion=one_of("off", "ngram", "mtp"),
-            metavar="off|ngram|mtp|PATH",
-            help="Draft tokens and verify several at once: by look-up in the text, by the layer "
-            "of the model that predicts further tokens, or by the small model at PATH on the "
-            "head.",
-            envvar="SHARDNET_SPECULATE",
+        option(
+            "--speculate off|ngram|mtp|PATH",
+            "Draft tokens and verify several at once: by look-up in the text, by the layer of the "
+            "model that predicts further tokens, or by the small model at PATH on the head.",
+            env=True,
         ),
     ] = "off"
     draft_tokens: Annotated[
         int,
-        typer.Option(
-            "--draft-tokens",
-            metavar="N",
+        option(
+            "--draft-tokens N",
+            "Draft at most N tokens at once. Default: as many as pay off.",
             min=0,
-            help="Draft at most N tokens at once. Default: as many as pay off.",
-            show_default=False,
+            hides_default=True,
         ),
     ] = 0
     deterministic: Annotated[
         bool,
-        typer.Option(
+        option(
             "--deterministic",
-            help="Give the same tokens whatever else runs, with speculation or without; slower.",
+            "Give the same tokens whatever else runs, with speculation or without; slower.",
         ),
     ] = False
 

@@ -7,9 +7,11 @@ reader goes away, as with `| head -1`, exits with 1 and no line.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Final, NoReturn, TextIO
 
 import typer
@@ -23,6 +25,8 @@ _ESCAPED: Final = {code: f"\\u{code:04x}" for code in (*range(32), *range(127, 1
 _IN_TEXTS: Final = _ESCAPED | {ord("\n"): "\n", ord("\t"): "\t"}
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
+RESTORE: Final = b"\x1b[?2004l\x1b[?25h"
+"""Pasted text comes as if typed, and the cursor shows."""
 
 
 def run_command(main: Coroutine[Any, Any, None]) -> None:
@@ -172,3 +176,28 @@ def _silence(stream: TextIO) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
+
+
+def restore_at_sigterm() -> None:
+    """Make SIGTERM restore echo and cursor before it ends this process.
+
+    Without this a command that is ended at its prompt, or while bars move, leaves a shell in which
+    typed text cannot be seen. Does nothing without a terminal.
+    """
+    if sys.platform == "win32" or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    import termios
+
+    stdin, stderr = sys.stdin.fileno(), sys.stderr.fileno()
+    found = termios.tcgetattr(stdin)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second signal ends it wherever it stands
+        if os.tcgetpgrp(stdin) == os.getpgrp():  # else the shell has it, and changing it stops us
+            termios.tcsetattr(stdin, termios.TCSANOW, found)
+            os.write(stderr, RESTORE)
+        signal.raise_signal(number)
+
+    signal.signal(signal.SIGTERM, end)

@@ -17,6 +17,7 @@ import typer
 from shardnet.errors import ConfigurationError, ShardnetError, UsageError
 from shardnet.files import write_whole
 
+from ..flags.option_groups import option
 from ..flags.options import Json
 from ..output.exit_codes import fail, say, write_out
 from .service_files import Service, ServiceFiles, launchd, systemd
@@ -38,10 +39,10 @@ service_app = typer.Typer(
 
 System = Annotated[
     bool,
-    typer.Option("--system", help="For the whole machine, not only for this user; needs root."),
+    option("--system", "For the whole machine, not only for this user; needs root."),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print what would be written and run, and do nothing.")
+    bool, option("--dry-run", "Print what would be written and run, and do nothing.")
 ]
 Kind = Annotated[str, typer.Argument(metavar="[node|serve]", help="What runs.", show_default=False)]
 

@@ -25,7 +25,7 @@ from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.transport.loop import run
 from shardnet.wire.messages.generation import LastRun
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet_cli.finding.local_processes import local_processes
+from shardnet_cli.finding.target import local_processes
 from shardnet_cli.flags.cluster_access import Access
 
 PROMPT = tuple(range(2, 34))

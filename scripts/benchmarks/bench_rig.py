@@ -39,7 +39,7 @@ from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
 from shardnet.types import LayerRange, SlotId
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet_cli.finding.local_processes import local_processes
+from shardnet_cli.finding.target import local_processes
 from shardnet_cli.flags.cluster_access import Access
 
 MAX_CONTEXT = 4096

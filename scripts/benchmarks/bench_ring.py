@@ -45,7 +45,7 @@ from shardnet.types import (
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.sequences import Sampling
-from shardnet_cli.finding.local_processes import local_processes
+from shardnet_cli.finding.target import local_processes
 from shardnet_cli.flags.cluster_access import Access
 
 READ_BYTES = 1536 * 2**20

@@ -25,7 +25,7 @@ from shardnet.runtime.loading.wire_loss import measure_wire_loss
 from shardnet.transport.loop import run
 from shardnet.types import DType, WireDType
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet_cli.finding.local_processes import local_processes
+from shardnet_cli.finding.target import local_processes
 from shardnet_cli.flags.cluster_access import Access
 
 PROMPT = (1, 2, 3, 4)

@@ -1,1 +1,1 @@
-"""From files to tensors."""
+"""From files to tensors: a checkpoint as a whole, and replicas."""

@@ -1,1 +1,1 @@
-"""From files to text and back."""
+"""From text to token ids and back."""

@@ -1,1 +1,1 @@
-"""Bytes in motion: links over TCP and in memory."""
+"""Links that move bytes: over TCP and in memory."""

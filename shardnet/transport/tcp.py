@@ -1,4 +1,4 @@
-"""Links over TCP: connect and listen.
+"""Links over TCP: connect, again where the peer is busy, and listen.
 
 Knows addresses and what the errors of the operating system mean to a person. Knows nothing of what
 travels on a link.

@@ -32,7 +32,6 @@ ALLOWED = {
     "cli.output",
     "cli.output.exit_codes",
     "cli.output.log_format",
-    "cli.output.terminal",
 }
 """What of this project `--help` imports."""
 HEAVY = (

@@ -1,1 +1,1 @@
-"""Chat formats: what a model writes as reasoning, content and tool calls."""
+"""What models write, as reasoning, content and tool calls. Pure."""

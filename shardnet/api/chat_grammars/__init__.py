@@ -1,1 +1,1 @@
-"""Grammars of what a model must write: calls in its family's format, or an answer beside them."""
+"""Grammars of what a model must write: calls in its family's format, or an answer. Pure."""

@@ -1,1 +1,1 @@
-"""The dashboard: what the page for people shows, and what they do there."""
+"""The dashboard: its data and its page (docs/dashboard.md)."""

@@ -1,1 +1,1 @@
-"""The HTTP server without any dialect: requests, keys, streams, errors, metrics."""
+"""The HTTP server without any dialect (docs/server.md)."""

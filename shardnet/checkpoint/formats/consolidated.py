@@ -2,7 +2,8 @@
 
 Knows their names of tensors, that queries and keys are in interleaved rotary order, and how the
 parts of Meta's model parallel training are joined: every part has the same tensors, each cut along
-one axis or, as norms are, not at all. Must not know kernels.
+one axis or, as norms are, not at all. Of params.json a family reads its own keys. Must not know
+kernels.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from shardnet.checkpoint.formats.consolidated_params import config_of_params
 from shardnet.checkpoint.formats.indexed_files import read_indexed_files
 from shardnet.checkpoint.formats.safetensors_files import read_safetensors_file
 from shardnet.checkpoint.formats.torch_files import read_torch_file
@@ -31,8 +31,10 @@ from shardnet.checkpoint.tensors.model_tensor import (
 )
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, FileTotals, StoredTensor, TensorFile
 from shardnet.errors import CheckpointError
+from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families.registry import family_of
+from shardnet.model.config.params_keys import read_params_decoder
+from shardnet.model.families.registry import FAMILIES, family_of
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.families.tensor_shapes import Shape
 from shardnet.types import LayerRange
@@ -40,6 +42,7 @@ from shardnet.types import LayerRange
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
 
 Parts = Mapping[str, Sequence[StoredTensor]]
 """The parts of each tensor, by its name in the files, in order."""
@@ -246,3 +249,38 @@ def _joined(axis: int | None, n_heads: int | None) -> Make:
         return values if n_heads is None else rotary_halves(values, n_heads)
 
     return make
+
+
+def config_of_params(
+    params: Mapping[str, Any],
+    vocab_size: int,
+    is_tied: bool,
+    dtype: str,
+    where: str,
+    unknown: list[str] | None = None,
+) -> dict[str, Any]:
+    """Convert the params.json at `where` to the keys and values of config.json.
+
+    `vocab_size` and `is_tied` follow from the tensors, and `dtype`, which they are stored in.
+    Unknown keys are added to the list `unknown`; without it they are refused. Raises
+    UnsupportedModelError for a value that is not implemented, CheckpointError for one that is
+    malformed.
+    """
+    fields = Fields(params, where, unknown=unknown)
+    fields.ignore("vocab_size", "tied_embeddings", "max_batch_size", "model_parallel_size")
+    config = read_params_decoder(fields) | _read_family(fields)
+    fields.note_the_rest()
+    fields.refuse_unknown()
+    return config | {
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": is_tied,
+        "torch_dtype": dtype,
+    }
+
+
+def _read_family(fields: Fields) -> dict[str, Any]:
+    for family in FAMILIES.values():
+        consolidated = family.consolidated
+        if consolidated is not None and consolidated.claims(fields):
+            return {"model_type": family.model_type} | consolidated.read(fields)
+    raise fields.damaged("its keys are of no model that is known")

@@ -1,1 +1,1 @@
-"""Weights that were quantised before they were stored, by whom and how."""
+"""Weights that were quantised before they were stored, one file per maker."""

@@ -1,11 +1,13 @@
 """All makers' formats of quantised weights, and how a checkpoint finds its own.
 
-Knows the makers' modules by `quant_method`, and nothing of what stands in them.
+Knows the makers' modules by `quant_method`, and nothing of what stands in them; and how gpt-oss and
+MLX name experts that are stored as one tensor for all of a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -16,13 +18,13 @@ from shardnet.checkpoint.quantization.fp8 import read_fp8
 from shardnet.checkpoint.quantization.gptq import read_gptq
 from shardnet.checkpoint.quantization.mlx import read_mlx
 from shardnet.checkpoint.quantization.mxfp4 import read_mxfp4
-from shardnet.checkpoint.quantization.stacked_parts import split_parts
 from shardnet.checkpoint.quantization.weight_parts import WeightFormat, WeightParts
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor, unchanged
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor
 from shardnet.errors import CheckpointError, shown
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.registry import family_of
 from shardnet.model.families.stage_tensors import canonical_name, stage_tensors
 from shardnet.model.families.wrappers import TEXT
 from shardnet.types import LayerRange
@@ -39,6 +41,8 @@ METHODS: Final[Mapping[str, Callable[[Fields], WeightFormat]]] = {
 """By `quant_method`: what reads the rest of `quantization_config`."""
 _MLX: Final = "quantization"
 """MLX's key."""
+_SWITCH = re.compile(r"(.+\.)switch_mlp\.(gate|up|down)_proj(\..+)")
+_BLOCKS = re.compile(r"(.+\.experts\.)((?:gate_up|down)_proj)(_blocks|_scales)")
 
 
 def take_format(
@@ -159,3 +163,37 @@ def _stems(stored: Iterable[str], markers: Iterable[str]) -> list[tuple[str, str
         for marker in markers
         if name.endswith(marker)
     ]
+
+
+def split_parts(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Replace each stack by its slices, under the names that parts of one expert have.
+
+    A slice keeps the stack's own `name`. A tensor of another number of experts stays: its name has
+    no place in the model, which the loader refuses.
+    """
+    family = family_of(config)
+    if config.experts is None or family.experts is None:
+        return dict(stored)
+    n_experts = config.experts.n_experts
+    linears = {
+        "gate": family.experts.gate,
+        "up": family.experts.up,
+        "down": family.experts.down,
+    }
+    made: dict[str, StoredTensor] = {}
+    for name, info in stored.items():
+        is_stack = len(info.shape) > 1 and info.shape[0] == n_experts and info.strides is None
+        if is_stack and (match := _SWITCH.fullmatch(name)):
+            ends = f"{linears[match[2]]}{match[3]}"
+            made |= _slices(f"{match[1]}experts.", ends, info)
+        elif is_stack and (match := _BLOCKS.fullmatch(name)):
+            made |= _slices(match[1], f"{match[2]}{match[3]}", info)
+        else:
+            made[name] = info
+    return made
+
+
+def _slices(begins: str, ends: str, info: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    for number in range(info.shape[0]):
+        one = info.rows(number, number + 1)
+        yield f"{begins}{number}.{ends}", replace(one, shape=one.shape[1:])

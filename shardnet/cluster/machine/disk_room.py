@@ -1,4 +1,4 @@
-"""Check free disk space before writing.
+"""Checks that a disk has room before anything is written to it.
 
 Knows how much space stays free for other programs. Must not know what is written.
 """

@@ -1,1 +1,1 @@
-"""The node: the composition root and what reaches it."""
+"""The node: its parts and the messages that reach it."""

@@ -1,1 +1,1 @@
-"""The peers of a node and the control links to them."""
+"""The peers of a node: found, linked to, kept."""

@@ -1,4 +1,4 @@
-"""Collect the status of this node and its peers.
+"""The latest NodeInfo of this node and of those it is linked to.
 
 Knows how to ask a node for its status, and how long to wait. Must not know plans, rings or clients.
 """

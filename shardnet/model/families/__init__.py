@@ -1,1 +1,1 @@
-"""One file per model family."""
+"""One file per model family, with one `Family` record."""

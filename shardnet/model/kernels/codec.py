@@ -1,4 +1,4 @@
-"""The one bridge between bytes on the wire and tensors.
+"""The one bridge between bytes on the wire and tensors; rounds rows to narrower wire dtypes.
 
 Knows how a row-major little-endian payload maps to a tensor, without a copy where possible, and how
 rows are quantised for a narrower wire (docs/protocol.md section 9). Must not know

@@ -1,4 +1,4 @@
-"""Turns out-of-memory errors into CapacityError.
+"""Turns torch's out-of-memory errors into CapacityError.
 
 Knows how torch, numpy and Python report them. Must not know what the memory was for.
 """

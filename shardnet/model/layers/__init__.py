@@ -1,1 +1,1 @@
-"""Norms, rotary positions, attention, MLP, experts, decoder layer."""
+"""Norms, rotary positions, attention, MLP, experts, decoder layers."""

@@ -1,4 +1,4 @@
-"""Attention over the slots of a KV cache by the compiled library.
+"""Attention over slots by the compiled library: the same bits in any batch and chunk.
 
 Knows the struct of csrc/sublayers.c and how slots store keys and values. Must not know layers,
 parameter names or scheduling.

@@ -1,1 +1,1 @@
-"""Requests in, text out."""
+"""Requests in, text out: the head's engine."""

@@ -1,1 +1,1 @@
-"""From checkpoints to stages that compute."""
+"""From a checkpoint to a stage that computes."""

@@ -1,4 +1,4 @@
-"""The ring as its head sees it: steps are sent in, answers come back.
+"""The ring as its head sees it: steps in flight, their answers, stuck stages.
 
 Knows the steps in flight, when each was sent, and when a stage counts as stuck. It is the source of
 the head's own stage and receives the answers of the tail, over a link or, in a ring of one stage,

@@ -1,1 +1,1 @@
-"""A stage at work: its threads, its compute, what the tail adds."""
+"""A stage that runs: its threads, its compute, its sampling on the last stage."""

@@ -1,1 +1,1 @@
-"""What a stage will weigh, predicted before it is loaded. No torch at import."""
+"""Memory of a stage, predicted before it is loaded. No torch at import."""

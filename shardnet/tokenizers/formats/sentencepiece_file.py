@@ -1,6 +1,7 @@
 """Reads sentencepiece's `.model` files: pieces with scores, and normalization settings.
 
-Knows sentencepiece_model.proto (github.com/google/sentencepiece, src/). Settings that change ids
+Knows sentencepiece_model.proto (github.com/google/sentencepiece, src/) and the form of its bytes
+(protobuf.dev/programming-guides/encoding), of which no copies are made. Settings that change ids
 but are not implemented are refused by name. Must not know how pieces are used.
 """
 
@@ -16,7 +17,6 @@ from shardnet.tokenizers.backends.added_tokens import read_added_tokens
 from shardnet.tokenizers.backends.piece_tokenizer import PieceKind, Pieces, build_backend
 from shardnet.tokenizers.backends.token_files import read_bytes, read_object
 from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
-from shardnet.tokenizers.formats.protobuf import Value, fields
 
 _PIECES, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5
 _UNIGRAM, _BPE = 1, 2
@@ -25,6 +25,12 @@ _MAX_PIECES = 1 << 19
 _MAX_FIELDS = 1 << 14
 """Limit of a message's fields, and of the model's beside its pieces."""
 _AGAIN = "fetch the file again"
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
+_MAX_VARINT_BYTES = 10
+
+Value = int | memoryview
+"""An integer, or the bytes of a text, a message or a fixed-width number."""
 
 
 def read_sentencepiece(path: Path) -> LoadedTokenizer:
@@ -105,7 +111,7 @@ class _Message:
 
 def _fields(data: memoryview, where: str, most: int) -> Iterator[tuple[int, Value]]:
     try:
-        yield from fields(data, most)
+        yield from protobuf_fields(data, most)
     except ValueError as error:
         raise CheckpointError(
             f"{where}: truncated or no sentencepiece model: {error}",
@@ -191,3 +197,46 @@ def _control_id(pieces: Pieces, text: str) -> int | None:
         return None
     token_id = pieces.texts.index(text)
     return token_id if pieces.kinds[token_id] == PieceKind.CONTROL else None
+
+
+def protobuf_fields(message: memoryview, most: int) -> Iterator[tuple[int, Value]]:
+    """Yield number and value of each field, of at most `most`.
+
+    Raises ValueError, which names the offset, for more of them, for a length beyond the end of the
+    message, an unterminated varint, and an unknown wire type or a group.
+    """
+    at = n_fields = 0
+    while at < len(message):
+        start = at
+        n_fields += 1
+        if n_fields > most:
+            raise ValueError(f"byte {start}: more than {most} fields")
+        key, at = _varint(message, at)
+        number, wire_type = key >> 3, key & 7
+        if wire_type == _VARINT:
+            value, at = _varint(message, at)
+            yield number, value
+            continue
+        if wire_type == _LENGTH:
+            length, at = _varint(message, at)
+        elif wire_type in _FIXED_BYTES:
+            length = _FIXED_BYTES[wire_type]
+        else:
+            raise ValueError(f"byte {start}: wire type {wire_type} of field {number} is not known")
+        if length > len(message) - at:
+            raise ValueError(
+                f"byte {start}: field {number} claims {length} bytes, but only "
+                f"{len(message) - at} remain"
+            )
+        yield number, message[at : at + length]
+        at += length
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    """Read a varint at `at`; return it and its end."""
+    value = 0
+    for place, byte in enumerate(message[at : at + _MAX_VARINT_BYTES]):
+        value |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            return value, at + place + 1
+    raise ValueError(f"byte {at}: an unterminated varint")

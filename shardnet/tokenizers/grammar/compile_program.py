@@ -1,6 +1,6 @@
 """The program that compiles constraints of strangers first, in a process of its own.
 
-Its jobs are those that compile_process.py asks for. What it has compiled, and used for a token, a
+Its jobs are those that grammars.py asks for. What it has compiled, and used for a token, a
 node may compile too.
 """
 

@@ -1,4 +1,4 @@
-"""What of one output has been matched, and which tokens may come next.
+"""Follows one output through its grammar: masks, also behind drafts, and forced text.
 
 Knows llguidance's matchers. Must not know constraints, sequences or threads.
 """

@@ -17,7 +17,7 @@ from support.models.consolidated_checkpoints import own_tensors, to_meta, to_mis
 from support.rings.stage_chain import StageChain
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.checkpoint.formats.consolidated_params import config_of_params
+from shardnet.checkpoint.formats.consolidated import config_of_params
 from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.model.families.registry import parse_config
 from shardnet.types import DType, LayerRange

@@ -25,6 +25,7 @@ from shardnet.cluster.machine.profile import find_devices, find_isa
 from shardnet.model.kernels import library
 from shardnet_cli.commands import node as module
 from shardnet_cli.flags.cluster_access import Access
+from shardnet_cli.flags.node_options import NodeOptions
 
 ROOT = Path(__file__).parents[3]
 MODULES = ("fcntl", "grp", "pwd", "readline", "resource", "termios", "tty", "uvloop")
@@ -92,26 +93,25 @@ def run_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         monkeypatch.setattr(sys, "stdin", reading)
         monkeypatch.setattr(module, "write_out", ready)
         monkeypatch.setattr(module, "say", said.append)
-        flags = module._Flags(
-            host="",
+        options = NodeOptions(
             port=0,
             name="desk",
             device="cpu",
-            memory_bytes=1 << 30,
+            memory="1GiB",
             threads=1,
-            cache_limit_bytes=None,
-            share_rate=None,
-            prefix_cache_bytes=0,
-            peers=(),
             no_mdns=True,
-            spins=False,
-            access=Access(insecure=True),
-            http=None,
+            no_spin=True,
+        )
+        node = module._run(
+            options,
+            Access(insecure=True),
+            None,
+            idle_unload_s=None,
             as_json=False,
             until_stdin_closes=how != "Ctrl-C",
         )
         with reading, writing, asyncio.Runner(loop_factory=loop) as runner:
-            runner.run(module._run(flags))
+            runner.run(node)
         assert any("node desk ready on 127.0.0.1:" in line for line in said)
         assert said[-1] == "node stopped"
         assert LocalNodes(tmp_path / "RUNTIME").list() == []

@@ -15,10 +15,14 @@ from shardnet.errors import CapacityError, UsageError
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import PlanReply
 from shardnet.wire.messages.sequences import RecommendedSampling
-from shardnet_cli.commands.chat import _do
-from shardnet_cli.conversation.chat_commands import COMMANDS, help_lines, read_command
-from shardnet_cli.conversation.conversation import Conversation, recommended_words
-from shardnet_cli.conversation.saved import MAX_BYTES, load, save
+from shardnet_cli.commands.chat import COMMANDS, _do, help_lines, read_command
+from shardnet_cli.conversation.conversation import (
+    MAX_SAVED_BYTES,
+    Conversation,
+    load,
+    recommended_words,
+    save,
+)
 from shardnet_cli.conversation.typed_lines import MOST_ENTRIES, KeptLines, history_path
 
 ADVICE = RecommendedSampling(temperature=0.6, top_p=0.95, repetition_penalty=1.05)
@@ -182,7 +186,7 @@ def test_another_file_is_neither_loaded_nor_replaced(tmp_path: Path, content: by
 
 def test_a_large_file_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "large").open("wb") as file:
-        file.truncate(MAX_BYTES + 1)
+        file.truncate(MAX_SAVED_BYTES + 1)
     with pytest.raises(UsageError, match="more than"):
         load(tmp_path / "large")
 

@@ -57,6 +57,8 @@ def answers(line: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("shardnet generate --logp", ["--logprobs"]),
         ("shardnet plan --kv-dtype ", ["auto", "int8"]),
         ("shardnet plan --quant=i", ["int8", "int4"]),
+        ("shardnet plan --nodes-per-stage ", ["auto", "1", "2"]),
+        ("shardnet inspect --hidden ", ["none", "last", "all"]),
         ("shardnet chat --model lm", ["lmstudio:people/tiny-GGUF/tiny.gguf"]),
         ("shardnet --show-completion ", ["bash", "zsh", "fish"]),
         ("shardnet cache r", ["rm"]),

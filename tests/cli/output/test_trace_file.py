@@ -16,7 +16,7 @@ from shardnet.api.events import (
 )
 from shardnet.api.traces import RequestTrace
 from shardnet.errors import ConfigurationError
-from shardnet_cli.output.trace_file import TraceFile
+from shardnet_cli.commands.generate import TraceFile
 
 
 def ended(index: int) -> GenerationEvent:

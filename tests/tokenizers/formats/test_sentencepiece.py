@@ -17,7 +17,7 @@ from support.models.loaded_tokenizers import load_here
 from support.soak import examples
 
 from shardnet.errors import CheckpointError
-from shardnet.tokenizers.formats.protobuf import fields
+from shardnet.tokenizers.formats.sentencepiece_file import protobuf_fields
 from shardnet.tokenizers.tokenizer import Tokenizer
 
 
@@ -178,7 +178,7 @@ def field(place: int, value: int | float | bytes) -> bytes:
 def with_piece(data: bytes, place: int, more: bytes) -> bytes:
     """The file with fields added to a piece: the last of several counts."""
     written, pieces = b"", 0
-    for key, value in fields(memoryview(data), 1 << 20):
+    for key, value in protobuf_fields(memoryview(data), 1 << 20):
         assert not isinstance(value, int)
         if key == 1:
             value = bytes(value) + (more if pieces == place else b"")
@@ -189,7 +189,7 @@ def with_piece(data: bytes, place: int, more: bytes) -> bytes:
 
 def with_spec(data: bytes, key: int, more: bytes) -> bytes:
     """The file with fields added to its trainer_spec (2) or normalizer_spec (3)."""
-    (spec,) = [value for place, value in fields(memoryview(data), 1 << 20) if place == key]
+    (spec,) = [value for place, value in protobuf_fields(memoryview(data), 1 << 20) if place == key]
     assert not isinstance(spec, int)
     return data + field(key, bytes(spec) + more)
 

@@ -1,0 +1,199 @@
+"""How a node of this machine is set up: the flags of `shardnet node`.
+
+Knows each flag once, and what its text means. Must not know what a node does with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Final, TypeVar
+
+import typer
+
+from shardnet.cluster.machine.device_list import parse_devices, parse_tensor_parallel
+from shardnet.errors import UsageError
+from shardnet.plugins import COMPUTES, installed_names
+
+from .completion import one_of
+from .option_groups import option
+from .options import (
+    ModelFolder,
+    NoMdns,
+    Offline,
+    Peer,
+    PrefixCache,
+    check_addresses,
+    parse_prefix_cache,
+    parse_size,
+)
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+DEFAULT_PORT: Final = 7433
+MAX_PORT: Final = 65535
+_MAX_NAME: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """The flags, in the order in which --help shows them. "" and 0 where one was not given."""
+
+    host: Annotated[
+        str,
+        option(
+            "--host H",
+            "Address to listen on. Default: all with a cluster key, else loopback.",
+            env=True,
+        ),
+    ] = ""
+    port: Annotated[
+        int,
+        option("--port N", "Port to listen on; 0 takes a free one.", env=True, min=0, max=MAX_PORT),
+    ] = DEFAULT_PORT
+    name: Annotated[
+        str,
+        option("--name NAME", "Name that is shown to people. Default: the host's name.", env=True),
+    ] = ""
+    device: Annotated[
+        str,
+        option(
+            "--device auto|cpu|cuda|mps|A,B",
+            "Compute device, or a list of them: cuda:0,cuda:1 or cuda:0,cpu, or cpu:0,cpu:1 for "
+            "equal groups of cores; auto takes a GPU where there is one. Also the name of a "
+            "plug-in.",
+            env=True,
+            words=one_of(
+                "auto", "cpu", "cuda", "mps", "cuda:0,cuda:1", "cuda:0,cpu", "cpu:0,cpu:1"
+            ),
+        ),
+    ] = "auto"
+    tensor_parallel: Annotated[
+        str,
+        option(
+            "--tensor-parallel auto|N",
+            "How many of the devices share each layer; 1 cuts layers over them. Default: the plan "
+            "decides.",
+            env=True,
+            words=one_of("auto", "1", "2", "4"),
+            hides_default=True,
+        ),
+    ] = "auto"
+    memory: Annotated[
+        str,
+        option(
+            "--memory 8GiB",
+            "Memory for weights and KV cache. Default: most of what is available.",
+            env=True,
+        ),
+    ] = ""
+    threads: Annotated[
+        int,
+        option(
+            "--threads N",
+            "Compute threads. Default: a share of the cores among the nodes of this machine.",
+            env=True,
+            min=0,
+            max=4096,
+            hides_default=True,
+        ),
+    ] = 0
+    cache_limit: Annotated[
+        str,
+        option(
+            "--cache-limit 50GiB",
+            "Disk space for weights from other nodes. Default: half of what is free.",
+            env=True,
+        ),
+    ] = ""
+    share_rate: Annotated[
+        str,
+        option(
+            "--share-rate 50MiB",
+            "Most bytes of weights per second sent to other nodes. Default: no limit.",
+            env=True,
+        ),
+    ] = ""
+    prefix_cache: PrefixCache = ""
+    yields: Annotated[
+        bool,
+        option(
+            "--yield",
+            "Give the layers to other nodes while the owner of this machine uses it.",
+            env=True,
+        ),
+    ] = False
+    peer: Peer = None
+    no_mdns: NoMdns = False
+    no_spin: Annotated[
+        bool,
+        option(
+            "--no-spin",
+            "Let processors sleep while the next step is awaited, as on battery.",
+            env=True,
+        ),
+    ] = False
+    offline: Offline = False
+    model_folder: ModelFolder = None
+    http: Annotated[
+        str,
+        option("--http H:P", "Serve HTTP at this address too, as `shardnet serve` does.", env=True),
+    ] = ""
+
+    def check(self) -> None:
+        """Raise typer.BadParameter for a wrong value, before anything else is imported."""
+        self.n_shards()
+        self.memory_bytes()
+        self.cache_limit_bytes()
+        self.share_bytes_per_s()
+        self.prefix_cache_bytes()
+        self.peers()
+        if len(self.name) > _MAX_NAME or not self.name.isprintable():
+            raise typer.BadParameter(
+                f"{self.name[:_MAX_NAME]!r}: give at most {_MAX_NAME} characters on one line",
+                param_hint="--name",
+            )
+
+    def n_shards(self) -> int:
+        """Return over how many devices each layer is cut, 0 where the plan decides.
+
+        Raises typer.BadParameter, also for --device.
+        """
+        n_devices = len(_value("--device", parse_devices, self.device, installed_names(COMPUTES)))
+        return _value("--tensor-parallel", parse_tensor_parallel, self.tensor_parallel, n_devices)
+
+    def memory_bytes(self) -> int | None:
+        """Return --memory, None without it. Raises typer.BadParameter."""
+        return parse_size(self.memory, "--memory") if self.memory else None
+
+    def cache_limit_bytes(self) -> int | None:
+        """Return --cache-limit, None without it. Raises typer.BadParameter."""
+        return parse_size(self.cache_limit, "--cache-limit") if self.cache_limit else None
+
+    def share_bytes_per_s(self) -> int | None:
+        """Return bytes per second, None for no limit. Raises typer.BadParameter."""
+        return (parse_size(self.share_rate, "--share-rate") or None) if self.share_rate else None
+
+    def prefix_cache_bytes(self) -> int:
+        """Return --prefix-cache, 0 without it. Raises typer.BadParameter."""
+        return parse_prefix_cache(self.prefix_cache)
+
+    def peers(self) -> tuple[str, ...]:
+        """Return the addresses of --peer. Raises typer.BadParameter."""
+        return tuple(check_addresses(self.peer))
+
+    def http_address(self) -> tuple[str, int]:
+        """Return host and port of --http, port 0 included. Raises typer.BadParameter."""
+        host, _, port = self.http.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > MAX_PORT:
+            raise typer.BadParameter(f"'{self.http}' is not HOST:PORT", param_hint="--http")
+        return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _value(flag: str, parse: Callable[[str, A], T], text: str, among: A) -> T:
+    """Read the value of a flag. Raises typer.BadParameter, which names it."""
+    try:
+        return parse(text, among)
+    except UsageError as error:
+        raise typer.BadParameter(str(error), param_hint=flag) from error

@@ -1,0 +1,88 @@
+"""What tests take, by folder and of the dearest files: processor seconds, and seconds of the clock.
+
+A machine that does other things too changes the clock's, and hardly the processor's. Those of a
+process that a test started count once the test has waited for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import PurePosixPath
+
+import pytest
+
+KEY = "processor seconds"
+MOST_FILES = 12
+FEW_FILES = 20
+"""So many files need no table."""
+_before = pytest.StashKey[float]()
+
+Taken = dict[str, tuple[float, float]]
+"""File or folder → seconds of processors and of the clock."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Note what was taken before the test and its fixtures."""
+    item.stash[_before] = _processor_s()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Have the last report of a test, which travels to the process that prints, say it."""
+    report = yield
+    if call.when == "teardown":
+        report.user_properties = [(KEY, _processor_s() - item.stash[_before])]
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the tables, unless few files ran."""
+    reports = [one for many in terminalreporter.stats.values() for one in many]
+    files = taken(report for report in reports if isinstance(report, pytest.TestReport))
+    if len(files) <= FEW_FILES:
+        return
+    terminalreporter.section("seconds of processors and of the clock")
+    for line in table(files):
+        terminalreporter.write_line(line)
+
+
+def taken(reports: Iterable[pytest.TestReport]) -> Taken:
+    """Add up what each file took."""
+    processor_s, clock_s = Counter[str](), Counter[str]()
+    for report in reports:
+        path = report.nodeid.partition("::")[0]
+        clock_s[path] += report.duration
+        if report.when == "teardown":
+            processor_s[path] += dict(report.user_properties)[KEY]
+    return {path: (processor_s[path], clock_s[path]) for path in clock_s}
+
+
+def table(files: Taken) -> Iterator[str]:
+    """Write a line for each folder of tests, then for the files that took most."""
+    folders: Taken = {}
+    for path, (processor_s, clock_s) in files.items():
+        folder = "/".join(PurePosixPath(path).parts[:-1][:3])
+        before = folders.get(folder, (0.0, 0.0))
+        folders[folder] = before[0] + processor_s, before[1] + clock_s
+    yield from map(_line, _dearest(folders))
+    yield ""
+    yield from map(_line, _dearest(files)[:MOST_FILES])
+
+
+def _dearest(all_of: Taken) -> list[tuple[str, tuple[float, float]]]:
+    return sorted(all_of.items(), key=lambda one: -one[1][0])
+
+
+def _line(one: tuple[str, tuple[float, float]]) -> str:
+    path, (processor_s, clock_s) = one
+    return f"{processor_s:7.1f} {clock_s:7.1f}  {path}"
+
+
+def _processor_s() -> float:
+    """What this process and those it has waited for have computed."""
+    return sum(os.times()[:4])

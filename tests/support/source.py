@@ -1,0 +1,172 @@
+"""The source of what is installed, as text: its rooms, its modules, and what each says it does."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+ROOMS: dict[str, list[str]] = {
+    "guard": [""],
+    "wire": ["framing", "messages", "payloads", "connection"],
+    "transport": [""],
+    "model": [
+        "config",
+        "kernels",
+        "arithmetic",
+        "cache",
+        "shards",
+        "layers",
+        "fused",
+        "families",
+        "sampling",
+    ],
+    "checkpoint": ["tensors", "quantization", "formats", ""],
+    "tokenizers": ["chat", "backends", "formats", "", "grammar"],
+    "stage": ["estimate", "packs", "streaming", "prefixes", "shards", ""],
+    "runtime": ["scheduling", "processors", "stage", "shards", "loading", "ring", "engine"],
+    "cluster": [
+        "pressure",
+        "machine",
+        "discovery",
+        "peers",
+        "store",
+        "download",
+        "sharing",
+        "placement",
+        "member",
+        "ring",
+        "measuring",
+        "planning",
+        "deputy",
+        "head",
+        "router",
+        "recovery",
+        "diagnosis",
+        "node",
+    ],
+    "api": [
+        *("chat_formats", "chat_grammars", "", "chat", "switching", "server"),
+        *("openai", "responses", "anthropic", "ollama", "dashboard", "serve"),
+    ],
+    "cli": ["output", "flags", "finding", "conversation", "commands", "services", ""],
+}
+"""Low to high: a room may import those before it. "" is the package's own folder."""
+
+UNLIMITED = {"shardnet/model/families"}
+"""Rooms that grow by one file for each model family: nobody reads them from end to end."""
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER),
+    *(tokenize.INDENT, tokenize.DEDENT),
+}
+TABLE_HEAD = "| module | what it does |\n|---|---|\n"
+
+
+def sources() -> dict[str, str]:
+    """Path relative to the checkout → source, of every module that is installed."""
+    files = [*ROOT.glob("shardnet/**/*.py"), *ROOT.glob("cli/**/*.py")]
+    return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
+
+
+def module_of(path: str) -> str:
+    """The absolute name of the module at a path."""
+    return path.removesuffix(".py").replace("cli/", "shardnet_cli/").replace("/", ".")
+
+
+def imported_modules(path: str, source: str) -> Iterator[str]:
+    """Everything named by an import statement anywhere in the source, by absolute names."""
+    package = module_of(path).split(".")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            if module.startswith("shardnet"):
+                yield from (f"{module}.{alias.name}" for alias in node.names)
+            else:
+                yield module
+
+
+def importers(modules: dict[str, str]) -> dict[str, set[str]]:
+    """Path → paths of the modules that import it."""
+    paths = {module_of(path): path for path in modules}
+    found: dict[str, set[str]] = {path: set() for path in modules}
+    for path, source in modules.items():
+        for name in imported_modules(path, source):
+            for module in (name, name.rpartition(".")[0]):
+                if module in paths and paths[module] != path:
+                    found[paths[module]].add(path)
+    return found
+
+
+def code_lines(source: str) -> int:
+    """Count the lines of code: none that are blank, comments or docstrings."""
+    docstrings = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    code = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in NO_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return len(code - docstrings)
+
+
+def modules_of(folder: Path) -> list[Path]:
+    """The modules of one folder, by name, its __init__.py and __main__.py left out."""
+    return [path for path in sorted(folder.glob("*.py")) if not path.name.startswith("__")]
+
+
+def room_folders() -> Iterator[tuple[str, Path]]:
+    """Each room's name as people write it, and its folder, low to high."""
+    for package, rooms in ROOMS.items():
+        for room in rooms:
+            name = f"{package}/{room}".rstrip("/")
+            yield name, (ROOT if package == "cli" else ROOT / "shardnet") / name
+
+
+def summary(path: Path) -> str:
+    """The first paragraph of a module's docstring, which says what the module does."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(docstring.partition("\n\n")[0].split())
+
+
+def structure_table() -> str:
+    """The table of docs/structures.md: every room and every module, as their docstrings say."""
+    rows = [_row(f"`{path.name}`", path) for path in modules_of(ROOT / "shardnet")]
+    for name, folder in room_folders():
+        rows.append(_row(f"**{name}/**", folder / "__init__.py"))
+        rows += [_row(f"`{path.name}`", path) for path in modules_of(folder)]
+    return TABLE_HEAD + "".join(rows)
+
+
+def size_table() -> str:
+    """How many files, lines and lines of code each package has."""
+    sizes: dict[str, list[int]] = {}
+    for path, source in sources().items():
+        parts = path.removeprefix("shardnet/").split("/")
+        sums = sizes.setdefault(parts[0] if len(parts) > 1 else "root", [0, 0, 0])
+        for place, n in enumerate((1, source.count("\n"), code_lines(source))):
+            sums[place] += n
+    rows = sorted(sizes.items(), key=lambda one: -one[1][2])
+    rows.append(("sum", [sum(column) for column in zip(*sizes.values(), strict=True)]))
+    head = "| room | files | lines | code |\n|---|---|---|---|\n"
+    return head + "".join(
+        f"| {name} | {n} | {all_of} | {code} |\n" for name, (n, all_of, code) in rows
+    )
+
+
+def _row(name: str, path: Path) -> str:
+    cell = re.sub(r"docs/([\w-]+)\.md", r"[\1](\1.md)", summary(path).replace("|", r"\|"))
+    return f"| {name} | {cell} |\n"
