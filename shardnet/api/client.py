@@ -46,6 +46,7 @@ from shardnet.transport.link import Link, LinkOptions
 from shardnet.wire.messages.activity import CancelSequence, GetActivity, RingActivity
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
+from shardnet.wire.messages.encoding import Encode, Encoded
 from shardnet.wire.messages.generation import LastRun, LastRunRequest, Unload
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
@@ -76,10 +77,19 @@ Ask = (
     | Tokenize
     | Detokenize
     | DescribeTokenizer
+    | Encode
 )
 Request = Ask | ReportRequest | ListModels
 Answer = TypeVar(
-    "Answer", PlanReply, LastRun, RingActivity, Done, Tokenized, Detokenized, TokenizerDescribed
+    "Answer",
+    PlanReply,
+    LastRun,
+    RingActivity,
+    Done,
+    Tokenized,
+    Detokenized,
+    TokenizerDescribed,
+    Encoded,
 )
 
 GREEDY = SamplingParams()
@@ -349,6 +359,14 @@ class Client:
             keep_special_tokens=keep_special_tokens,
         )
         return await self._follow(message, Detokenized)
+
+    async def encode(self, message: Encode, on_progress: OnLoading | None = None) -> Encoded:
+        """Return vectors or scores of texts by an encoder, which is no model of the ring.
+
+        `Encode` says what is asked; `shardnet.api.encoding` sends it for any number of texts.
+        Raises ContextExceededError for a text that is too long, UsageError for the wrong kind.
+        """
+        return await self._follow(message, Encoded, on_progress)
 
     def _chosen(self, model: str | ModelChoice | None) -> ModelChoice:
         if model is None:

@@ -25,6 +25,7 @@ from shardnet.wire.messages import generation
 from shardnet.wire.messages.activity import CancelSequence, GetActivity
 from shardnet.wire.messages.chat import ChatMessage, DescribeTokenizer
 from shardnet.wire.messages.control import control_frame, read_control
+from shardnet.wire.messages.encoding import Encode
 from shardnet.wire.messages.generation import Generate, LastRunRequest, RecommendedName, Unload
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
 from shardnet.wire.messages.sequences import Outputs, Sampling
@@ -202,7 +203,8 @@ def check_request(
     | Drain
     | Tokenize
     | Detokenize
-    | DescribeTokenizer,
+    | DescribeTokenizer
+    | Encode,
 ) -> None:
     """Raise UsageError, which names the field, for values that do not fit into the message."""
     try:

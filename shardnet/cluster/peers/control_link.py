@@ -45,6 +45,7 @@ from shardnet.wire.messages.deputies import (
     TakeOver,
     TokensCopied,
 )
+from shardnet.wire.messages.encoding import Encode
 from shardnet.wire.messages.generation import Cancel, Generate, LastRunRequest, Unload
 from shardnet.wire.messages.handshake import error_frame
 from shardnet.wire.messages.measurements import MeasureLinks, MeasureStage, StageObserved
@@ -116,6 +117,7 @@ ControlRequest = (
     | Detokenize
     | Unload
     | DescribeTokenizer
+    | Encode
 )
 Notice = (
     RingBroken | PeersKnown | StandBy | StandByRefused | RequestCopied | TokensCopied | TakenOver

@@ -29,8 +29,11 @@ CLASSES: Final[Mapping[str, str]] = {
 MAX_ENCODED_POSITIONS: Final = 1 << 17
 """Most positions that a config may claim: transformers makes tables of so many."""
 
+_MAX_VECTOR: Final = 1 << 14
+"""Most numbers in a vector: it travels in one frame."""
 _BEHIND_PADDING: Final = frozenset(("roberta", "xlm-roberta", "mpnet"))
 """Families that count positions from the one behind the padding's id."""
+_HAS_TYPES: Final = frozenset(("bert", "nomic_bert"))
 _N_MASKS: Final = 2
 """Masks of attention: of all positions, and of a window. MPNet's attention holds all scores."""
 _NOMIC_KEYS: Final = {
@@ -61,9 +64,11 @@ class EncoderConfig:
     """An encoder's config: transformers' class and the keys it is made of, and what limits inputs.
 
     `context` is the most tokens of one input, special ones included. `n_maps` numbers are held for
-    each pair of positions of an input while it is computed.
+    each pair of positions of an input while it is computed. `has_types`: it is told of which of
+    two texts a token is.
     """
 
+    model_type: str
     kind: Kind
     class_name: str
     keys: Mapping[str, Any]
@@ -71,6 +76,7 @@ class EncoderConfig:
     hidden_size: int
     n_layers: int
     n_maps: int
+    has_types: bool
 
 
 def is_encoder(raw: Mapping[str, Any]) -> bool:
@@ -106,18 +112,20 @@ def read_encoder_config(raw: Mapping[str, Any], where: str) -> EncoderConfig:
     distils = model_type == "distilbert"
     fields.positive("vocab_size", at_most=MAX_VOCABULARY)
     fields.positive("hidden_dim" if distils else "intermediate_size", at_most=MAX_WIDTH)
-    hidden_size = fields.positive("dim" if distils else "hidden_size", at_most=MAX_WIDTH)
+    hidden_size = fields.positive("dim" if distils else "hidden_size", at_most=_MAX_VECTOR)
     n_layers = fields.positive("n_layers" if distils else "num_hidden_layers", at_most=MAX_LAYERS)
     context = fields.positive("max_position_embeddings", at_most=MAX_ENCODED_POSITIONS)
     if model_type in _BEHIND_PADDING:
         context -= fields.take("pad_token_id", int, 1) + 1
     return EncoderConfig(
+        model_type=model_type,
         kind=kind,
         class_name=prefix + suffix,
         keys=keys,
         context=context,
         hidden_size=hidden_size,
         n_layers=n_layers,
+        has_types=model_type in _HAS_TYPES,
         n_maps=2 * fields.positive("num_attention_heads") if model_type == "mpnet" else _N_MASKS,
     )
 

@@ -6,7 +6,6 @@ nothing up and runs no code of a checkpoint. Must not know threads, nor who asks
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -46,7 +45,6 @@ class Encoder:
 
     facts: EncoderFacts
     module: Any
-    has_types: bool
     pad_id: int
 
     def forward(self, inputs: Sequence[EncoderInput], pooling: Pooling) -> NDArray[np.float32]:
@@ -61,7 +59,7 @@ class Encoder:
         device = self.module.device
         ids, mask = (tensor.to(device) for tensor in self._padded(inputs))
         arguments = {"input_ids": ids, "attention_mask": mask}
-        if self.has_types:
+        if self.facts.config.has_types:
             rows = [torch.tensor(given.type_ids) for given in inputs]
             types = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
             arguments["token_type_ids"] = types.to(device)
@@ -148,7 +146,6 @@ def load_encoder(
     return Encoder(
         facts=facts,
         module=module,
-        has_types="token_type_ids" in inspect.signature(module.forward).parameters,
         pad_id=config.pad_token_id or 0,
     )
 
@@ -162,9 +159,10 @@ def _transformers() -> Any:
             "encoders are computed by transformers, which is not installed on this node",
             remedy="run `pip install 'shardnet[transformers]'` there",
         ) from error
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return transformers
+    library: Any = transformers
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    return library
 
 
 def _check_complete(facts: EncoderFacts, said: dict[str, Any]) -> None:

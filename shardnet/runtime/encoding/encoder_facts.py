@@ -5,6 +5,8 @@ Knows the files that sentence-transformers writes beside a model. Reads headers 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import re
@@ -47,6 +49,7 @@ class EncoderFacts:
     Its vectors are pooled by `pooling` and have length 1 if they are `normalized`, None where no
     file says so. `context` is the most tokens of one input, special ones included. `lowers` says
     that texts are put in lower case first. `stored` are its tensors, `opened` their files.
+    `model_id` is SHA-256 in hex over config and headers.
     """
 
     path: Path
@@ -60,6 +63,7 @@ class EncoderFacts:
     opened: dict[str, FileState]
     form: str
     size_bytes: int
+    model_id: str
 
     @property
     def weight_bytes(self) -> int:
@@ -71,6 +75,11 @@ class EncoderFacts:
         """Bytes that computing the largest batch takes, about: rows of one layer, and its maps."""
         rows = max(BATCH_POSITIONS, self.context)
         return 4 * rows * (16 * self.config.hidden_size + self.config.n_maps * self.context)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return self.weight_bytes + self.activation_bytes
 
 
 def find_encoder(path: Path) -> EncoderFacts | None:
@@ -89,6 +98,8 @@ def find_encoder(path: Path) -> EncoderFacts | None:
     config = read_encoder_config(contents.config, contents.where)
     modules = _modules(path) if config.kind == "embedding" else None
     limits = _optional(path / "sentence_bert_config.json")
+    headers = [f"{file.name} {file.size_bytes} {file.sha256}" for file in contents.files.values()]
+    headers.append(json.dumps(config.keys, sort_keys=True))
     stored = [tensor for file in contents.files.values() for tensor in file.tensors.values()]
     return EncoderFacts(
         path=path,
@@ -102,6 +113,7 @@ def find_encoder(path: Path) -> EncoderFacts | None:
         opened={name: FileState.of(contents.folder / name) for name in contents.files},
         form=max(stored, key=lambda tensor: tensor.size_bytes).dtype if stored else "",
         size_bytes=sum(file.size_bytes for file in contents.files.values()),
+        model_id=hashlib.sha256("\n".join(headers).encode()).hexdigest(),
     )
 
 

@@ -43,6 +43,7 @@ from shardnet.wire.messages.deputies import (
     TakeOver,
     TokensCopied,
 )
+from shardnet.wire.messages.encoding import Encode, Encoded
 from shardnet.wire.messages.generation import (
     Cancel,
     Finished,
@@ -188,6 +189,8 @@ ControlMessage = (
     | Detokenized
     | DescribeTokenizer
     | TokenizerDescribed
+    | Encode
+    | Encoded
     | Redirect
     | TextPiece
     | RowsPiece

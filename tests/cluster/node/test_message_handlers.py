@@ -20,6 +20,7 @@ from shardnet.wire.messages.activity import RingActivity, RingKept
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Failed, Redirect
 from shardnet.wire.messages.deputies import CopiedTo, NodeFound
+from shardnet.wire.messages.encoding import Encoded
 from shardnet.wire.messages.generation import (
     Cancel,
     Finished,
@@ -52,6 +53,7 @@ ANSWERS = {
     CopiedTo,
     Detokenized,
     Done,
+    Encoded,
     Failed,
     Finished,
     KvMoved,

@@ -31,6 +31,7 @@ from shardnet.wire.messages.diagnostics import (
     RingWork,
     StageWork,
 )
+from shardnet.wire.messages.encoding import Encode, Encoded
 from shardnet.wire.messages.extras import StageTiming
 from shardnet.wire.messages.generation import (
     Finished,
@@ -238,6 +239,8 @@ def _short_answers(message: Incoming, info: NodeInfo) -> list[ControlMessage]:
                 ModelsListed(request=number, node="n", name="n", models=models),
                 Done(request=number),
             ]
+        case Encode(request=number):
+            return [Encoded(request=number, kind="")]
         case Tokenize(request=number, generate=generate):
             ids = [ord(character) for character in _text(generate)]
             return [Tokenized(request=number, token_ids=ids, context=64)]
