@@ -100,8 +100,9 @@ class Clients:
 
         `reader` is the thread that tokenises prompts, `drafts` gives draft models,
         `constraints` what outputs must match, `wire_loss` measures what a narrower wire costs,
-        `lists` finds models by parts of their names, `encoders` are planned for too, `copying` keeps requests that have a key. The last run is kept in the
-        folder `cache` too, which `disk` writes; it also reads chat templates.
+        `lists` finds models by parts of their names, `encoders` are planned for too, `copying`
+        keeps requests that have a key. The last run is kept in the folder `cache` too, which
+        `disk` writes; it also reads chat templates.
         """
         self._head = head
         self._planner = planner

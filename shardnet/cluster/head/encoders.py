@@ -70,7 +70,8 @@ class Encoders:
     """Answers Encode, one batch after another on a thread of its own.
 
     `own_info` describes this node, `disk` reads files, `lists` and `planner` find models,
-    `address_of` gives a node's address. Encoders take what `orders` leave of the first device's memory.
+    `address_of` gives a node's address. Encoders take what `orders` leave of the first device's
+    memory.
     """
 
     def __init__(
