@@ -11,7 +11,7 @@ import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers.utils import logging as transformers_logging
 
-WORDS = [
+WORDS = (
     "she",
     "read",
     "a",
@@ -23,11 +23,9 @@ WORDS = [
     "in",
     "the",
     "north",
-    "what",
     "did",
     "do",
-    "came",
-]
+)
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 SIZES = {
     "hidden_size": 32,
