@@ -46,7 +46,6 @@ from shardnet.transport.link import Link, LinkOptions
 from shardnet.wire.messages.activity import CancelSequence, GetActivity, RingActivity
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
-from shardnet.wire.messages.encoding import Encode, Encoded
 from shardnet.wire.messages.generation import LastRun, LastRunRequest, Unload
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
@@ -59,7 +58,14 @@ from shardnet.wire.messages.membership import (
 )
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import Drain, LoadProgress
-from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
+from shardnet.wire.messages.tokens import (
+    Detokenize,
+    Detokenized,
+    Encode,
+    Encoded,
+    Tokenize,
+    Tokenized,
+)
 
 if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity

@@ -19,8 +19,8 @@ from shardnet.api.requests import GenerationOptions, Prompt
 from shardnet.errors import NumericalError, RemoteProtocolError, UsageError
 from shardnet.output_params import ALL_ROWS, OutputParams
 from shardnet.sampling_params import SamplingParams
-from shardnet.wire.messages.encoding import Encode
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.tokens import Encode
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from msgspec.structs import replace
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.wire.messages.encoding import MAX_ENCODED, Encode, Encoded
+from shardnet.wire.messages.tokens import MAX_ENCODED, Encode, Encoded
 
 if TYPE_CHECKING:
     import numpy as np

@@ -25,12 +25,11 @@ from shardnet.wire.messages import generation
 from shardnet.wire.messages.activity import CancelSequence, GetActivity
 from shardnet.wire.messages.chat import ChatMessage, DescribeTokenizer
 from shardnet.wire.messages.control import control_frame, read_control
-from shardnet.wire.messages.encoding import Encode
 from shardnet.wire.messages.generation import Generate, LastRunRequest, RecommendedName, Unload
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
 from shardnet.wire.messages.sequences import Outputs, Sampling
 from shardnet.wire.messages.stages import Drain
-from shardnet.wire.messages.tokens import Detokenize, Tokenize
+from shardnet.wire.messages.tokens import Detokenize, Encode, Tokenize
 
 
 class GenerationOptions(TypedDict, total=False):

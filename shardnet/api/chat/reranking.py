@@ -18,8 +18,8 @@ from shardnet.api.requests import GenerationOptions, Message, Prompt
 from shardnet.errors import RemoteProtocolError
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
-from shardnet.wire.messages.encoding import Encode
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.tokens import Encode
 
 INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
 _SYSTEM: Final = (

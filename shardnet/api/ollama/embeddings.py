@@ -16,8 +16,8 @@ from shardnet.api.ollama.names import find_model
 from shardnet.api.server.endpoint import Json, Reply
 from shardnet.api.server.service import Exchange
 from shardnet.errors import ContextExceededError
-from shardnet.wire.messages.encoding import Encode
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.tokens import Encode
 
 MAX_INPUTS: Final = 2048
 

@@ -40,8 +40,8 @@ from shardnet.api.server.settings import Listening
 from shardnet.cluster.machine.addresses import rank, read_interfaces
 from shardnet.errors import ConfigurationError, ShardnetError
 from shardnet.transport.address import format_address
-from shardnet.wire.messages.encoding import Encode
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.tokens import Encode
 
 STOP_S: Final = 5
 """Whole seconds that running requests have to end when a server stops."""

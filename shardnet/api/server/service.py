@@ -32,9 +32,8 @@ from shardnet.api.traces import RequestTrace
 from shardnet.errors import BusyError, LinkError, PeerFailedError, QueueFullError, ShardnetError
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.chat import TokenizerDescribed
-from shardnet.wire.messages.encoding import Encode, Encoded
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
-from shardnet.wire.messages.tokens import Detokenized, Tokenized
+from shardnet.wire.messages.tokens import Detokenized, Encode, Encoded, Tokenized
 
 TOKENIZER_FRESH_S: Final = 60.0
 """What is known of a tokenizer counts for so long: files may change."""

@@ -38,9 +38,9 @@ from shardnet.tokenizers.text_process import TextProcess
 from shardnet.tokenizers.tokenizer import no_tokenizer
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Redirect
-from shardnet.wire.messages.encoding import Encode, Encoded
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import PlannedStage, PlanReply, PlanRequest
+from shardnet.wire.messages.tokens import Encode, Encoded
 
 if TYPE_CHECKING:  # it imports torch
     from shardnet.runtime.encoding.encoder import Encoder, EncoderInput

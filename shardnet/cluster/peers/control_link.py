@@ -45,7 +45,6 @@ from shardnet.wire.messages.deputies import (
     TakeOver,
     TokensCopied,
 )
-from shardnet.wire.messages.encoding import Encode
 from shardnet.wire.messages.generation import Cancel, Generate, LastRunRequest, Unload
 from shardnet.wire.messages.handshake import error_frame
 from shardnet.wire.messages.measurements import MeasureLinks, MeasureStage, StageObserved
@@ -71,7 +70,7 @@ from shardnet.wire.messages.stages import (
     RingBroken,
     UnloadStage,
 )
-from shardnet.wire.messages.tokens import Detokenize, Tokenize
+from shardnet.wire.messages.tokens import Detokenize, Encode, Tokenize
 from shardnet.wire.messages.traces import ReadClock
 
 _log = logging.getLogger(__name__)

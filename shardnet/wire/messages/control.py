@@ -43,7 +43,6 @@ from shardnet.wire.messages.deputies import (
     TakeOver,
     TokensCopied,
 )
-from shardnet.wire.messages.encoding import Encode, Encoded
 from shardnet.wire.messages.generation import (
     Cancel,
     Finished,
@@ -93,7 +92,14 @@ from shardnet.wire.messages.stages import (
     StageReady,
     UnloadStage,
 )
-from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
+from shardnet.wire.messages.tokens import (
+    Detokenize,
+    Detokenized,
+    Encode,
+    Encoded,
+    Tokenize,
+    Tokenized,
+)
 from shardnet.wire.messages.traces import ClockRead, ReadClock, TracePiece
 
 

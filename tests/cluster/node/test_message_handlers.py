@@ -20,7 +20,6 @@ from shardnet.wire.messages.activity import RingActivity, RingKept
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Failed, Redirect
 from shardnet.wire.messages.deputies import CopiedTo, NodeFound
-from shardnet.wire.messages.encoding import Encoded
 from shardnet.wire.messages.generation import (
     Cancel,
     Finished,
@@ -45,7 +44,7 @@ from shardnet.wire.messages.stages import (
     PrefixRestored,
     StageReady,
 )
-from shardnet.wire.messages.tokens import Detokenized, Tokenized
+from shardnet.wire.messages.tokens import Detokenized, Encoded, Tokenized
 from shardnet.wire.messages.traces import ClockRead, TracePiece
 
 ANSWERS = {

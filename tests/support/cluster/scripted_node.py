@@ -31,7 +31,6 @@ from shardnet.wire.messages.diagnostics import (
     RingWork,
     StageWork,
 )
-from shardnet.wire.messages.encoding import Encode, Encoded
 from shardnet.wire.messages.extras import StageTiming
 from shardnet.wire.messages.generation import (
     Finished,
@@ -55,7 +54,14 @@ from shardnet.wire.messages.membership import (
     StatusReply,
 )
 from shardnet.wire.messages.plans import ModelChoice, PlanReply, PlanRequest
-from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
+from shardnet.wire.messages.tokens import (
+    Detokenize,
+    Detokenized,
+    Encode,
+    Encoded,
+    Tokenize,
+    Tokenized,
+)
 from shardnet.wire.messages.traces import TracedStep, TracePiece
 
 MODELS = ("org/Tiny-Llama", "org/Big-Llama")
