@@ -29,7 +29,7 @@ CLASSES: Final[Mapping[str, str]] = {
 MAX_ENCODED_POSITIONS: Final = 1 << 17
 """Most positions that a config may claim: transformers makes tables of so many."""
 
-_MAX_VECTOR: Final = 1 << 14
+MAX_VECTOR: Final = 1 << 14
 """Most numbers in a vector: it travels in one frame."""
 _BEHIND_PADDING: Final = frozenset(("roberta", "xlm-roberta", "mpnet"))
 """Families that count positions from the one behind the padding's id."""
@@ -112,7 +112,7 @@ def read_encoder_config(raw: Mapping[str, Any], where: str) -> EncoderConfig:
     distils = model_type == "distilbert"
     fields.positive("vocab_size", at_most=MAX_VOCABULARY)
     fields.positive("hidden_dim" if distils else "intermediate_size", at_most=MAX_WIDTH)
-    hidden_size = fields.positive("dim" if distils else "hidden_size", at_most=_MAX_VECTOR)
+    hidden_size = fields.positive("dim" if distils else "hidden_size", at_most=MAX_VECTOR)
     n_layers = fields.positive("n_layers" if distils else "num_hidden_layers", at_most=MAX_LAYERS)
     context = fields.positive("max_position_embeddings", at_most=MAX_ENCODED_POSITIONS)
     if model_type in _BEHIND_PADDING:
