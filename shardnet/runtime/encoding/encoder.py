@@ -118,8 +118,7 @@ def load_encoder(
     `came` is called with the bytes of each piece that is read, and may raise to cancel. Raises
     UsageError without transformers, CheckpointError if the files do not make the model.
     """
-    transformers = _transformers()
-    made = getattr(transformers, facts.config.class_name)
+    made = _class_of(facts)
     tensors = {
         tensor.name: read_stored(facts.path, tensor, facts.opened[tensor.file], came)
         for tensor in facts.stored
@@ -150,19 +149,22 @@ def load_encoder(
     )
 
 
-def _transformers() -> Any:
-    """Import transformers, and keep it from writing bars and reports."""
+def _class_of(facts: EncoderFacts) -> Any:
+    """Return transformers' class, which writes no bars and reports from now on."""
     try:
         import transformers
-    except ImportError as error:
+
+        library: Any = transformers
+        found = getattr(library, facts.config.class_name)
+    except (ImportError, AttributeError) as error:
         raise UsageError(
-            "encoders are computed by transformers, which is not installed on this node",
-            remedy="run `pip install 'shardnet[transformers]'` there",
+            f"{facts.path}: encoders are computed by transformers, which this node lacks or "
+            "has too old",
+            remedy="run `pip install 'transformers>=5.24'` there (shardnet's extra `transformers`)",
         ) from error
-    library: Any = transformers
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
-    return library
+    return found
 
 
 def _check_complete(facts: EncoderFacts, said: dict[str, Any]) -> None:

@@ -193,5 +193,5 @@ def test_without_transformers_the_command_is_named(
 ) -> None:
     folder = make_encoder(tmp_path / "model", "BertModel")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UsageError, match=r"run `pip install 'shardnet\[transformers\]'` there"):
+    with pytest.raises(UsageError, match=r"run `pip install 'transformers>=5\.24'` there"):
         load_encoder(facts_of(folder), "cpu")
