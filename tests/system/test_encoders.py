@@ -131,6 +131,8 @@ async def check_ollama(http: httpx2.AsyncClient, oracle: Oracle) -> None:
     old = (await http.post("/api/embeddings", json={"model": "embedder", "prompt": "a"})).json()
     vector = np.array(old["embedding"])
     np.testing.assert_allclose(vector / np.linalg.norm(vector), expected[1], rtol=0, atol=TOLERANCE)
+    nothing = (await http.post("/api/embed", json={"model": "embedder"})).json()
+    assert nothing["embeddings"] == []
     shown = (await http.post("/api/show", json={"model": "embedder"})).json()
     assert shown["capabilities"] == ["embedding"]
 

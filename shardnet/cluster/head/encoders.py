@@ -7,8 +7,9 @@ made, and the model of the ring stays.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,7 @@ MAX_REQUESTS: Final = 64
 class _Held:
     """A loaded encoder, and since when no request has used it."""
 
+    model: str
     encoder: Encoder
     tokenizer: TextProcess
     n_bytes: int
@@ -69,15 +71,16 @@ class _Held:
 class Encoders:
     """Answers Encode, one batch after another on a thread of its own.
 
-    `own_info` describes this node, `disk` reads files, `lists` and `planner` find models,
-    `address_of` gives a node's address. Encoders take what `orders` leave of the first device's
-    memory.
+    `own_info` describes this node, `ring_model` names the model of its ring, `disk` reads files,
+    `lists` and `planner` find models, `address_of` gives a node's address. Encoders take what
+    `orders` leave of the first device's memory.
     """
 
     def __init__(
         self,
         *,
         own_info: Callable[[], NodeInfo],
+        ring_model: Callable[[], str | None],
         lists: ModelLists,
         planner: Planner,
         orders: StageOrders,
@@ -86,6 +89,7 @@ class Encoders:
         log: Callable[[str], None],
     ) -> None:
         self._own_info = own_info
+        self._ring_model = ring_model
         self._lists = lists
         self._planner = planner
         self._orders = orders
@@ -108,14 +112,23 @@ class Encoders:
         Raises QueueFullError, CapacityError without memory for it, ContextExceededError for a text
         that is too long, UsageError for a model of the other kind, CheckpointError.
         """
+        with self._counted():
+            ring, held = self._ring_model(), [held.model for held in self._held.values()]
+            model = await self._lists.resolve(message.model, (ring, *held))
+            if model == ring:  # which writes text, and may be on other nodes only
+                control.send(Encoded(request=message.request, kind=""))
+                return
+            path = await self._find(control, message.request, model)
+            if path is not None:
+                control.send(await self._answer(message, model, await self.facts_at(path)))
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
         if self._n_requests >= MAX_REQUESTS:
             raise QueueFullError(f"{MAX_REQUESTS} requests to encoders wait", remedy="ask again")
         self._n_requests += 1
         try:
-            model = await self._lists.resolve(message.model)
-            path = await self._find(control, message.request, model)
-            if path is not None:
-                control.send(await self._answer(message, await self.facts_at(path)))
+            yield
         finally:
             self._n_requests -= 1
 
@@ -199,7 +212,7 @@ class Encoders:
             raise CheckpointError(f"{model} is not on this node", remedy="copy or pull it there")
         return path
 
-    async def _answer(self, message: Encode, facts: EncoderFacts | None) -> Encoded:
+    async def _answer(self, message: Encode, model: str, facts: EncoderFacts | None) -> Encoded:
         if facts is None:
             return Encoded(request=message.request, kind="")
         kind = facts.config.kind
@@ -214,7 +227,7 @@ class Encoders:
         if (kind == "reranker") != (message.query is not None):
             wants = "a query and documents to rank" if kind == "reranker" else "texts for vectors"
             raise UsageError(f"{message.model} takes {wants}", remedy="ask another model for that")
-        held = await self._load(facts)
+        held = await self._load(model, facts)
         held.n_users += 1
         try:
             inputs = [
@@ -296,7 +309,7 @@ class Encoders:
 
     # --- what is loaded
 
-    async def _load(self, facts: EncoderFacts) -> _Held:
+    async def _load(self, model: str, facts: EncoderFacts) -> _Held:
         """Return an encoder, loaded if it is not, in memory that others may have had."""
         async with self._changing:
             held = self._held.get(facts.path)
@@ -305,11 +318,11 @@ class Encoders:
                 held = None
             if held is None:
                 self._make_room(facts)
-                held = self._held[facts.path] = await self._loaded(facts)
+                held = self._held[facts.path] = await self._loaded(model, facts)
                 self._count()
             return held
 
-    async def _loaded(self, facts: EncoderFacts) -> _Held:
+    async def _loaded(self, model: str, facts: EncoderFacts) -> _Held:
         def load() -> _Held:
             from shardnet.runtime.encoding.encoder import load_encoder
 
@@ -323,7 +336,7 @@ class Encoders:
                 tokenizer.close()
                 raise
             n_bytes = facts.needed_bytes
-            return _Held(encoder=encoder, tokenizer=tokenizer, n_bytes=n_bytes)
+            return _Held(model=model, encoder=encoder, tokenizer=tokenizer, n_bytes=n_bytes)
 
         held = await self._run(load)
         size = facts.weight_bytes / 2**20

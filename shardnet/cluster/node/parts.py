@@ -298,6 +298,7 @@ def build_services(
     )
     encoders = Encoders(
         own_info=stage.own.info,
+        ring_model=lambda: head.model,
         lists=lists,
         planner=planner,
         orders=stage.orders,

@@ -38,7 +38,7 @@ class Lab:
     orders: Any = None
     encoders: Encoders = field(init=False)
 
-    async def resolve(self, model: str) -> str:
+    async def resolve(self, model: str, in_use: object) -> str:
         await self.gate.wait()
         return model
 
@@ -71,6 +71,7 @@ async def lab() -> AsyncIterator[Lab]:
     parts = {"lists": made, "planner": made, "orders": made.orders}
     made.encoders = Encoders(
         own_info=lambda: cast("Any", None),
+        ring_model=lambda: "of/the-ring",
         **cast("Any", parts),
         disk=disk,
         address_of=lambda node: f"{node}:7433",
@@ -128,7 +129,8 @@ def test_models_that_are_elsewhere_or_no_encoders(tmp_path: Path) -> None:
             here.holders["org/theirs"] = "bert"
             told = await here.ask("org/theirs", "a")
             assert told == Redirect(request=1, address="bert:7433")
-            assert (await here.ask(causal, "a")).kind == ""
+            for name in (causal, "of/the-ring"):
+                assert (await here.ask(name, "a")).kind == ""
             with pytest.raises(CheckpointError, match="org/nobodys is not on this node"):
                 await here.ask("org/nobodys", "a")
             assert here.provided == ["org/nobodys"]
