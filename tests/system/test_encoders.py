@@ -20,7 +20,10 @@ from support.system.nodes import Machine, NodeProcess
 from shardnet.api.client import connect
 from shardnet.api.serve.server import serving
 from shardnet.api.server.settings import Listening, Settings
+from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet_cli.output.model_table import model_lines, models_json
+from shardnet_cli.output.plan_text import plan_text
 
 TOLERANCE = 1e-4
 TEXTS = ["She read a letter.", "It rained", "what did she do in the north?", "a"]
@@ -94,9 +97,9 @@ def test_vectors_and_rankings_are_those_of_transformers(machine: Machine, models
             await check_ollama(http, embedder)
             await check_ranking(http, reranker)
             await check_refused(http, client)
+        await check_lists(node, models)
 
     asyncio.run(main())
-    check_commands(machine, node, models)
 
 
 async def check_lengths(
@@ -159,7 +162,8 @@ async def check_ranking(http: httpx2.AsyncClient, oracle: Oracle) -> None:
 
 
 async def check_refused(http: httpx2.AsyncClient, client: openai.AsyncOpenAI) -> None:
-    """What an encoder of the other kind, or a conversation, is told."""
+    """What an encoder of the other kind, or a conversation, is told. The ring keeps its model."""
+    await client.completions.create(model="default", prompt="a", max_tokens=1)
     for path, body, words in (
         ("/v1/rerank", {"model": "embedder", "query": "a", "documents": ["b"]}, "texts for vec"),
         ("/v1/embeddings", {"model": "reranker", "input": "a"}, "a query and documents to rank"),
@@ -173,11 +177,17 @@ async def check_refused(http: httpx2.AsyncClient, client: openai.AsyncOpenAI) ->
         )
 
 
-def check_commands(machine: Machine, node: NodeProcess, models: Path) -> None:
+async def check_lists(node: NodeProcess, models: Path) -> None:
     """`plan` and `models` say what it is."""
-    plan = machine.run("plan", "--model", str(models / "embedder"), "--nodes", node.address)
-    assert "embedding encoder, one node, by transformers" in plan.stdout
-    listed = machine.run("models", "--nodes", node.address, "--json").json["models"]
-    kinds = {Path(one["name"]).name: (one["family"], one["kind"]) for one in listed}
-    assert kinds["embedder"] == ("bert", "embedding")
-    assert kinds["reranker"] == ("xlm-roberta", "reranker")
+    async with connect(node.address) as client:
+        plan = await client.plan(str(models / "embedder"))
+        lists = [listed async for listed in client.models()]
+        loaded = (await client.status()).node.stage
+    assert loaded is not None
+    assert loaded.model == DEFAULT_MODEL_NAME
+    assert "embedding encoder, one node, by transformers" in plan_text(plan)
+    assert plan.stages[0].layers == (0, 2)
+    kinds = {one["name"]: (one["family"], one["kind"]) for one in models_json(lists)["models"]}
+    assert kinds[str(models / "embedder")] == ("bert", "embedding")
+    assert kinds[str(models / "reranker")] == ("xlm-roberta", "reranker")
+    assert any("bert (embedding)" in line for line in model_lines(lists, None))
