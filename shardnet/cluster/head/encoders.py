@@ -27,6 +27,7 @@ from shardnet.errors import (
     CheckpointError,
     ContextExceededError,
     DeadlineError,
+    PeerFailedError,
     QueueFullError,
     UsageError,
 )
@@ -37,6 +38,7 @@ from shardnet.runtime.stage.executor import Executor
 from shardnet.tokenizers.formats.tokenizer_files import tokenizer_place
 from shardnet.tokenizers.text_process import TextProcess
 from shardnet.tokenizers.tokenizer import no_tokenizer
+from shardnet.transport.loop import finish
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Redirect
 from shardnet.wire.messages.membership import NodeInfo
@@ -100,7 +102,9 @@ class Encoders:
         self._changing = asyncio.Lock()
         self._held: dict[Path, _Held] = {}
         self._freeing: asyncio.TimerHandle | None = None
+        self._ending: set[asyncio.Future[None]] = set()
         self._n_requests = 0
+        self._is_closed = False
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the message that asks for vectors and scores."""
@@ -190,11 +194,15 @@ class Encoders:
                 self._free(path)
 
     async def close(self) -> None:
-        """Free everything, and end the thread."""
+        """Free everything, once what loads is loaded, and end the thread."""
+        self._is_closed = True
+        async with self._changing:
+            for path in [*self._held]:
+                self._free(path)
         if self._freeing is not None:
             self._freeing.cancel()
         self._thread.close()
-        await asyncio.gather(*(self._free(path) for path in [*self._held]), return_exceptions=True)
+        await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _find(self, control: ControlLink, request: int, model: str) -> Path | None:
         """Return where a model is on this node, downloaded if need be; None for Redirect."""
@@ -312,17 +320,20 @@ class Encoders:
     async def _load(self, model: str, facts: EncoderFacts) -> _Held:
         """Return an encoder, loaded if it is not, in memory that others may have had."""
         async with self._changing:
+            if self._is_closed:
+                raise PeerFailedError("this node is leaving", remedy="ask another one")
             held = self._held.get(facts.path)
             if held is not None and held.encoder.facts.stamp != facts.stamp:
                 self._free(facts.path)
                 held = None
             if held is None:
                 self._make_room(facts)
-                held = self._held[facts.path] = await self._loaded(model, facts)
-                self._count()
+                held = await finish(self._loaded(model, facts))
             return held
 
     async def _loaded(self, model: str, facts: EncoderFacts) -> _Held:
+        """Load an encoder, and keep it also if who asked has gone meanwhile."""
+
         def load() -> _Held:
             from shardnet.runtime.encoding.encoder import load_encoder
 
@@ -338,7 +349,9 @@ class Encoders:
             n_bytes = facts.needed_bytes
             return _Held(model=model, encoder=encoder, tokenizer=tokenizer, n_bytes=n_bytes)
 
-        held = await self._run(load)
+        held = self._held[facts.path] = await self._run(load)
+        self._count()
+        self._free_later()
         size = facts.weight_bytes / 2**20
         self._log(f"loaded the encoder {facts.path} ({size:.1f} MiB, float32, by transformers)")
         return held
@@ -356,12 +369,14 @@ class Encoders:
         if needed > free:
             raise _does_not_fit(facts, free)
 
-    def _free(self, path: Path) -> asyncio.Future[None]:
-        """Forget an encoder; the future ends with the process of its tokenizer."""
+    def _free(self, path: Path) -> None:
+        """Forget an encoder, and have the process of its tokenizer ended."""
         held = self._held.pop(path)
         self._count()
         self._log(f"freed the encoder {path}")
-        return self._disk.submit(f"the tokenizer of {path}", held.tokenizer.close)
+        ending = self._disk.submit(f"the tokenizer of {path}", held.tokenizer.close)
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
 
     def _count(self) -> None:
         self._orders.encoder_bytes = sum(held.n_bytes for held in self._held.values())
