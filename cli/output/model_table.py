@@ -45,6 +45,7 @@ def models_json(lists: Sequence[ModelsListed]) -> dict[str, Any]:
                 "size_bytes": one.model.size_bytes,
                 "held_bytes": one.model.held_bytes,
                 "family": one.model.family or None,
+                "kind": one.model.kind or "generation",
                 "form": one.model.form or None,
                 "context": one.model.context or None,
                 "fits": one.model.fits,
@@ -70,7 +71,7 @@ def model_lines(lists: Sequence[ModelsListed], width: int | None) -> list[str]:
             cells = (
                 name,
                 _size(model.size_bytes),
-                model.family,
+                f"{model.family} ({model.kind})" if model.kind else model.family,
                 model.form,
                 str(model.context or ""),
                 {True: "yes", False: "no", None: ""}[model.fits],

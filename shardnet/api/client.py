@@ -58,7 +58,14 @@ from shardnet.wire.messages.membership import (
 )
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import Drain, LoadProgress
-from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
+from shardnet.wire.messages.tokens import (
+    Detokenize,
+    Detokenized,
+    Encode,
+    Encoded,
+    Tokenize,
+    Tokenized,
+)
 
 if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity
@@ -76,10 +83,19 @@ Ask = (
     | Tokenize
     | Detokenize
     | DescribeTokenizer
+    | Encode
 )
 Request = Ask | ReportRequest | ListModels
 Answer = TypeVar(
-    "Answer", PlanReply, LastRun, RingActivity, Done, Tokenized, Detokenized, TokenizerDescribed
+    "Answer",
+    PlanReply,
+    LastRun,
+    RingActivity,
+    Done,
+    Tokenized,
+    Detokenized,
+    TokenizerDescribed,
+    Encoded,
 )
 
 GREEDY = SamplingParams()
@@ -349,6 +365,14 @@ class Client:
             keep_special_tokens=keep_special_tokens,
         )
         return await self._follow(message, Detokenized)
+
+    async def encode(self, message: Encode, on_progress: OnLoading | None = None) -> Encoded:
+        """Return vectors or scores of texts by an encoder, which is no model of the ring.
+
+        `Encode` says what is asked; `shardnet.api.encoding` sends it for any number of texts.
+        Raises ContextExceededError for a text that is too long, UsageError for the wrong kind.
+        """
+        return await self._follow(message, Encoded, on_progress)
 
     def _chosen(self, model: str | ModelChoice | None) -> ModelChoice:
         if model is None:

@@ -1,4 +1,4 @@
-"""Texts as vectors: hidden states behind the final norm, of a text's last token or their mean.
+"""Texts as vectors: by an encoder, or of hidden states behind a model's final norm.
 
 Knows how vectors are pooled, cut and scaled. Must not know HTTP.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, Unpack, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, Unpack, cast
 
 import msgspec
 
+from shardnet.api.encoding import EncoderClient, encode
 from shardnet.api.events import GenerationEvent, GenerationResult
 from shardnet.api.generation import Generator
 from shardnet.api.requests import GenerationOptions, Prompt
@@ -19,33 +20,39 @@ from shardnet.errors import NumericalError, RemoteProtocolError, UsageError
 from shardnet.output_params import ALL_ROWS, OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.tokens import Encode
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Pooling: TypeAlias = Literal["last", "mean"]
+Pooling: TypeAlias = Literal["last", "mean", "cls"]
 
 MAX_VALUES: Final = 1 << 23
 """Numbers that all vectors of one request may have: as JSON they take 170 MB."""
 
-_OUTPUTS: Final[dict[Pooling, OutputParams]] = {
+_OUTPUTS: Final[dict[str, OutputParams]] = {
     "last": OutputParams(hidden_rows=1),
     "mean": OutputParams(hidden_rows=ALL_ROWS, hidden_mean=True),
 }
+
+
+class EmbeddingGenerator(Generator, EncoderClient, Protocol):
+    """What generates, and asks encoders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """How vectors are made of hidden states.
 
-    `pooling` takes that of the last token, or the mean of all. Only the first `dimensions` numbers
-    are kept, None for all; what is kept has length 1 if it is `normalized`.
+    `pooling` takes that of the last token, of the first one (encoders only), or the mean of all;
+    None is an encoder's own, else the last. Only the first `dimensions` numbers are kept, None for
+    all; what is kept has length 1 if it is `normalized`, None for unless an encoder's files say no.
     """
 
-    pooling: Pooling = "last"
+    pooling: Pooling | None = None
     dimensions: int | None = None
-    normalized: bool = True
+    normalized: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,25 +69,45 @@ class Embedding:
 
 
 async def embed(
-    generator: Generator,
+    generator: EmbeddingGenerator,
     texts: Sequence[str] | Sequence[Sequence[int]],
     shape: Shape,
     *,
     model: ModelChoice,
+    truncate: bool = False,
     **options: Unpack[GenerationOptions],
 ) -> AsyncGenerator[Embedding, None]:
     """Yield the vector of each text, or list of token ids, as it comes: in any order.
 
-    Closing the iterator cancels the others. Raises the first error of any text, UsageError for more
+    An encoder cuts texts that are too long if it is to `truncate`. Closing the iterator cancels the
+    others. Raises the first error of any text, UsageError for more
     `dimensions` than the model has, or more than MAX_VALUES numbers together, NumericalError for a
     model that overflows.
     """
-    options = {**options, "max_tokens": 0, "outputs": _OUTPUTS[shape.pooling]}
+    encoder = await generator.encode(Encode(request=0, model=model.model))
+    if encoder.kind:
+        asked = Encode(
+            request=0,
+            model=model.model,
+            pooling=shape.pooling or "",
+            special_tokens=options.get("bos") != "off",
+            truncate=truncate,
+        )
+        if shape.normalized is None:
+            shape = replace(shape, normalized=encoder.normalized)
+        async with aclosing(encode(generator, asked, texts)) as encoded:
+            async for one in encoded:
+                yield _embedding(one.index, one.values, one.n_tokens, shape, len(texts))
+        return
+    if shape.pooling == "cls":
+        raise UsageError("pooling cls is for encoders", remedy="ask for last or mean")
+    options = {**options, "max_tokens": 0, "outputs": _OUTPUTS[shape.pooling or "last"]}
     prompts = [Prompt(text) for text in texts]
     events = generator.generate(prompts, SamplingParams(), model=model, **options)
     async with aclosing(results_of(events, "input", len(texts))) as results:
         async for result in results:
-            yield _embedding(result, shape, len(texts))
+            states = _hidden_state(result)
+            yield _embedding(result.index, states, result.usage.n_prompt, shape, len(texts))
 
 
 async def results_of(
@@ -98,14 +125,21 @@ async def results_of(
                 yield event.result
 
 
-def _embedding(result: GenerationResult, shape: Shape, n_texts: int) -> Embedding:
-    import numpy as np
-
+def _hidden_state(result: GenerationResult) -> NDArray[np.float32]:
+    """Return the one hidden state of a result. Raises RemoteProtocolError without it."""
     if result.hidden is None or result.hidden.n_rows != 1:
         raise RemoteProtocolError(
             "the head's answer has no hidden states of the input's last token"
         )
-    [states] = result.hidden.array()
+    states: NDArray[np.float32] = result.hidden.array()[0]
+    return states
+
+
+def _embedding(
+    index: int, states: NDArray[np.float32], n_prompt: int, shape: Shape, n_texts: int
+) -> Embedding:
+    import numpy as np
+
     width = len(states) if shape.dimensions is None else shape.dimensions
     if width > len(states):
         raise UsageError(
@@ -121,6 +155,6 @@ def _embedding(result: GenerationResult, shape: Shape, n_texts: int) -> Embeddin
     length = float(np.linalg.norm(vector.astype(np.float64)))
     if not np.isfinite(length):
         raise NumericalError("the model computed hidden states that are no numbers")
-    if shape.normalized:
+    if shape.normalized is not False:
         vector = vector / np.float32(length or 1.0)
-    return Embedding(index=result.index, vector=vector, n_prompt=result.usage.n_prompt)
+    return Embedding(index=index, vector=vector, n_prompt=n_prompt)

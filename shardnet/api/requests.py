@@ -29,7 +29,7 @@ from shardnet.wire.messages.generation import Generate, LastRunRequest, Recommen
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
 from shardnet.wire.messages.sequences import Outputs, Sampling
 from shardnet.wire.messages.stages import Drain
-from shardnet.wire.messages.tokens import Detokenize, Tokenize
+from shardnet.wire.messages.tokens import Detokenize, Encode, Tokenize
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -202,7 +202,8 @@ def check_request(
     | Drain
     | Tokenize
     | Detokenize
-    | DescribeTokenizer,
+    | DescribeTokenizer
+    | Encode,
 ) -> None:
     """Raise UsageError, which names the field, for values that do not fit into the message."""
     try:

@@ -21,6 +21,10 @@ MAX_NAMED: Final = 12
 """How many files a message names."""
 MAX_NAME: Final = 500
 """Longest name of a file, its folders included."""
+_OF_ENCODERS: Final = re.compile(
+    r"modules\.json|sentence_bert_config\.json|[0-9]_Pooling/config\.json"
+)
+"""What sentence-transformers writes beside a model."""
 _PLAIN_NAME = re.compile(r"(?:[\w+-][\w .+()-]*/)*[\w+-][\w .+()-]*")
 """GGUF files of this kind go beside a model: they begin or end so."""
 
@@ -77,6 +81,7 @@ def _huggingface(names: Sequence[str]) -> CheckpointFiles | None:
     if "config.json" not in names:
         return None
     whole = tuple(name for name in HF_WHOLE if name in names)
+    whole += tuple(name for name in names if _OF_ENCODERS.fullmatch(name))
     for single, index in zip(SINGLE_FILES, HF_INDEX_FILES, strict=True):
         if single in names:
             return CheckpointFiles(whole=whole, tensors=(single,))

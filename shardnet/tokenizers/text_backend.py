@@ -114,6 +114,22 @@ class TextBackend:
         token_ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
         return token_ids
 
+    def encode_input(
+        self, text: str, pair: str | None, special_tokens: bool, most_tokens: int | None
+    ) -> tuple[list[int], list[int]]:
+        """Encode a text, or two as one, for an encoder; return ids, and of which text each is.
+
+        The longer one is cut so that there are at most `most_tokens`, special ones included.
+        """
+        self._backend.encode_special_tokens = False
+        if most_tokens is not None:
+            self._backend.enable_truncation(most_tokens)
+        try:
+            found = self._backend.encode(text, pair, add_special_tokens=special_tokens)
+        finally:
+            self._backend.no_truncation()
+        return found.ids, found.type_ids
+
     def _without_double_bos(
         self, token_ids: list[int], text: str, parse_special: bool
     ) -> list[int]:

@@ -81,6 +81,32 @@ class TextProcess:
         token_ids.frombytes(block)
         return token_ids.tolist()
 
+    def encode_input(
+        self,
+        text: str,
+        pair: str | None = None,
+        *,
+        special_tokens: bool = True,
+        most_tokens: int | None = None,
+    ) -> tuple[list[int], list[int]]:
+        """Encode a text, or two as one, for an encoder; return ids, and of which text each is.
+
+        The longer one is cut so that there are at most `most_tokens`, special ones included, None
+        for all. Raises CheckpointError if it fails or exceeds its limits.
+        """
+        self.ready()
+        arguments = {
+            "text": text,
+            "pair": pair,
+            "special_tokens": special_tokens,
+            "most_tokens": most_tokens,
+        }
+        _, block = self._call("encode_input", arguments, ENCODE)
+        numbers = array("I")
+        numbers.frombytes(block)
+        n_tokens = len(numbers) // 2
+        return numbers[:n_tokens].tolist(), numbers[n_tokens:].tolist()
+
     def decode(self, token_ids: Sequence[int], keep_special_tokens: bool) -> str:
         """Decode ids. Raises CheckpointError if that fails, or needs a process to be started."""
         if not self._is_loaded:

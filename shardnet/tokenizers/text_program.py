@@ -43,6 +43,14 @@ class _Jobs:
         assert self._backend is not None
         return None, array("I", self._backend.encode(text, bos, parse_special)).tobytes()
 
+    def encode_input(
+        self, text: str, pair: str | None, special_tokens: bool, most_tokens: int | None
+    ) -> tuple[object, bytes]:
+        """Give the ids of an encoder's input, then of which text each is, as 32-bit numbers."""
+        assert self._backend is not None
+        ids, types = self._backend.encode_input(text, pair, special_tokens, most_tokens)
+        return None, array("I", [*ids, *types]).tobytes()
+
     def decode(self, token_ids: list[int], keep_special_tokens: bool) -> tuple[object, bytes]:
         """Give the text."""
         assert self._backend is not None
@@ -65,4 +73,11 @@ def main() -> None:
     """Do jobs until nobody asks."""
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     jobs = _Jobs()
-    serve({"load": jobs.load, "encode": jobs.encode, "decode": jobs.decode})
+    serve(
+        {
+            "load": jobs.load,
+            "encode": jobs.encode,
+            "encode_input": jobs.encode_input,
+            "decode": jobs.decode,
+        }
+    )

@@ -29,7 +29,16 @@ ROOMS: dict[str, list[str]] = {
     "checkpoint": ["tensors", "quantization", "formats", ""],
     "tokenizers": ["chat", "backends", "formats", "", "grammar"],
     "stage": ["estimate", "packs", "streaming", "prefixes", "shards", ""],
-    "runtime": ["scheduling", "processors", "stage", "shards", "loading", "ring", "engine"],
+    "runtime": [
+        "scheduling",
+        "processors",
+        "stage",
+        "shards",
+        "loading",
+        "encoding",
+        "ring",
+        "engine",
+    ],
     "cluster": [
         "pressure",
         "machine",

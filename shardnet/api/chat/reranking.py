@@ -1,4 +1,4 @@
-"""How well documents answer a query, as causal rerankers say it: by the logits of yes and no.
+"""How well documents answer a query: by an encoder, or by a causal model's logits of yes and no.
 
 Knows the conversation that Qwen3-Reranker was trained on. Must not know HTTP.
 """
@@ -9,15 +9,17 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from math import exp
-from typing import Final
+from typing import Final, Protocol
 
 from shardnet.api.chat.run import ChatGenerator
 from shardnet.api.embedding import results_of
+from shardnet.api.encoding import EncoderClient, encode
 from shardnet.api.requests import GenerationOptions, Message, Prompt
 from shardnet.errors import RemoteProtocolError
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.tokens import Encode
 
 INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
 _SYSTEM: Final = (
@@ -29,25 +31,46 @@ _ANSWERS: Final = ("yes", "no")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """Document number `index`: the probability of yes against no, and the tokens of its prompt."""
+    """Document number `index`: an encoder's score, or the logit of yes above that of no.
+
+    `n_prompt` are the tokens of the document with its query.
+    """
 
     index: int
-    score: float
+    logit: float
     n_prompt: int
+
+    @property
+    def score(self) -> float:
+        """How well it answers, from 0 to 1: of a causal model the probability of yes."""
+        return 1 / (1 + exp(min(-self.logit, 700.0)))
+
+
+class RankGenerator(ChatGenerator, EncoderClient, Protocol):
+    """What chats, and asks encoders."""
 
 
 async def rerank(
-    generator: ChatGenerator,
+    generator: RankGenerator,
     query: str,
     documents: Sequence[str],
     *,
     instruction: str = INSTRUCTION,
+    truncate: bool = True,
     model: ModelChoice,
 ) -> AsyncGenerator[Scored, None]:
     """Yield the score of each document as it comes: in any order.
 
-    Closing the iterator cancels the others. Raises the first error of any document.
+    An encoder knows no instruction, and cuts what is too long if it is to `truncate`. Closing the
+    iterator cancels the others. Raises the first error of any document.
     """
+    encoder = await generator.encode(Encode(request=0, model=model.model))
+    if encoder.kind:
+        asked = Encode(request=0, model=model.model, query=query, truncate=truncate)
+        async with aclosing(encode(generator, asked, documents)) as encoded:
+            async for one in encoded:
+                yield Scored(index=one.index, logit=float(one.values[0]), n_prompt=one.n_tokens)
+        return
     ids = [await _first_id(generator, answer, model) for answer in _ANSWERS]
     options = GenerationOptions(
         max_tokens=0,
@@ -63,7 +86,7 @@ async def rerank(
             [row] = result.logits.array()
             yield Scored(
                 index=result.index,
-                score=_share(float(row[ids[0]]), float(row[ids[1]])),
+                logit=float(row[ids[0]]) - float(row[ids[1]]),
                 n_prompt=result.usage.n_prompt,
             )
 
@@ -77,8 +100,3 @@ def conversation(query: str, document: str, instruction: str) -> list[Message]:
 async def _first_id(generator: ChatGenerator, text: str, model: ModelChoice) -> int:
     told = await generator.tokenize(text, model=model, bos="off")
     return told.token_ids[0]
-
-
-def _share(yes: float, no: float) -> float:
-    """Return the first one of the softmax of two logits."""
-    return 1 / (1 + exp(min(no - yes, 700.0)))

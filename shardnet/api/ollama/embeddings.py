@@ -17,6 +17,7 @@ from shardnet.api.server.endpoint import Json, Reply
 from shardnet.api.server.service import Exchange
 from shardnet.errors import ContextExceededError
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.tokens import Encode
 
 MAX_INPUTS: Final = 2048
 
@@ -68,9 +69,12 @@ async def embed_texts(exchange: Exchange, body: OllamaEmbed) -> Reply:
     texts = given if any(given) else []
     served = await find_model(exchange.service.models, body.model)
     exchange.keep = keep_of(body.keep_alive)
-    shape = Shape(pooling=body.pooling or "last", dimensions=body.dimensions or None)
-    prompts = texts if body.truncate is False else await _cut(exchange, texts, served.choice)
-    found = await _vectors(exchange, prompts, shape, served.choice)
+    shape = Shape(pooling=body.pooling, dimensions=body.dimensions or None, normalized=True)
+    cuts = body.truncate is not False
+    prompts: list[str] | list[list[int]] = texts
+    if cuts and not await _is_encoder(exchange, served.choice):
+        prompts = await _cut(exchange, texts, served.choice)
+    found = await _vectors(exchange, prompts, shape, served.choice, truncate=cuts)
     return Json(
         value=OllamaEmbedded(
             model=body.model or served.name,
@@ -91,14 +95,24 @@ async def embed_text(exchange: Exchange, body: OllamaOldEmbed) -> Reply:
 
 
 async def _vectors(
-    exchange: Exchange, texts: list[str] | list[list[int]], shape: Shape, model: ModelChoice
+    exchange: Exchange,
+    texts: list[str] | list[list[int]],
+    shape: Shape,
+    model: ModelChoice,
+    *,
+    truncate: bool = False,
 ) -> list[Embedding]:
     """Embed texts; return the vectors in their order. Without any, have the model loaded."""
     if not texts:
-        await exchange.use(model)
+        if not await _is_encoder(exchange, model):  # it is loaded for its first text
+            await exchange.use(model)
         return []
-    async with aclosing(embed(exchange, texts, shape, model=model)) as found:
+    async with aclosing(embed(exchange, texts, shape, model=model, truncate=truncate)) as found:
         return sorted([one async for one in found], key=lambda one: one.index)
+
+
+async def _is_encoder(exchange: Exchange, model: ModelChoice) -> bool:
+    return bool((await exchange.encode(Encode(request=0, model=model.model))).kind)
 
 
 async def _cut(exchange: Exchange, texts: list[str], model: ModelChoice) -> list[list[int]]:

@@ -58,6 +58,15 @@ class ModelFacts:
         """Find out about a model."""
         listed = await self.listed(exchange, served)
         described = None
+        if listed.kind:
+            return Facts(
+                family=listed.family,
+                form=listed.form,
+                size_bytes=listed.size_bytes,
+                context=listed.context,
+                template="",
+                capabilities=("embedding",),
+            )
         with contextlib.suppress(ShardnetError, TimeoutError):
             async with asyncio.timeout(ASK_S):
                 described = await self._described(exchange, served)

@@ -66,11 +66,7 @@ async def embeddings(exchange: Exchange, body: EmbeddingBody) -> Reply:
     if len(texts) > MAX_INPUTS:
         raise refused(f"input has {len(texts)}: give at most {MAX_INPUTS}", "input")
     served = await exchange.service.models.find(body.model)
-    shape = Shape(
-        pooling=body.pooling or "last",
-        dimensions=body.dimensions,
-        normalized=body.normalize is not False,
-    )
+    shape = Shape(pooling=body.pooling, dimensions=body.dimensions, normalized=body.normalize)
     options = GenerationOptions(
         priority=body.priority or 0, bos="off" if body.add_special_tokens is False else "auto"
     )

@@ -24,7 +24,11 @@ class DocumentBody(msgspec.Struct, kw_only=True):
 
 
 class RerankBody(msgspec.Struct, kw_only=True):
-    """The body of a request; `instruction` says what a good answer is and is not Cohere's."""
+    """The body of a request; from `instruction` on the fields are not Cohere's.
+
+    That says what a good answer is, `truncate` whether an encoder cuts what is too long, and
+    `raw_scores` has scores as the model gives them.
+    """
 
     query: str
     documents: Annotated[list[str | DocumentBody], Meta(min_length=1, max_length=MAX_DOCUMENTS)]
@@ -32,10 +36,12 @@ class RerankBody(msgspec.Struct, kw_only=True):
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool | None = None
     instruction: str | None = None
+    truncate: bool | None = None
+    raw_scores: bool | None = None
 
 
 class RankedDocument(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Document number `index`, and how well it answers, from 0 to 1."""
+    """Document number `index`, and how well it answers: from 0 to 1 unless scores are raw."""
 
     index: int
     relevance_score: float
@@ -57,16 +63,23 @@ async def rank(exchange: Exchange, body: RerankBody) -> Reply:
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
     instruction = body.instruction or INSTRUCTION
     scored: list[Scored] = []
-    found = rerank(exchange, body.query, texts, instruction=instruction, model=served.choice)
+    found = rerank(
+        exchange,
+        body.query,
+        texts,
+        instruction=instruction,
+        truncate=body.truncate is not False,
+        model=served.choice,
+    )
     async with aclosing(found):
         async for one in found:
             scored.append(one)
-    scored.sort(key=lambda one: (-one.score, one.index))
+    scored.sort(key=lambda one: (-one.logit, one.index))
     n_tokens = sum(one.n_prompt for one in scored)
     results = [
         RankedDocument(
             index=one.index,
-            relevance_score=one.score,
+            relevance_score=one.logit if body.raw_scores else one.score,
             document=DocumentBody(text=texts[one.index]) if body.return_documents else None,
         )
         for one in scored[: body.top_n]

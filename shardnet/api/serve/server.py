@@ -41,6 +41,7 @@ from shardnet.cluster.machine.addresses import rank, read_interfaces
 from shardnet.errors import ConfigurationError, ShardnetError
 from shardnet.transport.address import format_address
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.tokens import Encode
 
 STOP_S: Final = 5
 """Whole seconds that running requests have to end when a server stops."""
@@ -118,13 +119,16 @@ async def serving(
 
 
 async def _load(service: Service, on_loaded: Callable[[ShardnetError | None], None]) -> None:
-    """Have the default model loaded before the first request comes."""
+    """Have the default model loaded before the first request comes; an encoder is by that."""
+    choice, failure = service.models.default.choice, None
     try:
-        service.switch.leave(await service.switch.admit(service.models.default.choice))
+        service.switch.leave(await service.switch.admit(choice))
     except ShardnetError as error:
-        on_loaded(error)
-    else:
-        on_loaded(None)
+        failure = error
+        with contextlib.suppress(ShardnetError):
+            told = await service.client.encode(Encode(request=0, model=choice.model))
+            failure = None if told.kind else error
+    on_loaded(failure)
 
 
 class _Server(uvicorn.Server):

@@ -33,7 +33,7 @@ from shardnet.errors import BusyError, LinkError, PeerFailedError, QueueFullErro
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
-from shardnet.wire.messages.tokens import Detokenized, Tokenized
+from shardnet.wire.messages.tokens import Detokenized, Encode, Encoded, Tokenized
 
 TOKENIZER_FRESH_S: Final = 60.0
 """What is known of a tokenizer counts for so long: files may change."""
@@ -258,6 +258,14 @@ class Exchange:
                 token_ids, keep_special_tokens=keep_special_tokens, model=choice
             ),
         )
+
+    async def encode(self, message: Encode) -> Encoded:
+        """Ask an encoder as `shardnet.api.Client.encode` does. The ring keeps its model."""
+        answer = await self.service.client.encode(message, self.loading)
+        n_tokens = sum(answer.n_tokens)
+        self.service.metrics.prompt_tokens.inc(n_tokens)
+        self.n_prompt += n_tokens
+        return answer
 
     async def describe_tokenizer(
         self, *, model: str | ModelChoice | None = None

@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from shardnet.checkpoint.formats.gguf_header import MetadataValue
-from shardnet.errors import UnsupportedModelError
+from shardnet.errors import UnsupportedModelError, shown
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors
 from shardnet.model.families.registry import gguf_families
@@ -40,6 +40,11 @@ def config_of_metadata(
             f"{where}: general.architecture = 'clip': this projects images into a language model's "
             "inputs, and images are not implemented",
             remedy="name the file of the language model",
+        )
+    if "bert" in arch:
+        raise UnsupportedModelError(
+            f"{where}: general.architecture = {shown(arch)}: encoders are not read from GGUF",
+            remedy="take the model's own repository, with safetensors",
         )
     own = {
         key.removeprefix(f"{arch}."): value

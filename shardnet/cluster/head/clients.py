@@ -18,6 +18,7 @@ from shardnet.cluster.deputy.copying import Copy, Copying
 from shardnet.cluster.deputy.request_book import CopiedRequest
 from shardnet.cluster.head.constraints import Constraints
 from shardnet.cluster.head.drafts import Drafts
+from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.last_run import write_last_run
 from shardnet.cluster.head.lead import Lead
@@ -90,6 +91,7 @@ class Clients:
         constraints: Constraints,
         wire_loss: WireLoss,
         lists: ModelLists,
+        encoders: Encoders,
         copying: Copying,
         cache: Path,
         log: Callable[[str], None],
@@ -97,8 +99,8 @@ class Clients:
         """Take the parts that do the work.
 
         `reader` is the thread that tokenises prompts, `drafts` gives draft models,
-        `constraints` what outputs must match, `wire_loss`
-        measures what a narrower wire costs, `lists` finds models by parts of their names, `copying`
+        `constraints` what outputs must match, `wire_loss` measures what a narrower wire costs,
+        `lists` finds models by parts of their names, `encoders` are planned for too, `copying`
         keeps requests that have a key. The last run is kept in the folder `cache` too, which
         `disk` writes; it also reads chat templates.
         """
@@ -111,6 +113,7 @@ class Clients:
         self._constraints = constraints
         self._wire_loss = wire_loss
         self._lists = lists
+        self._encoders = encoders
         self._copying = copying
         self._sets = LockstepSets()
         self._cache = cache
@@ -129,6 +132,10 @@ class Clients:
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
         """Reply with the plan, or Redirect. A wire dtype that is asked for is measured."""
         choice = await self.settled(message.choice)
+        encoder = await self._encoders.find(choice.model)
+        if encoder is not None:
+            control.send(self._encoders.plan(message, choice.model, encoder))
+            return
         with self._hinting(choice):
             plan = await self._planner.plan(
                 choice,

@@ -30,7 +30,9 @@ from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.found_models import HeldModel, find_models
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import CheckpointError, RemoteProtocolError, ShardnetError, first_error
+from shardnet.runtime.encoding.encoder_facts import EncoderFacts, find_encoder
 from shardnet.runtime.loading.model_facts import stamp
+from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import MAX_REASON
 from shardnet.wire.messages.handshake import explanation
@@ -141,6 +143,15 @@ class ModelLists:
             ),
         )
 
+    async def holder(self, model: str) -> NodeId | None:
+        """Return a peer that has the model of this full name, None if none says so in time."""
+        peers = self._peers.links.linked()
+        names = await asyncio.gather(*map(self._names_of, peers))
+        for peer, held in zip(peers, names, strict=True):
+            if model in held:
+                return NodeId(peer.link.peer.node)
+        return None
+
     def hinted(self, model: str, error: CheckpointError) -> CheckpointError:
         """Add to the error of a model that was not found which name is nearest."""
         if model not in self._nearest:
@@ -185,6 +196,9 @@ class ModelLists:
     def _describe(self, held: HeldModel, nodes: Sequence[NodeInfo]) -> ListedModel:
         """Describe a model by its headers. Blocks."""
         try:
+            encoder = find_encoder(held.found.path)
+            if encoder is not None:
+                return _listed_encoder(held, encoder, nodes)
             facts = self._sharing.inspect(held.found.path)
             facts.check_known()
         except ShardnetError as error:
@@ -291,6 +305,19 @@ def _named(held: HeldModel) -> ListedModel:
         size_bytes=held.whole_bytes,
         held_bytes=held.held_bytes or 0,
         failure=explanation(found.failure, MAX_REASON) or unusable,
+    )
+
+
+def _listed_encoder(held: HeldModel, facts: EncoderFacts, nodes: Sequence[NodeInfo]) -> ListedModel:
+    return replace(
+        _named(held),
+        size_bytes=facts.size_bytes,
+        held_bytes=facts.size_bytes,
+        family=facts.config.model_type,
+        form=facts.form[:256],
+        context=facts.context,
+        kind=facts.config.kind,
+        fits=any(node.memory_bytes >= facts.needed_bytes for node in nodes) if nodes else None,
     )
 
 

@@ -75,6 +75,8 @@ class StageOrders:
         self._stop_watching: Callable[[], None] = lambda: None
         self._stop_standing_by: Callable[[], None] = lambda: None
         self._log = log
+        self.encoder_bytes = 0
+        """What encoders take of the first device (head/encoders.py)."""
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the orders of heads but LoadStage, which the node's own ring may forbid."""
@@ -125,9 +127,12 @@ class StageOrders:
 
     def device_bytes(self) -> list[int]:
         """Return the same for each device."""
-        return self._budget.device_bytes(
+        found = self._budget.device_bytes(
             self._host.weight_bytes_by_device, n_nodes_here=len(self._local_nodes.list())
         )
+        if self._budget.asked_bytes is not None:  # else it is not among what is available
+            found[0] = max(0, found[0] - self.encoder_bytes)
+        return found
 
     def free_bytes(self, place: int = 0) -> int:
         """Return the bytes left of a device beside what is loaded, at most what it has free."""

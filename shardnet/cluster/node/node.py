@@ -195,6 +195,7 @@ class Node:
         await self._services.recovery.close()
         await self.head.close()
         self._services.drafts.close()
+        await self._services.encoders.close()
         self._services.constraints.close()
         await self._stage.kv.close()
         await self._stage.host.close()

@@ -18,6 +18,7 @@ from shardnet.cluster.deputy.copying import Copying
 from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.constraints import Constraints
 from shardnet.cluster.head.drafts import Drafts
+from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.ring_builder import RingBuilder
@@ -128,6 +129,7 @@ class ServiceParts:
     drain: NodeDrain
     nodes: NodeWatch
     drafts: Drafts
+    encoders: Encoders
     constraints: Constraints
     wire_loss: WireLoss
     handlers: MessageHandlers
@@ -294,6 +296,16 @@ def build_services(
         directory=stage.directory,
         disk=stage.disk,
     )
+    encoders = Encoders(
+        own_info=stage.own.info,
+        ring_model=lambda: head.model,
+        lists=lists,
+        planner=planner,
+        orders=stage.orders,
+        disk=stage.disk,
+        address_of=links.peers.address_of,
+        log=settings.log,
+    )
     clients = Clients(
         head,
         planner,
@@ -303,6 +315,7 @@ def build_services(
         constraints,
         wire_loss,
         lists,
+        encoders,
         copying,
         settings.cache,
         settings.log,
@@ -311,6 +324,7 @@ def build_services(
         head=head,
         planner=planner,
         clients=clients,
+        encoders=encoders,
         copying=copying,
         own_link=lambda: own_client(links, dispatcher),
         link_to=links.peers.link_to,
@@ -371,6 +385,7 @@ def build_services(
         drain=drain,
         unused=unused,
         drafts=drafts,
+        encoders=encoders,
         link_of=link_of,
         memory=_memory_look(settings)
         if any(device.kind == "cpu" for device in settings.budget.devices)
@@ -391,7 +406,19 @@ def build_services(
     handlers = MessageHandlers()
     rooms = (messages, stage.orders, PrefixOrders(stage.host), stage.kv, stage.measuring)
     watch = RingWatch(head, recovery.records, lambda: router.rings)
-    for room in (*rooms, head, planned, drain, stand_in, clients, router, lists, reporter, watch):
+    for room in (
+        *rooms,
+        head,
+        planned,
+        drain,
+        stand_in,
+        clients,
+        router,
+        lists,
+        encoders,
+        reporter,
+        watch,
+    ):
         room.register(handlers)
     dispatcher = Dispatcher(
         own_hello=links.dialer.hello,
@@ -419,6 +446,7 @@ def build_services(
             log=settings.log,
         ),
         drafts=drafts,
+        encoders=encoders,
         constraints=constraints,
         wire_loss=wire_loss,
         handlers=handlers,

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from shardnet.cluster.head.drafts import Drafts
+from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.node.drain import NodeDrain
@@ -53,6 +54,7 @@ class NodePressure:
         drain: NodeDrain,
         unused: UnusedModels,
         drafts: Drafts,
+        encoders: Encoders,
         link_of: Callable[[NodeId], ControlLink | None],
         memory: Callable[[], MemoryLook] | None,
         owner: Callable[[], OwnerLook] | None,
@@ -65,6 +67,7 @@ class NodePressure:
         self._drain = drain
         self._unused = unused
         self._drafts = drafts
+        self._encoders = encoders
         self._link_of = link_of
         self._memory = memory
         self._owner = owner
@@ -137,6 +140,7 @@ class NodePressure:
                 self._log(f"warning: the head keeps what it has for requests to come: {error}")
         if not self._head.n_requests:
             self._drafts.close()
+        self._encoders.free_idle()
         await self._host.drop_caches()
 
     async def _begin_to_rest(self) -> None:

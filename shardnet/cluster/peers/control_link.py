@@ -70,7 +70,7 @@ from shardnet.wire.messages.stages import (
     RingBroken,
     UnloadStage,
 )
-from shardnet.wire.messages.tokens import Detokenize, Tokenize
+from shardnet.wire.messages.tokens import Detokenize, Encode, Tokenize
 from shardnet.wire.messages.traces import ReadClock
 
 _log = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ ControlRequest = (
     | Detokenize
     | Unload
     | DescribeTokenizer
+    | Encode
 )
 Notice = (
     RingBroken | PeersKnown | StandBy | StandByRefused | RequestCopied | TokensCopied | TakenOver

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from shardnet.cluster.deputy.copying import Copying
 from shardnet.cluster.deputy.request_book import CopiedRequest
 from shardnet.cluster.head.clients import Clients
+from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.replies import report_progress
 from shardnet.cluster.head.requests import with_ids
@@ -58,6 +59,7 @@ Asked = TypeVar("Asked", Tokenize, Detokenize, DescribeTokenizer)
 
 class Router:
     """What clients ask of this node. `head` leads its own ring, `clients` answer for that.
+    `encoders` are beside it.
 
     `own_link` opens a control link to this very node, `link_to` gives that to the node at another
     address, `address_of` the address of a node. Jobs run in `tasks`, a group that outlives it.
@@ -69,6 +71,7 @@ class Router:
         head: Head,
         planner: Planner,
         clients: Clients,
+        encoders: Encoders,
         copying: Copying,
         own_link: Callable[[], Awaitable[Link]],
         link_to: Callable[[str], Awaitable[ControlLink]],
@@ -79,6 +82,7 @@ class Router:
         self._head = head
         self._planner = planner
         self._clients = clients
+        self._encoders = encoders
         self._copying = copying
         self._own_link = own_link
         self._link_to = link_to
@@ -165,6 +169,8 @@ class Router:
             self._jobs.begin(front.close, "leaving several rings")
 
     async def _unload_for(self, control: ControlLink, message: Unload) -> None:
+        if not message.model:
+            self._encoders.free_idle()
         keeper = self._keeping.keeper(self._head.model or "")
         if keeper is not None and control.link.peer.node != keeper:
             control.send(Redirect(request=message.request, address=self._address_of(keeper)))

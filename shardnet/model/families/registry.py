@@ -16,6 +16,7 @@ from shardnet.model.families import (
     arcee,
     deepseek_v2,
     deepseek_v3,
+    encoders,
     ernie4_5,
     ernie4_5_moe,
     exaone4,
@@ -189,6 +190,8 @@ def _ignore_unused_windows(fields: Fields, raw: Mapping[str, Any]) -> None:
 def _find_family(fields: Fields) -> Family:
     model_type = fields.take("model_type", str)
     family = FAMILIES.get(model_type)
+    if model_type in encoders.CLASSES:
+        raise encoders.writes_nothing(fields.where)
     if family is None:
         known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
         raise fields.unsupported("model_type", model_type, known)

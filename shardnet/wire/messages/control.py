@@ -92,7 +92,14 @@ from shardnet.wire.messages.stages import (
     StageReady,
     UnloadStage,
 )
-from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
+from shardnet.wire.messages.tokens import (
+    Detokenize,
+    Detokenized,
+    Encode,
+    Encoded,
+    Tokenize,
+    Tokenized,
+)
 from shardnet.wire.messages.traces import ClockRead, ReadClock, TracePiece
 
 
@@ -188,6 +195,8 @@ ControlMessage = (
     | Detokenized
     | DescribeTokenizer
     | TokenizerDescribed
+    | Encode
+    | Encoded
     | Redirect
     | TextPiece
     | RowsPiece

@@ -6,7 +6,7 @@ or rings.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, field
 
@@ -187,7 +187,7 @@ class ListedModel(Strict, frozen=True, kw_only=True):
     `size_bytes` is that of all its tensor files, `held_bytes` what of them is there: less where
     parts came from other nodes. `form` names how weights are stored. `fits`: an estimate, whether
     the memory of the nodes together is enough; null where it is not known. `failure` says why it
-    cannot be used.
+    cannot be used. `kind` is that of an encoder, "" for what writes text.
     """
 
     name: PathText
@@ -199,6 +199,7 @@ class ListedModel(Strict, frozen=True, kw_only=True):
     context: U32 = 0
     fits: bool | None = None
     failure: Reason = ""
+    kind: Literal["", "embedding", "reranker"] = ""
 
 
 class ModelsListed(Tagged, frozen=True, kw_only=True):

@@ -289,11 +289,10 @@ class TestRefusals:
             Checkpoint.open(tmp_path / "mmproj-model-f16.gguf")
 
     def test_an_architecture(self, tmp_path: Path) -> None:
-        write_no_model(tmp_path / "m.gguf", "bert")
-        with pytest.raises(
-            UnsupportedModelError, match=r"general\.architecture = 'bert' is not supp.*gemma2"
-        ):
-            Checkpoint.open(tmp_path)
+        for name, words in (("t5", "is not supp.*gemma2"), ("nomic-bert", "encoders are not read")):
+            write_no_model(tmp_path / "m.gguf", name)
+            with pytest.raises(UnsupportedModelError, match=f"architecture = '{name}':? {words}"):
+                Checkpoint.open(tmp_path)
 
     def test_a_tensor_without_a_place_is_left_over(self, tmp_path: Path) -> None:
         folder = make_decoder(tmp_path / "source", "qwen2", with_tokenizer=False)

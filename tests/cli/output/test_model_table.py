@@ -51,6 +51,7 @@ def test_the_keys_of_json() -> None:
         "size_bytes": 2**30,
         "held_bytes": 2**30,
         "family": "llama",
+        "kind": "generation",
         "form": "Q4_K_M",
         "context": 4096,
         "fits": True,

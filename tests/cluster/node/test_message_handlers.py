@@ -44,7 +44,7 @@ from shardnet.wire.messages.stages import (
     PrefixRestored,
     StageReady,
 )
-from shardnet.wire.messages.tokens import Detokenized, Tokenized
+from shardnet.wire.messages.tokens import Detokenized, Encoded, Tokenized
 from shardnet.wire.messages.traces import ClockRead, TracePiece
 
 ANSWERS = {
@@ -52,6 +52,7 @@ ANSWERS = {
     CopiedTo,
     Detokenized,
     Done,
+    Encoded,
     Failed,
     Finished,
     KvMoved,

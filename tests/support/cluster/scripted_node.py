@@ -54,7 +54,14 @@ from shardnet.wire.messages.membership import (
     StatusReply,
 )
 from shardnet.wire.messages.plans import ModelChoice, PlanReply, PlanRequest
-from shardnet.wire.messages.tokens import Detokenize, Detokenized, Tokenize, Tokenized
+from shardnet.wire.messages.tokens import (
+    Detokenize,
+    Detokenized,
+    Encode,
+    Encoded,
+    Tokenize,
+    Tokenized,
+)
 from shardnet.wire.messages.traces import TracedStep, TracePiece
 
 MODELS = ("org/Tiny-Llama", "org/Big-Llama")
@@ -238,6 +245,8 @@ def _short_answers(message: Incoming, info: NodeInfo) -> list[ControlMessage]:
                 ModelsListed(request=number, node="n", name="n", models=models),
                 Done(request=number),
             ]
+        case Encode(request=number):
+            return [Encoded(request=number, kind="")]
         case Tokenize(request=number, generate=generate):
             ids = [ord(character) for character in _text(generate)]
             return [Tokenized(request=number, token_ids=ids, context=64)]

@@ -1,0 +1,397 @@
+"""Encoders on this node, beside its stage: vectors and scores of texts for clients.
+
+Knows which are loaded, in what memory, and when they are freed. Must not know rings: no plan is
+made, and the model of the ring stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from shardnet.cluster.head.model_lists import ModelLists
+from shardnet.cluster.head.replies import report_progress
+from shardnet.cluster.member.stage_orders import StageOrders
+from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.planning.planning import Planner
+from shardnet.cluster.store.disk_jobs import DiskJobs
+from shardnet.errors import (
+    CapacityError,
+    CheckpointError,
+    ContextExceededError,
+    DeadlineError,
+    PeerFailedError,
+    QueueFullError,
+    UsageError,
+)
+from shardnet.runtime.encoding.encoder_facts import EncoderFacts, find_encoder
+from shardnet.runtime.loading.loading import set_compute_threads
+from shardnet.runtime.loading.model_facts import find_folder, stamp
+from shardnet.runtime.stage.executor import Executor
+from shardnet.tokenizers.formats.tokenizer_files import tokenizer_place
+from shardnet.tokenizers.text_process import TextProcess
+from shardnet.tokenizers.tokenizer import no_tokenizer
+from shardnet.transport.loop import finish
+from shardnet.types import NodeId
+from shardnet.wire.messages.control import Redirect
+from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.plans import PlannedStage, PlanReply, PlanRequest
+from shardnet.wire.messages.tokens import Encode, Encoded
+
+if TYPE_CHECKING:  # it imports torch
+    from shardnet.runtime.encoding.encoder import Encoder, EncoderInput
+
+T = TypeVar("T")
+
+IDLE_S: Final = 300.0
+"""An encoder that no request has used for so long is freed."""
+JOB_S: Final = 300.0
+"""How long loading or one batch may take, those of other requests before it included."""
+MAX_REQUESTS: Final = 64
+"""Requests that wait or run at one time."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Held:
+    """A loaded encoder, and since when no request has used it."""
+
+    model: str
+    encoder: Encoder
+    tokenizer: TextProcess
+    n_bytes: int
+    n_users: int = 0
+    used_s: float = field(default_factory=time.monotonic)
+
+
+class Encoders:
+    """Answers Encode, one batch after another on a thread of its own.
+
+    `own_info` describes this node, `ring_model` names the model of its ring, `disk` reads files,
+    `lists` and `planner` find models, `address_of` gives a node's address. Encoders take what
+    `orders` leave of the first device's memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        own_info: Callable[[], NodeInfo],
+        ring_model: Callable[[], str | None],
+        lists: ModelLists,
+        planner: Planner,
+        orders: StageOrders,
+        disk: DiskJobs,
+        address_of: Callable[[NodeId], str],
+        log: Callable[[str], None],
+    ) -> None:
+        self._own_info = own_info
+        self._ring_model = ring_model
+        self._lists = lists
+        self._planner = planner
+        self._orders = orders
+        self._disk = disk
+        self._address_of = address_of
+        self._log = log
+        self._thread = Executor("shardnet-encode", niceness=10)
+        self._changing = asyncio.Lock()
+        self._held: dict[Path, _Held] = {}
+        self._freeing: asyncio.TimerHandle | None = None
+        self._ending: set[asyncio.Future[None]] = set()
+        self._n_requests = 0
+        self._is_closed = False
+
+    def register(self, handlers: MessageHandlers) -> None:
+        """Register the message that asks for vectors and scores."""
+        handlers.register(Encode, self.encode)
+
+    async def encode(self, control: ControlLink, message: Encode) -> None:
+        """Reply with vectors or scores, with what the model is, or Redirect to who has it.
+
+        Raises QueueFullError, CapacityError without memory for it, ContextExceededError for a text
+        that is too long, UsageError for a model of the other kind, CheckpointError.
+        """
+        with self._counted():
+            ring, held = self._ring_model(), [held.model for held in self._held.values()]
+            model = await self._lists.resolve(message.model, (ring, *held))
+            if model == ring:  # which writes text, and may be on other nodes only
+                control.send(Encoded(request=message.request, kind=""))
+                return
+            path = await self._find(control, message.request, model)
+            if path is not None:
+                control.send(await self._answer(message, model, await self.facts_at(path)))
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        if self._n_requests >= MAX_REQUESTS:
+            raise QueueFullError(f"{MAX_REQUESTS} requests to encoders wait", remedy="ask again")
+        self._n_requests += 1
+        try:
+            yield
+        finally:
+            self._n_requests -= 1
+
+    async def find(self, model: str) -> EncoderFacts | None:
+        """Read the headers of the encoder that a name means on this node; None if it means none."""
+        path = await self._disk.run(model, partial(find_folder, model))
+        return await self.facts_at(path) if path is not None else None
+
+    async def facts_at(self, path: Path) -> EncoderFacts | None:
+        """Read the headers of an encoder, unless they are known; None for what is none.
+
+        Raises CheckpointError if they are damaged.
+        """
+
+        held = self._held.get(path)
+
+        def read() -> EncoderFacts | None:
+            known = held.encoder.facts if held is not None else None
+            return known if known and known.stamp == stamp(path) else find_encoder(path)
+
+        return await self._disk.run(path, read)
+
+    def plan(self, message: PlanRequest, model: str, facts: EncoderFacts) -> PlanReply:
+        """Describe where an encoder would be computed: it is not planned for, but here or nowhere.
+
+        Raises CapacityError if it does not fit even alone.
+        """
+        own, held = self._own_info(), self._held.get(facts.path)
+        room = self._orders.free_bytes() + self._orders.encoder_bytes
+        if held is None and facts.needed_bytes > room:
+            raise _does_not_fit(facts, room)
+        stage = PlannedStage(
+            rank=0,
+            node=own.node,
+            name=own.name,
+            address=own.address,
+            layers=(0, facts.config.n_layers),
+            weight_bytes=facts.weight_bytes,
+            kv_bytes=0,
+            dtype="float32",
+            weight_dtype="float32",
+        )
+        return PlanReply(
+            request=message.request,
+            model=model,
+            model_id=facts.model_id,
+            dtype="float32",
+            wire_dtype="float32",
+            context=facts.context,
+            stages=[stage],
+            why=f"{facts.config.kind} encoder, one node, by transformers",
+        )
+
+    def free_idle(self, idle_s: float = 0.0) -> None:
+        """Free the encoders that no request has used for so long."""
+        now_s = time.monotonic()
+        for path, held in [*self._held.items()]:
+            if not held.n_users and now_s - held.used_s >= idle_s:
+                self._free(path)
+
+    async def close(self) -> None:
+        """Free everything, once what loads is loaded, and end the thread."""
+        self._is_closed = True
+        async with self._changing:
+            for path in [*self._held]:
+                self._free(path)
+        if self._freeing is not None:
+            self._freeing.cancel()
+        self._thread.close()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    async def _find(self, control: ControlLink, request: int, model: str) -> Path | None:
+        """Return where a model is on this node, downloaded if need be; None for Redirect."""
+        path = await self._disk.run(model, partial(find_folder, model))
+        if path is not None:
+            return path
+        holder = await self._lists.holder(model)
+        if holder is not None:
+            control.send(Redirect(request=request, address=self._address_of(holder)))
+            return None
+        progress = partial(report_progress, control, request, 0, "downloading")
+        await self._planner.provide(model, progress, "text")
+        path = await self._disk.run(model, partial(find_folder, model))
+        if path is None:
+            raise CheckpointError(f"{model} is not on this node", remedy="copy or pull it there")
+        return path
+
+    async def _answer(self, message: Encode, model: str, facts: EncoderFacts | None) -> Encoded:
+        if facts is None:
+            return Encoded(request=message.request, kind="")
+        kind = facts.config.kind
+        described = Encoded(
+            request=message.request,
+            kind=kind,
+            context=facts.context,
+            normalized=facts.normalized,
+        )
+        if not message.texts:
+            return described
+        if (kind == "reranker") != (message.query is not None):
+            wants = "a query and documents to rank" if kind == "reranker" else "texts for vectors"
+            raise UsageError(f"{message.model} takes {wants}", remedy="ask another model for that")
+        held = await self._load(model, facts)
+        held.n_users += 1
+        try:
+            inputs = [
+                await self._input(message, held, place) for place in range(len(message.texts))
+            ]
+            width, values = await self._computed(held, inputs, message)
+        finally:
+            held.n_users -= 1
+            held.used_s = time.monotonic()
+            self._free_later()
+        n_tokens = [len(given.token_ids) for given in inputs]
+        return Encoded(
+            request=message.request,
+            kind=kind,
+            context=facts.context,
+            normalized=facts.normalized,
+            n_tokens=n_tokens,
+            width=width,
+            values=values,
+        )
+
+    async def _input(self, message: Encode, held: _Held, place: int) -> EncoderInput:
+        """Make the input of text number `place`, behind the query if there is one."""
+        from shardnet.runtime.encoding.encoder import EncoderInput
+
+        facts, text = held.encoder.facts, message.texts[place]
+        if isinstance(text, str):
+            texts = [text] if message.query is None else [message.query, text]
+            ids, types = await self._run(
+                partial(
+                    held.tokenizer.encode_input,
+                    *(one.lower() if facts.lowers else one for one in texts),
+                    special_tokens=message.special_tokens,
+                    most_tokens=facts.context if message.truncate else None,
+                )
+            )
+        elif message.query is not None:
+            raise UsageError("a document to rank is a text, not token ids")
+        else:
+            ids, types = text, [0] * len(text)
+        which = f"text number {message.first + place + 1}"
+        if not ids:
+            raise UsageError(f"{which} is empty", remedy="give it some text")
+        if len(ids) > facts.context:
+            raise ContextExceededError.of(
+                f"{which} has {len(ids)} tokens and the model takes {facts.context} at most",
+                len(ids),
+                facts.context,
+                remedy="shorten it",
+            )
+        return EncoderInput(ids, types)
+
+    async def _computed(
+        self, held: _Held, inputs: Sequence[EncoderInput], message: Encode
+    ) -> tuple[int, bytes]:
+        """Compute vectors or scores; return their width, and float32 bytes in the inputs' order."""
+        from shardnet.runtime.encoding.encoder import batches
+
+        rows: dict[int, bytes] = {}
+        pooling = message.pooling or held.encoder.facts.pooling
+        for batch in batches([len(given.token_ids) for given in inputs]):
+            some = [inputs[place] for place in batch]
+            made = await self._run(partial(held.encoder.forward, some, pooling))
+            rows |= {
+                place: row.astype("<f4").tobytes() for place, row in zip(batch, made, strict=True)
+            }
+        values = b"".join(rows[place] for place in range(len(inputs)))
+        return len(rows[0]) // 4, values
+
+    async def _run(self, job: Callable[[], T]) -> T:
+        """Run a job on the thread of encoders. Raises DeadlineError after JOB_S."""
+        try:
+            async with asyncio.timeout(JOB_S):
+                return await self._thread.run(job)
+        except TimeoutError:
+            raise DeadlineError(
+                f"an encoder took more than {JOB_S:g} s", remedy="send fewer or shorter texts"
+            ) from None
+
+    # --- what is loaded
+
+    async def _load(self, model: str, facts: EncoderFacts) -> _Held:
+        """Return an encoder, loaded if it is not, in memory that others may have had."""
+        async with self._changing:
+            if self._is_closed:
+                raise PeerFailedError("this node is leaving", remedy="ask another one")
+            held = self._held.get(facts.path)
+            if held is not None and held.encoder.facts.stamp != facts.stamp:
+                self._free(facts.path)
+                held = None
+            if held is None:
+                self._make_room(facts)
+                held = await finish(self._loaded(model, facts))
+            return held
+
+    async def _loaded(self, model: str, facts: EncoderFacts) -> _Held:
+        """Load an encoder, and keep it also if who asked has gone meanwhile."""
+
+        def load() -> _Held:
+            from shardnet.runtime.encoding.encoder import load_encoder
+
+            set_compute_threads(self._orders.threads_of(0))
+            tokenizer = TextProcess(tokenizer_place(facts.path))
+            try:
+                if tokenizer.load()[0] is None:
+                    raise no_tokenizer(facts.path, "text")
+                encoder = load_encoder(facts, self._orders.device.for_torch)
+            except BaseException:
+                tokenizer.close()
+                raise
+            n_bytes = facts.needed_bytes
+            return _Held(model=model, encoder=encoder, tokenizer=tokenizer, n_bytes=n_bytes)
+
+        held = self._held[facts.path] = await self._run(load)
+        self._count()
+        self._free_later()
+        size = facts.weight_bytes / 2**20
+        self._log(f"loaded the encoder {facts.path} ({size:.1f} MiB, float32, by transformers)")
+        return held
+
+    def _make_room(self, facts: EncoderFacts) -> None:
+        """Free other encoders, the longest unused first, until one fits. Raises CapacityError."""
+        needed = facts.needed_bytes
+        unused = sorted(
+            (held.used_s, path) for path, held in self._held.items() if not held.n_users
+        )
+        for _, path in unused:
+            if needed > self._orders.free_bytes():
+                self._free(path)
+        free = self._orders.free_bytes()
+        if needed > free:
+            raise _does_not_fit(facts, free)
+
+    def _free(self, path: Path) -> None:
+        """Forget an encoder, and have the process of its tokenizer ended."""
+        held = self._held.pop(path)
+        self._count()
+        self._log(f"freed the encoder {path}")
+        ending = self._disk.submit(f"the tokenizer of {path}", held.tokenizer.close)
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    def _count(self) -> None:
+        self._orders.encoder_bytes = sum(held.n_bytes for held in self._held.values())
+
+    def _free_later(self) -> None:
+        """Have idle encoders freed when it is time to."""
+        if self._freeing is not None:
+            self._freeing.cancel()
+        loop = asyncio.get_running_loop()
+        self._freeing = loop.call_later(IDLE_S + 1, self.free_idle, IDLE_S)
+
+
+def _does_not_fit(facts: EncoderFacts, room_bytes: int) -> CapacityError:
+    return CapacityError(
+        f"the encoder {facts.path} needs {facts.needed_bytes} bytes in float32, and this node has "
+        f"{room_bytes} beside its stage",
+        remedy="raise --memory, or free the model of the ring with `shardnet unload`",
+    )

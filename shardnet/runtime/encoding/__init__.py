@@ -1,0 +1,1 @@
+"""Encoders: texts to vectors and scores, by transformers' own classes."""

@@ -1,0 +1,185 @@
+"""An encoder in memory, computed by transformers' own class of its family, in float32.
+
+Knows how transformers is given a config and tensors that were read here: it opens no file, looks
+nothing up and runs no code of a checkpoint. Must not know threads, nor who asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN, read_stored
+from shardnet.errors import CheckpointError, NumericalError, UsageError
+from shardnet.runtime.encoding.encoder_facts import (
+    BATCH_POSITIONS,
+    MAX_BATCH,
+    EncoderFacts,
+    Pooling,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_UNUSED: Final = ("pooler.", "cls.", "lm_head.", "classifier.", "head.", "decoder.", "vocab_")
+"""What the names of tensors of heads begin with that vectors do not need."""
+_BUFFERS: Final = ("position_ids", "token_type_ids", "rotary_emb.inv_freq")
+"""What older checkpoints store, and can be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInput:
+    """The tokens of one text, or of a query and a document, and which of the two each is of."""
+
+    token_ids: Sequence[int]
+    type_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """A loaded encoder. Not thread-safe."""
+
+    facts: EncoderFacts
+    module: Any
+    pad_id: int
+
+    def forward(self, inputs: Sequence[EncoderInput], pooling: Pooling) -> NDArray[np.float32]:
+        """Compute a batch: float32 [inputs, hidden size] of vectors, or [inputs, 1] of scores.
+
+        Vectors are pooled and not scaled. Raises UsageError for a token that the model has not,
+        NumericalError if it computes what is no number.
+        """
+        n_tokens = self.module.config.vocab_size
+        if any(token_id >= n_tokens for given in inputs for token_id in given.token_ids):
+            raise UsageError(f"a token id is outside the model's vocabulary of {n_tokens}")
+        device = self.module.device
+        ids, mask = (tensor.to(device) for tensor in self._padded(inputs))
+        arguments = {"input_ids": ids, "attention_mask": mask}
+        if self.facts.config.has_types:
+            rows = [torch.tensor(given.type_ids) for given in inputs]
+            types = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            arguments["token_type_ids"] = types.to(device)
+        with torch.inference_mode():
+            found = self.module(**arguments)
+            if self.facts.config.kind == "reranker":
+                values = found.logits
+            else:
+                values = pooled(found.last_hidden_state, mask, pooling)
+            made: NDArray[np.float32] = values.float().cpu().numpy()
+        if not torch.isfinite(values).all():
+            raise NumericalError(f"{self.facts.path}: the model computed what is no number")
+        return made
+
+    def _padded(self, inputs: Sequence[EncoderInput]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return token ids and mask [inputs, longest], padded at the end."""
+        rows = [torch.tensor(given.token_ids) for given in inputs]
+        pad = torch.nn.utils.rnn.pad_sequence
+        mask = pad([torch.ones_like(row) for row in rows], batch_first=True)
+        return pad(rows, batch_first=True, padding_value=self.pad_id), mask
+
+
+def pooled(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+    """Make vectors [B, E] of hidden states [B, T, E], where `mask` [B, T] is 1."""
+    match pooling:
+        case "cls":
+            return states[:, 0]
+        case "last":
+            return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
+        case "mean":
+            weights = mask.unsqueeze(-1).to(states.dtype)
+            return (states * weights).sum(1) / weights.sum(1)
+
+
+def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Divide inputs of these lengths into batches, the shortest first; yield their places.
+
+    Each has at most MAX_BATCH inputs and BATCH_POSITIONS with padding, unless it is one input.
+    """
+    batch: list[int] = []
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
+        n = len(batch) + 1
+        if batch and (n > MAX_BATCH or n * lengths[place] > BATCH_POSITIONS):
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
+
+
+def load_encoder(
+    facts: EncoderFacts, device: str, came: Callable[[int], None] = lambda n_bytes: None
+) -> Encoder:
+    """Load an encoder onto a torch device. Blocks.
+
+    `came` is called with the bytes of each piece that is read, and may raise to cancel. Raises
+    UsageError without transformers, CheckpointError if the files do not make the model.
+    """
+    made = _class_of(facts)
+    tensors = {
+        tensor.name: read_stored(facts.path, tensor, facts.opened[tensor.file], came)
+        for tensor in facts.stored
+    }
+    try:
+        config = made.config_class.from_dict(dict(facts.config.keys))
+        module, said = made.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            output_loading_info=True,
+            dtype=torch.float32,
+            attn_implementation="sdpa" if made._supports_sdpa else "eager",
+            trust_remote_code=False,
+        )
+    except Exception as error:  # strangers' values make it raise anything
+        raise CheckpointError(
+            f"{facts.path}: transformers makes no {facts.config.class_name} of it: "
+            f"{str(error)[:300]}",
+            remedy=AGAIN,
+        ) from error
+    _check_complete(facts, said)
+    module = module.to(device).eval().requires_grad_(False)
+    return Encoder(
+        facts=facts,
+        module=module,
+        pad_id=config.pad_token_id or 0,
+    )
+
+
+def _class_of(facts: EncoderFacts) -> Any:
+    """Return transformers' class, which writes no bars and reports from now on."""
+    try:
+        import transformers
+
+        library: Any = transformers
+        found = getattr(library, facts.config.class_name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"{facts.path}: encoders are computed by transformers, which this node lacks or "
+            "has too old",
+            remedy="run `pip install 'transformers>=5.24'` there (shardnet's extra `transformers`)",
+        ) from error
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    return found
+
+
+def _check_complete(facts: EncoderFacts, said: dict[str, Any]) -> None:
+    """Raise CheckpointError if tensors are missing, or are there that the model does not use."""
+    is_vector = facts.config.kind == "embedding"
+    missing = [name for name in said["missing_keys"] if not (is_vector and _is_unused(name))]
+    strange = [name for name in said["unexpected_keys"] if not (is_vector and _is_unused(name))]
+    strange = [name for name in strange if not name.endswith(_BUFFERS)]
+    for what, names in (("lacks", missing), ("has, beyond what the model uses,", strange)):
+        if names:
+            raise CheckpointError(
+                f"{facts.path} {what} {len(names)} tensors, {min(names):.200} among them",
+                remedy=AGAIN,
+            )
+
+
+def _is_unused(name: str) -> bool:
+    return name.removeprefix("bert.").removeprefix("model.").startswith(_UNUSED)

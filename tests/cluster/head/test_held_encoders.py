@@ -1,0 +1,168 @@
+"""Encoders of a node: in what memory they are, who is asked where they are not, when they go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from support.models.checkpoints import make_llama
+from support.models.encoder_checkpoints import make_encoder
+
+from shardnet.cluster.head.encoders import MAX_REQUESTS, Encoders
+from shardnet.cluster.store.disk_jobs import DiskJobs
+from shardnet.errors import CapacityError, CheckpointError, QueueFullError, UsageError
+from shardnet.model.families import encoders as families
+from shardnet.runtime.encoding.encoder_facts import find_encoder
+from shardnet.types import NodeId
+from shardnet.wire.messages.control import ControlMessage, Redirect
+from shardnet.wire.messages.tokens import MAX_ENCODED_WIDTH, Encode, Encoded
+
+
+@dataclass(slots=True, kw_only=True)
+class Lab:
+    """A node's encoders, with `room_bytes` of memory, and what they are told by its other parts."""
+
+    room_bytes: int = 1 << 40
+    holders: dict[str, str] = field(default_factory=dict)
+    provided: list[str] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: list[ControlMessage] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+    orders: Any = None
+    encoders: Encoders = field(init=False)
+
+    async def resolve(self, model: str, in_use: object) -> str:
+        await self.gate.wait()
+        return model
+
+    async def holder(self, model: str) -> NodeId | None:
+        found = self.holders.get(model)
+        return NodeId(found) if found else None
+
+    async def provide(self, model: str, on_progress: object, tokenizer_for: str) -> None:
+        self.provided.append(model)
+
+    async def ask(self, model: Path | str, *texts: str, **more: Any) -> Any:
+        message = Encode(request=1, model=str(model), texts=list(texts), **more)
+        await self.encoders.encode(cast("Any", self), message)
+        return self.sent[-1]
+
+    def send(self, message: ControlMessage) -> None:
+        self.sent.append(message)
+
+
+@asynccontextmanager
+async def lab() -> AsyncIterator[Lab]:
+    made, disk = Lab(), DiskJobs("test-disk")
+    made.gate.set()
+    made.orders = SimpleNamespace(
+        encoder_bytes=0,
+        free_bytes=lambda: made.room_bytes - made.orders.encoder_bytes,
+        threads_of=lambda place: 1,
+        device=SimpleNamespace(for_torch="cpu"),
+    )
+    parts = {"lists": made, "planner": made, "orders": made.orders}
+    made.encoders = Encoders(
+        own_info=lambda: cast("Any", None),
+        ring_model=lambda: "of/the-ring",
+        **cast("Any", parts),
+        disk=disk,
+        address_of=lambda node: f"{node}:7433",
+        log=made.log.append,
+    )
+    try:
+        async with asyncio.timeout(60):
+            yield made
+    finally:
+        await made.encoders.close()
+        disk.close()
+
+
+def needed_bytes(folder: Path) -> int:
+    facts = find_encoder(folder)
+    assert facts is not None
+    return facts.needed_bytes
+
+
+def test_idle_encoders_make_room_and_files_that_change_are_read_again(tmp_path: Path) -> None:
+    first = make_encoder(tmp_path / "first", "BertModel")
+    second = make_encoder(tmp_path / "second", "BertModel", num_hidden_layers=3)
+
+    async def main() -> None:
+        async with lab() as here:
+            here.room_bytes = needed_bytes(second)
+            answer: Encoded = await here.ask(first, "a letter", "she")
+            width = 32
+            assert (answer.kind, answer.context, answer.width) == ("embedding", 48, width)
+            assert answer.n_tokens == [4, 3]
+            assert here.orders.encoder_bytes == needed_bytes(first)
+            await here.ask(second, "a")
+            assert here.orders.encoder_bytes == needed_bytes(second)
+            assert here.log[-2] == f"freed the encoder {first}"
+            make_encoder(second, "BertModel", num_hidden_layers=1)
+            again: Encoded = await here.ask(second, "a", pooling="cls")
+            assert np.frombuffer(again.values, "<f4").shape == (width,)
+            assert here.orders.encoder_bytes == needed_bytes(second)
+            here.encoders.free_idle(1000)
+            assert here.orders.encoder_bytes > 0
+            here.encoders.free_idle()
+            assert here.orders.encoder_bytes == 0
+            here.room_bytes = needed_bytes(first) - 1
+            with pytest.raises(CapacityError, match="free the model of the ring"):
+                await here.ask(first, "a")
+
+    asyncio.run(main())
+
+
+def test_models_that_are_elsewhere_or_no_encoders(tmp_path: Path) -> None:
+    causal = make_llama(tmp_path / "causal")
+
+    async def main() -> None:
+        async with lab() as here:
+            here.holders["org/theirs"] = "bert"
+            told = await here.ask("org/theirs", "a")
+            assert told == Redirect(request=1, address="bert:7433")
+            for name in (causal, "of/the-ring"):
+                assert (await here.ask(name, "a")).kind == ""
+            with pytest.raises(CheckpointError, match="org/nobodys is not on this node"):
+                await here.ask("org/nobodys", "a")
+            assert here.provided == ["org/nobodys"]
+
+    asyncio.run(main())
+
+
+def test_requests_are_bounded_and_those_that_mean_nothing_refused(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "model", "BertForSequenceClassification")
+    bare = make_encoder(tmp_path / "bare", "BertModel")
+    (bare / "tokenizer.json").unlink()
+
+    async def main() -> None:
+        async with lab() as here:
+            message = Encode(request=1, model=str(folder), texts=[[1, 2]], query="a")
+            with pytest.raises(UsageError, match="a document to rank is a text"):
+                await here.encoders.encode(cast("Any", here), message)
+            with pytest.raises(UsageError, match="text number 8 is empty"):
+                await here.ask(folder, "", query="", special_tokens=False, first=7)
+            with pytest.raises(CheckpointError, match="has no tokenizer"):
+                await here.ask(bare, "a")
+            here.gate.clear()
+            waiting = [asyncio.create_task(here.ask(folder)) for _ in range(MAX_REQUESTS)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError, match="64 requests to encoders wait"):
+                await here.ask(folder)
+            here.gate.set()
+            described = await asyncio.gather(*waiting)
+            assert {one.kind for one in described} == {"reranker"}
+
+    asyncio.run(main())
+
+
+def test_the_widest_vector_travels() -> None:
+    assert families.MAX_VECTOR == MAX_ENCODED_WIDTH
