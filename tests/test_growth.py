@@ -20,11 +20,15 @@ ALIKE = 0.7
 
 
 def small_modules(modules: dict[str, str]) -> set[str]:
-    """The modules that should be a part of their one importer."""
+    """The modules that should be a part of their one importer.
+
+    A kind of layer that one family has is none: the family's file imports no torch before it loads.
+    """
     return {
         path
         for path, by in importers(modules).items()
         if len(by) == 1 and code_lines(modules[path]) < SMALL
+        if {one.rpartition("/")[0] for one in by}.isdisjoint(UNLIMITED)
         if "/__" not in path and path.rpartition("/")[0] not in UNLIMITED
     }
 
