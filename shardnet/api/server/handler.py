@@ -203,7 +203,7 @@ class Handler:
         endpoint, metrics = self._endpoint, self._service.metrics
         now_s = time.monotonic()
         took_s = now_s - exchange.began_s
-        key = exchange.key.name if exchange.key is not None else ""
+        key = exchange.owner
         if endpoint.counts and status != TOO_MANY:
             for whose in ("", key) if key else ("",):
                 self._service.paces[whose].ended(now_s)

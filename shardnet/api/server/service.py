@@ -159,6 +159,11 @@ class Exchange:
     n_calls: int = 0
     _place: Ticket | None = None
 
+    @property
+    def owner(self) -> str:
+        """The name of the request's key, "" without one: what is kept for it is that key's."""
+        return self.key.name if self.key is not None else ""
+
     async def use(self, model: str | ModelChoice | None = None) -> ModelChoice:
         """Wait until the ring has a model, the default for None; return what nodes are sent.
 
@@ -281,8 +286,7 @@ class Exchange:
     def _next_key(self) -> str:
         """Name a call so that the same one of an equal request finds it, and no other key's can."""
         self.n_calls += 1
-        key = self.key.name if self.key is not None else ""
-        told = f"{key}\0{self.request_id}\0{self.n_calls}"
+        told = f"{self.owner}\0{self.request_id}\0{self.n_calls}"
         return hashlib.sha256(told.encode()).hexdigest()[:48]
 
     def loading(self, progress: NodeProgress) -> None:
