@@ -31,9 +31,9 @@ class HttpOptions:
         list[str] | None,
         typer.Option(
             "--api-key",
-            metavar="[NAME:]KEY[:LIMIT]",
-            help="A key that programs must send; LIMIT is how many requests it may have at once. "
-            "May be given several times.",
+            metavar="[NAME:]KEY[:LIMIT[:TOKENS]]",
+            help="A key that programs must send; LIMIT is how many requests it may have at once, "
+            "TOKENS how many tokens a minute; 0 is any number. May be given several times.",
             envvar="SHARDNET_API_KEY",
             show_default=False,
         ),

@@ -38,7 +38,6 @@ from shardnet.api.server.errors import fault_of, refused
 from shardnet.api.server.service import Exchange
 from shardnet.errors import ContextExceededError
 
-
 MOST_KEPT: Final = 1024
 MOST_KEPT_BYTES: Final = 256 << 20
 """Of each response its whole conversation counts, though responses share what they have in

@@ -188,6 +188,12 @@ class Exchange:
         if place is not None:
             self.service.switch.leave(place)
 
+    def pay(self) -> None:
+        """Count the tokens that this took for its key; once, when it has ended."""
+        if self.key is not None:
+            n_tokens = self.n_prompt + self.n_generated
+            self.service.settings.keys.spend(self.key, n_tokens, time.monotonic())
+
     async def generate(
         self,
         prompts: Prompts,
