@@ -22,6 +22,7 @@ from shardnet.api.batches.lines import (
     skipped,
 )
 from shardnet.api.openai.kept import Kept
+from shardnet.api.openai.paging import page_of
 from shardnet.api.server.endpoint import Endpoint, Json, Reply
 from shardnet.api.server.errors import refused, too_many
 from shardnet.api.server.keys import ApiKey
@@ -195,8 +196,10 @@ class Batches:
 
     async def list(self, exchange: Exchange, body: None) -> Reply:
         """List the batches of the request's key."""
-        batches = sorted(self._kept.of(exchange.owner), key=lambda one: -one.created_at)
-        return Json(value=BatchList(data=batches))
+        batches = self._kept.of(exchange.owner)
+        batches.sort(key=lambda one: (-one.created_at, one.id))
+        data, has_more = page_of(batches, exchange.query)
+        return Json(value=BatchList(data=data, has_more=has_more))
 
     async def cancel(self, exchange: Exchange, body: None) -> Reply:
         """Begin no more lines of a batch. Raises HttpError 404, 400 for one that has ended."""

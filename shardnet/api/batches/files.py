@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.api.openai.kept import Kept
+from shardnet.api.openai.paging import page_of
 from shardnet.api.server.endpoint import Json, Reply, Text
 from shardnet.api.server.errors import refused
 from shardnet.api.server.service import Exchange
@@ -102,7 +103,9 @@ class Files:
     async def list(self, exchange: Exchange, body: None) -> Reply:
         """List the files of the request's key."""
         files = [file.described for file in self._kept.of(exchange.owner)]
-        return Json(value=FileList(data=sorted(files, key=lambda file: -file.created_at)))
+        files.sort(key=lambda file: (-file.created_at, file.id))
+        data, has_more = page_of(files, exchange.query)
+        return Json(value=FileList(data=data, has_more=has_more))
 
     async def show(self, exchange: Exchange, body: None) -> Reply:
         """Describe a file. Raises HttpError 404."""

@@ -17,6 +17,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from math import ceil
 from typing import Any, Final
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -64,6 +65,7 @@ class Handler:
             service=self._service,
             request_id=_request_id(headers),
             path_parameters=scope.get("path_params", {}),
+            query=dict(parse_qsl(scope["query_string"].decode("latin-1"))),
             is_traced=headers.get(TRACE_HEADER, b"") not in (b"", b"0", b"off"),
             resumes=RESUME_HEADER in headers,
         )
@@ -198,6 +200,7 @@ class Handler:
 
     def _fault_of(self, error: Exception) -> Fault:
         fault = fault_of(error)
+        fault = replace(fault, message=self._service.models.shown(fault.message))
         if isinstance(error, QueueFullError):
             fault = replace(fault, retry_s=self._retry_s())
         if not isinstance(error, ShardnetError | HttpError):

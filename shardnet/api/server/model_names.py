@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import PurePath
 from types import MappingProxyType
 from typing import Final
 
@@ -19,7 +18,7 @@ from msgspec.structs import replace
 from shardnet.api.client import Client
 from shardnet.api.server.errors import Fault, HttpError
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.checkpoint.model_names import match, nearest_name
+from shardnet.checkpoint.model_names import match, nearest_name, short_name
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -126,6 +125,11 @@ class ModelNames:
         ]
         return [default, *others]
 
+    def shown(self, text: str) -> str:
+        """Return a text as clients see it: with the default model's name, not where it lies."""
+        model = self.default.choice.model
+        return text.replace(model, short_name(model))
+
     @property
     def _is_fixed(self) -> bool:
         """Whether the ring has a model that it keeps."""
@@ -144,12 +148,6 @@ class ModelNames:
         except (ShardnetError, TimeoutError):
             found = list(dict.fromkeys([*self._listed, *found]))
         self._listed, self._listed_at_s = found, self._clock()
-
-
-def short_name(model: str) -> str:
-    """Return what programs call a model: of a path its last part."""
-    path = PurePath(model)
-    return path.name if path.is_absolute() else model
 
 
 def _unknown(message: str) -> Fault:

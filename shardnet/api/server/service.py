@@ -142,6 +142,7 @@ class Exchange:
     service: Service
     request_id: str
     path_parameters: dict[str, str]
+    query: dict[str, str] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
     key: ApiKey | None = None
     note: str = "waiting"
@@ -302,7 +303,7 @@ class Exchange:
             self.note += f" {100 * progress.done_bytes // progress.total_bytes} %"
 
     def _wait_for(self, what: str) -> None:
-        self.note = what
+        self.note = self.service.models.shown(what)
 
     def _chosen(self, model: str | ModelChoice | None) -> ModelChoice:
         if isinstance(model, str):

@@ -338,6 +338,19 @@ def test_a_model_is_found_by_its_name_or_those_that_would_do_are_named() -> None
             listed = (await ask(server.app, "/v1/models")).json["data"]
             names = ["shardnet/default", "org/Tiny-Llama", "org/Big-Llama"]
             assert [model["id"] for model in listed] == names
+
+            for query, places, has_more in (
+                ("limit=2", slice(2), True),
+                ("limit=2&after_id=org/Tiny-Llama", slice(2, 3), False),
+                ("limit=1&before_id=org/Big-Llama", slice(1, 2), True),
+                ("after=org/Big-Llama", slice(0), False),
+            ):
+                page = (await ask(server.app, "/v1/models?" + query)).json
+                assert [model["id"] for model in page["data"]] == names[places]
+                assert page["has_more"] is has_more
+            for query in ("limit=0", "limit=x", "after_id=a"):
+                wrong = await ask(server.app, "/v1/models?" + query)
+                assert (wrong.status, wrong.json["error"]["param"]) == (400, query.split("=")[0])
             assert listed[1]["display_name"] == "Tiny-Llama"  # Anthropic's programs show it
             one = await ask(server.app, "/v1/models/org/Tiny-Llama")
             assert one.json["id"] == "org/Tiny-Llama"
