@@ -16,7 +16,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from shardnet.api.client import Client
-from shardnet.api.server.errors import Fault, HttpError
+from shardnet.api.server.errors import Fault, HttpError, refused
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.model_names import match, nearest_name, short_name
 from shardnet.errors import ShardnetError, UsageError
@@ -27,6 +27,7 @@ FRESH_S: Final = 30.0
 LIST_S: Final = 2.0
 """How long the nodes may take to name their models: a program that lists them waits."""
 MAX_LISTED: Final = 1000
+MAX_ALIASES: Final = 1000
 ANY: Final = "*"
 """The alias of every name that means no model."""
 NO_ALIASES: Final[Mapping[str, str]] = MappingProxyType({})
@@ -60,7 +61,7 @@ class ModelNames:
         Without `may_switch` there is no other one, unless `current` says that there is none.
         `aliases` are other names of models, the model of ANY that of every name there is not.
         """
-        self._aliases = aliases
+        self._aliases = dict(aliases)
         self._client = client
         self._clock = clock
         self._current = current
@@ -95,7 +96,7 @@ class ModelNames:
         default = self.default
         if not name or name in (default.name, default.choice.model):
             return default
-        served = {model.name: model for model in await self.list()}
+        served = {model.name: model for model in await self._every()}
         try:
             found = match(name, served)
         except UsageError as error:
@@ -111,7 +112,27 @@ class ModelNames:
         raise HttpError(_unknown(f"there is no model '{name[:200]}'; there is {known}{more}"))
 
     async def list(self) -> list[ServedModel]:
-        """List the default model, and all others that the nodes have."""
+        """List the default model, all others that the nodes have, and what else they are called."""
+        every = await self._every()
+        served = {model.name: model for model in every}
+        for name, meant in self._aliases.items():
+            model = served.get(meant)
+            if name not in (ANY, *served) and model is not None:
+                every.append(ServedModel(name=name, choice=model.choice))
+        return every
+
+    def add_alias(self, name: str, meant: str) -> None:
+        """Give the model `meant` a further name. Raises HttpError 400 for MAX_ALIASES others."""
+        if len(self._aliases) >= MAX_ALIASES and name not in self._aliases:
+            raise refused(f"models have {MAX_ALIASES} further names already", "destination")
+        if name != meant:
+            self._aliases[name] = meant
+
+    def drop_alias(self, name: str) -> bool:
+        """Drop a further name; say whether there was one."""
+        return self._aliases.pop(name, None) is not None
+
+    async def _every(self) -> list[ServedModel]:
         default = self.default
         async with self._listing:
             if self._clock() - self._listed_at_s >= FRESH_S:

@@ -341,7 +341,8 @@ def test_keep_alive_says_how_long_a_model_stays() -> None:
                     assert switch.expires_s == pytest.approx(expected_s, abs=30)
             there.server.node.stage = StageInfo(model=TINY, layers=(0, 1), rank=0)
             [listed] = (await ask(app, "/api/ps")).json["models"]
-            assert listed["model"] == TINY
+            assert (listed["model"], listed["size"], listed["size_vram"]) == (TINY, 8, 0)
+            assert (listed["context_length"], listed["details"]["family"]) == (4096, "llama")
             left = datetime.datetime.fromisoformat(listed["expires_at"]) - now()
             assert left.total_seconds() == pytest.approx(5400, abs=30)
             assert not there.unloaded
