@@ -152,7 +152,7 @@ class Show:
 def _shown(name: str, facts: Facts) -> OllamaShown:
     listed = facts.listed
     family = listed.family or "unknown"
-    known = {
+    known: dict[str, str | int] = {
         "general.architecture": family,
         "general.basename": name,
         "general.license": listed.licence,

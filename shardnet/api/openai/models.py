@@ -45,8 +45,8 @@ async def list_models(exchange: Exchange, body: None) -> Reply:
     """List the models, or a page of them."""
     every = [*map(_card, await exchange.service.models.list())]
     cards, has_more = page_of(every, exchange.query)
-    ids = [card.id for card in cards] or [None]
-    return Json(value=ModelList(data=cards, first_id=ids[0], last_id=ids[-1], has_more=has_more))
+    first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
+    return Json(value=ModelList(data=cards, first_id=first, last_id=last, has_more=has_more))
 
 
 async def show_model(exchange: Exchange, body: None) -> Reply:

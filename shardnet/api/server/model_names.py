@@ -113,13 +113,13 @@ class ModelNames:
 
     async def list(self) -> list[ServedModel]:
         """List the default model, all others that the nodes have, and what else they are called."""
-        every = await self._every()
-        served = {model.name: model for model in every}
-        for name, meant in self._aliases.items():
-            model = served.get(meant)
-            if name not in (ANY, *served) and model is not None:
-                every.append(ServedModel(name=name, choice=model.choice))
-        return every
+        served = {model.name: model for model in await self._every()}
+        further = [
+            ServedModel(name=name, choice=served[meant].choice)
+            for name, meant in self._aliases.items()
+            if name not in (ANY, *served) and meant in served
+        ]
+        return [*served.values(), *further]
 
     def add_alias(self, name: str, meant: str) -> None:
         """Give the model `meant` a further name. Raises HttpError 400 for MAX_ALIASES others."""
@@ -132,19 +132,20 @@ class ModelNames:
         """Drop a further name; say whether there was one."""
         return self._aliases.pop(name, None) is not None
 
-    async def _every(self) -> list[ServedModel]:
+    async def _every(self) -> tuple[ServedModel, ...]:
+        """Return the models by their own names, the default one first."""
         default = self.default
         async with self._listing:
             if self._clock() - self._listed_at_s >= FRESH_S:
                 await self._refresh()
         if self._is_fixed:
-            return [default]
-        others = [
+            return (default,)
+        others = (
             ServedModel(name=name, choice=replace(self._client.choice, model=name))
             for name in dict.fromkeys([*self._listed, DEFAULT_MODEL_NAME])
             if name not in (default.name, default.choice.model)
-        ]
-        return [default, *others]
+        )
+        return (default, *others)
 
     def shown(self, text: str) -> str:
         """Return a text as clients see it: with the default model's name, not where it lies."""

@@ -84,8 +84,8 @@ def make_scripted(folder: Path, template: str, answers: Mapping[str, str]) -> Pa
         pieces = [mark, *answer.splitlines(keepends=True)]
         added = [AddedToken(piece, normalized=False, special=piece is mark) for piece in pieces]
         assert tokenizer.add_tokens(added) == len(pieces), f"a line of {answer!r} occurs twice"
-        ids = [tokenizer.token_to_id(piece) for piece in pieces]
-        successors += pairwise([*ids, EOS_ID])
+        first = tokenizer.get_vocab_size() - len(pieces)
+        successors += pairwise([*range(first, first + len(pieces)), EOS_ID])
     n_tokens = tokenizer.get_vocab_size()
     assert n_tokens <= HIDDEN, "too many lines"
     config = {**_config(4, 16, LONG), "vocab_size": n_tokens}
