@@ -221,6 +221,7 @@ class Batches:
                 for _ in range(min(AT_ONCE, len(batch.lines))):
                     tasks.create_task(self._work(service, batch, endpoint, left))
             self._finish(batch)
+            service.settings.log(_line(batch.described))
         finally:
             self._n_running -= 1
 
@@ -255,6 +256,12 @@ class Batches:
             )
         described.status = "cancelled" if described.status == "cancelling" else batch.end
         setattr(described, f"{described.status}_at", int(time.time()))
+
+
+def _line(described: BatchObject) -> str:
+    counts = described.request_counts
+    done = f"{counts.completed} of {counts.total} lines answered"
+    return f"{described.id} {described.status}: {done}, {counts.failed} failed"
 
 
 def _described(body: BatchBody) -> BatchObject:

@@ -33,12 +33,12 @@ TRIES: Final = 3
 
 
 class Line(msgspec.Struct, kw_only=True):
-    """One request; `url` is the path of its endpoint."""
+    """One request; `url` is the path of its endpoint. Its `body` stays JSON until it is sent."""
 
     custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
     method: Literal["POST"] = "POST"
     url: str
-    body: dict[str, Any]
+    body: msgspec.Raw
 
 
 class LineResponse(msgspec.Struct, kw_only=True):
@@ -90,6 +90,8 @@ def read_lines(content: bytes, path: str) -> list[Line]:
             line = decode_body(raw, Line)
             if line.url != path:
                 raise refused(f"url is to be that of the batch, {path}", "url")
+            if not bytes(line.body).startswith(b"{"):
+                raise refused("body is to be an object", "body")
             if line.custom_id in known:
                 raise refused("custom_id is that of another line, too", "custom_id")
             if len(lines) >= MAX_LINES:
@@ -139,7 +141,8 @@ async def _asked(
     """Send a request; return its answer, and in how many seconds another one may do better."""
     status, retry_s = 200, None
     try:
-        asked = {**line.body, "stream": False, "priority": LOWEST}
+        asked = decode_body(bytes(line.body), dict[str, Any])
+        asked |= {"stream": False, "priority": LOWEST}
         body = decode_body(msgspec.json.encode(asked), endpoint.body or dict)
         reply = await endpoint.handle(exchange, body)
         assert isinstance(reply, Json)

@@ -209,10 +209,10 @@ def _tools(body: ChatBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:
     functions = [tool.function for tool in body.tools or () if tool.type == "function"]
     tools = tuple(map(_tool, filter(None, body.functions or functions)))
     wanted, forced = body.tool_choice, ""
+    if isinstance(body.function_call, NamedFunction):
+        name = known_tool(body.function_call.name, tools, "function", "function_call").name
+        return tools, "required", name
     if body.has_old_form:
-        if isinstance(body.function_call, NamedFunction):
-            name = known_tool(body.function_call.name, tools, "function", "function_call").name
-            return tools, "required", name
         return tools, body.function_call or "auto", ""
     if isinstance(wanted, NamedTool) and wanted.allowed_tools is not None:
         tools = tuple(known_tool(one.name, tools) for one in wanted.allowed_tools.tools)

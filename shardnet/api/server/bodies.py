@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
+from collections.abc import Iterator
 from email import message_from_bytes
 from email.message import Message
 from email.utils import collapse_rfc2231_value
@@ -104,6 +105,14 @@ def decode_form(raw: bytes, content_type: str, kind: type[Body]) -> Body:
 
     Raises HttpError 400 for no form in `multipart/form-data`, or a wrong field.
     """
+    try:
+        return msgspec.convert(dict(_fields(raw, content_type)), kind, builtin_types=(bytes,))
+    except (msgspec.ValidationError, ValueError) as error:
+        raise refused(f"a field of the form is wrong: {error}") from error
+
+
+def _fields(raw: bytes, content_type: str) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a form. Raises HttpError 400, and ValueError for a wrong one."""
     described = Message()
     described["content-type"] = content_type
     boundary = described.get_boundary("")
@@ -113,15 +122,11 @@ def decode_form(raw: bytes, content_type: str, kind: type[Body]) -> Body:
     first, *parts = (b"\r\n" + raw).split(mark, MAX_PARTS)
     if first.strip() or not parts or not parts[-1].startswith(b"--"):
         raise refused(f"the body is no form of at most {MAX_PARTS - 1} fields, or is cut off")
-    try:
-        fields = dict(map(_field, parts[:-1]))
-        return msgspec.convert(fields, kind, builtin_types=(bytes,))
-    except (msgspec.ValidationError, UnicodeDecodeError) as error:
-        raise refused(f"a field of the form is wrong: {error}") from error
+    yield from map(_field, parts[:-1])
 
 
 def _field(part: bytes) -> tuple[str, Any]:
-    """Read the name and the value of one field. Raises UnicodeDecodeError."""
+    """Read the name and the value of one field. Raises ValueError."""
     head, _, content = part.removeprefix(b"\r\n").partition(b"\r\n\r\n")
     described = message_from_bytes(head)
     name = described.get_param("name", "", header="content-disposition")

@@ -126,6 +126,7 @@ def test_what_is_cancelled_or_expired_begins_no_more_lines(monkeypatch: pytest.M
         ([line("a", "b"), b"", line("a", "b")], "custom_id", 3),
         ([line("a", "b", "/v1/completions")], "url", 1),
         ([b'{"custom_id": "a", "url": "/v1/chat/completions"}'], "body", 1),
+        ([b'{"custom_id": "a", "url": "/v1/chat/completions", "body": []}'], "body", 1),
         ([b""], None, 1),
     ],
 )
@@ -172,6 +173,10 @@ def test_what_cannot_be_is_refused() -> None:
         ),
         (b"--x\r\n\r\n--x--", "multipart/form-data; boundary=x"),
         (b"--x\r\n" * 99 + b"--x--", "multipart/form-data; boundary=x"),
+        (
+            b"--x\r\nContent-Disposition: form-data; name=file; filename*=a\0b''c\r\n\r\n\r\n--x--",
+            "multipart/form-data; boundary=x",
+        ),
         (
             b"--x\r\nContent-Disposition: form-data; name=file\r\n\r\n\xff\r\n--x--",
             "multipart/form-data; boundary=x",
