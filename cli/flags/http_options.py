@@ -30,9 +30,9 @@ class HttpOptions:
     api_key: Annotated[
         list[str] | None,
         option(
-            "--api-key [NAME:]KEY[:LIMIT]",
-            "A key that programs must send; LIMIT is how many requests it may have at once. May be "
-            "given several times.",
+            "--api-key [NAME:]KEY[:LIMIT[:TOKENS]]",
+            "A key that programs must send; LIMIT is how many requests it may have at once, "
+            "TOKENS how many tokens a minute; 0 is any number. May be given several times.",
             env=True,
         ),
     ] = None

@@ -190,14 +190,15 @@ class Client:
                 yield answer
 
     async def models(
-        self, *, with_peers: bool = True, names_only: bool = False
+        self, *, with_peers: bool = True, names_only: bool = False, model: str = ""
     ) -> AsyncGenerator[ModelsListed, None]:
         """Ask the node which models it has and, `with_peers`, the nodes it is linked to.
 
-        With `names_only` no model is opened. Yields the lists as they come: some models of one
+        With `names_only` no model is opened. `model` is the path of one that the node describes
+        though no store of its lists it. Yields the lists as they come: some models of one
         node, or why it does not say. Raises LinkError when the link ends.
         """
-        message = ListModels(request=0, with_peers=with_peers, names_only=names_only)
+        message = ListModels(request=0, with_peers=with_peers, names_only=names_only, model=model)
         async with self._conversation(message) as (_, answers):
             async for answer in answers:
                 if not isinstance(answer, ModelsListed):

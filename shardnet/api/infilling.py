@@ -27,6 +27,8 @@ _SUFFIX_FIRST: Final = (
 """The same for families that are shown what follows first."""
 _ENDS: Final = ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<file_sep>", "<repo_name>")
 """Tokens with which another file would begin."""
+_REPOSITORIES: Final = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"))
+"""What begins a repository, and each file of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +50,18 @@ def added_ids(described: TokenizerDescribed) -> dict[str, int]:
     return {token.text: token.token_id for token in described.added}
 
 
-def infill(prefix: str, suffix: str, added: Mapping[str, int]) -> Infilling:
+def infill(
+    prefix: str,
+    suffix: str,
+    added: Mapping[str, int],
+    extra: Sequence[tuple[str, str]] = (),
+) -> Infilling:
     """Write the prompt for what stands between two texts; `added` are ids of tokens by text.
 
-    Raises UsageError for a model without tokens for it.
+    Before it stand `extra` texts, each with the name of its file. Raises UsageError for a model
+    without tokens for it.
     """
+    before = _before(extra, added)
     for marks, first, second in (
         *((marks, prefix, suffix) for marks in _MARKS),
         *((marks, suffix, prefix) for marks in _SUFFIX_FIRST),
@@ -60,9 +69,20 @@ def infill(prefix: str, suffix: str, added: Mapping[str, int]) -> Infilling:
         if all(mark in added for mark in marks if mark):
             ends = [mark for mark in (*marks, *_ENDS) if mark in added]
             return Infilling(
-                prompt=f"{marks[0]}{first}{marks[1]}{second}{marks[2]}",
+                prompt=f"{before}{marks[0]}{first}{marks[1]}{second}{marks[2]}",
                 stop_ids=[added[end] for end in ends],
             )
     raise UsageError(
         "suffix: this model has no tokens for the middle of a text", remedy="leave it out"
     )
+
+
+def _before(extra: Sequence[tuple[str, str]], added: Mapping[str, int]) -> str:
+    """Write other texts as files of a repository where the model has tokens for that."""
+    if not extra:
+        return ""
+    for repository, file in _REPOSITORIES:
+        if repository in added and file in added:
+            files = "".join(f"{file}{name or 'filename'}\n{text}" for name, text in extra)
+            return f"{repository}repository\n{files}{file}filename\n"
+    return "".join(f"{text}\n" for _, text in extra)

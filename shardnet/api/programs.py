@@ -124,8 +124,20 @@ def _aider(served: Served) -> str:
     return (
         f"openai-api-base: {_text(served.openai)}\n"
         f"openai-api-key: {_text(served.key)}\n"
-        f"model: {_text('openai/' + served.model)}"
+        f"model: {_text('openai/' + served.model)}\n"
+        "show-model-warnings: false"
     )
+
+
+def _opencode(served: Served) -> str:
+    limit = {"context": served.context, "output": served.context // 4}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "shardnet",
+        "options": {"baseURL": served.openai, "apiKey": served.key},
+        "models": {served.model: {"name": served.model, "tool_call": True, "limit": limit}},
+    }
+    return _json({"model": f"shardnet/{served.model}", "provider": {"shardnet": provider}})
 
 
 def _zed(served: Served) -> str:
@@ -178,6 +190,9 @@ PROGRAMS: Final[Mapping[str, Program]] = MappingProxyType(
         "cline": Program(where="Cline's settings, API Configuration", write=_cline),
         "continue": Program(where="~/.continue/config.yaml", write=_continue),
         "aider": Program(where="~/.aider.conf.yml", write=_aider),
+        "opencode": Program(
+            where="~/.config/opencode/opencode.json, or opencode.json in a project", write=_opencode
+        ),
         "zed": Program(
             where="Zed's settings.json",
             write=_zed,

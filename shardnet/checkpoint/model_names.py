@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Final
 
 from shardnet.errors import UsageError
@@ -41,6 +41,12 @@ class FoundModel:
     store: str
     path: Path
     failure: str = ""
+
+
+def short_name(model: str) -> str:
+    """Return what programs call a model: of a path its last part."""
+    path = PurePath(model)
+    return path.name if path.is_absolute() else model
 
 
 def has_prefix(model: str) -> bool:

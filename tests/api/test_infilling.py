@@ -35,6 +35,37 @@ def test_each_family_has_its_form(marks: tuple[str, ...], prompt: str) -> None:
         infill("a", "b", {marks[0]: 5})
 
 
+def test_other_files_stand_before() -> None:
+    names = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>")
+    extra = [("a.py", "x = 1\n"), ("", "y")]
+    made = infill("a", "b", dict.fromkeys(names, 1), extra)
+    assert made.prompt == (
+        "<|repo_name|>repository\n<|file_sep|>a.py\nx = 1\n<|file_sep|>filename\ny"
+        "<|file_sep|>filename\n<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
+    )
+    made = infill("a", "b", dict.fromkeys(names[:3], 1), extra)
+    assert made.prompt == "x = 1\n\ny\n<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
+
+
+def test_editors_ask_as_they_ask_llama_server() -> None:
+    async def main() -> None:
+        async with served() as server:
+            body = {"input_prefix": "def f", "input_suffix": "end", "prompt": "(", "n_predict": 9}
+            prompt = f"{FIM[0]}def f{FIM[1]}end{FIM[2]}("
+            whole = (await ask(server.app, "/infill", body)).json
+            assert (whole["content"], whole["stop"], whole["stop_type"]) == (prompt, True, "eos")
+            assert whole["tokens_evaluated"] == 2
+            *parts, last = (await ask(server.app, "/infill", {**body, "stream": True})).events
+            assert "".join(part["content"] for part in [*parts, last]) == prompt
+            assert [part["stop"] for part in parts] == [False] * len(parts)
+            assert (last["stop"], last["model"]) == (True, "shardnet/default")
+            sent = server.node.asked[-1]
+            assert (sent.max_tokens, sent.prompt) == (9, prompt)
+            assert {900, 901, 902} <= set(sent.stop_token_ids)
+
+    asyncio.run(main())
+
+
 def test_completions_and_generations_have_a_suffix() -> None:
     async def main() -> None:
         async with served() as server:

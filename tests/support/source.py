@@ -61,7 +61,7 @@ ROOMS: dict[str, list[str]] = {
     ],
     "api": [
         *("chat_formats", "chat_grammars", "", "chat", "switching", "server"),
-        *("openai", "responses", "anthropic", "ollama", "dashboard", "serve"),
+        *("openai", "responses", "anthropic", "ollama", "batches", "dashboard", "serve"),
     ],
     "cli": ["output", "flags", "finding", "conversation", "commands", "services", ""],
 }

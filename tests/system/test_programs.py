@@ -1,19 +1,24 @@
-"""Frameworks that programs are written with, as their packages are today, on a ring."""
+"""Programs and frameworks as their packages are today, on a ring: agents, and what others use."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from support.programs.agents import AGENTS, FILE, SAID, ask_agent, make_agent_model
 from support.servers.ring_server import make_tool_model, served
 from support.soak import is_soak
 from support.system.nodes import Crew
 
+from shardnet.api.programs import Served
 from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.settings import Settings
 
@@ -74,3 +79,98 @@ def test_frameworks_get_what_they_ask_for(python: Path, trio: Crew, tmp_path: Pa
     assert found.keys() == EXPECTED.keys()
     wrong = {key: result for key, result in found.items() if result not in EXPECTED[key]}
     assert not wrong
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Install the coding agents; return the folders of their commands, as in PATH."""
+    given = os.environ.get("SHARDNET_TEST_AGENTS")
+    if given:
+        return given
+    folder = tmp_path_factory.mktemp("agents")
+    (folder / "package.json").write_text("{}")
+    packages = [agent.package for agent in AGENTS.values()]
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    bins = [folder / "node_modules" / ".bin", folder / "venv" / "bin"]
+    for install in (
+        ["npm", "install", "--no-audit", "--no-fund", *packages[:-1]],
+        [str(bins[1] / "pip"), "install", "-q", packages[-1]],
+    ):
+        installed = subprocess.run(
+            install, cwd=folder, capture_output=True, text=True, timeout=INSTALL_S, check=False
+        )
+        if installed.returncode:
+            pytest.skip(f"the packages cannot be installed here: {installed.stderr[-300:]}")
+    return ":".join(map(str, bins))
+
+
+@pytest.mark.skipif(
+    not is_soak() or shutil.which("npm") is None, reason="scripts/soak runs it where npm is"
+)
+@pytest.mark.parametrize("name", AGENTS)
+def test_agents_have_a_file_written_by_a_ring(
+    agents: str, trio: Crew, tmp_path: Path, name: str
+) -> None:
+    model = make_agent_model(tmp_path / "scripted")
+
+    async def main() -> str:
+        settings = Settings(keys=Keyring([parse_key("ann:one", 1)]))
+        async with served(trio, str(model), settings) as (url, _):
+            asked = Served(url=url, key="one", model="scripted")
+            return await ask_agent(name, asked, agents, tmp_path / "home", ASK_S / 3)
+
+    said = asyncio.run(main())
+    file = tmp_path / "home" / "work" / FILE
+    assert file.exists(), said
+    assert file.read_text() == f"{SAID}\n"
+
+
+def test_a_scripted_ring_calls_tools_and_ends_in_each_form(trio: Crew, tmp_path: Path) -> None:
+    """What agents do, in short: a call, its result, and a text behind it."""
+    model = make_agent_model(tmp_path / "scripted")
+    schema = {"type": "object", "properties": {"command": {}, "cmd": {}, "description": {}}}
+    user = {"role": "user", "content": "Write."}
+
+    async def main() -> None:
+        async with (
+            served(trio, str(model)) as (url, _),
+            httpx.AsyncClient(base_url=url, timeout=60) as client,
+        ):
+
+            async def told(path: str, body: dict[str, Any]) -> Any:
+                answer = await client.post(path, json={"model": "scripted", **body})
+                assert answer.status_code == 200, answer.text
+                return answer.json()
+
+            chat: dict[str, Any] = {"messages": [user]}
+            chat["tools"] = [
+                {"type": "function", "function": {"name": "bash", "parameters": schema}}
+            ]
+            [first] = (await told("/v1/chat/completions", chat))["choices"]
+            [call] = first["message"]["tool_calls"]
+            assert SAID in json.loads(call["function"]["arguments"])["command"]
+            result = {"role": "tool", "tool_call_id": call["id"], "content": ""}
+            chat["messages"] += [first["message"], result]
+            [last] = (await told("/v1/chat/completions", chat))["choices"]
+            assert last["message"]["content"] == "The file is written."
+
+            tool = {"type": "function", "name": "exec_command", "parameters": schema}
+            response = await told("/v1/responses", {"input": "Write.", "tools": [tool]})
+            [item] = response["output"]
+            assert SAID in json.loads(item["arguments"])["cmd"]
+            output = {"type": "function_call_output", "call_id": item["call_id"], "output": ""}
+            after = {"input": [output], "previous_response_id": response["id"], "tools": [tool]}
+            [item] = (await told("/v1/responses", after))["output"]
+            assert item["content"][0]["text"] == "The file is written."
+
+            words = {"max_tokens": 99, "tools": [{"name": "Bash", "input_schema": schema}]}
+            message = await told("/v1/messages", {"messages": [user], **words})
+            [block] = message["content"]
+            assert SAID in block["input"]["command"]
+            answer = {"type": "tool_result", "tool_use_id": block["id"], "content": ""}
+            turns = [user, {"role": "assistant", "content": [block]}]
+            turns.append({"role": "user", "content": [answer]})
+            message = await told("/v1/messages", {"messages": turns, **words})
+            assert message["content"][0]["text"] == "The file is written."
+
+    asyncio.run(main())

@@ -162,8 +162,16 @@ def test_a_call_comes_where_it_must_in_each_form(trio: Crew, tool_model: str) ->
             assert plain.output_text
             assert plain.incomplete_details is not None
             assert plain.incomplete_details.reason == "max_output_tokens"
+            later = await client.responses.create(
+                **common, input="and", previous_response_id=plain.id, max_output_tokens=4
+            )
+            assert later.usage is not None
+            assert plain.usage is not None
+            assert later.usage.input_tokens > plain.usage.input_tokens + 4
+            assert (await client.responses.retrieve(later.id)).output_text == later.output_text
+            await client.responses.delete(later.id)
             with pytest.raises(openai.BadRequestError, match="whole conversation"):
-                await client.responses.create(**common, input="a", previous_response_id="resp_1")
+                await client.responses.create(**common, input="a", previous_response_id=later.id)
 
             message = await other.messages.create(
                 model="tools",

@@ -11,6 +11,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from shardnet.api.dashboard.state import NodeState, ShownLink, ShownNode, ShownPart, ShownStandby
+from shardnet.checkpoint.model_names import short_name
 from shardnet.types import BLOCK_POSITIONS
 from shardnet.wire.messages.diagnostics import NodeReport, PeerView
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
@@ -159,7 +160,7 @@ def _shown(info: NodeInfo, report: NodeReport, address: str, *, is_asked: bool) 
     standby = stage.standby
     return replace(
         node,
-        model=stage.model,
+        model=short_name(stage.model),
         layers=stage.layers,
         rank=stage.rank if stage.n_stages else None,
         weight_bytes=stage.weight_bytes,

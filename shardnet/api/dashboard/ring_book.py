@@ -23,6 +23,7 @@ from shardnet.api.dashboard.state import (
     ShownStep,
     ShownSteps,
 )
+from shardnet.checkpoint.model_names import short_name
 from shardnet.types import LiveState
 from shardnet.wire.messages.activity import (
     RequestSeen,
@@ -85,7 +86,7 @@ class RingBook:
         load = activity.load
         return ShownRing(
             id=activity.ring,
-            model=plan.model,
+            model=short_name(plan.model),
             head=plan.stages[0].node if plan.stages else "",
             context=plan.context,
             dtype=plan.dtype,
@@ -132,7 +133,7 @@ class RingBook:
         if opening is None or not opening.stages:
             return None
         return ShownLoading(
-            model=opening.model,
+            model=short_name(opening.model),
             phase=opening.stages[0].phase,
             done_bytes=sum(stage.done_bytes for stage in opening.stages),
             total_bytes=sum(stage.total_bytes for stage in opening.stages),

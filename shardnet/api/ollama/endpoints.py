@@ -6,6 +6,14 @@ from typing import Any
 
 from shardnet.api.ollama.answers import OllamaChatAnswer, OllamaGenerated
 from shardnet.api.ollama.body import OllamaChat, OllamaGenerate, OllamaShow
+from shardnet.api.ollama.copying import (
+    OllamaCopy,
+    OllamaCreate,
+    OllamaDelete,
+    copy,
+    create,
+    delete,
+)
 from shardnet.api.ollama.embeddings import (
     OllamaEmbed,
     OllamaEmbedded,
@@ -21,12 +29,12 @@ from shardnet.api.ollama.models import (
     OllamaModels,
     OllamaShown,
     OllamaVersion,
+    Running,
     Show,
     Tags,
-    running,
     version,
 )
-from shardnet.api.ollama.pulling import INSTEAD, OllamaProgress, OllamaPull, Pulls, refusing
+from shardnet.api.ollama.pulling import OllamaProgress, OllamaPull, Pulls, push
 from shardnet.api.server.endpoint import Endpoint
 
 
@@ -34,15 +42,39 @@ def endpoints() -> list[Endpoint[Any]]:
     """List these endpoints."""
     facts = ModelFacts()
     return [
-        *(
-            Endpoint(
-                method="DELETE" if path == "/api/delete" else "POST",
-                path=path,
-                summary="Not done by this server: the answer says what is",
-                handle=refusing(path),
-                dialect=OLLAMA,
-            )
-            for path in INSTEAD
+        Endpoint(
+            method="POST",
+            path="/api/copy",
+            summary="Give a model a further name",
+            handle=copy,
+            dialect=OLLAMA,
+            body=OllamaCopy,
+        ),
+        Endpoint(
+            method="POST",
+            path="/api/create",
+            summary="Give a model a further name, as one that is made of it",
+            handle=create,
+            dialect=OLLAMA,
+            body=OllamaCreate,
+            answer=OllamaProgress,
+            chunk=OllamaProgress,
+            chunk_type=STREAM_TYPE,
+        ),
+        Endpoint(
+            method="DELETE",
+            path="/api/delete",
+            summary="Drop a name that was given",
+            handle=delete,
+            dialect=OLLAMA,
+            body=OllamaDelete,
+        ),
+        Endpoint(
+            method="POST",
+            path="/api/push",
+            summary="Not done by this server: the answer says what is",
+            handle=push,
+            dialect=OLLAMA,
         ),
         Endpoint(
             method="POST",
@@ -76,7 +108,7 @@ def endpoints() -> list[Endpoint[Any]]:
             method="GET",
             path="/api/ps",
             summary="The models that are loaded",
-            handle=running,
+            handle=Running(facts),
             dialect=OLLAMA,
             answer=OllamaModels,
         ),

@@ -12,6 +12,7 @@ import contextlib
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Final
 
 from shardnet.api.chat_formats.formats import choose_format
@@ -34,12 +35,10 @@ _SIGNS: Final = ("enable_thinking", "reasoning_effort", "<think>", "[THINK]", "<
 class Facts:
     """What is known of a model: `context` is 0 and `template` "" where it is not.
 
-    `capabilities` are Ollama's words.
+    `listed` is what the nodes say of it, `capabilities` are Ollama's words.
     """
 
-    family: str
-    form: str
-    size_bytes: int
+    listed: ListedModel
     context: int
     template: str
     capabilities: tuple[str, ...]
@@ -70,16 +69,18 @@ class ModelFacts:
         with contextlib.suppress(ShardnetError, TimeoutError):
             async with asyncio.timeout(ASK_S):
                 described = await self._described(exchange, served)
-        most = served.choice.context
-        context = self._contexts.get(served.choice.model, listed.context)
         return Facts(
-            family=listed.family or "unknown",
-            form=listed.form,
-            size_bytes=listed.size_bytes,
-            context=min(context, most) if context and most else context or most,
+            listed=listed,
+            context=self.context_of(served, listed),
             template=described.template if described is not None else "",
             capabilities=capabilities_of(described),
         )
+
+    def context_of(self, served: ServedModel, listed: ListedModel) -> int:
+        """Return the context that a model has here, in tokens, 0 where that is not known."""
+        most = served.choice.context
+        context = self._contexts.get(served.choice.model, listed.context)
+        return min(context, most) if context and most else context or most
 
     async def _described(
         self, exchange: Exchange, served: ServedModel
@@ -111,7 +112,9 @@ class ModelFacts:
     async def _refresh(self, exchange: Exchange) -> None:
         found: dict[str, ListedModel] = {}
         with contextlib.suppress(ShardnetError, TimeoutError):
-            pieces = exchange.service.client.models()
+            model = exchange.service.models.default.choice.model
+            path = model if PurePath(model).is_absolute() else ""
+            pieces = exchange.service.client.models(model=path)
             async with asyncio.timeout(ASK_S), aclosing(pieces):
                 async for piece in pieces:
                     found.update((model.name, model) for model in piece.models)

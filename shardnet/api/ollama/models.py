@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import PurePath
+from collections import Counter
+from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
@@ -15,13 +16,18 @@ from shardnet.api.ollama.body import OllamaShow
 from shardnet.api.ollama.facts import Facts, ModelFacts
 from shardnet.api.ollama.names import find_model
 from shardnet.api.server.endpoint import Json, Reply
+from shardnet.api.server.model_names import ServedModel
 from shardnet.api.server.service import Exchange
+from shardnet.checkpoint.model_names import short_name
+from shardnet.wire.messages.membership import ListedModel
+from shardnet.wire.messages.plans import ModelChoice
 
 API_VERSION: Final = "0.14.2"
 """The version of Ollama whose requests are understood: programs refuse to talk to an old one."""
 
 _NEVER: Final = "9999-12-31T23:59:59Z"
-_UNKNOWN: Final = "1970-01-01T00:00:00Z"
+_LATEST_S: Final = 253_402_300_799
+"""The last second that has a date."""
 
 
 class OllamaVersion(msgspec.Struct, kw_only=True):
@@ -55,6 +61,7 @@ class OllamaModel(msgspec.Struct, kw_only=True):
     details: OllamaDetails
     expires_at: str | UnsetType = UNSET
     size_vram: int | UnsetType = UNSET
+    context_length: int | UnsetType = UNSET
 
 
 class OllamaModels(msgspec.Struct, kw_only=True):
@@ -66,13 +73,14 @@ class OllamaModels(msgspec.Struct, kw_only=True):
 class OllamaShown(msgspec.Struct, kw_only=True):
     """What is known of a model."""
 
+    license: str = ""
     modelfile: str = ""
     parameters: str = ""
     template: str
     details: OllamaDetails
     model_info: dict[str, str | int]
     capabilities: list[str]
-    modified_at: str = _UNKNOWN
+    modified_at: str
 
 
 async def version(exchange: Exchange, body: None) -> Reply:
@@ -92,26 +100,41 @@ class Tags:
         models = []
         for served in await exchange.service.models.list():
             listed = await self._facts.listed(exchange, served)
-            model = _model(served.name)
-            model.modified_at = _UNKNOWN
-            model.size = listed.size_bytes
-            model.details = _details(listed.family, listed.form)
+            model = _model(served.name, listed)
+            model.modified_at, model.size = _time(listed.modified_s), listed.size_bytes
             models.append(model)
         return Json(value=OllamaModels(models=models))
 
 
-async def running(exchange: Exchange, body: None) -> Reply:
-    """List the models that nodes have loaded."""
-    names = {one.choice.model: one.name for one in await exchange.service.models.list()}
-    status = await exchange.service.client.status(with_peers=True)
-    loaded = [info.stage.model for info in (status.node, *status.peers) if info.stage is not None]
-    models = []
-    expires_s = exchange.service.switch.expires_s
-    for path in dict.fromkeys(loaded):
-        model = _model(names.get(path) or PurePath(path).name)
-        model.expires_at, model.size_vram = _NEVER if expires_s is None else now(expires_s), 0
-        models.append(model)
-    return Json(value=OllamaModels(models=models))
+class Running:
+    """Lists the models that nodes have loaded: what they take, and of that what GPUs hold."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self._facts = facts
+
+    async def __call__(self, exchange: Exchange, body: None) -> Reply:
+        """List them."""
+        status = await exchange.service.client.status(with_peers=True)
+        stages = [(info.device, info.stage) for info in (status.node, *status.peers) if info.stage]
+        served = {one.choice.model: one for one in reversed(await exchange.service.models.list())}
+        expires_s = exchange.service.switch.expires_s
+        models = []
+        for loaded in dict.fromkeys(stage.model for _, stage in stages):
+            known = served.get(loaded) or ServedModel(
+                name=short_name(loaded), choice=ModelChoice(model=loaded)
+            )
+            listed = await self._facts.listed(exchange, known)
+            model = _model(known.name, listed)
+            layers = Counter[bool]()
+            for device, stage in stages:
+                if stage.model == loaded:
+                    layers[device != "cpu"] += stage.layers[1] - stage.layers[0]
+            model.size = listed.size_bytes
+            model.size_vram = listed.size_bytes * layers[True] // max(1, layers.total())
+            model.context_length = self._facts.context_of(known, listed)
+            model.expires_at = _NEVER if expires_s is None else now(expires_s)
+            models.append(model)
+        return Json(value=OllamaModels(models=models))
 
 
 class Show:
@@ -127,25 +150,46 @@ class Show:
 
 
 def _shown(name: str, facts: Facts) -> OllamaShown:
-    info: dict[str, str | int] = {
-        "general.architecture": facts.family,
+    listed = facts.listed
+    family = listed.family or "unknown"
+    known: dict[str, str | int] = {
+        "general.architecture": family,
         "general.basename": name,
+        "general.license": listed.licence,
+        "general.parameter_count": listed.parameters,
+        f"{family}.context_length": facts.context,
     }
-    if facts.context:
-        info[f"{facts.family}.context_length"] = facts.context
     return OllamaShown(
+        license=listed.licence,
         template=facts.template,
-        details=_details(facts.family, facts.form),
-        model_info=info,
+        details=_details(listed),
+        model_info={key: value for key, value in known.items() if value},
         capabilities=list(facts.capabilities),
+        modified_at=_time(listed.modified_s),
     )
 
 
-def _details(family: str, form: str) -> OllamaDetails:
-    families = [family] if family else []
-    return OllamaDetails(family=family, families=families, quantization_level=form)
+def _details(listed: ListedModel) -> OllamaDetails:
+    return OllamaDetails(
+        family=listed.family,
+        families=[listed.family] if listed.family else [],
+        parameter_size=_size(listed.parameters),
+        quantization_level=listed.form,
+    )
 
 
-def _model(name: str) -> OllamaModel:
+def _size(parameters: int) -> str:
+    """Write how many parameters a model has as Ollama does: 8.0B, 268.10M."""
+    if parameters >= 10**9:
+        return f"{parameters / 10**9:.1f}B"
+    return f"{parameters / 10**6:.2f}M" if parameters else ""
+
+
+def _time(at_s: int) -> str:
+    known = datetime.fromtimestamp(min(at_s, _LATEST_S), UTC)
+    return known.isoformat().replace("+00:00", "Z")
+
+
+def _model(name: str, listed: ListedModel) -> OllamaModel:
     digest = hashlib.sha256(name.encode()).hexdigest()
-    return OllamaModel(name=name, model=name, digest=digest, details=OllamaDetails())
+    return OllamaModel(name=name, model=name, digest=digest, details=_details(listed))

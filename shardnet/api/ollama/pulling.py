@@ -1,9 +1,9 @@
-"""Pulls a model as Ollama's programs ask for it, and refuses by name what is not done for them."""
+"""Pulls a model as Ollama's programs ask for it, and refuses to push one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -23,13 +23,6 @@ from shardnet.errors import shown
 MAX_PULLS: Final = 4
 RETRY_S: Final = 10
 _HOSTS: Final = ("hf.co/", "huggingface.co/")
-INSTEAD: Final = {
-    "/api/delete": "remove it where it is kept: `shardnet cache` lists and removes weights",
-    "/api/copy": "a model gets another name by --alias NAME=MODEL",
-    "/api/create": "give the file to `shardnet serve --model`, and options with each request",
-    "/api/push": "upload it with the Hub's own programs",
-}
-"""What there is in place of what this server does not do."""
 
 
 class OllamaPull(msgspec.Struct, kw_only=True):
@@ -100,13 +93,9 @@ class Pulls:
                 await pulling
 
 
-def refusing(path: str) -> Callable[[Exchange, None], Awaitable[Reply]]:
-    """Make the handler of what this server does not do: it says what there is instead."""
-
-    async def refuse(exchange: Exchange, body: None) -> Reply:
-        raise refused(f"{path} is not done by this server: {INSTEAD[path]}")
-
-    return refuse
+async def push(exchange: Exchange, body: None) -> Reply:
+    """Say what there is instead. Raises HttpError 400."""
+    raise refused("/api/push is not done by this server: upload with the Hub's own programs")
 
 
 def _hub_name(text: str) -> HubName:

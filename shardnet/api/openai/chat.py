@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -54,6 +55,7 @@ class ChatMessageBody(msgspec.Struct, kw_only=True):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallPart] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
     refusal: str | None = None
 
 
@@ -65,6 +67,10 @@ class ChatDelta(msgspec.Struct, kw_only=True):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallPart] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
+
+
+Said = TypeVar("Said", ChatMessageBody, ChatDelta)
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -113,7 +119,7 @@ async def complete_chat(exchange: Exchange, body: ChatBody) -> Reply:
     """Answer a chat completion."""
     served = await exchange.service.models.find(body.model)
     request = chat_request(body, served.choice)
-    writer = _Writer(model=served.name)
+    writer = _Writer(model=served.name, has_old_form=body.has_old_form)
     if body.stream:
         chunks = _chunks(exchange, request, writer, with_usage=wants_usage(body))
         return Stream(chunks=chunks, heartbeat=lambda: comment(exchange.note))
@@ -211,7 +217,8 @@ class _Sample:
 class _Writer:
     """Writes what all answers and chunks of one request have in common."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, has_old_form: bool) -> None:
+        self._has_old_form = has_old_form
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
@@ -229,9 +236,9 @@ class _Writer:
         """Write an event with more of one sample."""
         choice = ChunkChoice(
             index=sample,
-            delta=delta,
+            delta=self._formed(delta),
             logprobs=None if logprobs is None else chat_logprobs(logprobs),
-            finish_reason=finish_reason,
+            finish_reason=self._reason(finish_reason) if finish_reason is not None else None,
         )
         return self._event([choice], self.usage)
 
@@ -245,9 +252,9 @@ class _Writer:
         choices = [
             ChatChoice(
                 index=number,
-                message=sample.message(),
+                message=self._formed(sample.message()),
                 logprobs=chat_logprobs(sample.logprobs) if with_logprobs else None,
-                finish_reason=sample.end.finish_reason if sample.end is not None else "stop",
+                finish_reason=self._reason(sample.end.finish_reason if sample.end else "stop"),
             )
             for number, sample in enumerate(samples)
         ]
@@ -258,6 +265,15 @@ class _Writer:
             choices=choices,
             usage=usage_of(end.result for end in ends),
         )
+
+    def _formed(self, said: Said) -> Said:
+        """Write a call as the old form has it, if the request has that."""
+        if self._has_old_form and said.tool_calls:
+            said.function_call, said.tool_calls = said.tool_calls[0].function, UNSET
+        return said
+
+    def _reason(self, reason: str) -> str:
+        return "function_call" if self._has_old_form and reason == "tool_calls" else reason
 
     def _event(self, choices: list[ChunkChoice], usage: UsageBody | UnsetType | None) -> bytes:
         return event(

@@ -69,12 +69,13 @@ class ToolCallBody(msgspec.Struct, kw_only=True):
 
 
 class MessageBody(msgspec.Struct, kw_only=True):
-    """One message of the conversation."""
+    """One message of the conversation. `function_call` is a call in the old form."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[PartBody], Meta(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCallBody], Meta(max_length=MAX_TOOLS)] | None = None
+    function_call: CalledFunction | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -139,7 +140,11 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class ChatBody(SamplingBody, kw_only=True):
-    """The body of a chat completion."""
+    """The body of a chat completion.
+
+    `functions` and `function_call` are `tools` and `tool_choice` as OpenAI had them first: what
+    they ask for is answered in that form, one call at most.
+    """
 
     messages: Annotated[list[MessageBody], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
@@ -154,8 +159,13 @@ class ChatBody(SamplingBody, kw_only=True):
     chat_template_kwargs: (
         Annotated[dict[TemplateName, TemplateValue], Meta(max_length=MAX_TEMPLATE_OPTIONS)] | None
     ) = None
-    functions: Any = None
-    function_call: Any = None
+    functions: Annotated[list[FunctionBody], Meta(max_length=MAX_TOOLS)] | None = None
+    function_call: Literal["auto", "none"] | NamedFunction | None = None
+
+    @property
+    def has_old_form(self) -> bool:
+        """Whether tools are called functions."""
+        return bool(self.functions)
 
 
 def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
@@ -163,9 +173,6 @@ def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
 
     Raises HttpError 400, which names the field, for what cannot be done.
     """
-    if body.functions or body.function_call:
-        field = "functions" if body.functions else "function_call"
-        raise refused(f"{field} is OpenAI's old form: give tools", field)
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs needs logprobs: true", "top_logprobs")
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -190,24 +197,23 @@ def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
         tools=tools,
         tool_choice=choice,
         forced_tool=forced,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
+        parallel_tool_calls=body.parallel_tool_calls is not False and not body.has_old_form,
         template_options=options,
     )
 
 
 def _tools(body: ChatBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:
     """Return the tools, how they are chosen, and the name of the one that must be called."""
-    tools = tuple(
-        Tool(
-            name=tool.function.name,
-            description=tool.function.description or "",
-            parameters=tool.function.parameters,
-            strict=bool(tool.function.strict),
-        )
-        for tool in body.tools or ()
-        if tool.type == "function" and tool.function is not None
-    )
+    if body.has_old_form and body.tools:
+        raise refused("functions are tools in their old form: give one of both", "functions")
+    functions = [tool.function for tool in body.tools or () if tool.type == "function"]
+    tools = tuple(map(_tool, filter(None, body.functions or functions)))
     wanted, forced = body.tool_choice, ""
+    if isinstance(body.function_call, NamedFunction):
+        name = known_tool(body.function_call.name, tools, "function", "function_call").name
+        return tools, "required", name
+    if body.has_old_form:
+        return tools, body.function_call or "auto", ""
     if isinstance(wanted, NamedTool) and wanted.allowed_tools is not None:
         tools = tuple(known_tool(one.name, tools) for one in wanted.allowed_tools.tools)
         choice: ToolChoice = wanted.allowed_tools.mode
@@ -220,17 +226,31 @@ def _tools(body: ChatBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:
     return tools, choice, forced
 
 
-def known_tool(name: str | None, tools: Sequence[Tool], kind: str = "tool") -> Tool:
-    """Find the tool that `tool_choice` names. Raises HttpError 400, which calls tools `kind`."""
+def _tool(function: FunctionBody) -> Tool:
+    return Tool(
+        name=function.name,
+        description=function.description or "",
+        parameters=function.parameters,
+        strict=bool(function.strict),
+    )
+
+
+def known_tool(
+    name: str | None, tools: Sequence[Tool], kind: str = "tool", field: str = "tool_choice"
+) -> Tool:
+    """Find the tool that `field` names. Raises HttpError 400, which calls tools `kind`."""
     for tool in tools:
         if tool.name == name:
             return tool
     names = ", ".join(tool.name for tool in tools)
     known = f"the {kind}s are {shown(names)}" if names else f"there are no {kind}s"
-    raise refused(f"tool_choice names no {kind} of this request: {known}", "tool_choice")
+    raise refused(f"{field} names no {kind} of this request: {known}", field)
 
 
 def _turn(message: MessageBody, number: int) -> ChatTurn:
+    calls = message.tool_calls or ()
+    if message.function_call is not None:
+        calls = [ToolCallBody(function=message.function_call)]
     return ChatTurn(
         role=_ROLES.get(message.role, message.role),
         content=_text(message, number) or message.refusal or "",
@@ -241,7 +261,7 @@ def _turn(message: MessageBody, number: int) -> ChatTurn:
                 name=call.function.name,
                 arguments=_arguments(call.function.arguments),
             )
-            for call in message.tool_calls or ()
+            for call in calls
         ),
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",

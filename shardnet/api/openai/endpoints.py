@@ -9,6 +9,7 @@ from shardnet.api.openai.chat_body import ChatBody
 from shardnet.api.openai.completions import Completion, CompletionBody, complete
 from shardnet.api.openai.embeddings import EmbeddingBody, EmbeddingList, embeddings
 from shardnet.api.openai.faults import OPENAI
+from shardnet.api.openai.infill import InfillAnswer, InfillBody, fill_in
 from shardnet.api.openai.models import ModelCard, ModelList, list_models, show_model
 from shardnet.api.openai.reranking import Ranking, RerankBody, rank
 from shardnet.api.openai.tokens import (
@@ -47,6 +48,17 @@ def endpoints() -> list[Endpoint[Any]]:
             body=CompletionBody,
             answer=Completion,
             chunk=Completion,
+            counts=True,
+        ),
+        Endpoint(
+            method="POST",
+            path="/infill",
+            summary="What stands between two texts, in llama-server's form",
+            handle=fill_in,
+            dialect=OPENAI,
+            body=InfillBody,
+            answer=InfillAnswer,
+            chunk=InfillAnswer,
             counts=True,
         ),
         Endpoint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from shardnet.api.openai.paging import page_of
 from shardnet.api.server.endpoint import Json, Reply
 from shardnet.api.server.model_names import ServedModel
 from shardnet.api.server.service import Exchange
@@ -31,8 +32,8 @@ class ModelList(msgspec.Struct, kw_only=True):
     object: str = "list"
     data: list[ModelCard]
     models: list[ModelCard] = msgspec.field(default_factory=list)
-    first_id: str
-    last_id: str
+    first_id: str | None
+    last_id: str | None
     has_more: bool = False
 
 
@@ -41,9 +42,11 @@ def _card(model: ServedModel) -> ModelCard:
 
 
 async def list_models(exchange: Exchange, body: None) -> Reply:
-    """List the models."""
-    cards = [*map(_card, await exchange.service.models.list())]
-    return Json(value=ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
+    """List the models, or a page of them."""
+    every = [*map(_card, await exchange.service.models.list())]
+    cards, has_more = page_of(every, exchange.query)
+    first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
+    return Json(value=ModelList(data=cards, first_id=first, last_id=last, has_more=has_more))
 
 
 async def show_model(exchange: Exchange, body: None) -> Reply:

@@ -1,1 +1,1 @@
-"""OpenAI's responses: conversations as items, with streams of their own. Nothing is kept."""
+"""OpenAI's responses: conversations as items, with streams of their own."""

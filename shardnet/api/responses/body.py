@@ -19,7 +19,7 @@ MAX_TOOLS = 1024
 ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class ItemPart(msgspec.Struct, kw_only=True):
+class ItemPart(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A part of an item; of the types only text, reasoning and refusals can be read."""
 
     type: str
@@ -30,7 +30,7 @@ class ItemPart(msgspec.Struct, kw_only=True):
 Parts = Annotated[list[ItemPart], Meta(max_length=MAX_ITEMS)]
 
 
-class ItemBody(msgspec.Struct, kw_only=True):
+class ItemBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     """An item of the conversation, with the fields of every type that is read.
 
     These are message (also without a type), reasoning, function_call, custom_tool_call and the
@@ -98,7 +98,11 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseBody(SamplingBody, kw_only=True):
-    """A conversation that is continued. Fields about what a server keeps are refused if set."""
+    """A conversation that is continued. Fields about what no server here keeps are refused if set.
+
+    `input` follows the conversation of `previous_response_id`; with `store`, which is the usual,
+    another request may follow this one.
+    """
 
     input: str | Annotated[list[ItemBody], Meta(max_length=MAX_ITEMS)] | None = None
     instructions: str | None = None
@@ -113,6 +117,7 @@ class ResponseBody(SamplingBody, kw_only=True):
     metadata: Annotated[dict[str, str], Meta(max_length=64)] | None = None
     prompt_cache_key: str | None = None
     previous_response_id: str | None = None
+    store: bool | None = None
     conversation: Any = None
     prompt: Any = None
     background: bool | None = None

@@ -1,6 +1,6 @@
 """The chat request that a body means: items become turns.
 
-Knows which items belong to one turn of the assistant, and what a server that keeps nothing refuses.
+Knows which items belong to one turn of the assistant, and what is kept of none, and so refused.
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ from shardnet.wire.messages.plans import ModelChoice
 LOGPROBS: Final = "message.output_text.logprobs"
 """What a request includes that wants logprobs without others beside the chosen token's."""
 
-_KEPT: Final = "this server keeps no responses: send the whole conversation as input"
 _REFUSED: Final = {
-    "previous_response_id": _KEPT,
-    "conversation": _KEPT,
+    "conversation": "this server keeps no conversations: give previous_response_id",
     "prompt": "this server keeps no prompts: send the text as instructions or input",
-    "background": _KEPT + ", and read the answer as it comes",
+    "background": "read the answer as it comes, or send a batch",
 }
 _READ: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _EFFORTS: Final = {"minimal": "low", "xhigh": "high", "max": "high"}
 """Efforts beyond those that chat templates know."""
 
 
-def response_request(body: ResponseBody, model: ModelChoice) -> ChatRequest:
+def response_request(
+    body: ResponseBody, model: ModelChoice, earlier: Sequence[ItemBody] = ()
+) -> ChatRequest:
     """Return the request that a body means; `model` is what the nodes are sent.
+
+    Its input follows the `earlier` items of the conversation.
 
     Raises HttpError 400, which names the field, for what cannot be done.
     """
@@ -57,7 +59,7 @@ def response_request(body: ResponseBody, model: ModelChoice) -> ChatRequest:
     settings["constraint"] = _constraint(body)
     tools, choice, forced = _tools(body)
     return ChatRequest(
-        turns=tuple(_turns(body)),
+        turns=tuple(_turns(body, earlier)),
         model=model,
         sampling=sampling_of(body, _n_logprobs(body)),
         options=settings,
@@ -129,23 +131,30 @@ def _tools(body: ResponseBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:
     return tools, choice, forced
 
 
-def _turns(body: ResponseBody) -> Iterator[ChatTurn]:
+def input_items(body: ResponseBody) -> list[ItemBody]:
+    """Return the input as items: a text is a message of the user."""
+    if isinstance(body.input, str):
+        return [ItemBody(role="user", content=body.input)]
+    return body.input or []
+
+
+def _turns(body: ResponseBody, earlier: Sequence[ItemBody]) -> Iterator[ChatTurn]:
     """Yield the turns; that of a request that says nothing is an empty one of the user."""
     turns = [ChatTurn(role="system", content=body.instructions)] if body.instructions else []
-    if isinstance(body.input, str):
-        turns.append(ChatTurn(role="user", content=body.input))
-    elif body.input:
-        turns += _of_items(body.input)
+    turns += _of_items([*earlier, *input_items(body)], -len(earlier))
     if all(turn.role == "system" for turn in turns):
         turns.append(ChatTurn(role="user"))
     return joined_turns(turns, roles=("system", "user"))
 
 
-def _of_items(items: Sequence[ItemBody]) -> Iterator[ChatTurn]:
-    """Yield a turn for each run of the assistant's items, and for each other item."""
+def _of_items(items: Sequence[ItemBody], first: int) -> Iterator[ChatTurn]:
+    """Yield a turn for each run of the assistant's items, and for each other item.
+
+    Number 0 is the first of the request's own, counted from `first`.
+    """
     names: dict[str, str] = {}  # of tools, by the ids of their calls
     mine: ChatTurn | None = None
-    for number, item in enumerate(items):
+    for number, item in enumerate(items, first):
         where = f"input[{number}]"
         more = _assistants(item, where)
         if more is not None:

@@ -1,16 +1,19 @@
-"""Responses: the answer, and its stream."""
+"""Responses: the answer, its stream, and what is kept for the next one."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
 from shardnet.api.chat.request import ChatRequest
 from shardnet.api.chat.run import Accepted, Ended, Piece, run_chat
+from shardnet.api.openai.kept import Kept
 from shardnet.api.openai.logprobs import chat_logprobs
 from shardnet.api.responses.answers import (
     Incomplete,
@@ -26,28 +29,98 @@ from shardnet.api.responses.answers import (
     ResponseUsage,
     StreamEvent,
 )
-from shardnet.api.responses.body import ResponseBody
-from shardnet.api.responses.conversation import response_request
+from shardnet.api.responses.body import ItemBody, ResponseBody
+from shardnet.api.responses.conversation import input_items, response_request
 from shardnet.api.responses.faults import failed_event
 from shardnet.api.responses.items import ItemEvents
-from shardnet.api.server.endpoint import Json, Reply, Stream, comment, named_event
-from shardnet.api.server.errors import fault_of
+from shardnet.api.server.endpoint import Json, Reply, Stream, Text, comment, named_event
+from shardnet.api.server.errors import fault_of, refused
 from shardnet.api.server.service import Exchange
 from shardnet.errors import ContextExceededError
 
+MOST_KEPT: Final = 1024
+MOST_KEPT_BYTES: Final = 256 << 20
+"""Of each response its whole conversation counts, though responses share what they have in
+common."""
 
-async def respond(exchange: Exchange, body: ResponseBody) -> Reply:
-    """Answer a conversation."""
-    served = await exchange.service.models.find(body.model)
-    request = response_request(body, served.choice)
-    response = _response(body, served.name)
-    events = _events(exchange, request, response, is_streamed=bool(body.stream))
-    if body.stream:
-        return Stream(chunks=_chunks(events), heartbeat=lambda: comment(exchange.note))
-    async with aclosing(events):
-        async for _ in events:
-            pass
-    return Json(value=response)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KeptResponse:
+    """A response as JSON, and the items of its conversation as lists of them in JSON."""
+
+    answer: bytes
+    items: tuple[bytes, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.answer) + sum(map(len, self.items))
+
+
+class Deleted(msgspec.Struct, kw_only=True):
+    """Says that a response is kept no longer."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+class Responses:
+    """Answers conversations, and keeps them for requests that follow."""
+
+    def __init__(self, most: int = MOST_KEPT, most_bytes: int = MOST_KEPT_BYTES) -> None:
+        self._kept = Kept[_KeptResponse]("response", most=most, most_bytes=most_bytes)
+
+    async def respond(self, exchange: Exchange, body: ResponseBody) -> Reply:
+        """Answer a conversation."""
+        served = await exchange.service.models.find(body.model)
+        earlier = self._earlier(exchange, body.previous_response_id)
+        items = [item for part in earlier for item in _decoded(part)]
+        request = response_request(body, served.choice, items)
+        response = _response(body, served.name)
+
+        def keep() -> None:
+            if response.store:
+                own = msgspec.json.encode([*input_items(body), *response.output])
+                answer = msgspec.json.encode(response)
+                kept = _KeptResponse(answer=answer, items=(*earlier, own))
+                self._kept.put(exchange.owner, response.id, kept, kept.n_bytes)
+
+        events = _events(exchange, request, response, keep, is_streamed=bool(body.stream))
+        if body.stream:
+            return Stream(chunks=_chunks(events), heartbeat=lambda: comment(exchange.note))
+        async with aclosing(events):
+            async for _ in events:
+                pass
+        return Json(value=response)
+
+    async def show(self, exchange: Exchange, body: None) -> Reply:
+        """Return a response that is kept. Raises HttpError 404."""
+        name = exchange.path_parameters["response_id"]
+        return Text(text=self._kept.get(exchange.owner, name).answer, media_type="application/json")
+
+    async def delete(self, exchange: Exchange, body: None) -> Reply:
+        """Keep a response no longer. Raises HttpError 404."""
+        name = exchange.path_parameters["response_id"]
+        self._kept.get(exchange.owner, name)
+        self._kept.drop(exchange.owner, name)
+        return Json(value=Deleted(id=name))
+
+    def _earlier(self, exchange: Exchange, name: str | None) -> tuple[bytes, ...]:
+        """Return the conversation of a response. Raises HttpError 400 if it is not kept."""
+        if not name:
+            return ()
+        kept = self._kept.find(exchange.owner, name)
+        if kept is None:
+            raise refused(
+                f"{self._kept.gone(name)}; send the whole conversation as input",
+                "previous_response_id",
+                code="previous_response_not_found",
+            )
+        return kept.items
+
+
+def _decoded(items: bytes) -> list[ItemBody]:
+    return msgspec.json.decode(items, type=list[ItemBody])
 
 
 async def _chunks(events: AsyncGenerator[StreamEvent, None]) -> AsyncGenerator[bytes, None]:
@@ -68,9 +141,14 @@ async def _chunks(events: AsyncGenerator[StreamEvent, None]) -> AsyncGenerator[b
 
 
 async def _events(
-    exchange: Exchange, request: ChatRequest, response: Response, *, is_streamed: bool
+    exchange: Exchange,
+    request: ChatRequest,
+    response: Response,
+    keep: Callable[[], None],
+    *,
+    is_streamed: bool,
 ) -> AsyncGenerator[StreamEvent, None]:
-    """Yield the events of a stream, and fill the response."""
+    """Yield the events of a stream, and fill the response; `keep` it before its end is told."""
     items = ItemEvents(lambda prefix: f"{prefix}_{uuid.uuid4().hex}")
     async with aclosing(run_chat(exchange, request, is_streamed=is_streamed)) as told_events:
         async for told in told_events:
@@ -90,6 +168,8 @@ async def _events(
                     response.usage = _usage(told, items.items)
                     if is_cut:
                         response.incomplete_details = Incomplete(reason="max_output_tokens")
+                    keep()
+                    if is_cut:
                         yield ResponseIncomplete(response=response)
                     else:
                         yield ResponseCompleted(response=response)
@@ -113,8 +193,10 @@ def _response(body: ResponseBody, model: str) -> Response:
         metadata=body.metadata or {},
         model=model,
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
         reasoning=msgspec.to_builtins(body.reasoning) or {"effort": None, "summary": None},
+        store=body.store is not False,
         temperature=1.0 if body.temperature is None else body.temperature,
         text=msgspec.to_builtins(body.text) or {"format": {"type": "text"}},
         tool_choice=msgspec.to_builtins(body.tool_choice) or "auto",

@@ -21,6 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from shardnet.api.anthropic import endpoints as anthropic
+from shardnet.api.batches import endpoints as batches
 from shardnet.api.client import Client
 from shardnet.api.dashboard import endpoints as dashboard
 from shardnet.api.dashboard import page_files
@@ -69,7 +70,7 @@ def endpoints() -> list[Endpoint[Any]]:
         *anthropic.endpoints(),
         *ollama.endpoints(),
     ]
-    return [*dialects, *health.endpoints(OPENAI)]
+    return [*dialects, *batches.endpoints(dialects), *health.endpoints(OPENAI)]
 
 
 @asynccontextmanager

@@ -27,7 +27,10 @@ def make_app(service: Service, endpoints: Sequence[Endpoint[Any]], dialect: Dial
     settings = service.settings
     every = [*endpoints, openapi_endpoint(endpoints, dialect, settings.root_path)]
     routes = [Route(one.path, Handler(service, one), methods=[one.method]) for one in every]
-    methods = {one.path: one.method for one in every}
+    methods: dict[str, str] = {}
+    for one in every:
+        known = methods.get(one.path)
+        methods[one.path] = f"{known}, {one.method}" if known else one.method
     for own in dict.fromkeys(one.dialect for one in endpoints):
         for path in own.paths:
             unknown = Handler(service, _unknown_endpoint(own, methods, path))
@@ -39,7 +42,7 @@ def make_app(service: Service, endpoints: Sequence[Endpoint[Any]], dialect: Dial
             Middleware(
                 CORSMiddleware,
                 allow_origins=settings.cors_origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "retry-after", LEFT_OUT_HEADER],
             )
@@ -55,7 +58,8 @@ def _unknown_endpoint(dialect: Dialect, methods: dict[str, str], below: str = ""
         rest = exchange.path_parameters.get("rest")
         path = below if rest is None else f"{below}/{rest}"
         if path in methods:
-            message, status = f"{path[:200]} is asked with {methods[path]}", 405
+            known = methods[path].replace(", ", " or ")
+            message, status = f"{path[:200]} is asked with {known}", 405
             headers: tuple[tuple[str, str], ...] = (("allow", methods[path]),)
         else:
             message, status, headers = f"there is nothing at {path[:200]}", 404, ()

@@ -1,4 +1,4 @@
-"""Reads the bodies of requests: at most so many bytes, then JSON, then a struct.
+"""Reads the bodies of requests: at most so many bytes, then JSON or a form, then a struct.
 
 A wrong value is refused by the name of its field. Must not know any dialect.
 """
@@ -8,11 +8,16 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from typing import Final, TypeVar
+from collections.abc import Iterator
+from email import message_from_bytes
+from email.message import Message
+from email.utils import collapse_rfc2231_value
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.types import Receive
 
+from shardnet.api.server.endpoint import FORM
 from shardnet.api.server.errors import Fault, HttpError, refused
 from shardnet.api.validation import find_refused
 
@@ -24,6 +29,8 @@ _FIELD: Final = re.compile(r"(?:a (?:key|value) of )?([\w.\[\]]+)(?=:| is | has 
 BODY_S: Final = 30.0
 LEAST_BYTES_PER_S: Final = 1 << 16
 """A body may take BODY_S, and as much longer as it takes at this speed."""
+MAX_PARTS: Final = 33
+"""One more than the fields that a form may have."""
 MAX_LISTS: Final = 1 << 20
 MAX_VALUES: Final = 2 << 20
 """Most lists and objects, and most values, of one body: each takes 50 bytes of memory or more."""
@@ -91,6 +98,42 @@ def decode_body(raw: bytes, kind: type[Body]) -> Body:
             raise refused(why, found[1] if found else None) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise refused(f"the body is not JSON: {error}", code="invalid_json") from error
+
+
+def decode_form(raw: bytes, content_type: str, kind: type[Body]) -> Body:
+    """Decode the fields of a form to a struct: a file as its `filename` and `content`, else a text.
+
+    Raises HttpError 400 for no form in `multipart/form-data`, or a wrong field.
+    """
+    try:
+        return msgspec.convert(dict(_fields(raw, content_type)), kind, builtin_types=(bytes,))
+    except (msgspec.ValidationError, ValueError) as error:
+        raise refused(f"a field of the form is wrong: {error}") from error
+
+
+def _fields(raw: bytes, content_type: str) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a form. Raises HttpError 400, and ValueError for a wrong one."""
+    described = Message()
+    described["content-type"] = content_type
+    boundary = described.get_boundary("")
+    if described.get_content_type() != FORM or not boundary:
+        raise refused(f"the body is to be a form: send it as {FORM}")
+    mark = b"\r\n--" + boundary.encode("latin-1", "replace")
+    first, *parts = (b"\r\n" + raw).split(mark, MAX_PARTS)
+    if first.strip() or not parts or not parts[-1].startswith(b"--"):
+        raise refused(f"the body is no form of at most {MAX_PARTS - 1} fields, or is cut off")
+    yield from map(_field, parts[:-1])
+
+
+def _field(part: bytes) -> tuple[str, Any]:
+    """Read the name and the value of one field. Raises ValueError."""
+    head, _, content = part.removeprefix(b"\r\n").partition(b"\r\n\r\n")
+    described = message_from_bytes(head)
+    name = described.get_param("name", "", header="content-disposition")
+    filename = described.get_filename()
+    if filename is None:
+        return collapse_rfc2231_value(name or ""), content.decode()
+    return collapse_rfc2231_value(name or ""), {"filename": filename, "content": content}
 
 
 def _too_large(most: str) -> HttpError:

@@ -18,6 +18,8 @@ from shardnet.api.server.service import Exchange
 Body = TypeVar("Body")
 
 EVENTS: Final = "text/event-stream"
+JSON: Final = "application/json"
+FORM: Final = "multipart/form-data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,8 @@ class Dialect:
 class Endpoint(Generic[Body]):
     """One method of one path.
 
-    `body` is the struct that the body is decoded to, None without one. `answer` and `chunk` are
+    `body` is the struct that the body is decoded to, of JSON or of a form as `body_type` says, None
+    without one. `answer` and `chunk` are
     what the OpenAPI document says of the answer, and of the events of a stream, `chunk_type` that
     one's media type. Without `is_open` a
     key is asked for; with `counts` it is a request in the sense of a key's limit.
@@ -86,6 +89,7 @@ class Endpoint(Generic[Body]):
     handle: Callable[[Exchange, Body], Awaitable[Reply]]
     dialect: Dialect
     body: type[Body] | None = None
+    body_type: str = JSON
     answer: Any = None
     chunk: Any = None
     chunk_type: str = EVENTS

@@ -113,7 +113,10 @@ def fault_of(error: Exception) -> Fault:
             return _wrong_request(error)
         case CheckpointError():
             return Fault(
-                status=404, kind="invalid_request_error", message=text, code="model_not_found"
+                status=404,
+                kind="invalid_request_error",
+                message=_told(error, _unprefixed(error)),
+                code="model_not_found",
             )
         case CancelledRequestError():  # a status at which programs do not ask again
             return Fault(status=400, kind="invalid_request_error", message=text, code="cancelled")
@@ -141,15 +144,25 @@ def fault_of(error: Exception) -> Fault:
 
 
 def _wrong_request(error: ShardnetError) -> Fault:
-    """Say what of a request is wrong, without the node that said so, nor advice to its owner."""
-    message = error.message.removeprefix(f"{error.peer}: ")
+    """Say what of a request is wrong, and its field."""
+    message = _unprefixed(error)
     name, _, rest = message.partition(" ")
     parameter = name.replace("-", "_") if name in _PARAMETERS else None
     if parameter is not None:
         message = f"{parameter} {rest}"
-    if error.remedy and "--" not in error.remedy and "`" not in error.remedy:
-        message += f"; {error.remedy}"
+    message = _told(error, message)
     return Fault(status=400, kind="invalid_request_error", message=message, parameter=parameter)
+
+
+def _unprefixed(error: ShardnetError) -> str:
+    """Return an error's message without the node that said so."""
+    return error.message.removeprefix(f"{error.peer}: ")
+
+
+def _told(error: ShardnetError, message: str) -> str:
+    """Add what to do, unless that is advice to the node's owner."""
+    is_for_owner = "--" in error.remedy or "`" in error.remedy
+    return f"{message}; {error.remedy}" if error.remedy and not is_for_owner else message
 
 
 def _context_exceeded(error: ContextExceededError) -> Fault:

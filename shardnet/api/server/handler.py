@@ -17,13 +17,14 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from math import ceil
 from typing import Any, Final
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from shardnet.api.server.answer_writer import AnswerWriter, Rest
-from shardnet.api.server.bodies import Disconnected, decode_body, read_body
-from shardnet.api.server.endpoint import Endpoint, Json, Reply, Stream, Text
+from shardnet.api.server.bodies import Disconnected, decode_body, decode_form, read_body
+from shardnet.api.server.endpoint import FORM, JSON, Endpoint, Json, Reply, Stream, Text
 from shardnet.api.server.errors import RETRY_S, Fault, HttpError, fault_of, too_many
 from shardnet.api.server.keys import ApiKey
 from shardnet.api.server.service import Exchange, Service
@@ -34,7 +35,6 @@ from shardnet.transport.admission import host_name
 
 _log = logging.getLogger(__name__)
 
-JSON_TYPE: Final = "application/json"
 TOO_MANY: Final = 429
 CLIENT_LEFT: Final = 499
 """The status in logs and counters of a request whose client went away."""
@@ -65,6 +65,7 @@ class Handler:
             service=self._service,
             request_id=_request_id(headers),
             path_parameters=scope.get("path_params", {}),
+            query=dict(parse_qsl(scope["query_string"].decode("latin-1"))),
             is_traced=headers.get(TRACE_HEADER, b"") not in (b"", b"0", b"off"),
             resumes=RESUME_HEADER in headers,
         )
@@ -123,6 +124,7 @@ class Handler:
                     "already: it may have no more at once",
                     self._retry_s(exchange.key.name),
                 )
+            self._check_tokens(exchange.key if endpoint.counts else None)
             if endpoint.counts and self._service.n_active > settings.most_requests:
                 raise too_many(
                     f"this server works on {settings.most_requests} requests already",
@@ -131,14 +133,23 @@ class Handler:
             if exchange.resumes:
                 exchange.n_received = _n_received(headers[RESUME_HEADER])
             raw = await read_body(receive, headers, settings.most_body_bytes)
-            body = None if endpoint.body is None else decode_body(raw, endpoint.body)
+            body = _decoded(endpoint, raw, headers.get(b"content-type", b""))
             await self._unless_left(receive, self._answer(exchange, body, writer))
+
+    def _check_tokens(self, key: ApiKey | None) -> None:
+        """Check that a key may have tokens now. Raises HttpError 429."""
+        wait_s = self._service.settings.keys.wait_s(key, time.monotonic()) if key else 0.0
+        if key and wait_s:
+            raise too_many(
+                f"the key '{key.name}' has had its {key.tokens_per_minute} tokens a minute",
+                ceil(wait_s),
+            )
 
     async def _answer(self, exchange: Exchange, body: Any, writer: AnswerWriter) -> None:
         reply: Reply = await self._endpoint.handle(exchange, body)
         match reply:
             case Json(value=value, status=status):
-                await writer.whole(status, JSON_TYPE, msgspec.json.encode(value))
+                await writer.whole(status, JSON, msgspec.json.encode(value))
             case Text(text=text, media_type=media_type, status=status, headers=headers):
                 raw = text if isinstance(text, bytes) else text.encode()
                 await writer.whole(status, media_type, raw, headers)
@@ -185,10 +196,11 @@ class Handler:
         if fault.retry_s is not None:
             headers.append(("retry-after", str(fault.retry_s)))
         body = msgspec.json.encode(dialect.fault(fault))
-        await writer.whole(fault.status, JSON_TYPE, body, headers)
+        await writer.whole(fault.status, JSON, body, headers)
 
     def _fault_of(self, error: Exception) -> Fault:
         fault = fault_of(error)
+        fault = replace(fault, message=self._service.models.shown(fault.message))
         if isinstance(error, QueueFullError):
             fault = replace(fault, retry_s=self._retry_s())
         if not isinstance(error, ShardnetError | HttpError):
@@ -203,10 +215,11 @@ class Handler:
         endpoint, metrics = self._endpoint, self._service.metrics
         now_s = time.monotonic()
         took_s = now_s - exchange.began_s
-        key = exchange.key.name if exchange.key is not None else ""
+        key = exchange.owner
         if endpoint.counts and status != TOO_MANY:
             for whose in ("", key) if key else ("",):
                 self._service.paces[whose].ended(now_s)
+        exchange.pay()
         if exchange.traces:
             self._service.traces.keep(exchange.request_id, exchange.key, exchange.traces)
         metrics.requests.labels(endpoint.path, str(status), key).inc()
@@ -234,6 +247,15 @@ def _request_id(headers: dict[bytes, bytes]) -> str:
     """Return the id that the client gave, if it is a sound one, or make one."""
     given = headers.get(b"x-request-id", b"").decode("latin-1")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _decoded(endpoint: Endpoint[Any], raw: bytes, content_type: bytes) -> Any:
+    """Decode a body as the endpoint says. Raises HttpError 400, 413."""
+    if endpoint.body is None:
+        return None
+    if endpoint.body_type == FORM:
+        return decode_form(raw, content_type.decode("latin-1"), endpoint.body)
+    return decode_body(raw, endpoint.body)
 
 
 def _n_received(value: bytes) -> int:

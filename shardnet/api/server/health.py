@@ -11,9 +11,9 @@ from shardnet import __version__
 from shardnet.api.server.endpoint import Dialect, Endpoint, Json, Reply, Text
 from shardnet.api.server.errors import Fault, HttpError
 from shardnet.api.server.metrics import MEDIA_TYPE
-from shardnet.api.server.model_names import short_name
 from shardnet.api.server.service import MAX_TRACES, Exchange
 from shardnet.api.traces import chrome_trace
+from shardnet.checkpoint.model_names import short_name
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.membership import ReportReply, StatusReply
 
@@ -38,13 +38,12 @@ async def ready(exchange: Exchange, body: None) -> Reply:
     """Say whether the node answers, and its ring is whole and loaded: else no request succeeds."""
     switch = exchange.service.switch
     if switch.is_rebuilding:
-        reason = f"a node of the ring was lost: {switch.doing}"
-        return Json(value={"status": "unavailable", "reason": reason}, status=503)
+        return _unready(exchange, f"a node of the ring was lost: {switch.doing}")
     status = await _status(exchange)
     if isinstance(status, str):
-        return Json(value={"status": "unavailable", "reason": status}, status=503)
+        return _unready(exchange, status)
     if switch.doing:
-        return Json(value={"status": "unavailable", "reason": switch.doing}, status=503)
+        return _unready(exchange, switch.doing)
     stage = status.node.stage
     return Json(
         value={
@@ -55,6 +54,11 @@ async def ready(exchange: Exchange, body: None) -> Reply:
             "model": short_name(stage.model) if stage is not None else None,
         }
     )
+
+
+def _unready(exchange: Exchange, reason: str) -> Reply:
+    reason = exchange.service.models.shown(reason)
+    return Json(value={"status": "unavailable", "reason": reason}, status=503)
 
 
 async def metrics(exchange: Exchange, body: None) -> Reply:

@@ -1,4 +1,4 @@
-"""API keys: who may ask, and how many requests each may have at once.
+"""API keys: who may ask, how many requests each may have at once, and how many tokens a minute.
 
 Pure. Must not know HTTP.
 """
@@ -16,6 +16,8 @@ from typing import Final
 from shardnet.errors import ConfigurationError
 
 MAX_LIMIT = 1_000_000
+MAX_TOKENS = 1_000_000_000
+MINUTE_S: Final = 60.0
 MOST_GUESSES: Final = 10
 GUESS_S: Final = 3.0
 MAX_HOSTS: Final = 4096
@@ -24,32 +26,43 @@ MAX_HOSTS: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """A key that programs send. `most_requests` is how many it may have at once, 0 for any."""
+    """A key that programs send.
+
+    `most_requests` is how many it may have at once, `tokens_per_minute` how many tokens of prompts
+    and answers together; 0 is any number.
+    """
 
     name: str
     secret: str
     most_requests: int = 0
+    tokens_per_minute: int = 0
 
 
 def parse_key(text: str, number: int) -> ApiKey:
-    """Read `KEY` or `NAME:KEY[:LIMIT]`. A key without a name is called by its `number`.
+    """Read `KEY` or `NAME:KEY[:LIMIT[:TOKENS]]`. A key without a name is called by its `number`.
 
     Raises ConfigurationError, which does not repeat the key, if it is neither.
     """
     parts = text.strip().split(":")
     what = f"API key {number}"
-    if len(parts) > 3 or not all(part.isascii() and part.isprintable() for part in parts):
-        raise ConfigurationError(f"{what} is not KEY or NAME:KEY[:LIMIT]", remedy="correct it")
+    if len(parts) > 4 or not all(part.isascii() and part.isprintable() for part in parts):
+        form = "KEY or NAME:KEY[:LIMIT[:TOKENS]]"
+        raise ConfigurationError(f"{what} is not {form}", remedy="correct it")
     if len(parts) == 1:
         parts = [str(number), *parts]
     if not parts[0] or not parts[1]:
         raise ConfigurationError(f"{what} has an empty part", remedy="write NAME:KEY[:LIMIT]")
-    limit = parts[2] if len(parts) == 3 else "0"
-    if not limit.isdecimal() or int(limit) > MAX_LIMIT:
-        raise ConfigurationError(
-            f"{what} has the limit '{limit}', which is no number", remedy="write NAME:KEY:8"
-        )
-    return ApiKey(name=parts[0], secret=parts[1], most_requests=int(limit))
+    limits = [*parts[2:], "0", "0"][:2]
+    for limit, most in zip(limits, (MAX_LIMIT, MAX_TOKENS), strict=True):
+        if not limit.isdecimal() or int(limit) > most:
+            raise ConfigurationError(
+                f"{what} has the limit '{limit}', which is no number up to {most}",
+                remedy="write NAME:KEY:8, or NAME:KEY:8:20000",
+            )
+    n_requests, n_tokens = map(int, limits)
+    return ApiKey(
+        name=parts[0], secret=parts[1], most_requests=n_requests, tokens_per_minute=n_tokens
+    )
 
 
 class Keyring:
@@ -65,6 +78,8 @@ class Keyring:
                     f"two API keys have the same {what}", remedy="give each its own"
                 )
         self._running: Counter[str] = Counter()
+        self._paid_s: dict[str, float] = {}
+        """When a key's tokens so far are paid for, at its tokens per minute."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -93,6 +108,19 @@ class Keyring:
                 yield True
             finally:
                 self._running[key.name] -= 1
+
+    def wait_s(self, key: ApiKey, now_s: float) -> float:
+        """Return after how many seconds a key may have tokens again, 0 for now.
+
+        A key that has had none for a minute has those of a minute at once.
+        """
+        return max(0.0, self._paid_s.get(key.name, 0.0) - MINUTE_S - now_s)
+
+    def spend(self, key: ApiKey, n_tokens: int, now_s: float) -> None:
+        """Count the tokens of a request that has ended."""
+        if key.tokens_per_minute:
+            since_s = max(now_s, self._paid_s.get(key.name, 0.0))
+            self._paid_s[key.name] = since_s + n_tokens * MINUTE_S / key.tokens_per_minute
 
 
 class WrongKeys:

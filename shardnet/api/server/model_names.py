@@ -10,16 +10,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import PurePath
 from types import MappingProxyType
 from typing import Final
 
 from msgspec.structs import replace
 
 from shardnet.api.client import Client
-from shardnet.api.server.errors import Fault, HttpError
+from shardnet.api.server.errors import Fault, HttpError, refused
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.checkpoint.model_names import match, nearest_name
+from shardnet.checkpoint.model_names import match, nearest_name, short_name
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -28,6 +27,7 @@ FRESH_S: Final = 30.0
 LIST_S: Final = 2.0
 """How long the nodes may take to name their models: a program that lists them waits."""
 MAX_LISTED: Final = 1000
+MAX_ALIASES: Final = 1000
 ANY: Final = "*"
 """The alias of every name that means no model."""
 NO_ALIASES: Final[Mapping[str, str]] = MappingProxyType({})
@@ -61,7 +61,7 @@ class ModelNames:
         Without `may_switch` there is no other one, unless `current` says that there is none.
         `aliases` are other names of models, the model of ANY that of every name there is not.
         """
-        self._aliases = aliases
+        self._aliases = dict(aliases)
         self._client = client
         self._clock = clock
         self._current = current
@@ -96,7 +96,7 @@ class ModelNames:
         default = self.default
         if not name or name in (default.name, default.choice.model):
             return default
-        served = {model.name: model for model in await self.list()}
+        served = {model.name: model for model in await self._every()}
         try:
             found = match(name, served)
         except UsageError as error:
@@ -112,19 +112,45 @@ class ModelNames:
         raise HttpError(_unknown(f"there is no model '{name[:200]}'; there is {known}{more}"))
 
     async def list(self) -> list[ServedModel]:
-        """List the default model, and all others that the nodes have."""
+        """List the default model, all others that the nodes have, and what else they are called."""
+        served = {model.name: model for model in await self._every()}
+        further = [
+            ServedModel(name=name, choice=served[meant].choice)
+            for name, meant in self._aliases.items()
+            if name not in (ANY, *served) and meant in served
+        ]
+        return [*served.values(), *further]
+
+    def add_alias(self, name: str, meant: str) -> None:
+        """Give the model `meant` a further name. Raises HttpError 400 for MAX_ALIASES others."""
+        if len(self._aliases) >= MAX_ALIASES and name not in self._aliases:
+            raise refused(f"models have {MAX_ALIASES} further names already", "destination")
+        if name != meant:
+            self._aliases[name] = meant
+
+    def drop_alias(self, name: str) -> bool:
+        """Drop a further name; say whether there was one."""
+        return self._aliases.pop(name, None) is not None
+
+    async def _every(self) -> tuple[ServedModel, ...]:
+        """Return the models by their own names, the default one first."""
         default = self.default
         async with self._listing:
             if self._clock() - self._listed_at_s >= FRESH_S:
                 await self._refresh()
         if self._is_fixed:
-            return [default]
-        others = [
+            return (default,)
+        others = (
             ServedModel(name=name, choice=replace(self._client.choice, model=name))
             for name in dict.fromkeys([*self._listed, DEFAULT_MODEL_NAME])
             if name not in (default.name, default.choice.model)
-        ]
-        return [default, *others]
+        )
+        return (default, *others)
+
+    def shown(self, text: str) -> str:
+        """Return a text as clients see it: with the default model's name, not where it lies."""
+        model = self.default.choice.model
+        return text.replace(model, short_name(model))
 
     @property
     def _is_fixed(self) -> bool:
@@ -144,12 +170,6 @@ class ModelNames:
         except (ShardnetError, TimeoutError):
             found = list(dict.fromkeys([*self._listed, *found]))
         self._listed, self._listed_at_s = found, self._clock()
-
-
-def short_name(model: str) -> str:
-    """Return what programs call a model: of a path its last part."""
-    path = PurePath(model)
-    return path.name if path.is_absolute() else model
 
 
 def _unknown(message: str) -> Fault:

@@ -84,7 +84,7 @@ def _operation(endpoint: Endpoint[Any], path: str, schemas: dict[Any, Any]) -> d
         },
     }
     if endpoint.body is not None:
-        body = {"application/json": {"schema": schemas[endpoint.body]}}
+        body = {endpoint.body_type: {"schema": schemas[endpoint.body]}}
         operation["requestBody"] = {"required": True, "content": body}
     names = re.findall(r"{(\w+)}", path)
     if names:

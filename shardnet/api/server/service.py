@@ -142,6 +142,7 @@ class Exchange:
     service: Service
     request_id: str
     path_parameters: dict[str, str]
+    query: dict[str, str] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
     key: ApiKey | None = None
     note: str = "waiting"
@@ -158,6 +159,11 @@ class Exchange:
     """Events of its stream that the client has."""
     n_calls: int = 0
     _place: Ticket | None = None
+
+    @property
+    def owner(self) -> str:
+        """The name of the request's key, "" without one: what is kept for it is that key's."""
+        return self.key.name if self.key is not None else ""
 
     async def use(self, model: str | ModelChoice | None = None) -> ModelChoice:
         """Wait until the ring has a model, the default for None; return what nodes are sent.
@@ -182,6 +188,12 @@ class Exchange:
         place, self._place = self._place, None
         if place is not None:
             self.service.switch.leave(place)
+
+    def pay(self) -> None:
+        """Count the tokens that this took for its key; once, when it has ended."""
+        if self.key is not None:
+            n_tokens = self.n_prompt + self.n_generated
+            self.service.settings.keys.spend(self.key, n_tokens, time.monotonic())
 
     async def generate(
         self,
@@ -289,8 +301,7 @@ class Exchange:
     def _next_key(self) -> str:
         """Name a call so that the same one of an equal request finds it, and no other key's can."""
         self.n_calls += 1
-        key = self.key.name if self.key is not None else ""
-        told = f"{key}\0{self.request_id}\0{self.n_calls}"
+        told = f"{self.owner}\0{self.request_id}\0{self.n_calls}"
         return hashlib.sha256(told.encode()).hexdigest()[:48]
 
     def loading(self, progress: NodeProgress) -> None:
@@ -300,7 +311,7 @@ class Exchange:
             self.note += f" {100 * progress.done_bytes // progress.total_bytes} %"
 
     def _wait_for(self, what: str) -> None:
-        self.note = what
+        self.note = self.service.models.shown(what)
 
     def _chosen(self, model: str | ModelChoice | None) -> ModelChoice:
         if isinstance(model, str):

@@ -12,7 +12,8 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -176,17 +177,41 @@ def gguf_metadata(path: Path) -> dict[str, MetadataValue] | None:
     return dict(read_gguf_header(files[0]).metadata) if files else None
 
 
+def first_texts(path: Path, keys: Collection[str]) -> dict[str, str]:
+    """Read texts of one file's metadata as far as the tokenizer's, which are long.
+
+    Raises CheckpointError as `read_gguf_header` does.
+    """
+    found: dict[str, str] = {}
+    with _opened(path) as cursor:
+        _, n_keys = _begin(cursor)
+        for _ in range(n_keys):
+            key = cursor.name()
+            if key.startswith("tokenizer."):
+                break
+            value = _value(cursor)
+            if key in keys and isinstance(value, str):
+                found[key] = value
+    return found
+
+
 def read_gguf_header(path: Path) -> GgufHeader:
     """Read the header of one file.
 
     Raises CheckpointError, which names the file and the key or tensor, when it is truncated or
     claims what cannot be.
     """
+    with _opened(path) as cursor:
+        return _read(cursor)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_Cursor]:
     try:
         with io.BufferedReader(open_file(path)) as file:
             size_bytes = file.seek(0, 2)
             file.seek(0)
-            return _read(_Cursor(file, path, size_bytes))
+            yield _Cursor(file, path, size_bytes)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}", remedy="fetch it again") from error
 
@@ -272,7 +297,8 @@ class _Cursor:
             raise self.damaged(f"a name that is not UTF-8 ({error.reason})") from error
 
 
-def _read(cursor: _Cursor) -> GgufHeader:
+def _begin(cursor: _Cursor) -> tuple[int, int]:
+    """Read how many tensors and keys of metadata there are."""
     if cursor.take(len(_MAGIC)) != _MAGIC:
         raise cursor.damaged("this is not a GGUF file")
     version = cursor.number("I")
@@ -285,7 +311,11 @@ def _read(cursor: _Cursor) -> GgufHeader:
     cursor.what = "the number of tensors"
     n_tensors = cursor.count(24, MAX_TENSORS)
     cursor.what = "the number of metadata keys"
-    n_keys = cursor.count(13, MAX_KEYS)
+    return n_tensors, cursor.count(13, MAX_KEYS)
+
+
+def _read(cursor: _Cursor) -> GgufHeader:
+    n_tensors, n_keys = _begin(cursor)
     metadata: dict[str, MetadataValue] = {}
     for _ in range(n_keys):
         key = cursor.name()

@@ -12,6 +12,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from typing import Final, TypeVar
 
 from msgspec.structs import replace
@@ -19,7 +20,8 @@ from msgspec.structs import replace
 from shardnet import __version__
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.hub_cache import HubName
-from shardnet.checkpoint.model_names import match, nearest_name
+from shardnet.checkpoint.licence import MAX_LICENCE, read_licence
+from shardnet.checkpoint.model_names import FoundModel, match, nearest_name
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.peers.node_directory import NodeDirectory
@@ -30,6 +32,7 @@ from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.found_models import HeldModel, find_models
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import CheckpointError, RemoteProtocolError, ShardnetError, first_error
+from shardnet.model.families.stage_tensors import count_parameters
 from shardnet.runtime.encoding.encoder_facts import EncoderFacts, find_encoder
 from shardnet.runtime.loading.model_facts import stamp
 from shardnet.types import NodeId
@@ -57,6 +60,8 @@ SILENCE_S: Final = 20.0
 """How long a peer may take for the next of its models."""
 MAX_OF_PEER: Final = 8192
 """Models that are taken from one peer."""
+NAMED_STORE: Final = "a path"
+"""Where a model is that is described though no store lists it."""
 MAX_NAME: Final = 4096
 """Longest name that travels, in bytes."""
 MAX_MEANINGS: Final = 256
@@ -165,6 +170,10 @@ class ModelLists:
 
     async def _own(self, message: ListModels) -> AsyncGenerator[ModelsListed, None]:
         held = await find_models(self._disk, self._cache)
+        path = Path(message.model)
+        if path.is_absolute() and all(str(model.found.path) != message.model for model in held):
+            found = FoundModel(name=message.model, store=NAMED_STORE, path=path)
+            held.append(HeldModel(found=found))
         if message.names_only:
             for named in _pieces([_named(model) for model in held], MAX_MODELS_LISTED):
                 yield self._listed(message, named)
@@ -215,6 +224,9 @@ class ModelLists:
             family=facts.config.family[:256],
             form=facts.form[:256],
             context=min(facts.config.max_positions, 2**32 - 1),
+            parameters=count_parameters(facts.config),
+            licence=explanation(read_licence(held.found.path), MAX_LICENCE),
+            modified_s=max((time_ns for _, _, time_ns in facts.stamp), default=0) // 10**9,
             fits=fits(facts, nodes),
         )
 
@@ -246,7 +258,7 @@ class ModelLists:
         """Pass on what a peer lists, or the reason why it does not."""
         hello, why = peer.link.peer, ""
         try:
-            asked = replace(message, with_peers=False)
+            asked = replace(message, with_peers=False, model="")
             async with aclosing(self._ask(peer, asked)) as pieces:
                 async for piece in pieces:
                     own = replace(piece, request=message.request, node=hello.node, name=hello.name)

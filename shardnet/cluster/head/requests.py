@@ -56,7 +56,8 @@ def prompt_ids(message: Generate, lead: Lead, *, may_be_long: bool = False) -> l
     text where the checkpoint has no tokenizer, ContextExceededError for a prompt that fills the
     context; otherwise what Tokenizer.encode, chat_prompt and ready raise.
     """
-    most_tokens = lead.plan.facts.config.max_positions
+    most_positions = lead.plan.facts.config.max_positions
+    most_tokens = MAX_TOKENIZED if may_be_long else most_positions
     vocab_size = lead.ring.spec.vocab_size
     if message.token_ids is not None:
         token_ids = list(message.token_ids)
@@ -85,7 +86,7 @@ def prompt_ids(message: Generate, lead: Lead, *, may_be_long: bool = False) -> l
             len(token_ids),
             message.max_tokens,
             context=lead.ring.spec.context,
-            most_positions=most_tokens,
+            most_positions=most_positions,
             room_positions=lead.ring.engine.counters.room_blocks * BLOCK_POSITIONS,
         )
     return token_ids

@@ -9,6 +9,7 @@ checkpoints have and some have not (`canonical_name`).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ __all__ = [
     "StageTensors",
     "Table",
     "canonical_name",
+    "count_parameters",
     "embedding_tensors",
     "head_tensors",
     "is_quantizable",
@@ -86,6 +88,12 @@ def stage_tensors(config: ModelConfig, layers: LayerRange) -> StageTensors:
         layers=tensors,
         head=head_tensors(config) if is_last else {},
     )
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Return how many weights the whole model has, tied ones once."""
+    tensors = stage_tensors(config, LayerRange(0, config.n_layers)).all
+    return sum(math.prod(shape) for shape in tensors.values())
 
 
 def mtp_tensors(config: ModelConfig) -> Table:

@@ -172,20 +172,24 @@ class ListModels(Tagged, frozen=True, kw_only=True):
 
     With `with_peers` it asks those that it is linked to as well, and passes their lists on. With
     `names_only` no model is opened. `nodes` are those whose memory counts for `fits`; without any
-    the node that is asked takes itself and those it is linked to.
+    the node that is asked takes itself and those it is linked to. `model` is one that it describes
+    though no store of its lists it: the path of a folder or a file.
     """
 
     request: RequestId
     with_peers: bool = False
     names_only: bool = False
     nodes: Annotated[list[NodeInfo], Meta(max_length=MAX_FIT_NODES)] = field(default_factory=list)
+    model: Annotated[str, Meta(max_length=4096)] = ""
 
 
 class ListedModel(Strict, frozen=True, kw_only=True):
     """A model that a node has: `name` is what a client may ask for, `store` where it is kept.
 
     `size_bytes` is that of all its tensor files, `held_bytes` what of them is there: less where
-    parts came from other nodes. `form` names how weights are stored. `fits`: an estimate, whether
+    parts came from other nodes. `form` names how weights are stored, `licence` what its makers
+    allow, "" where neither is known; `parameters` counts weights, 0 where that is not known, and
+    `modified_s` is when a file last changed, in seconds since 1970. `fits`: an estimate, whether
     the memory of the nodes together is enough; null where it is not known. `failure` says why it
     cannot be used. `kind` is that of an encoder, "" for what writes text.
     """
@@ -197,6 +201,9 @@ class ListedModel(Strict, frozen=True, kw_only=True):
     family: Name = ""
     form: Name = ""
     context: U32 = 0
+    parameters: Count = 0
+    licence: Name = ""
+    modified_s: Count = 0
     fits: bool | None = None
     failure: Reason = ""
     kind: Literal["", "embedding", "reranker"] = ""

@@ -53,7 +53,7 @@ def test_a_node_that_dies_is_lost_with_what_it_had_and_forgotten_later() -> None
     assert (anna.name, anna.is_asked, bert.is_asked) == ("anna", True, False)
     assert (bert.state, bert.since_s, bert.temperature_c) == ("up", 2.5, 61.0)
     assert (bert.model, bert.layers, bert.kv_positions, bert.kv_used_positions) == (
-        "/m",
+        "m",
         (0, 2),
         1024,
         256,

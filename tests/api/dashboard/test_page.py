@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -294,6 +295,17 @@ def test_answers_are_markdown_and_conversations_are_kept(
             assert await page.evaluate(names) == ["other", "# Title"]
             await page.evaluate(f"{kept}[1].click()")
             await page.until(f"{answer}?.querySelector('table')")
+            await page.evaluate(
+                "void (URL.createObjectURL = (blob) => (globalThis.blob = blob, '#'),"
+                " HTMLAnchorElement.prototype.click = function () { globalThis.link = this; })"
+            )
+            save = "document.querySelector('.conversations [aria-label=\"Save # Title\"]')"
+            await page.evaluate(f"{save}.click()")
+            assert await page.evaluate("globalThis.link.download") == "Title.json"
+            file = json.loads(await page.evaluate("globalThis.blob.text()"))
+            said = [(message["role"], message["content"]) for message in file["messages"]]
+            text = MARKDOWN.strip()
+            assert said == [("user", text), ("assistant", text)]
             delete = "document.querySelector('.conversations [aria-label=\"Delete # Title\"]')"
             await page.evaluate(f"{delete}.click()")
             await page.until("!document.querySelector('.message')")
@@ -315,6 +327,7 @@ def test_a_key_is_asked_for_below_a_sub_path(
             assert it.url.endswith("/llm")
             await page.until("document.querySelector('dialog[open]')")
             assert "anna" not in await page.evaluate("document.body.innerText")
+            await page.until_text("asks for one of its keys: its owner chose them with --api-key")
             closing = "document.querySelector('dialog').addEventListener('close', resolve)"
             await page.evaluate(f"void (shut = new Promise((resolve) => {closing}))")
             await page.press("Escape")

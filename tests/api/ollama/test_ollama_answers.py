@@ -132,7 +132,10 @@ def test_models_are_listed_and_described() -> None:
             assert [model["model"] for model in models] == names
             assert all(len(model["digest"]) == 64 for model in models)
             known = models[1]
-            assert (known["size"], known["details"]["quantization_level"]) == (7, "Q4_K")
+            assert (known["size"], known["modified_at"]) == (8, "1970-01-02T00:00:00Z")
+            details = known["details"]
+            assert (details["family"], details["families"]) == ("llama", ["llama"])
+            assert (details["parameter_size"], details["quantization_level"]) == ("8.0B", "Q4_K")
 
             shown = (await ask(server.app, "/api/show", {"model": "shardnet/default"})).json
             assert shown["capabilities"] == ["completion", "tools", "thinking", "insert"]
@@ -141,6 +144,14 @@ def test_models_are_listed_and_described() -> None:
             # Of a model that was never used no more is asked than what the nodes say of it.
             other = (await ask(server.app, "/api/show", {"name": "big-llama"})).json
             assert other["capabilities"] == ["completion"]
+            assert (other["license"], other["modified_at"]) == ("mit", "1970-01-02T00:00:00Z")
+            assert other["model_info"] == {
+                "general.architecture": "llama",
+                "general.basename": "org/Big-Llama",
+                "general.license": "mit",
+                "general.parameter_count": 8_030_261_248,
+                "llama.context_length": 4096,
+            }
             await ask(server.app, CHAT, saying("a", model="big-llama", stream=False))
             used = (await ask(server.app, "/api/show", {"model": "big-llama"})).json
             assert used["capabilities"] == ["completion", "tools", "thinking", "insert"]
@@ -220,7 +231,40 @@ def test_a_model_is_pulled_with_progress() -> None:
             assert failed[-1] == {"error": "org/missing is not on the Hub"}
             wrong = await ask(app, "/pull", {"model": "llama3.2"})
             assert (wrong.status, "give ORG/NAME" in wrong.json["error"]) == (400, True)
-            made = await ask(server.app, "/api/create", {"model": "a"})
-            assert (made.status, made.json["error"][:11]) == (400, "/api/create")
+            pushed = await ask(server.app, "/api/push", {"model": "a"})
+            assert (pushed.status, pushed.json["error"][:9]) == (400, "/api/push")
+
+    asyncio.run(main())
+
+
+def test_names_are_copied_created_and_deleted() -> None:
+    async def main() -> None:
+        async with served() as server:
+
+            async def names() -> list[str]:
+                listed = (await ask(server.app, "/api/tags")).json["models"]
+                return [model["name"] for model in listed]
+
+            body = {"source": "big-llama", "destination": "gpt-4o:latest"}
+            assert (await ask(server.app, "/api/copy", body)).status == 200
+            told = lines(await ask(server.app, "/api/create", {"model": "o9", "from": "gpt-4o"}))
+            assert told[-1] == {"status": "success"}
+            assert (await names())[-2:] == ["gpt-4o", "o9"]
+            for name in ("gpt-4o", "o9:latest"):
+                await ask(server.app, CHAT, saying("a", model=name, stream=False))
+                assert server.node.asked[-1].choice.model == "org/Big-Llama"
+            gone = await ask(server.app, "/api/delete", {"model": "o9"}, method="DELETE")
+            assert (gone.status, (await names())[-1]) == (200, "gpt-4o")
+            for path, body, status, part in (
+                ("/api/delete", {"model": "big-llama"}, 400, "`shardnet cache` deletes"),
+                ("/api/delete", {"model": "o9"}, 404, "there is no model"),
+                ("/api/copy", {"source": "o9", "destination": "b"}, 404, "there is no model"),
+                ("/api/create", {"model": "b", "from": "gpt-4o", "system": "c"}, 400, "system"),
+                ("/api/create", {"model": "b", "files": {"a": "b"}}, 400, "files"),
+                ("/api/create", {"model": "b"}, 400, "from is missing"),
+            ):
+                method = "DELETE" if path == "/api/delete" else "POST"
+                refused = await ask(server.app, path, body, method=method)
+                assert (refused.status, part in refused.json["error"]) == (status, True), body
 
     asyncio.run(main())

@@ -128,7 +128,8 @@ def test_response_formats_are_constraints() -> None:
             "messages[0].content[0]",
         ),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"functions": [{"name": "a"}]}, "functions"),
+        ({"functions": [{"name": "a"}], "tools": [{"type": "web_search"}]}, "functions"),
+        ({"functions": [{"name": "a"}], "function_call": {"name": "b"}}, "function_call"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice"),
@@ -215,6 +216,45 @@ def test_calls_and_reasoning_have_openais_form() -> None:
     asyncio.run(main())
 
 
+def test_functions_are_tools_in_their_old_form() -> None:
+    async def main() -> None:
+        text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+        called = {"name": "f", "arguments": "{}"}
+        messages = [
+            {"role": "assistant", "content": None, "function_call": called},
+            {"role": "function", "name": "f", "content": "sun"},
+            {"role": "user", "content": 2 * text},
+        ]
+        body = {"messages": messages, "functions": [{"name": "f"}], "function_call": "auto"}
+        async with served() as server:
+            [choice] = (await ask(server.app, CHAT, body)).json["choices"]
+            function = {"name": "f", "arguments": '{"a": 1}'}
+            assert choice["message"]["function_call"] == function
+            assert "tool_calls" not in choice["message"]
+            assert choice["finish_reason"] == "function_call"
+            events = (await ask(server.app, CHAT, {**body, "stream": True})).events
+            deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+            first, *rest = [d["function_call"] for d in deltas if "function_call" in d]
+            assert first == {"name": "f", "arguments": ""}
+            assert "".join(part["arguments"] for part in rest) == '{"a": 1}'
+            assert events[-2]["choices"][0]["finish_reason"] == "function_call"
+
+    asyncio.run(main())
+    asked = request(
+        messages=[
+            *HELLO,
+            {"role": "assistant", "content": None, "function_call": {"name": "f"}},
+            {"role": "function", "name": "f", "content": "sun"},
+        ],
+        functions=[{"name": "f"}, {"name": "g"}],
+        function_call={"name": "g"},
+    )
+    _, mine, answer = asked.turns
+    assert [call.name for call in mine.tool_calls] == ["f"]
+    assert (answer.role, answer.name, answer.content) == ("tool", "f", "sun")
+    assert ([tool.name for tool in asked.tools], asked.forced_tool) == (["f", "g"], "g")
+
+
 def test_what_a_schema_only_narrows_is_left_out_unless_it_is_strict() -> None:
     async def main() -> None:
         schema = {"type": "array", "uniqueItems": True, "items": {"properties": {"a": {}}}}
@@ -298,6 +338,19 @@ def test_a_model_is_found_by_its_name_or_those_that_would_do_are_named() -> None
             listed = (await ask(server.app, "/v1/models")).json["data"]
             names = ["shardnet/default", "org/Tiny-Llama", "org/Big-Llama"]
             assert [model["id"] for model in listed] == names
+
+            for query, places, has_more in (
+                ("limit=2", slice(2), True),
+                ("limit=2&after_id=org/Tiny-Llama", slice(2, 3), False),
+                ("limit=1&before_id=org/Big-Llama", slice(1, 2), True),
+                ("after=org/Big-Llama", slice(0), False),
+            ):
+                page = (await ask(server.app, "/v1/models?" + query)).json
+                assert [model["id"] for model in page["data"]] == names[places]
+                assert page["has_more"] is has_more
+            for query in ("limit=0", "limit=x", "after_id=a"):
+                wrong = await ask(server.app, "/v1/models?" + query)
+                assert (wrong.status, wrong.json["error"]["param"]) == (400, query.split("=")[0])
             assert listed[1]["display_name"] == "Tiny-Llama"  # Anthropic's programs show it
             one = await ask(server.app, "/v1/models/org/Tiny-Llama")
             assert one.json["id"] == "org/Tiny-Llama"

@@ -7,16 +7,19 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.servers.asgi_client import ask
+from support.servers.asgi_client import Exchanged, ask
 from support.servers.http_app import served
 
 from shardnet.api.chat.request import ChatTurn, ToolCall
+from shardnet.api.openai.kept import Kept
 from shardnet.api.responses.body import ResponseBody
 from shardnet.api.responses.conversation import response_request
 from shardnet.api.responses.faults import failed_event
 from shardnet.api.responses.responses import tokens_up_to
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError, fault_of
+from shardnet.api.server.keys import Keyring, parse_key
+from shardnet.api.server.settings import Settings
 from shardnet.constraints import Constraint
 from shardnet.errors import ContextExceededError, QueueFullError
 from shardnet.wire.messages.plans import ModelChoice
@@ -127,7 +130,6 @@ def test_options_have_the_names_of_responses() -> None:
 @pytest.mark.parametrize(
     ("fields", "parameter"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": {"id": "c"}}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"background": True}, "background"),
@@ -250,9 +252,6 @@ def test_errors_have_a_status_but_a_prompt_that_is_too_long_for_a_stream() -> No
             assert event["response"]["error"]["code"] == "context_length_exceeded"
             failed = await ask(server.app, RESPONSES, {"input": "fail", "stream": True})
             assert (failed.status, "no room" in failed.json["error"]["message"]) == (400, True)
-            asked = {"input": "a", "previous_response_id": "resp_1"}
-            error = (await ask(server.app, RESPONSES, asked)).json["error"]
-            assert "send the whole conversation as input" in error["message"]
 
     asyncio.run(main())
     for failure, code in (
@@ -263,6 +262,61 @@ def test_errors_have_a_status_but_a_prompt_that_is_too_long_for_a_stream() -> No
         event = msgspec.json.decode(data.removeprefix("data: "))
         assert name == "event: response.failed"
         assert (event["response"]["status"], event["response"]["error"]["code"]) == ("failed", code)
+
+
+def test_a_request_follows_a_response_that_is_kept_for_its_key() -> None:
+    async def main() -> None:
+        keys = Keyring([parse_key(text, 1) for text in ("ann:one", "ben:two")])
+        async with served(Settings(keys=keys)) as server:
+
+            async def told(key: str = "one", **body: Any) -> Exchanged:
+                return await ask(server.app, RESPONSES, body, headers=header(key))
+
+            tool = {"tools": [SHELL], "instructions": "be brief"}
+            words = '<think>hm</think>I look.<tool_call>{"name": "shell", "arguments": {}}'
+            first = (await told(input=words + "</tool_call>", **tool)).json
+            called = first["output"][-1]["call_id"]
+            output = {"type": "function_call_output", "call_id": called, "output": "b"}
+            body = {"input": [output], "previous_response_id": first["id"], "stream": True}
+            second = (await told(**body)).events[-1]["response"]
+            assert (second["previous_response_id"], second["store"]) == (first["id"], True)
+            third = (await told(input="c", previous_response_id=second["id"], store=False)).json
+            turns = [(m.role, m.content or "") for m in server.node.asked[-1].messages or ()]
+            assert [role for role, _ in turns] == ["user", "assistant", "tool", "assistant", "user"]
+            assert [text for _, text in turns[1:]] == ["I look.", "b", "b", "c"]
+
+            path = f"{RESPONSES}/{second['id']}"
+            assert (await ask(server.app, path, headers=header("one"))).json == second
+            assert (await ask(server.app, path, headers=header("two"))).status == 404
+            how = {"method": "DELETE", "headers": header("one")}
+            assert (await ask(server.app, path, **how)).json["deleted"]
+            assert (await ask(server.app, path, **how)).status == 404
+            for key, gone in (("two", first), ("one", second), ("one", third)):
+                refused = await told(key, input="c", previous_response_id=gone["id"])
+                error = refused.json["error"]
+                assert (refused.status, error["code"]) == (400, "previous_response_not_found")
+                assert "send the whole conversation as input" in error["message"]
+
+    asyncio.run(main())
+
+
+def header(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_what_was_used_least_recently_makes_room() -> None:
+    kept = Kept[str]("thing", most=3, most_bytes=10)
+    for name in "abc":
+        kept.put("ann", name, name, 3)
+    assert kept.find("ann", "a") == "a"
+    kept.put("ben", "d", "d", 1)
+    assert kept.find("ann", "b") is None
+    kept.put("ann", "e", "e", 5)
+    assert [*kept.of("ann"), *kept.of("ben")] == ["a", "e", "d"]
+    kept.put("ann", "e", "e", 11)
+    assert [*kept.of("ann"), *kept.of("ben")] == []
+    with pytest.raises(HttpError, match="no thing e: this server keeps the 3 last used"):
+        kept.get("ann", "e")
 
 
 def test_reasoning_is_counted_to_its_end() -> None:

@@ -11,9 +11,8 @@ from support.servers.asgi_client import ask
 from support.servers.http_app import served
 from support.soak import cases
 
-from shardnet.api.anthropic import endpoints as anthropic
-from shardnet.api.ollama import endpoints as ollama
-from shardnet.api.openai import endpoints as openai
+from shardnet.api.serve.server import endpoints
+from shardnet.api.server.endpoint import JSON
 
 MESSAGES = [{"role": "user", "content": "ab"}]
 USUAL: dict[str, Any] = {
@@ -25,10 +24,9 @@ USUAL: dict[str, Any] = {
     "tools": [{"type": "function", "function": {"name": "a", "parameters": {}}}],
 }
 BODIES = {
-    endpoint.path: endpoint.body
-    for room in (openai, anthropic, ollama)
-    for endpoint in room.endpoints()
-    if endpoint.body is not None
+    (endpoint.method, endpoint.path): endpoint.body
+    for endpoint in endpoints()
+    if endpoint.body is not None and endpoint.body_type == JSON
 }
 AWKWARD: list[Any] = cases(
     [-1, 2**70, "", [], [[]], [0, "a"], {}, [{}]],
@@ -39,11 +37,12 @@ AWKWARD: list[Any] = cases(
 def test_no_body_that_is_wrong_in_a_field_makes_a_500() -> None:
     async def main() -> None:
         async with served() as server:
-            for path, kind in BODIES.items():
+            for (method, path), kind in BODIES.items():
                 fields = [field.encode_name for field in msgspec.structs.fields(kind)]
                 right = {name: value for name, value in USUAL.items() if name in fields}
                 for name, value in product(fields, AWKWARD):
-                    answer = await ask(server.app, path, {**right, name: value})
+                    body = {**right, name: value}
+                    answer = await ask(server.app, path, body, method=method)
                     assert answer.status < 500, (path, name, value, answer.content)
 
     asyncio.run(main())

@@ -80,6 +80,21 @@ def test_a_key_has_its_requests_at_once_and_no_more() -> None:
     asyncio.run(main())
 
 
+def test_a_key_has_its_tokens_a_minute_and_no_more() -> None:
+    async def main() -> None:
+        mine, others = ({"headers": {"Authorization": f"Bearer {key}"}} for key in ("one", "two"))
+        async with served(Settings(keys=keyring("alice:one:0:60", "two"))) as server:
+            long = {"prompt": "a" * 100, "max_tokens": 100}
+            assert (await ask(server.app, COMPLETIONS, long, **mine)).status == 200
+            refused = await ask(server.app, COMPLETIONS, {"prompt": "a"}, **mine)
+            assert (refused.status, refused.json["error"]["code"]) == (429, "busy")
+            assert 30 < int(refused.headers["retry-after"]) <= 41
+            assert (await ask(server.app, "/v1/models", **mine)).status == 200
+            assert (await ask(server.app, COMPLETIONS, {"prompt": "a"}, **others)).status == 200
+
+    asyncio.run(main())
+
+
 def test_who_is_turned_away_is_told_when_a_place_should_be_free() -> None:
     pace = Pace()
     assert pace.retry_s(0.0) == RETRY_S

@@ -12,9 +12,13 @@ def test_a_key_has_a_name_and_a_limit() -> None:
     assert parse_key("s3cret", 2) == ApiKey(name="2", secret="s3cret")
     assert parse_key("alice:s3cret", 1) == ApiKey(name="alice", secret="s3cret")
     assert parse_key(" alice:s3cret:8\n", 1).most_requests == 8
+    both = ApiKey(name="alice", secret="s3cret", most_requests=8, tokens_per_minute=500)
+    assert parse_key("alice:s3cret:8:500", 1) == both
 
 
-@pytest.mark.parametrize("text", ["", "a:", ":b", "a:b:c", "a:b:1:2", "a:b:-1", "ä:b", "a:b:²"])
+@pytest.mark.parametrize(
+    "text", ["", "a:", ":b", "a:b:c", "a:b:1:2:3", "a:b:1:c", "a:b:-1", "ä:b", "a:b:²"]
+)
 def test_what_is_no_key_is_refused_without_repeating_it(text: str) -> None:
     with pytest.raises(ConfigurationError, match="API key 3"):
         parse_key(text, 3)
@@ -41,3 +45,17 @@ def test_a_limit_is_of_requests_at_once() -> None:
         assert (first, second, third) == (True, False, True)
     with keys.place(limited) as again:
         assert again
+
+
+def test_a_limit_is_of_tokens_a_minute() -> None:
+    """Those of a minute at once, then as many as the minutes give."""
+    limited, free = parse_key("a:one:0:600", 1), parse_key("b:two", 2)
+    keys = Keyring([limited, free])
+    keys.spend(free, 10**9, 0.0)
+    assert keys.wait_s(free, 0.0) == 0
+    for now_s, n_tokens, wait_s in ((50.0, 500, 0.0), (50.0, 400, 30.0), (80.0, 10, 1.0)):
+        keys.spend(limited, n_tokens, now_s)
+        assert keys.wait_s(limited, now_s) == wait_s
+    assert keys.wait_s(limited, 81.0) == 0
+    keys.spend(limited, 600, 1000.0)
+    assert keys.wait_s(limited, 1000.0) == 0

@@ -17,10 +17,10 @@ from shardnet.api.server import service
 from shardnet.api.server.settings import Settings
 from shardnet.api.switching import model_switch, turns
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.errors import BusyError, PeerFailedError, ShardnetError
+from shardnet.errors import BusyError, CheckpointError, PeerFailedError, ShardnetError
 from shardnet.wire.messages.generation import Generate, Unload
 from shardnet.wire.messages.membership import StageInfo
-from shardnet.wire.messages.plans import NodeProgress
+from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 from shardnet.wire.messages.tokens import Tokenize
 
 COMPLETIONS, CHAT = "/v1/completions", "/api/chat"
@@ -249,6 +249,36 @@ def test_a_ring_that_broke_is_built_again_and_says_when_to_ask() -> None:
     asyncio.run(main())
 
 
+def test_clients_see_the_name_of_a_model_and_not_where_it_lies() -> None:
+    async def main() -> None:
+        async with ring() as there:
+            app, client = there.server.app, there.server.service.client
+            client.choice = ModelChoice(model="/srv/models/Big")
+            there.may_load.clear()
+            body = {"prompt": "hello", "stream": True}
+            async with asking(app, COMPLETIONS, body) as stream:
+                await stream.until_said(b": Big: loading 40 %")
+                watched = await ask(app, "/readyz")
+                assert (watched.status, watched.json["reason"]) == (503, "Big: loading 40 %")
+                there.may_load.set()
+                assert await text_of(stream) == "hello"
+                assert b"/srv" not in stream.content
+            there.loaded.clear()
+            there.fails["/srv/models/Big"] = CheckpointError("/srv/models/Big has no config.json")
+            client.choice = ModelChoice(model=TINY)
+            assert (await ask(app, COMPLETIONS, {"prompt": "a"})).status == 200
+            client.choice = ModelChoice(model="/srv/models/Big")
+            failed = await ask(app, COMPLETIONS, {"prompt": "a"})
+            assert (failed.status, failed.json["error"]["message"]) == (
+                404,
+                "Big has no config.json",
+            )
+            listed = await ask(app, "/v1/models")
+            assert listed.json["data"][0]["id"] == "Big"
+
+    asyncio.run(main())
+
+
 def test_a_ring_that_other_programs_use_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_switch, "BUSY_S", (0.001, 0.001))
 
@@ -311,7 +341,8 @@ def test_keep_alive_says_how_long_a_model_stays() -> None:
                     assert switch.expires_s == pytest.approx(expected_s, abs=30)
             there.server.node.stage = StageInfo(model=TINY, layers=(0, 1), rank=0)
             [listed] = (await ask(app, "/api/ps")).json["models"]
-            assert listed["model"] == TINY
+            assert (listed["model"], listed["size"], listed["size_vram"]) == (TINY, 8, 0)
+            assert (listed["context_length"], listed["details"]["family"]) == (4096, "llama")
             left = datetime.datetime.fromisoformat(listed["expires_at"]) - now()
             assert left.total_seconds() == pytest.approx(5400, abs=30)
             assert not there.unloaded

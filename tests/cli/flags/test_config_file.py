@@ -33,9 +33,14 @@ def test_no_file_is_no_configuration(tmp_path: Path) -> None:
 
 
 def test_a_top_key_holds_for_every_command_and_a_table_for_its_own(tmp_path: Path) -> None:
-    path = written(tmp_path, 'threads = 3\nport = 9\n[generate]\nthreads = 4\nstop = ["x"]\n')
+    path = written(
+        tmp_path,
+        'threads = 3\nport = 9\n[generate]\nthreads = 4\nstop = ["x"]\n'
+        '[serve]\nalias = ["gpt-4o=org/Tiny", "*=org/Big"]\n',
+    )
     defaults = read_config(path, group())
     assert defaults["node"] == {"threads": 3, "port": 9}
+    assert defaults["serve"]["alias"] == ["gpt-4o=org/Tiny", "*=org/Big"]
     assert defaults["plan"] == {"threads": 3}
     assert defaults["generate"] == {"threads": 4, "stop": ["x"]}
 

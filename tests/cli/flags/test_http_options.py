@@ -51,3 +51,11 @@ def test_a_certificate_needs_its_key_and_a_root_path_begins_with_a_slash() -> No
     kept = HttpOptions(switch="never", idle_unload="1h30m").listening("::1", 0).settings
     assert (kept.may_switch, kept.idle_unload_s) == (False, 5400.0)
     assert HttpOptions(root_path="/llm/").listening("::1", 0).settings.root_path == "/llm"
+
+
+def test_aliases_are_names_of_models() -> None:
+    options = HttpOptions(alias=["gpt-4o=org/Tiny", "*=shardnet/default"])
+    aliases = options.listening("::1", 0).settings.aliases
+    assert aliases == {"gpt-4o": "org/Tiny", "*": "shardnet/default"}
+    with pytest.raises(typer.BadParameter, match="give NAME=MODEL"):
+        HttpOptions(alias=["gpt-4o"]).listening("::1", 0)

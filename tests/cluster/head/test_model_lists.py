@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from support.models.model_stores import put_in_ollama, write_manifest
 from shardnet import __version__
 from shardnet.api.client import Client, connect
 from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.checkpoint.formats.gguf_header import read_gguf_header
 from shardnet.cluster.head import model_lists
 from shardnet.cluster.node.node import listening
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
@@ -114,8 +116,23 @@ def test_all_models_are_listed_and_those_that_cannot_be_read_with_the_reason(
     assert tiny.size_bytes == tiny.held_bytes > 0
     assert tiny.context > 0
     assert tiny.form
+    with (tmp_path / "whole.gguf").open("wb") as file:
+        file.write(GOOD["gguf"]()["model.gguf"])
+    tensors = read_gguf_header(tmp_path / "whole.gguf").tensors
+    assert tiny.parameters == sum(math.prod(tensor.shape) for tensor in tensors)
+    assert tiny.modified_s > 0
     assert "only 84 bytes remain" in found["ollama:cut:latest"].failure
     assert "names no GGUF" in found["ollama:empty:latest"].failure
+
+
+def test_a_model_at_a_path_is_described_for_who_asks(tmp_path: Path) -> None:
+    async def described(client: Client) -> list[tuple[str, str]]:
+        pieces = client.models(model=str(tmp_path / "small.gguf"))
+        models = [model async for piece in pieces for model in piece.models]
+        return [(model.store, model.family) for model in models if "small" in model.name]
+
+    (tmp_path / "small.gguf").write_bytes(GOOD["gguf"]()["model.gguf"])
+    assert ask(tmp_path, described) == [("a path", "llama")]
 
 
 def test_a_store_that_cannot_be_read_keeps_no_other_from_being_listed(

@@ -239,7 +239,18 @@ def _short_answers(message: Incoming, info: NodeInfo) -> list[ControlMessage]:
             return [*(replace(reply, request=number) for reply in REPORTS), Done(request=number)]
         case ListModels(request=number):
             models = [
-                ListedModel(name=name, store="here", size_bytes=7, form="Q4_K") for name in MODELS
+                ListedModel(
+                    name=name,
+                    store="here",
+                    size_bytes=8,
+                    form="Q4_K",
+                    family="llama",
+                    parameters=8_030_261_248,
+                    licence="mit",
+                    modified_s=86400,
+                    context=4096,
+                )
+                for name in MODELS
             ]
             return [
                 ModelsListed(request=number, node="n", name="n", models=models),

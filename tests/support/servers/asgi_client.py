@@ -90,6 +90,7 @@ async def asking(
     """Send a request; at the end of the context its handling must have ended."""
     raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     exchanged = Exchanged(body=raw)
+    path, _, query = path.partition("?")
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -99,7 +100,7 @@ async def asking(
         "path": path,
         "raw_path": path.encode(),
         "root_path": "",
-        "query_string": b"",
+        "query_string": query.encode(),
         "headers": [(n.lower().encode(), v.encode()) for n, v in (headers or {}).items()],
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 2),

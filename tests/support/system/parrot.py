@@ -9,14 +9,14 @@ nothing make it as large, and so as slow, as a test wants.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 Weights = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -64,16 +64,47 @@ def make_parrot(
     the last one comes the end-of-text token if it `ends`, else the first one again. Tokens are
     bytes; a prompt gets no bos. The file has about `layers * intermediate * 1920` bytes.
     """
-    folder.mkdir(parents=True)
     tokenizer = _byte_tokenizer()
-    tokenizer.save(str(folder / "tokenizer.json"))
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert len(set(ids)) == len(ids), f"a byte of {text!r} occurs twice"
-    (folder / "config.json").write_text(json.dumps(_config(layers, intermediate, positions)))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
-    )
-    tensors = _tensors(layers, intermediate, [*ids, EOS_ID if ends else ids[0]])
+    config = _config(layers, intermediate, positions)
+    successors = pairwise([*ids, EOS_ID if ends else ids[0]])
+    return _write(folder, tokenizer, config, _tensors(layers, intermediate, successors))
+
+
+def make_scripted(folder: Path, template: str, answers: Mapping[str, str]) -> Path:
+    """Write a checkpoint whose chat template is a script: the mark that it ends with is answered.
+
+    Each mark is a token, and each line of its answer another one; no line may occur twice. Prompts
+    have what the template writes of the conversation, so they are as short as it makes them.
+    """
+    tokenizer = _byte_tokenizer()
+    successors: list[tuple[int, int]] = []
+    for mark, answer in answers.items():
+        pieces = [mark, *answer.splitlines(keepends=True)]
+        added = [AddedToken(piece, normalized=False, special=piece is mark) for piece in pieces]
+        assert tokenizer.add_tokens(added) == len(pieces), f"a line of {answer!r} occurs twice"
+        first = tokenizer.get_vocab_size() - len(pieces)
+        successors += pairwise([*range(first, first + len(pieces)), EOS_ID])
+    n_tokens = tokenizer.get_vocab_size()
+    assert n_tokens <= HIDDEN, "too many lines"
+    config = {**_config(4, 16, LONG), "vocab_size": n_tokens}
+    return _write(folder, tokenizer, config, _tensors(4, 16, successors, n_tokens), template)
+
+
+def _write(
+    folder: Path,
+    tokenizer: Tokenizer,
+    config: dict[str, Any],
+    tensors: dict[str, Weights],
+    template: str | None = None,
+) -> Path:
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(config))
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    names |= {"chat_template": template} if template is not None else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
     _write_safetensors(folder / "model.safetensors", tensors)
     return folder
 
@@ -110,11 +141,13 @@ def _config(layers: int, intermediate: int, positions: int) -> dict[str, Any]:
     }
 
 
-def _tensors(layers: int, intermediate: int, cycle: Sequence[int]) -> dict[str, Weights]:
-    embedding = np.eye(N_TOKENS, HIDDEN, dtype=np.float32)
-    successors = np.zeros((N_TOKENS, HIDDEN), dtype=np.float32)
-    for token_id, following in pairwise(cycle):
-        successors[following, token_id] = 1
+def _tensors(
+    layers: int, intermediate: int, successors: Iterable[tuple[int, int]], n_tokens: int = N_TOKENS
+) -> dict[str, Weights]:
+    embedding = np.eye(n_tokens, HIDDEN, dtype=np.float32)
+    head = np.zeros((n_tokens, HIDDEN), dtype=np.float32)
+    for token_id, following in successors:
+        head[following, token_id] = 1
     norm = np.ones(HIDDEN, dtype=np.float32)
     wide, narrow = (intermediate, HIDDEN), (HIDDEN, intermediate)
     tensors: dict[str, Weights] = {"model.embed_tokens.weight": embedding}
@@ -133,7 +166,7 @@ def _tensors(layers: int, intermediate: int, cycle: Sequence[int]) -> dict[str, 
             tensors[f"{prefix}.{name}.weight"] = np.zeros(shape, dtype=np.float32)
         tensors[f"{prefix}.input_layernorm.weight"] = norm
         tensors[f"{prefix}.post_attention_layernorm.weight"] = norm
-    return tensors | {"model.norm.weight": norm, "lm_head.weight": successors}
+    return tensors | {"model.norm.weight": norm, "lm_head.weight": head}
 
 
 def _write_safetensors(path: Path, tensors: dict[str, Weights]) -> None:

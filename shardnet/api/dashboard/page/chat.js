@@ -4,13 +4,15 @@ import { html, signal, useEffect, useRef, useState } from "./html.js";
 import {
   FIELDS,
   clear,
+  current,
   isRunning,
+  kept,
   messages,
   note,
   open,
   parameters,
   retry,
-  saved,
+  save,
   say,
   stop,
 } from "./conversation.js";
@@ -147,13 +149,7 @@ function Composer() {
 function Files() {
   const [why, setWhy] = useState("");
   const chooser = useRef(null);
-  const save = () => {
-    const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([saved()], { type: "application/json" }));
-    link.download = "conversation.json";
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
-  };
+  const name = kept.value.find(({ id }) => id === current.value)?.name ?? "";
   const load = async (event) => {
     const [file] = event.target.files;
     event.target.value = "";
@@ -162,7 +158,13 @@ function Files() {
     await open(file).catch((error) => setWhy(error.message));
   };
   return html`
-    <button type="button" disabled=${!messages.value.length} onClick=${save}>Save…</button>
+    <button
+      type="button"
+      disabled=${!messages.value.length}
+      onClick=${() => save(messages.value, name)}
+    >
+      Save…
+    </button>
     <button type="button" onClick=${() => chooser.current.click()}>Open…</button>
     <input type="file" class="gone" hidden accept=".json" ref=${chooser} onChange=${load} />
     ${why && html`<span class="failure" role="alert">${why}</span>`}

@@ -244,12 +244,17 @@ function takeCall(calls, { index, function: { name, arguments: text } }) {
   calls[index].text += text ?? "";
 }
 
-/** Write the conversation as a file that `shardnet chat` loads too. */
-export function saved() {
+/** Save a conversation to a file that `shardnet chat` loads too. */
+export function save(said, name) {
   const system = parameters.value.system.trim();
-  const every = messages.value.map(({ role, content }) => ({ role, content }));
+  const every = said.map(({ role, content }) => ({ role, content }));
   if (system) every.unshift({ role: "system", content: system });
-  return JSON.stringify({ messages: every }, null, 1);
+  const text = JSON.stringify({ messages: every }, null, 1);
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  link.download = `${name.replaceAll(/[^\p{L}\p{N} ._-]/gu, "").trim() || "conversation"}.json`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }
 
 /** Take a conversation from such a file. Throws an Error with the reason. */

@@ -1,5 +1,5 @@
-// The conversations that this browser keeps: listed, opened, renamed, deleted.
-import { clear, current, isRunning, kept, remove, rename, resume } from "./conversation.js";
+// The conversations that this browser keeps: listed, opened, renamed, saved to files, deleted.
+import { clear, current, isRunning, kept, remove, rename, resume, save } from "./conversation.js";
 import { html } from "./html.js";
 
 export function Conversations() {
@@ -25,6 +25,13 @@ export function Conversations() {
             </button>
             <button type="button" aria-label=${`Rename ${one.name}`} onClick=${() => askName(one)}>
               Rename
+            </button>
+            <button
+              type="button"
+              aria-label=${`Save ${one.name}`}
+              onClick=${() => save(one.messages, one.name)}
+            >
+              Save…
             </button>
             <button
               type="button"

@@ -31,7 +31,7 @@ export function KeyDialog() {
         <p>
           ${key.value
             ? "This server does not know the key that was given."
-            : "This server asks for one of its keys."}
+            : "This server asks for one of its keys: its owner chose them with --api-key."}
         </p>
         <label>
           Key

@@ -1,0 +1,285 @@
+"""Batches: many requests in a file, run behind those of people, their answers in another file."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from shardnet.api.batches.files import Files
+from shardnet.api.batches.lines import (
+    Line,
+    LineAnswer,
+    WrongLineError,
+    answered,
+    read_lines,
+    skipped,
+)
+from shardnet.api.openai.kept import Kept
+from shardnet.api.openai.paging import page_of
+from shardnet.api.server.endpoint import Endpoint, Json, Reply
+from shardnet.api.server.errors import refused, too_many
+from shardnet.api.server.keys import ApiKey
+from shardnet.api.server.service import Exchange, Service
+
+AT_ONCE: Final = 8
+"""Requests of batches that a server works on at one time."""
+MOST_KEPT: Final = 256
+MOST_RUNNING: Final = 32
+RETRY_S: Final = 60
+WINDOW_S: Final = 24 * 3600
+"""How long a batch may take: OpenAI's only number."""
+MOST_BYTES: Final = 64 << 20
+"""Answers of one batch."""
+
+
+class BatchBody(msgspec.Struct, kw_only=True):
+    """Which requests to run: a file of lines for one endpoint."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: Literal["24h"] = "24h"
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+
+
+class BatchFault(msgspec.Struct, kw_only=True):
+    """What is wrong with a batch, or with one line of its file."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class BatchFaults(msgspec.Struct, kw_only=True):
+    """Why a batch has failed."""
+
+    object: str = "list"
+    data: list[BatchFault]
+
+
+class BatchCounts(msgspec.Struct, kw_only=True):
+    """How far a batch is, in lines."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class BatchObject(msgspec.Struct, kw_only=True):
+    """A batch. `status` is in_progress, cancelling, completed, cancelled, expired or failed.
+
+    Times are seconds since 1970.
+    """
+
+    id: str
+    object: str = "batch"
+    endpoint: str
+    errors: BatchFaults | None = None
+    input_file_id: str
+    completion_window: str
+    status: str = "in_progress"
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    in_progress_at: int
+    expires_at: int
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: BatchCounts
+    metadata: dict[str, str] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether some of its lines may still be answered."""
+        return self.status in ("in_progress", "cancelling")
+
+
+class BatchList(msgspec.Struct, kw_only=True):
+    """The batches of a key, the latest first."""
+
+    object: str = "list"
+    data: list[BatchObject]
+    has_more: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Batch:
+    """A batch that runs, and the answers so far by the numbers of its lines."""
+
+    described: BatchObject
+    key: ApiKey | None
+    lines: Sequence[Line]
+    answers: dict[int, tuple[bool, bytes]] = field(default_factory=dict)
+    n_bytes: int = 0
+    end: str = "completed"
+
+    def take(self, number: int, answer: LineAnswer) -> None:
+        """Add the answer to a line."""
+        written = msgspec.json.encode(answer) + b"\n"
+        self.answers[number] = answer.is_right, written
+        self.n_bytes += len(written)
+        counts = self.described.request_counts
+        counts.completed += answer.is_right
+        counts.failed += not answer.is_right
+
+    def goes_on(self) -> bool:
+        """Say whether the next line is to be sent; else note how the batch ends."""
+        if self.described.status == "cancelling":
+            self.end = "cancelled"
+        elif time.time() >= self.described.expires_at:
+            self.end = "expired"
+        elif self.n_bytes > MOST_BYTES:
+            self.end = "failed"
+        return self.end == "completed"
+
+    def written(self, *, is_right: bool) -> bytes:
+        """Return the answers, or what went wrong, in the order of the lines."""
+        return b"".join(
+            told for _, (right, told) in sorted(self.answers.items()) if right is is_right
+        )
+
+
+class Batches:
+    """The batches of one server, in its memory. `runnable` are the endpoints of their lines."""
+
+    def __init__(self, files: Files, runnable: Mapping[str, Endpoint[Any]]) -> None:
+        self._files = files
+        self._runnable = runnable
+        self._kept = Kept[BatchObject]("batch", most=MOST_KEPT, most_bytes=MOST_BYTES)
+        self._places = asyncio.Semaphore(AT_ONCE)
+        self._n_running = 0
+
+    async def create(self, exchange: Exchange, body: BatchBody) -> Reply:
+        """Begin a batch; one whose file is wrong has failed at once.
+
+        Raises HttpError 400 for another endpoint, 404 for no file, 429 for too many batches.
+        """
+        endpoint = self._runnable.get(body.endpoint)
+        if endpoint is None:
+            known = ", ".join(self._runnable)
+            raise refused(
+                f"endpoint cannot be run in a batch: those that can are {known}", "endpoint"
+            )
+        if self._n_running >= MOST_RUNNING:
+            raise too_many(f"{MOST_RUNNING} batches are running already", RETRY_S)
+        content = self._files.content_of(exchange.owner, body.input_file_id)
+        described = _described(body)
+        self._kept.put(exchange.owner, described.id, described, 0)
+        try:
+            lines = read_lines(content, body.endpoint)
+        except WrongLineError as error:
+            fault = error.fault
+            described.errors = _faults(
+                fault.code or fault.kind, fault.message, param=fault.parameter, line=error.number
+            )
+            described.status, described.failed_at = "failed", int(time.time())
+            return Json(value=described)
+        described.request_counts.total = len(lines)
+        batch = _Batch(described=described, key=exchange.key, lines=lines)
+        self._n_running += 1
+        exchange.service.keep(self._run(exchange.service, batch, endpoint))
+        return Json(value=described)
+
+    async def show(self, exchange: Exchange, body: None) -> Reply:
+        """Return a batch as it is now. Raises HttpError 404."""
+        return Json(value=self._of(exchange))
+
+    async def list(self, exchange: Exchange, body: None) -> Reply:
+        """List the batches of the request's key."""
+        batches = self._kept.of(exchange.owner)
+        batches.sort(key=lambda one: (-one.created_at, one.id))
+        data, has_more = page_of(batches, exchange.query)
+        return Json(value=BatchList(data=data, has_more=has_more))
+
+    async def cancel(self, exchange: Exchange, body: None) -> Reply:
+        """Begin no more lines of a batch. Raises HttpError 404, 400 for one that has ended."""
+        described = self._of(exchange)
+        if not described.is_running:
+            raise refused(f"this batch cannot be cancelled: it is {described.status}")
+        if described.status == "in_progress":
+            described.status, described.cancelling_at = "cancelling", int(time.time())
+        return Json(value=described)
+
+    def _of(self, exchange: Exchange) -> BatchObject:
+        return self._kept.get(exchange.owner, exchange.path_parameters["batch_id"])
+
+    async def _run(self, service: Service, batch: _Batch, endpoint: Endpoint[Any]) -> None:
+        """Answer the lines, and write the files of the answers."""
+        left = iter(enumerate(batch.lines))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(AT_ONCE, len(batch.lines))):
+                    tasks.create_task(self._work(service, batch, endpoint, left))
+            self._finish(batch)
+            service.settings.log(_line(batch.described))
+        finally:
+            self._n_running -= 1
+
+    async def _work(
+        self,
+        service: Service,
+        batch: _Batch,
+        endpoint: Endpoint[Any],
+        left: Iterator[tuple[int, Line]],
+    ) -> None:
+        """Answer lines, each in a place among those of all batches, until none is left."""
+        for number, line in left:
+            async with self._places:
+                if batch.goes_on():
+                    answer = await answered(service, batch.key, endpoint, line, batch.goes_on)
+                    batch.take(number, answer)
+                else:
+                    batch.take(number, skipped(line, batch.end))
+
+    def _finish(self, batch: _Batch) -> None:
+        described = batch.described
+        owner = batch.key.name if batch.key is not None else ""
+        right, wrong = batch.written(is_right=True), batch.written(is_right=False)
+        for what, content in (("output", right), ("error", wrong)):
+            if content:
+                name, purpose = f"{described.id}_{what}.jsonl", "batch_output"
+                file = self._files.put(owner, name, purpose, content)
+                setattr(described, f"{what}_file_id", file.id)
+        if batch.end == "failed":
+            described.errors = _faults(
+                "output_too_large", f"its answers have over {MOST_BYTES} bytes"
+            )
+        described.status = "cancelled" if described.status == "cancelling" else batch.end
+        setattr(described, f"{described.status}_at", int(time.time()))
+
+
+def _line(described: BatchObject) -> str:
+    counts = described.request_counts
+    done = f"{counts.completed} of {counts.total} lines answered"
+    return f"{described.id} {described.status}: {done}, {counts.failed} failed"
+
+
+def _described(body: BatchBody) -> BatchObject:
+    now = int(time.time())
+    return BatchObject(
+        id=f"batch_{uuid.uuid4().hex}",
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
+        completion_window=body.completion_window,
+        created_at=now,
+        in_progress_at=now,
+        expires_at=now + WINDOW_S,
+        request_counts=BatchCounts(),
+        metadata=body.metadata,
+    )
+
+
+def _faults(
+    code: str, message: str, *, param: str | None = None, line: int | None = None
+) -> BatchFaults:
+    return BatchFaults(data=[BatchFault(code=code, message=message, param=param, line=line)])
