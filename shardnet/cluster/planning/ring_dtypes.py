@@ -114,6 +114,13 @@ def node_form(
     is_wider = is_portable or (has_library and own is DType.FLOAT16)
     is_native = dtype.value in node.dtypes and not (is_cpu and is_wider)
     computes = dtype if is_native else DType.FLOAT32
+    if config.outline is not None:
+        return NodeForm(
+            dtype=computes,
+            linear=computes,
+            arithmetic=f"transformers, {node.arithmetic or node.device}",
+            by_library=False,
+        )
     if computes is not DType.FLOAT32 or not is_cpu:
         pairs = is_cpu and arithmetic == PAIRS_ARITHMETIC
         return NodeForm(dtype=computes, linear=computes, arithmetic=arithmetic, by_library=pairs)

@@ -110,6 +110,11 @@ def decoder_stage(load_layer: LoadLayer) -> StageLoader:
     return load
 
 
+def no_tensors(config: ModelConfig) -> Table:
+    """Name no tensors."""
+    return {}
+
+
 def _claims_all(fields: Fields) -> bool:
     return True
 
@@ -186,7 +191,7 @@ class Family:
     and absolute layer number, `embedding_tensors` and `head_tensors` name the parameters and their
     shapes, under transformers' names. `load_stage` builds the forward pass.
 
-    `name_prefix` is left out of tensor names, where a checkpoint has it. `ignored_tensors` is a
+    `shared_tensors` are needed by every stage. `name_prefix` is left out of tensor names, where a checkpoint has it. `ignored_tensors` is a
     pattern of whole names that checkpoints may have and nobody needs. `mtp` says what the layer is
     called that predicts a further token, None where it is not implemented. `experts` says what the
     parameters of experts are called and `stacking` how transformers may stack them; None where it
@@ -208,6 +213,7 @@ class Family:
     mtp: MtpNames | None = None
     experts: ExpertNames | None = None
     stacking: Stacking | None = None
+    shared_tensors: Callable[[ModelConfig], Table] = no_tensors
     gguf: GgufFormat | None = None
     consolidated: ConsolidatedFormat | None = None
     pretokenizer: str = ""
