@@ -59,6 +59,7 @@ ROOMS: dict[str, list[str]] = {
         "shards",
         "layers",
         "fused",
+        "modules",
         "families",
         "sampling",
     ],
@@ -127,6 +128,8 @@ def is_pure(path: str) -> bool:
 def forbidden_by(package: str, path: str) -> set[str]:
     """Foreign modules that a module may not import. `path` is relative to the checkout."""
     forbidden = set(NOWHERE) - ({"importlib"} if path == "shardnet/plugins.py" else set())
+    if path.startswith("shardnet/model/modules/"):
+        forbidden -= {"transformers"}
     if is_pure(path):
         forbidden |= IMPURE
     if package in {"model", "checkpoint", "tokenizers", "stage"}:

@@ -139,11 +139,13 @@ def exactness(
     dtype: DType,
     wires: Sequence[WireDType],
     gathers: Sequence[WireDType | None] = (),
+    *,
+    by_modules: bool = False,
 ) -> RingExactness:
     """Tell what changes no bit of a ring's outputs (docs/exactness.md).
 
     `gathers` are the dtypes in which parts of each stage travel between its nodes, None for what
-    keeps their bits.
+    keeps their bits. `by_modules`: transformers' own modules compute, one sequence at a time.
     """
     kinds = list(dict.fromkeys(form.arithmetic for form in forms))
     by_library = all(form.by_library for form in forms)
@@ -167,6 +169,8 @@ def exactness(
             why += ", on every CPU with the compiled kernels"
         elif len(kinds) == 1:
             why += ", on CPUs with AVX-512 bfloat16"
+    elif by_modules:
+        why += "; the same beside any others, not in other chunks: for that --deterministic"
     else:
         why += "; the same in a batch as far as a test at loading finds, else --deterministic"
     return RingExactness(

@@ -33,13 +33,14 @@ def find_modules_family(fields: Fields, model_type: str) -> Family | None:
     """
     try:
         from shardnet.model.modules.meta_model import causal_class
+
+        architecture = causal_class(model_type)
     except ImportError as error:
         raise UnsupportedModelError(
             f"{fields.where}: model_type = {shown(model_type)} has no implementation of its own "
             "here, and transformers (5.24 or newer), which may have one, is not installed",
             remedy=f"{INSTALL} on every node, or use a checkpoint of a supported model",
         ) from error
-    architecture = causal_class(model_type)
     if architecture is None:
         return None
     return replace(_FAMILY, model_type=model_type, architecture=architecture)

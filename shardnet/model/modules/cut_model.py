@@ -109,9 +109,7 @@ class CutModel:
         [T, E] before the first layer and after each.
         """
         self._pass = _Pass(hidden=None if hidden is None else hidden[None])
-        positions = torch.arange(
-            slot.length, slot.length + len(token_ids), device=self._device
-        )
+        positions = torch.arange(slot.length, slot.length + len(token_ids), device=self._device)
         try:
             run_module(
                 self._model,

@@ -16,14 +16,21 @@ from shardnet.errors import CheckpointError, UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-INSTALL: Final = "pip install 'shardnet[transformers]'"
+OLDEST: Final = (5, 24)
+"""The version that calls a cache `cache`."""
 _NOT_A_MODEL: Final = ("auto_map", "quantization_config", "torch_dtype", "dtype")
 """Keys of config.json that name code of the folder, or how its weights are stored."""
 
 
 def causal_class(model_type: str) -> str | None:
-    """Return the class that computes a family as a causal language model, None for no such."""
+    """Return the class that computes a family as a causal language model, None for no such.
+
+    Raises ImportError where the package is not installed, or too old.
+    """
     import transformers
+
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        raise ImportError(f"transformers {transformers.__version__} is too old")
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     transformers.logging.set_verbosity_error()

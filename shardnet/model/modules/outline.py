@@ -95,7 +95,7 @@ def run_module(model: PreTrainedModel, **inputs: Any) -> Any:
     """Call a model; its errors come as UnsupportedModelError, as it is called as documented."""
     try:
         return model(**inputs)
-    except (TypeError, ValueError, AttributeError, NotImplementedError, IndexError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
         raise UnsupportedModelError(
             f"{model.config.model_type} is not called as other models are: {one_line(error)}"
         ) from error
@@ -199,5 +199,6 @@ class _Names:
 
 
 def _shared_kv_from(config: PreTrainedConfig) -> int | None:
+    """Return the first layer whose keys and values others read, None where none do."""
     modes = list(getattr(config, "kv_sharing_modes", None) or ())
-    return modes.index("store") if "store" in modes else None
+    return modes.index("store") if "reuse" in modes else None

@@ -97,9 +97,7 @@ class SlotCache:
             layer if number in layers else _elsewhere(layer) for number, layer in enumerate(own)
         ]
         self._elsewhere = [
-            layer
-            for layer in self.cache.layers
-            if isinstance(layer, _Elsewhere | _StateElsewhere)
+            layer for layer in self.cache.layers if isinstance(layer, _Elsewhere | _StateElsewhere)
         ]
         self.length = 0
 
