@@ -11,7 +11,7 @@ import argparse
 import inspect
 import os
 import re
-import signal
+import resource
 import sys
 import tempfile
 import textwrap
@@ -31,7 +31,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import ShardnetError
 from shardnet.model.families.registry import FAMILIES
 from shardnet.model.families.wrappers import WRAPPERS
-from shardnet.model.modules import cut_model as _  # noqa: F401 - before the processes are forked
+from shardnet.model.modules import cut_model  # noqa: F401 - before the processes are forked
 from shardnet.stage.module_stage import ModuleRoom, ModuleStage, load_module_stage
 from shardnet.stage.stage_model import Run
 from shardnet.types import Epoch, LayerRange, MicroBatch, RowGroup, SequenceId, SlotId, StepId
@@ -47,26 +47,59 @@ MAX_PARAMETERS: Final = 40_000_000
 TIMEOUT_S: Final = 20
 
 SIZES: Final[Mapping[str, Any]] = {
-    **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96},
-    **{"num_hidden_layers": N_LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"head_dim": 16, "max_position_embeddings": 256, "sliding_window": 16},
-    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    **{"moe_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4},
-    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_num_experts": 4, "moe_k": 2},
-    **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
-    **{"v_head_dim": 16, "shared_expert_intermediate_size": 32, "n_group": 1, "topk_group": 1},
-    **{"first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "n_shared_experts": 1},
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16},
-    **{"linear_value_head_dim": 16, "use_mamba_kernels": False, "routed_scaling_factor": 1.0},
-    **{"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": N_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "sliding_window": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "shared_expert_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+    "n_shared_experts": 1,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "use_mamba_kernels": False,
+    "routed_scaling_factor": 1.0,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
 }
 """What a config of any family is given, as far as it has such keys."""
 _MAMBA2: Final = {
-    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1},
-    **{"mamba_expand": 2, "mamba_d_ssm": 128},
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_d_ssm": 128,
 }
+_INDEXED: Final = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 64}
 OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "axk2": {"index_n_heads": 4, "index_head_dim": 16, "qk_rope_head_dim": 8},
+    "axk1": {"head_dim": 8},
+    "axk2": {**_INDEXED, "head_dim": 8},
+    "bailing_hybrid": {"head_dim": 8},
     "bamba": {**_MAMBA2, "attn_layer_indices": [2, 5]},
     "bloom": {"n_layer": N_LAYERS, "n_head": 4},
     "codegen": {
@@ -77,17 +110,21 @@ OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
         "n_positions": 256,
     },
     "ctrl": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "dff": 96},
-    "deepseek_v32": {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 64},
+    "deepseek_v32": {**_INDEXED, "head_dim": 8},
+    "dots3_note_text": {"num_key_value_heads": 4},
     "dots1": {"layer_types": ["full_attention"] * N_LAYERS},
     "falcon_h1": _MAMBA2,
     "gemma4_text": {
         "layer_types": ["sliding_attention", "full_attention"] * (N_LAYERS // 2),
         "num_kv_shared_layers": 2,
     },
-    "glm_moe_dsa": {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 64},
+    "glm_moe_dsa": {**_INDEXED, "head_dim": 8},
+    "gpt-sw3": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "n_positions": 256},
     "gpt_bigcode": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "n_positions": 256},
     "gpt_neo": {
-        **{"num_layers": N_LAYERS, "num_heads": 4, "window_size": 8},
+        "num_layers": N_LAYERS,
+        "num_heads": 4,
+        "window_size": 8,
         "attention_types": [[["global", "local"], N_LAYERS // 2]],
     },
     "gptj": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "rotary_dim": 8, "n_positions": 256},
@@ -225,7 +262,7 @@ def check_all(families: Sequence[str], at_once: int) -> list[Found]:
             family = running.pop(process)
             told = Path(folder) / family
             how, _, why = (told.read_text() if told.exists() else "").partition("\n")
-            why = why if how else f"nothing within {TIMEOUT_S} s"
+            why = why if how else f"nothing within {TIMEOUT_S} s of processor time"
             found[family] = Found(family=family, how=how or "refused", why=why)
     return [found[family] for family in families]
 
@@ -235,7 +272,7 @@ def _begin(family: str, told: Path) -> int:
     process = os.fork()
     if process:
         return process
-    signal.alarm(TIMEOUT_S)
+    resource.setrlimit(resource.RLIMIT_CPU, (TIMEOUT_S, TIMEOUT_S))
     torch.set_num_threads(1)
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)

@@ -1,7 +1,7 @@
 """A stage of a model that transformers' own modules compute, with a cache for each slot.
 
-Knows how it is loaded, and what it has room for. Rows of several sequences are computed one sequence
-after the other. Has what TorchCompute asks of a StageModel. Must not know wire or sampling.
+Knows how it is loaded, and what it has room for. Has what TorchCompute asks of a StageModel. Rows
+of several sequences are computed one sequence after the other. Must not know wire or sampling.
 """
 
 from __future__ import annotations
@@ -191,9 +191,9 @@ class ModuleStage:
 
     @torch.inference_mode()
     def _try(self) -> bool:
-        """Run a few rows at once and in two calls; return whether both give the same.
+        """Run a few rows at once and in two calls; return whether the second call gives the same.
 
-        Raises UnsupportedModelError where no numbers come out.
+        Raises UnsupportedModelError where no numbers come out, or rows look at those behind them.
         """
         token_ids = [row % self.vocab_size for row in range(_TRIAL_ROWS)]
         hidden = None
@@ -201,18 +201,21 @@ class ModuleStage:
             chance = torch.Generator().manual_seed(0)
             hidden = torch.randn(_TRIAL_ROWS, self.width, generator=chance)
             hidden = hidden.to(self.device, self.dtype)
-        whole = self._model.run(token_ids, hidden, self._model.new_slot())[-1].float()
+
+        def run(rows: slice, slot: SlotCache) -> Tensor:
+            given = None if hidden is None else hidden[rows]
+            return self._model.run(token_ids[rows], given, slot)[-1].float()
+
+        whole, slot = run(slice(None), self._model.new_slot()), self._model.new_slot()
         if not bool(whole.isfinite().all()):
-            raise UnsupportedModelError(
-                "layers of this model need more than the hidden state and the token ids, so it "
-                "cannot be cut",
-                remedy="give one node all layers with --layers",
-            )
-        slot, at = self._model.new_slot(), _FIRST_ROWS
-        self._model.run(token_ids[:at], None if hidden is None else hidden[:at], slot)
-        rest = self._model.run(token_ids[at:], None if hidden is None else hidden[at:], slot)[-1]
-        off = (rest.float() - whole[at:]).norm() / whole[at:].norm()
-        return bool(off < _CLOSE[self.dtype])
+            raise _cannot_be_cut("they need more than the hidden state and the token ids")
+        first, rest = slice(0, _FIRST_ROWS), slice(_FIRST_ROWS, None)
+        if not self._is_close(run(first, slot), whole[first]):
+            raise _cannot_be_cut("rows look at those behind them")
+        return self._is_close(run(rest, slot), whole[rest])
+
+    def _is_close(self, rows: Tensor, wanted: Tensor) -> bool:
+        return bool((rows - wanted).norm() < _CLOSE[self.dtype] * wanted.norm())
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:
         wrong = next((t for t in token_ids if not 0 <= t < self.vocab_size), None)
@@ -221,6 +224,13 @@ class ModuleStage:
                 f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}",
                 remedy=f"use ids from 0 to {self.vocab_size - 1}",
             )
+
+
+def _cannot_be_cut(why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the layers of this model cannot be computed here: {why}",
+        remedy="use a checkpoint of another model",
+    )
 
 
 @torch.inference_mode()
@@ -236,7 +246,9 @@ def load_module_stage(
 ) -> ModuleStage:
     """Load `layers` onto `device`, with the embedding in the first stage and the head in the last.
 
-    What layers return is rounded to `hidden_dtype`, None for `dtype`. `progress` is called with (bytes done, bytes in total); an exception it raises aborts loading.
+    What layers return is rounded to `hidden_dtype`, None for `dtype`. `progress` is called with
+    (bytes done, bytes in total); an exception it raises aborts loading.
+
     Raises CheckpointError for tensors that do not match the model, UnsupportedModelError for layers
     that cannot be cut from the others, CapacityError if memory runs out.
     """

@@ -322,7 +322,7 @@ class ModelConfig:
 
     @property
     def has_movable_slots(self) -> bool:
-        """Whether what slots hold is moved to other nodes, and kept on disk, position by position."""
+        """Whether what slots hold is moved to other nodes while it grows."""
         return not self.has_state and self.outline is None
 
     def state(self, layer: int) -> StateShape | None:

@@ -80,7 +80,10 @@ def _model_config(fields: Fields, config: PreTrainedConfig, outline: ModuleOutli
     """Write what planner, KV cache and sampler need; what the maths needs is in the outline."""
 
     def size(key: str, default: int) -> int:
-        value = getattr(config, key, None)
+        try:
+            value = getattr(config, key, None)
+        except RuntimeError:  # it differs from layer to layer
+            value = None
         return value if isinstance(value, int) and value > 0 else default
 
     n_heads, hidden_size = size("num_attention_heads", 1), config.hidden_size

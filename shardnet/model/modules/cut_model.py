@@ -8,14 +8,13 @@ no layer computes. Must not know files, slots or steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from shardnet.errors import UnsupportedModelError
 from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.model.modules.meta_model import build_on_meta, parse_text
 from shardnet.model.modules.outline import run_module
@@ -29,7 +28,7 @@ Read = Callable[[str, torch.dtype], Tensor]
 """Reads a parameter by name, in the given dtype, to the stage's device."""
 
 
-class _LayersDone(Exception):  # noqa: N818 - no error: it leaves a forward pass early
+class _LayersDone(Exception):
     """The layers of the stage have run."""
 
 

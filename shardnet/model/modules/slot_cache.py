@@ -8,10 +8,9 @@ kept whole, so that every layer with keys and values alone can be cropped. Must 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import (
     CacheLayerMixin,
