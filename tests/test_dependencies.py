@@ -26,7 +26,8 @@ def imported(path: Path) -> Iterator[str]:
 
 def test_the_declared_dependencies_are_the_imported_ones() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    names = [re.match(r"[\w-]+", line)[0] for line in project["dependencies"]]  # type: ignore[index]
+    lines = project["dependencies"] + project["optional-dependencies"]["transformers"]
+    names = [re.match(r"[\w-]+", line)[0] for line in lines]  # type: ignore[index]
     declared = {name.replace("-", "_") for name in names}
     files = [*ROOT.glob("shardnet/**/*.py"), *ROOT.glob("cli/**/*.py")]
     found = {name for file in files for name in imported(file)}

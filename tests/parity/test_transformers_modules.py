@@ -6,6 +6,7 @@ Each family here is read without its record, should it have one by now.
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.cluster.small_node import small_settings
 from support.models.checkpoints import VOCAB_SIZE, make_decoder
 from support.oracles.oracle import load_reference, reference_logits
@@ -22,12 +24,16 @@ from support.rings.stage_chain import Rows, batch_of, random_prompt
 from shardnet.api.client import connect
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.node.node import listening
-from shardnet.errors import RemoteProtocolError, UnsupportedModelError
+from shardnet.errors import RemoteProtocolError, UnsupportedModelError, UsageError
+from shardnet.model.config.quantization import Quantization
 from shardnet.model.families import registry
+from shardnet.runtime.engine.draft_model import load_draft_model
+from shardnet.runtime.loading.loading import load as load_whole
+from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.sampling_params import SamplingParams
 from shardnet.stage.module_stage import ModuleRoom, ModuleStage, load_module_stage
 from shardnet.stage.stage_model import Run
-from shardnet.types import LayerRange, NodeId, SlotId
+from shardnet.types import DType, KvDType, LayerRange, NodeId, SlotId
 from shardnet.wire.messages.plans import ModelChoice
 
 CPU = torch.device("cpu")
@@ -35,7 +41,7 @@ CONTEXT = 512
 CLOSE = 2e-4
 """Of logits about 1: transformers' own two ways through a state differ by a tenth of it."""
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt_neox": {},
+    "persimmon": {},
     "bloom": {"n_layer": 4, "n_head": 6},
     "jamba": {
         "attn_layer_period": 2,
@@ -125,7 +131,7 @@ def test_logits_are_those_of_transformers_at_every_split(folder: Path) -> None:
         torch.testing.assert_close(theirs, wanted[1], rtol=0, atol=CLOSE)
 
 
-@pytest.mark.parametrize("folder", ["gpt_neox"], indirect=True)
+@pytest.mark.parametrize("folder", ["persimmon"], indirect=True)
 def test_positions_are_taken_back_and_copied(folder: Path) -> None:
     """As rejected drafts and shared prefixes need it; windows too are kept whole for it."""
     stages = load(folder, [LayerRange(0, 2), LayerRange(2, 4)])
@@ -163,6 +169,58 @@ def test_layers_that_share_keys_and_values_stay_together(
     torch.testing.assert_close(step(stages, rows(0, 0, ids)), wanted, rtol=0, atol=CLOSE)
     with pytest.raises(UnsupportedModelError, match="one node needs them all"):
         load(folder, [LayerRange(3, 6)])
+
+
+def test_fp8_is_unpacked(tmp_path: Path) -> None:
+    """The linears of a checkpoint in FP8 are those that were rounded to it."""
+    folder = make(tmp_path, "persimmon")
+    stored = load_file(folder / "model.safetensors")
+    rounded, parts = dict(stored), dict(stored)
+    for name, values in stored.items():
+        if name.endswith(("dense.weight", "dense_h_to_4h.weight")):
+            scale = values.abs().max() / 448
+            parts[name] = (values / scale).to(torch.float8_e4m3fn)
+            parts[f"{name}_scale_inv"] = scale.reshape(1, 1)
+            rounded[name] = parts[name].float() * scale
+    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
+    ids = random_prompt(12, VOCAB_SIZE, seed=6)
+    wanted = reference_logits(load_reference(folder), ids)
+    save_file(parts, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = step(load(folder, [LayerRange(0, 1), LayerRange(1, 4)]), rows(0, 0, ids))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=CLOSE)
+
+
+def test_what_modules_do_not_do_is_refused(tmp_path: Path) -> None:
+    folder = make(tmp_path, "persimmon")
+    order = StageOrder(
+        model="m",
+        folder=folder,
+        model_id=Checkpoint.open(folder).model_id,
+        layers=LayerRange(0, 4),
+        dtype=DType.FLOAT32,
+        context=64,
+        is_tail=True,
+        device="cpu",
+    )
+    for more in (
+        {"quantization": Quantization.INT8},
+        {"kv_dtype": KvDType.INT8},
+        {"n_streamed": 1},
+    ):
+        with pytest.raises(UnsupportedModelError, match="which do not do that; leave --"):
+            load_whole(replace(order, **more), 1 << 30, lambda done, total: None)
+    with pytest.raises(UsageError, match="transformers' own modules, which neither draft"):
+        load_draft_model(
+            folder,
+            vocab_size=VOCAB_SIZE,
+            device="cpu",
+            context=64,
+            memory_bytes=1 << 30,
+            threads=1,
+        )
 
 
 def test_without_the_package_the_error_names_it(

@@ -19,9 +19,14 @@ from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.model.families.family import Family, FamilyStage
 from shardnet.model.families.tensor_shapes import Table
+from shardnet.types import LayerRange
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig
+
+    from shardnet.model.fused.decode_graphs import Capture
+    from shardnet.model.layers.weight_source import WeightSource
 
 INSTALL: Final = "pip install 'shardnet[transformers]'"
 
@@ -131,10 +136,19 @@ def _shared_tensors(config: ModelConfig) -> Table:
     return dict(_outline(config).everywhere)
 
 
-def _load_stage(config: ModelConfig, *_: object) -> FamilyStage:
+def _load_stage(
+    config: ModelConfig,
+    layers: LayerRange,
+    weights: WeightSource,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    capture: Capture | None,
+) -> FamilyStage:
+    """Raise UsageError: whoever asks wants more than a stage of a ring on one device."""
     raise UsageError(
-        f"{_outline(config).model_type} is computed by transformers' modules, which do no more "
-        "than a stage of a ring on one device: no measuring, drafting or sharing of layers",
+        f"{config.family} is computed by transformers' own modules, which neither draft nor are "
+        "measured or shared by several devices",
         remedy="ask without it",
     )
 

@@ -84,9 +84,8 @@ class Conversions:
             elif not self._unused.search(name):
                 plain[source] = source
         for other, first in self._tied.items():
-            source = plain.pop(other, None)
-            if source is not None:
-                plain.setdefault(first, source)
+            if other in plain:
+                plain.setdefault(first, plain.pop(other))
         made = [
             ConvertedTensor(name=name, shape=stored[source], sources=(source,))
             for name, source in plain.items()

@@ -88,7 +88,7 @@ class CutModel:
             value = read(name, meta.dtype)
             if isinstance(meta, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=False)
-            value._is_hf_initialized = True
+            value._is_hf_initialized = True  # type: ignore[attr-defined]
             for each in tied.get(name, (name,)):
                 _set(self._model, each, value)
         for name, buffer in [*self._model.named_non_persistent_buffers()]:

@@ -34,7 +34,7 @@ def causal_class(model_type: str) -> str | None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     transformers.logging.set_verbosity_error()
-    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     return found if isinstance(found, str) or found is None else found[0]
 
 
@@ -48,11 +48,12 @@ def read_module_config(raw: Mapping[str, Any], where: str) -> PreTrainedConfig:
     kept = {key: value for key, value in raw.items() if key not in _NOT_A_MODEL}
     keys = json.loads(json.dumps(kept), object_hook=_special_float)
     try:
-        return CONFIG_MAPPING[raw["model_type"]].from_dict(keys)
+        config: PreTrainedConfig = CONFIG_MAPPING[raw["model_type"]].from_dict(keys)
     except Exception as error:  # whatever its validators raise
         raise CheckpointError(
             f"{where}: transformers does not take this config: {one_line(error)}"
         ) from error
+    return config
 
 
 def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, where: str) -> PreTrainedModel:
@@ -64,7 +65,9 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, where: str) -> P
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False
+            )
     except Exception as error:  # a package that it needs, or a value that no validator knows
         raise UnsupportedModelError(
             f"{where}: transformers does not build this {config.model_type} model: "

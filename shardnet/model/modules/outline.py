@@ -52,6 +52,7 @@ def read_outline(config_text: str, where: str) -> ModuleOutline:
     try:
         path = layer_path(model, text.num_hidden_layers)
         layers = model.get_submodule(path)
+        assert isinstance(layers, nn.ModuleList)
         trial, cache = _try(model, layers, text)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{where}: {error.message}") from error
@@ -79,7 +80,7 @@ def read_outline(config_text: str, where: str) -> ModuleOutline:
 
 def layer_path(model: PreTrainedModel, n_layers: int) -> str:
     """Find the list of a model's `n_layers` layers. Raises UnsupportedModelError without one."""
-    found = [
+    found: list[str] = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == n_layers

@@ -47,10 +47,11 @@ class _Elsewhere(DynamicLayer):
         return self.length
 
 
-class _StateElsewhere(LinearAttentionLayer):
-    """A state that another stage has, after `length` positions."""
+class _NoState:
+    """Stands for states of another stage: there are some after `length` positions, if any."""
 
     length = 0
+    number_of_states: int
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
@@ -62,12 +63,19 @@ class _StateElsewhere(LinearAttentionLayer):
         """Ignore what the base class sets at first."""
 
 
-class _BothElsewhere(_StateElsewhere, _Elsewhere):
-    """Both."""
+class _StateElsewhere(_NoState, LinearAttentionLayer):
+    """A state that another stage has."""
 
-    def __init__(self, number_of_states: int) -> None:
-        _Elsewhere.__init__(self)
-        _StateElsewhere.__init__(self, number_of_states=number_of_states)
+
+class _BothElsewhere(_NoState, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
+    """Both: keys and values, and a state."""
+
+    def get_seq_length(self) -> int:
+        """Return how many positions the other stage holds."""
+        return self.length
+
+
+_ELSEWHERE: Final = (_Elsewhere, _StateElsewhere, _BothElsewhere)
 
 
 def whole_cache(config: PreTrainedConfig) -> DynamicCache:
@@ -95,9 +103,7 @@ class SlotCache:
         self.cache.layers = [
             layer if number in layers else _elsewhere(layer) for number, layer in enumerate(own)
         ]
-        self._elsewhere = [
-            layer for layer in self.cache.layers if isinstance(layer, _Elsewhere | _StateElsewhere)
-        ]
+        self._elsewhere = [one for one in self.cache.layers if isinstance(one, _ELSEWHERE)]
         self.length = 0
 
     @property
@@ -115,7 +121,7 @@ class SlotCache:
         """Keep the first `length` positions, no more than there are and without states."""
         assert length <= self.length
         for layer in self.cache.layers:
-            if isinstance(layer, DynamicLayer) and not isinstance(layer, _Elsewhere):
+            if isinstance(layer, DynamicLayer) and not isinstance(layer, _ELSEWHERE):
                 layer.crop(length - self.length)
         self.moved_to(length)
 
@@ -150,7 +156,7 @@ def _unwindowed(layer: CacheLayer) -> CacheLayer:
 
 def _elsewhere(layer: CacheLayer) -> CacheLayer:
     if type(layer) is LinearAttentionAndFullAttentionLayer:
-        return _BothElsewhere(layer.number_of_states)
+        return _BothElsewhere(number_of_states=layer.number_of_states)
     if type(layer) is LinearAttentionLayer:
         return _StateElsewhere(number_of_states=layer.number_of_states)
     return layer if isinstance(layer, DummyLayer) else _Elsewhere()

@@ -324,6 +324,7 @@ class StreamingCompute(TorchCompute):
 
     def compute_pass(self, steps: Sequence[StepArrived]) -> list[StepResult]:
         """Run the layers over the rows of several steps; see PassCompute."""
+        assert isinstance(self._model, StageModel), "no others stream"
         results: list[StepResult] = []
         runs: dict[int, Run] = {}
         for place, step in enumerate(steps):
