@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.errors import UnsupportedModelError, UsageError, shown
 from shardnet.model.config.decoder_config import read_dtype, read_eos
@@ -23,7 +23,6 @@ from shardnet.types import LayerRange
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig
 
     from shardnet.model.fused.decode_graphs import Capture
     from shardnet.model.layers.weight_source import WeightSource
@@ -69,7 +68,7 @@ def _read_config(fields: Fields) -> ModelConfig:
     return _model_config(fields, config, read_outline(json.dumps(dict(raw)), fields.where))
 
 
-def _check_sizes(fields: Fields, config: PreTrainedConfig) -> None:
+def _check_sizes(fields: Fields, config: Any) -> None:
     """Raise CheckpointError for sizes that only a damaged config has, before a model is built."""
     for key, most in (
         ("num_hidden_layers", MAX_LAYERS),
@@ -81,7 +80,7 @@ def _check_sizes(fields: Fields, config: PreTrainedConfig) -> None:
             raise fields.damaged(f"{key} is {value!r}, expected 1 to {most}")
 
 
-def _model_config(fields: Fields, config: PreTrainedConfig, outline: ModuleOutline) -> ModelConfig:
+def _model_config(fields: Fields, config: Any, outline: ModuleOutline) -> ModelConfig:
     """Write what planner, KV cache and sampler need; what the maths needs is in the outline."""
 
     def size(key: str, default: int) -> int:
