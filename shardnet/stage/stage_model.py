@@ -299,7 +299,7 @@ class StageModel:
                 self._stream.need(layer)
                 for place, walk in walks.items():
                     results[place] = hidden = next(walk)
-                    _keep_state(runs[place], self.layers.start + layer + 1, hidden)
+                    keep_state(runs[place], self.layers.start + layer + 1, hidden)
                 self._stream.done(layer)
         except ShardnetError as error:  # concerns all micro-batches: the layer cannot be read
             failed = error.with_traceback(None)
@@ -337,7 +337,7 @@ class StageModel:
             raise
         if run.hidden is None:
             embedded = self._family.embed(step)
-            _keep_state(run, 0, embedded)
+            keep_state(run, 0, embedded)
             return embedded, step
         return run.hidden.to(self.device, self.dtype), step
 
@@ -350,7 +350,7 @@ class StageModel:
             )
 
 
-def _keep_state(run: Run, number: int, hidden: Tensor) -> None:
+def keep_state(run: Run, number: int, hidden: Tensor) -> None:
     """Copy hidden states [T, E] after `number` layers, where they are kept."""
     if number in run.kept_states:
         run.states[number] = hidden.clone()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from shardnet.checkpoint.formats.converted import converted_tensors
 from shardnet.checkpoint.formats.indexed_files import ReadFile, read_indexed_files
 from shardnet.checkpoint.formats.safetensors_files import read_safetensors_file
 from shardnet.checkpoint.formats.stacked_experts import split_experts
@@ -56,7 +57,10 @@ def open_huggingface(folder: Path) -> Contents:
         config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in names)
 
     def arrange(config: ModelConfig) -> Mapping[str, ModelTensor]:
-        return split_experts(config, model_tensors(config, stored, weight_format, str(folder)))
+        tensors = model_tensors(config, stored, weight_format, str(folder))
+        if config.outline is not None:
+            return converted_tensors(config.outline, tensors)
+        return split_experts(config, tensors)
 
     return Contents(
         folder=folder,

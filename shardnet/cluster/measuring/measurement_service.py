@@ -18,7 +18,7 @@ from shardnet.cluster.measuring.measurement import Ariths, Measured, OnMeasured,
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
-from shardnet.errors import ShardnetError
+from shardnet.errors import ShardnetError, UsageError
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.loading.model_facts import ModelFacts, config_text
 from shardnet.types import PREFILL_CHUNK_ROWS, Arith, DType, NodeId
@@ -74,14 +74,17 @@ class MeasurementService:
         ask = await self._ask(choice, facts, dtype, again=again)
         largest = PREFILL_CHUNK_ROWS * facts.config.hidden_size * dtype.size_bytes
         payload_bytes = min(largest, MAX_PAYLOAD_BYTES)
-        return await gather(nodes, ask, payload_bytes, self, on_measured, ariths)
+        instruments = self if facts.config.outline is None else _LinksOnly(self)
+        return await gather(nodes, ask, payload_bytes, instruments, on_measured, ariths)
 
     async def known(
         self, node: NodeInfo, choice: ModelChoice, facts: ModelFacts, dtype: DType, ariths: Ariths
     ) -> Measured:
         """Return the known figures of this node, without measuring."""
         ask = await self._ask(choice, facts, dtype, again=False)
-        return await gather([node], ask, 0, _KnownFigures(self._own), ariths=ariths)
+        is_ours = facts.config.outline is None
+        instruments = _KnownFigures(self._own) if is_ours else _LinksOnly(self)
+        return await gather([node], ask, 0, instruments, ariths=ariths)
 
     async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
         """Have a node measure itself (measurement.Instruments)."""
@@ -206,3 +209,18 @@ class _KnownFigures:
     async def measure_links(self, node: NodeInfo, message: MeasureLinks) -> LinksMeasured:
         """Return no figures."""
         return LinksMeasured(request=0, links=[])
+
+
+class _LinksOnly:
+    """Instruments that measure links, for a model that transformers' own modules compute."""
+
+    def __init__(self, all_of_it: MeasurementService) -> None:
+        self._all = all_of_it
+
+    async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
+        """Raise UsageError: there is no model of such a shape in random weights."""
+        raise UsageError("a model that transformers' own modules compute is not measured")
+
+    async def measure_links(self, node: NodeInfo, message: MeasureLinks) -> LinksMeasured:
+        """Have a node measure its links."""
+        return await self._all.measure_links(node, message)

@@ -17,6 +17,7 @@ from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
     embedding_weight_bytes,
+    every_stage_bytes,
     kv_block_bytes,
     layer_read_bytes,
     layer_scratch_bytes,
@@ -147,7 +148,8 @@ def _quantized_sizes(
 
     def activation_bytes(positions: int) -> int:
         rows = PREFILL_CHUNK_ROWS
-        return activation_peak_bytes(config, one_layer, rows, dtype, positions, kv_dtype)
+        peak_bytes = activation_peak_bytes(config, one_layer, rows, dtype, positions, kv_dtype)
+        return peak_bytes + every_stage_bytes(config, form)
 
     # The peak is convex in the context: linear interpolation from one block never underestimates.
     n_more = max(0, context - BLOCK_POSITIONS)

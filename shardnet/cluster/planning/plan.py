@@ -181,6 +181,8 @@ class Plan:
     def warnings(self) -> list[str]:
         """What is dubious about the model as it was chosen, one line each."""
         found = []
+        if self.facts.config.outline is not None:
+            found.append(by_modules_words(self.facts.config.family))
         if self.facts.unknown_keys:
             found.append(ignored_words(self.facts.unknown_keys))
         if unused := unused_links(self.choice.wire_dtype, self.nodes):
@@ -281,6 +283,7 @@ class Plan:
                 self.dtype,
                 [wire for ring in self.rings for wire in ring.wires],
                 [wire for ring in self.rings for wire in ring.gathers],
+                by_modules=self.facts.config.outline is not None,
             ),
             standbys=[self._planned(standby) for standby in self.standbys],
             mtp_bytes=self._mtp_bytes(),
@@ -353,6 +356,15 @@ def _part(part: PartPlan) -> PlannedPart:
         weight_bytes=part.weight_bytes,
         kv_bytes=part.kv_bytes,
         compute_ms=_ms(part.compute_s),
+    )
+
+
+def by_modules_words(family: str) -> str:
+    """Say what a model without an implementation of its own goes without."""
+    return (
+        f"{family} has no implementation of its own here: transformers' own modules compute it, "
+        "slower, and a prompt that is cut otherwise may give other bits, after a recovery too, "
+        "unless --deterministic"
     )
 
 

@@ -114,6 +114,13 @@ def node_form(
     is_wider = is_portable or (has_library and own is DType.FLOAT16)
     is_native = dtype.value in node.dtypes and not (is_cpu and is_wider)
     computes = dtype if is_native else DType.FLOAT32
+    if config.outline is not None:
+        return NodeForm(
+            dtype=computes,
+            linear=computes,
+            arithmetic=f"transformers, {node.arithmetic or node.device}",
+            by_library=False,
+        )
     if computes is not DType.FLOAT32 or not is_cpu:
         pairs = is_cpu and arithmetic == PAIRS_ARITHMETIC
         return NodeForm(dtype=computes, linear=computes, arithmetic=arithmetic, by_library=pairs)
@@ -132,11 +139,13 @@ def exactness(
     dtype: DType,
     wires: Sequence[WireDType],
     gathers: Sequence[WireDType | None] = (),
+    *,
+    by_modules: bool = False,
 ) -> RingExactness:
     """Tell what changes no bit of a ring's outputs (docs/exactness.md).
 
     `gathers` are the dtypes in which parts of each stage travel between its nodes, None for what
-    keeps their bits.
+    keeps their bits. `by_modules`: transformers' own modules compute, one sequence at a time.
     """
     kinds = list(dict.fromkeys(form.arithmetic for form in forms))
     by_library = all(form.by_library for form in forms)
@@ -160,6 +169,8 @@ def exactness(
             why += ", on every CPU with the compiled kernels"
         elif len(kinds) == 1:
             why += ", on CPUs with AVX-512 bfloat16"
+    elif by_modules:
+        why += "; the same beside any others, not in other chunks: for that --deterministic"
     else:
         why += "; the same in a batch as far as a test at loading finds, else --deterministic"
     return RingExactness(

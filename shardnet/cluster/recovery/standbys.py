@@ -213,7 +213,7 @@ class Standbys:
                 order = replace(order, beside=True, stands_for=ready.name)
                 await ready.ring.ports[ready.rank].load(order, lambda *_: None)
                 ready.is_loaded = True
-            if not ready.former.spec.has_state:  # a state is that after the last position alone
+            if ready.former.spec.has_movable_slots:  # a state is after the last position alone
                 await ready.follow(computed)
         except ShardnetError as error:
             ready.lose()

@@ -37,6 +37,8 @@ class RingSpec:
     """The smallest sliding window of the model's layers."""
     has_state: bool
     """Whether layers keep a state, which cannot be rewound."""
+    has_movable_slots: bool
+    """Whether what slots hold is moved to other nodes, and kept on disk."""
     routing: RoutingShape | None
     """How many experts route each token, None for a dense model."""
     ariths: tuple[Arith, ...]

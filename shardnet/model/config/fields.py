@@ -129,6 +129,11 @@ class Fields:
         """Take the keys, whatever their value."""
         self._taken.update(keys)
 
+    def take_all(self) -> Mapping[str, Any]:
+        """Take every key, for a reader that knows them all."""
+        self._taken.update(self._raw)
+        return self._raw
+
     def note_the_rest(self) -> None:
         """Note every key that nobody took in `unknown`, unless it cannot change what is computed.
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.output_params import RoutingShape
 from shardnet.types import DType, LayerRange
 
@@ -259,6 +260,9 @@ class ModelConfig:
 
     With `has_mtp` the stage with the last layer has one more, numbered `n_layers`, which predicts a
     token further ahead and is no part of the model's own output.
+
+    With an `outline` transformers' own modules compute the model, `family` is a `model_type` of
+    theirs, and of the maths there are only the sizes that the planner needs.
     """
 
     family: str
@@ -304,6 +308,7 @@ class ModelConfig:
     is_value_key: bool = False
     has_mtp: bool = False
     wrapper: str = ""
+    outline: ModuleOutline | None = None
 
     @property
     def default_context(self) -> int:
@@ -362,7 +367,14 @@ class ModelConfig:
     @property
     def has_state(self) -> bool:
         """Whether layers keep a state that cannot be rewound."""
+        if self.outline is not None:
+            return self.outline.has_state
         return self.delta_net is not None or self.short_conv is not None
+
+    @property
+    def has_movable_slots(self) -> bool:
+        """Whether what slots hold is moved to other nodes while it grows."""
+        return not self.has_state and self.outline is None
 
     def state(self, layer: int) -> StateShape | None:
         """What the absolute `layer` keeps instead of keys and values, None where it has these."""

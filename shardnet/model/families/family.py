@@ -113,6 +113,11 @@ def decoder_stage(load_layer: LoadLayer, final_norm: str = "model.norm") -> Stag
     return load
 
 
+def no_tensors(config: ModelConfig) -> Table:
+    """Name no tensors."""
+    return {}
+
+
 def _claims_all(fields: Fields) -> bool:
     return True
 
@@ -197,7 +202,8 @@ class Family:
     called that predicts a further token, None where it is not implemented. `experts` says what the
     parameters of experts are called and `stacking` how transformers may stack them; None where it
     never does. `gguf` and `consolidated` are None for a family that is not read from these formats.
-    With `has_whole_heads` a shard cannot compute the attention of some heads without the others.
+    `shared_tensors` are needed by every stage. With `has_whole_heads` a shard cannot compute the
+    attention of some heads without the others.
     `pretokenizer` splits words where vocab.json and merges.txt stand alone, by its name in GGUF; ""
     where the files have to say it.
     """
@@ -214,6 +220,7 @@ class Family:
     mtp: MtpNames | None = None
     experts: ExpertNames | None = None
     stacking: Stacking | None = None
+    shared_tensors: Callable[[ModelConfig], Table] = no_tensors
     gguf: GgufFormat | None = None
     consolidated: ConsolidatedFormat | None = None
     pretokenizer: str = ""

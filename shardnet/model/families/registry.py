@@ -56,6 +56,7 @@ from shardnet.model.families import (
     starcoder2,
 )
 from shardnet.model.families.family import Family
+from shardnet.model.families.transformers_modules import family_by_modules, find_modules_family
 from shardnet.model.families.wrappers import WRAPPERS
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -108,7 +109,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 def family_of(config: ModelConfig) -> Family:
     """Return the family that `config` was read by."""
-    return FAMILIES[config.family]
+    return family_by_modules(config) or FAMILIES[config.family]
 
 
 def find_family(model_type: str) -> Family | None:
@@ -189,9 +190,9 @@ def _ignore_unused_windows(fields: Fields, raw: Mapping[str, Any]) -> None:
 
 def _find_family(fields: Fields) -> Family:
     model_type = fields.take("model_type", str)
-    family = FAMILIES.get(model_type)
     if model_type in encoders.CLASSES:
         raise encoders.writes_nothing(fields.where)
+    family = FAMILIES.get(model_type) or find_modules_family(fields, model_type)
     if family is None:
         known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
         raise fields.unsupported("model_type", model_type, known)

@@ -33,6 +33,7 @@ __all__ = [
     "layer_tensors",
     "left_over",
     "mtp_tensors",
+    "shared_tensors",
     "stage_tensors",
 ]
 
@@ -83,8 +84,9 @@ def stage_tensors(config: ModelConfig, layers: LayerRange) -> StageTensors:
     tensors = {layer: layer_tensors(config, layer) for layer in layers}
     if has_mtp:
         tensors[config.n_layers] = mtp_tensors(config)
+    embedding = embedding_tensors(config) if layers.start == 0 or has_mtp else {}
     return StageTensors(
-        embedding=embedding_tensors(config) if layers.start == 0 or has_mtp else {},
+        embedding=shared_tensors(config) | embedding,
         layers=tensors,
         head=head_tensors(config) if is_last else {},
     )
@@ -110,6 +112,11 @@ def mtp_tensors(config: ModelConfig) -> Table:
 def embedding_tensors(config: ModelConfig) -> Table:
     """Name the tables that token ids (and learned positions) are looked up in."""
     return family_of(config).embedding_tensors(config)
+
+
+def shared_tensors(config: ModelConfig) -> Table:
+    """Name the parameters that every stage needs."""
+    return family_of(config).shared_tensors(config)
 
 
 def head_tensors(config: ModelConfig) -> Table:

@@ -134,6 +134,10 @@ def load(
     stored, arithmetic, linears = None, "", None
     if plugin is not None:
         loaded = plugin.load(job)
+    elif checkpoint.config.outline is not None:
+        from shardnet.runtime.loading.by_modules import load_by_modules
+
+        loaded = load_by_modules(job)
     else:
         had = kept.linears if kept is not None and kept.serves(order, stamped) else None
         del kept

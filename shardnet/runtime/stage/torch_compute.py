@@ -30,6 +30,7 @@ from shardnet.runtime.stage.routing import routing_table
 from shardnet.runtime.stage.row_outputs import layer_blocks
 from shardnet.runtime.stage.sampling_stage import SamplingStage
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
+from shardnet.stage.module_stage import ModuleStage
 from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
 from shardnet.stage.slot_moves import SlotMoves
 from shardnet.stage.stage_model import Run, StageModel
@@ -56,7 +57,7 @@ class TorchCompute:
 
     def __init__(
         self,
-        model: StageModel,
+        model: StageModel | ModuleStage,
         sampler: Sampler | None,
         wire_dtype: WireDType,
         prefixes: StagePrefixes | None = None,
@@ -71,10 +72,14 @@ class TorchCompute:
         """Sequences for whose beginning there was no memory: their steps fail."""
         self._tail: SamplingStage | None = None
         if sampler is not None:
-            drafts = MtpDrafts(model, sampler) if model.has_mtp else None
+            drafts = None
+            if isinstance(model, StageModel) and model.has_mtp:
+                drafts = MtpDrafts(model, sampler)
             self._tail = SamplingStage(model, sampler, self._owners, drafts)
-        self.moves = SlotMoves(model.kv, model.caching, self._owners)
-        """What sequences have in other stages, on its way here, and from here."""
+        self.moves: SlotMoves | None = None
+        """What sequences have in other stages, on its way here, and from here; None for nothing."""
+        if isinstance(model, StageModel):
+            self.moves = SlotMoves(model.kv, model.caching, self._owners)
 
     @property
     def used_blocks(self) -> int:
@@ -85,6 +90,8 @@ class TorchCompute:
     def on_any_thread(self) -> bool:
         """See AnyThreadCompute. Not with several threads: each caller's would be others."""
         model = self._model
+        if isinstance(model, ModuleStage):
+            return False  # a step of these is never short
         is_plain = model.device.type == "cpu" and not model.streams and model.group is None
         return is_plain and torch.get_num_threads() == 1
 
@@ -259,7 +266,7 @@ class TorchCompute:
 
     def _restore(self, opened: OpenSequence) -> None:
         """Let the slot of a sequence hold what was moved or read from disk for it, and no other."""
-        if self.moves.has(opened.sequence_id):
+        if self.moves is not None and self.moves.has(opened.sequence_id):
             token_ids = self.moves.adopt(opened.sequence_id, opened.slot, opened.n_kept)
         elif self.prefixes is not None:
             token_ids = self.prefixes.adopt(opened.sequence_id, opened.slot, opened.n_kept)
@@ -317,6 +324,7 @@ class StreamingCompute(TorchCompute):
 
     def compute_pass(self, steps: Sequence[StepArrived]) -> list[StepResult]:
         """Run the layers over the rows of several steps; see PassCompute."""
+        assert isinstance(self._model, StageModel), "no others stream"
         results: list[StepResult] = []
         runs: dict[int, Run] = {}
         for place, step in enumerate(steps):

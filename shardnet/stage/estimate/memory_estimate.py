@@ -22,6 +22,7 @@ from shardnet.model.families.stage_tensors import (
     is_quantizable,
     layer_tensors,
     mtp_tensors,
+    shared_tensors,
 )
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import (
@@ -106,6 +107,11 @@ def embedding_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
     return n_bytes if packed is None else n_bytes + _added_bytes(packed.embedding, form.dtype)
 
 
+def every_stage_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Return the bytes of what every stage holds beside its layers."""
+    return _bytes(shared_tensors(config).values(), form.dtype)
+
+
 def tail_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
     """Return the bytes that a stage holds beside its layers because it is the last, not the first.
 
@@ -141,7 +147,8 @@ def stage_weight_bytes(
     the LM head's kernel. What predicts further tokens, on the last stage, needs the embedding too.
     """
     is_first, is_last = layers.start == 0, layers.end == config.n_layers
-    ends_bytes = embedding_weight_bytes(config, form) if is_first else 0
+    ends_bytes = every_stage_bytes(config, form)
+    ends_bytes += embedding_weight_bytes(config, form) if is_first else 0
     ends_bytes += tail_weight_bytes(config, form) if is_last else 0
     ends_bytes -= shared_weight_bytes(config, form) if is_first and is_last else 0
     streamed = streamed_layers(layers, n_streamed)
@@ -208,6 +215,8 @@ def kv_block_bytes(
 
     Layers that keep a state take none.
     """
+    if config.outline is not None:
+        return config.outline.block_bytes(layers, dtype)
     caching = [layer for layer in layers if config.state(layer) is None]
     if config.has_mtp and layers.end == config.n_layers:
         caching.append(config.n_layers)
@@ -220,6 +229,8 @@ def state_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
 
     Where drafts are verified there is one more before each of them.
     """
+    if config.outline is not None:
+        return STATE_SLOTS * config.outline.slot_bytes(layers)
     shapes = (config.state(layer) for layer in layers)
     n_states = STATE_SLOTS * (1 + MAX_STATE_DRAFTS if config.has_mtp else 1)
     return n_states * sum(shape.size_bytes(dtype) for shape in shapes if shape is not None)

@@ -36,6 +36,8 @@ def stored_dtype(checkpoint: Checkpoint) -> DType | None:
     None if dtypes differ, if a weight is not stored as one plain tensor, or if all are packed.
     """
     config = checkpoint.config
+    if config.outline is not None:  # its modules have all in the dtype that they compute in
+        return None
     layers = [layer_tensors(config, layer) for layer in range(config.n_layers)]
     return _only_dtype(checkpoint, layers)
 
@@ -46,6 +48,8 @@ def linear_dtype(checkpoint: Checkpoint) -> DType | None:
     None as `stored_dtype`.
     """
     config = checkpoint.config
+    if config.outline is not None:
+        return None
     layers = [layer_tensors(config, layer) for layer in range(config.n_layers)]
     return _only_dtype(checkpoint, [*layers, head_tensors(config)])
 

@@ -25,7 +25,7 @@ class Led:
         self.former: Any = SimpleNamespace(
             broken=None,
             engine=Mock(),
-            spec=SimpleNamespace(has_state=False),
+            spec=SimpleNamespace(has_movable_slots=True),
             wait_until_broken=self.lost.wait,
         )
         self.ring_instead = AsyncMock()

@@ -191,7 +191,7 @@ def test_linear_rope(key: str) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "mamba"),
+        ({"model_type": "alexnet", "architectures": ["AlexNet"]}, "alexnet"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"hidden_act": "swiglu_oai"}, "swiglu_oai"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),

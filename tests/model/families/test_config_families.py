@@ -613,7 +613,7 @@ def test_which_layers_of_qwen3_moe_have_experts() -> None:
         ("gemma2", {"hidden_activation": "quick_gelu"}, "quick_gelu"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_type"),
-        ("gemma3_text", {"model_type": "gemma3n"}, "'gemma3n'.*gemma3_text"),
+        ("gemma3_text", {"model_type": "gemma3x"}, "'gemma3x'.*gemma3_text"),
         (
             "gemma3_text",
             {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]},

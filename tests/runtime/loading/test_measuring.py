@@ -268,7 +268,7 @@ def test_a_sample_fits_its_memory_and_stands_for_the_model(
         ("{", CheckpointError, "not readable as JSON"),
         ("[" * 100_000, CheckpointError, "not readable as JSON"),
         ("[]", CheckpointError, "expected a JSON object"),
-        ('{"model_type": "mamba"}', UnsupportedModelError, "mamba"),
+        ('{"model_type": "alexnet"}', UnsupportedModelError, "alexnet"),
     ],
 )
 def test_a_config_that_is_none_is_refused(text: str, kind: type[Exception], words: str) -> None:

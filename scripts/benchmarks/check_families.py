@@ -1,0 +1,330 @@
+"""Run every causal family of the installed transformers with a tiny random model: what computes it.
+
+A family is native (a record of ours), by transformers (a checkpoint of it, loaded in two stages,
+gives the greedy tokens of the whole model), or refused, with the reason. Each runs in a process of
+its own, which is forked from one that has imported everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+import resource
+import sys
+import tempfile
+import textwrap
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.errors import ShardnetError
+from shardnet.model.families.registry import FAMILIES
+from shardnet.model.families.wrappers import WRAPPERS
+from shardnet.model.modules import cut_model  # noqa: F401 - before the processes are forked
+from shardnet.stage.module_stage import ModuleRoom, ModuleStage, load_module_stage
+from shardnet.stage.stage_model import Run
+from shardnet.types import Epoch, LayerRange, MicroBatch, RowGroup, SequenceId, SlotId, StepId
+
+DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- made by scripts/check_families -->", "<!-- end -->"
+VOCABULARY: Final = 211
+N_LAYERS: Final = 6
+PROMPT: Final = tuple((7 * n + 3) % VOCABULARY for n in range(21))
+CHUNK: Final = 13
+N_TOKENS: Final = 8
+MAX_PARAMETERS: Final = 40_000_000
+TIMEOUT_S: Final = 20
+
+SIZES: Final[Mapping[str, Any]] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": N_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "sliding_window": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "shared_expert_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+    "n_shared_experts": 1,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "use_mamba_kernels": False,
+    "routed_scaling_factor": 1.0,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+}
+"""What a config of any family is given, as far as it has such keys."""
+_MAMBA2: Final = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_d_ssm": 128,
+}
+_INDEXED: Final = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 64}
+OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "axk1": {"head_dim": 8},
+    "axk2": {**_INDEXED, "head_dim": 8},
+    "bailing_hybrid": {"head_dim": 8},
+    "bamba": {**_MAMBA2, "attn_layer_indices": [2, 5]},
+    "bloom": {"n_layer": N_LAYERS, "n_head": 4},
+    "codegen": {
+        "n_embd": 64,
+        "n_layer": N_LAYERS,
+        "n_head": 4,
+        "rotary_dim": 8,
+        "n_positions": 256,
+    },
+    "ctrl": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "dff": 96},
+    "deepseek_v32": {**_INDEXED, "head_dim": 8},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots1": {"layer_types": ["full_attention"] * N_LAYERS},
+    "falcon_h1": _MAMBA2,
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * (N_LAYERS // 2),
+        "num_kv_shared_layers": 2,
+    },
+    "glm_moe_dsa": {**_INDEXED, "head_dim": 8},
+    "gpt-sw3": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "n_positions": 256},
+    "gpt_bigcode": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "n_positions": 256},
+    "gpt_neo": {
+        "num_layers": N_LAYERS,
+        "num_heads": 4,
+        "window_size": 8,
+        "attention_types": [[["global", "local"], N_LAYERS // 2]],
+    },
+    "gptj": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "rotary_dim": 8, "n_positions": 256},
+    "granitemoehybrid": {**_MAMBA2, "layer_types": ["mamba", "attention"] * (N_LAYERS // 2)},
+    "jetmoe": {"kv_channels": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"] * (N_LAYERS // 3)},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"] * (N_LAYERS // 3)},
+    "longcat_flash": {"num_layers": N_LAYERS // 2, "num_hidden_layers": N_LAYERS},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16},
+    "mpt": {"d_model": 64, "n_layers": N_LAYERS, "n_heads": 4, "max_seq_len": 256},
+    "openai-gpt": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "n_positions": 256},
+    "xglm": {"d_model": 64, "ffn_dim": 96, "num_layers": N_LAYERS, "attention_heads": 4},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What some families ask for beside that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What computes a family, and why not where nothing does."""
+
+    family: str
+    how: str
+    why: str = ""
+
+
+def tiny_model(family: str) -> Any:
+    """Make a tiny random model of a family, with weights large enough that tokens differ."""
+    torch.manual_seed(3)
+    kind = CONFIG_MAPPING[family]
+    fields = getattr(kind, "__dataclass_fields__", {})
+    known = {*inspect.signature(kind.__init__).parameters, *fields}
+    known |= set(getattr(kind, "attribute_map", {}))
+    sizes = {key: value for key, value in SIZES.items() if key in known}
+    model = transformers.AutoModelForCausalLM.from_config(
+        kind(**(sizes | dict(OWN_SIZES.get(family, {}))))
+    )
+    n_parameters = sum(each.numel() for each in model.parameters())
+    if n_parameters > MAX_PARAMETERS:
+        raise ValueError(f"{n_parameters / 1e6:.0f} million parameters")
+    with torch.no_grad():
+        for each in model.parameters():
+            if each.dim() > 1:
+                each.normal_(0, 0.08)
+            elif each.float().std() == 0 and each.mean() == 0:
+                each.normal_(0, 0.02)
+    return model.eval()
+
+
+@torch.inference_mode()
+def whole_tokens(model: Any) -> list[int]:
+    """Return the greedy tokens of a whole model, which computes all rows anew for each."""
+    token_ids = [*PROMPT]
+    for _ in range(N_TOKENS):
+        logits = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits
+        token_ids.append(int(logits[0, -1].argmax()))
+    return token_ids[len(PROMPT) :]
+
+
+def load_stages(folder: Path) -> list[ModuleStage]:
+    """Load a checkpoint as two stages."""
+    checkpoint = Checkpoint.open(folder, ignore_unknown=True)
+    n_layers, outline = checkpoint.config.n_layers, checkpoint.config.outline
+    assert outline is not None
+    cut = max(1, n_layers // 2) if outline.shared_kv_from is None else outline.shared_kv_from
+    return [
+        load_module_stage(
+            checkpoint,
+            layers,
+            dtype=torch.float32,
+            hidden_dtype=None,
+            device=torch.device("cpu"),
+            room=ModuleRoom(context=256, room_blocks=4),
+            progress=lambda done, total: None,
+        )
+        for layers in (LayerRange(0, cut), LayerRange(cut, n_layers))
+    ]
+
+
+def split_tokens(stages: Sequence[ModuleStage]) -> list[int]:
+    """Return the greedy tokens of two stages, which take the prompt in chunks."""
+    token_ids, position, slot = [*PROMPT], 0, SlotId(0)
+    while len(token_ids) < len(PROMPT) + N_TOKENS:
+        rows = token_ids[position : position + CHUNK]
+        group = RowGroup(
+            sequence_id=SequenceId(1), slot=slot, position=position, n_rows=len(rows), n_sampled=1
+        )
+        batch = MicroBatch(epoch=Epoch(1), step=StepId(1), groups=(group,), token_ids=rows)
+        hidden = None
+        for stage in stages:
+            hidden = stage.run_alone(Run(batch=batch, hidden=hidden))
+        position += len(rows)
+        assert hidden is not None
+        if position == len(token_ids):
+            token_ids.append(int(stages[-1].logits(hidden[-1:])[0].argmax()))
+    return token_ids[len(PROMPT) :]
+
+
+def check(family: str) -> Found:
+    """Find out what computes a family."""
+    if family in FAMILIES or family in WRAPPERS:
+        return Found(family=family, how="native")
+    try:
+        model = tiny_model(family)
+        wanted = whole_tokens(model)
+    except Exception as error:
+        return Found(family=family, how="refused", why=f"no tiny model was made: {_words(error)}")
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        try:
+            found = split_tokens(load_stages(Path(folder)))
+        except ShardnetError as error:
+            why = error.message.replace(f"{folder}/config.json: ", "").replace(folder, "")
+            return Found(family=family, how="refused", why=why)
+        except Exception as error:
+            return Found(family=family, how="refused", why=f"a bug: {_words(error)}")
+    if found != wanted:
+        return Found(family=family, how="refused", why=f"wrong tokens: {found} for {wanted}")
+    return Found(family=family, how="by transformers")
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
+
+
+def check_all(families: Sequence[str], at_once: int) -> list[Found]:
+    """Check families, each in a process of its own for TIMEOUT_S at most, some at a time."""
+    waiting, running, found = [*families], dict[int, str](), dict[str, Found]()
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                family = waiting.pop(0)
+                running[_begin(family, Path(folder) / family)] = family
+            process, _ = os.wait()
+            family = running.pop(process)
+            told = Path(folder) / family
+            how, _, why = (told.read_text() if told.exists() else "").partition("\n")
+            why = why if how else f"nothing within {TIMEOUT_S} s of processor time"
+            found[family] = Found(family=family, how=how or "refused", why=why)
+    return [found[family] for family in families]
+
+
+def _begin(family: str, told: Path) -> int:
+    """Fork a process that writes what it finds into a file; return its id."""
+    process = os.fork()
+    if process:
+        return process
+    resource.setrlimit(resource.RLIMIT_CPU, (TIMEOUT_S, TIMEOUT_S))
+    torch.set_num_threads(1)
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    try:
+        found = check(family)
+        told.write_text(f"{found.how}\n{found.why}")
+    finally:
+        os._exit(0)
+
+
+def table(found: Iterable[Found]) -> str:
+    """Write what was found as markdown."""
+    by_how: dict[str, list[Found]] = {}
+    for one in found:
+        by_how.setdefault(one.how, []).append(one)
+    parts = []
+    for how in ("native", "by transformers"):
+        names = ", ".join(f"`{one.family}`" for one in by_how.get(how, ()))
+        count = len(by_how.get(how, ()))
+        parts.append(textwrap.fill(f"**{how}** ({count}): {names}", 120, break_on_hyphens=False))
+    refused = by_how.get("refused", [])
+    rows = [f"| `{one.family}` | {_cell(one.why)} |" for one in refused]
+    head = [f"**refused** ({len(refused)}):", "", "| family | why |", "|---|---|"]
+    return "\n\n".join([*parts, "\n".join([*head, *rows])])
+
+
+def _cell(why: str) -> str:
+    return re.sub(r"\s+", " ", why).replace("|", "\\|").replace("<", "&lt;")
+
+
+def main() -> None:
+    """Check the families that are named, else all; write the table where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--write", action="store_true", help="write it into docs/models.md")
+    parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    families = args.families or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    began_s = time.monotonic()
+    found = check_all(families, args.at_once)
+    text = f"transformers {transformers.__version__}, {len(found)} families:\n\n{table(found)}"
+    print(text)
+    print(f"{time.monotonic() - began_s:.0f} s", file=sys.stderr)
+    if args.write:
+        document = DOCUMENT.read_text(encoding="utf-8")
+        before, _, rest = document.partition(BEGIN)
+        after = rest.partition(END)[2]
+        DOCUMENT.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What transformers' own modules hold of a model, for families without a record of ours.
+
+Knows names, shapes and sizes. Must not know transformers or torch: what is written here is read
+from a model on the meta device (model/modules/outline.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardnet.types import BLOCK_POSITIONS, DType, LayerRange
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Parameter names with their shapes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleOutline:
+    """A model of the family `model_type`, whose config.json is `config_text`.
+
+    `layer_list` is the path of the modules of the layers, `layers` the parameters of each.
+    `embedding` is needed by the first stage, `head` by the last one and `everywhere` by every
+    stage. `output_counts` say how many values a layer returns, 0 for a bare hidden state.
+    `kv_numbers` are the numbers cached per position in each layer, `state_bytes` the bytes that a
+    slot has in each whatever its length. The KV of layer `shared_kv_from` is read by layers up to
+    the last, which have none of their own; None where no layer does that.
+    """
+
+    model_type: str
+    config_text: str
+    layer_list: str = field(compare=False)
+    layers: tuple[Shapes, ...] = field(compare=False)
+    embedding: Shapes = field(compare=False)
+    everywhere: Shapes = field(compare=False)
+    head: Shapes = field(compare=False)
+    output_counts: tuple[int, ...] = field(compare=False)
+    kv_numbers: tuple[int, ...] = field(compare=False)
+    state_bytes: tuple[int, ...] = field(compare=False)
+    shared_kv_from: int | None = field(compare=False)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether layers keep what cannot be rewound."""
+        return any(self.state_bytes)
+
+    def block_bytes(self, layers: LayerRange, dtype: DType) -> int:
+        """Return the bytes of one KV block (256 positions) over `layers`."""
+        return sum(self.kv_numbers[n] for n in layers) * dtype.size_bytes * BLOCK_POSITIONS
+
+    def slot_bytes(self, layers: LayerRange) -> int:
+        """Return the bytes of one slot's states over `layers`."""
+        return sum(self.state_bytes[n] for n in layers)

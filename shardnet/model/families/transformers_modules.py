@@ -1,0 +1,169 @@
+"""Families without a record of ours: transformers' own modules, where that package is installed.
+
+Reads their configs as transformers does. What such a model holds is an outline in the config, which
+tables and sizes come from; stage/module_stage.py computes it. Imports transformers only when such a
+config is read.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from shardnet.errors import UnsupportedModelError, UsageError, shown
+from shardnet.model.config.decoder_config import read_dtype, read_eos
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import MAX_LAYERS, MAX_POSITIONS, MAX_VOCABULARY, MAX_WIDTH
+from shardnet.model.config.model_config import Activation, ModelConfig
+from shardnet.model.config.module_outline import ModuleOutline
+from shardnet.model.families.family import Family, FamilyStage
+from shardnet.model.families.tensor_shapes import Table
+from shardnet.types import LayerRange
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardnet.model.fused.decode_graphs import Capture
+    from shardnet.model.layers.weight_source import WeightSource
+
+INSTALL: Final = "pip install 'shardnet[transformers]'"
+
+
+def find_modules_family(fields: Fields, model_type: str) -> Family | None:
+    """Return the family of a `model_type` that the installed transformers has, None without one.
+
+    Raises UnsupportedModelError where that package is not installed.
+    """
+    try:
+        from shardnet.model.modules.meta_model import causal_class
+
+        architecture = causal_class(model_type)
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"{fields.where}: model_type = {shown(model_type)} has no implementation of its own "
+            "here, and transformers (5.24 or newer), which may have one, is not installed",
+            remedy=f"{INSTALL} on every node, or use a checkpoint of a supported model",
+        ) from error
+    if architecture is None:
+        return None
+    return replace(_FAMILY, model_type=model_type, architecture=architecture)
+
+
+def _read_config(fields: Fields) -> ModelConfig:
+    """Read a config as transformers does: it knows all keys.
+
+    Raises CheckpointError for values that it does not take, UnsupportedModelError for a model that
+    cannot be cut.
+    """
+    from shardnet.model.modules.meta_model import read_module_config
+    from shardnet.model.modules.outline import read_outline
+
+    raw = fields.take_all()
+    config = read_module_config(raw, fields.where)
+    if config.get_text_config(decoder=True) is not config:
+        kind = fields.take("model_type", str)
+        raise fields.unsupported("model_type", kind, "language models without other parts")
+    _check_sizes(fields, config)
+    return _model_config(fields, config, read_outline(json.dumps(dict(raw)), fields.where))
+
+
+def _check_sizes(fields: Fields, config: Any) -> None:
+    """Raise CheckpointError for sizes that only a damaged config has, before a model is built."""
+    for key, most in (
+        ("num_hidden_layers", MAX_LAYERS),
+        ("hidden_size", MAX_WIDTH),
+        ("vocab_size", MAX_VOCABULARY),
+    ):
+        value = getattr(config, key, None)
+        if not isinstance(value, int) or not 1 <= value <= most:
+            raise fields.damaged(f"{key} is {value!r}, expected 1 to {most}")
+
+
+def _model_config(fields: Fields, config: Any, outline: ModuleOutline) -> ModelConfig:
+    """Write what planner, KV cache and sampler need; what the maths needs is in the outline."""
+
+    def size(key: str, default: int) -> int:
+        try:
+            value = getattr(config, key, None)
+        except RuntimeError:  # it differs from layer to layer
+            value = None
+        return value if isinstance(value, int) and value > 0 else default
+
+    n_heads, hidden_size = size("num_attention_heads", 1), config.hidden_size
+    return ModelConfig(
+        family=outline.model_type,
+        n_layers=config.num_hidden_layers,
+        hidden_size=hidden_size,
+        n_heads=n_heads,
+        n_kv_heads=size("num_key_value_heads", n_heads),
+        head_size=size("head_dim", max(1, hidden_size // n_heads)),
+        intermediate_size=size("intermediate_size", 4 * hidden_size),
+        vocab_size=config.vocab_size,
+        max_positions=min(size("max_position_embeddings", MAX_POSITIONS), MAX_POSITIONS),
+        norm_eps=1e-6,
+        activation=Activation.SILU,
+        attention_bias=False,
+        mlp_bias=False,
+        rope=None,
+        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        checkpoint_dtype=read_dtype(fields),
+        bos_token_id=fields.take("bos_token_id", int, None),
+        eos_token_ids=read_eos(fields),
+        outline=outline,
+    )
+
+
+def _outline(config: ModelConfig) -> ModuleOutline:
+    assert config.outline is not None, "configs of this family are read with one"
+    return config.outline
+
+
+def _layer_tensors(config: ModelConfig, layer: int) -> Table:
+    return dict(_outline(config).layers[layer])
+
+
+def _embedding_tensors(config: ModelConfig) -> Table:
+    return dict(_outline(config).embedding)
+
+
+def _head_tensors(config: ModelConfig) -> Table:
+    return dict(_outline(config).head)
+
+
+def _shared_tensors(config: ModelConfig) -> Table:
+    return dict(_outline(config).everywhere)
+
+
+def _load_stage(
+    config: ModelConfig,
+    layers: LayerRange,
+    weights: WeightSource,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    capture: Capture | None,
+) -> FamilyStage:
+    """Raise UsageError: whoever asks wants more than a stage of a ring on one device."""
+    raise UsageError(
+        f"{config.family} is computed by transformers' own modules, which neither draft nor are "
+        "measured or shared by several devices",
+        remedy="ask without it",
+    )
+
+
+_FAMILY: Final = Family(
+    model_type="",
+    architecture="",
+    read_config=_read_config,
+    layer_tensors=_layer_tensors,
+    embedding_tensors=_embedding_tensors,
+    head_tensors=_head_tensors,
+    shared_tensors=_shared_tensors,
+    load_stage=_load_stage,
+)
+
+
+def family_by_modules(config: ModelConfig) -> Family | None:
+    """Return the record of a config that was read with an outline, None for others."""
+    return None if config.outline is None else _FAMILY

@@ -1,0 +1,1 @@
+"""Models computed by the modules of an installed transformers package."""

@@ -1,0 +1,94 @@
+"""Models of the installed transformers package, built without memory for their parameters.
+
+Knows which families it has, and that the package is optional. No code of a model's folder is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from shardnet.errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+OLDEST: Final = (5, 24)
+"""The version that calls a cache `cache`."""
+_NOT_A_MODEL: Final = ("auto_map", "quantization_config", "torch_dtype", "dtype")
+"""Keys of config.json that name code of the folder, or how its weights are stored."""
+
+
+def causal_class(model_type: str) -> str | None:
+    """Return the class that computes a family as a causal language model, None for no such.
+
+    Raises ImportError where the package is not installed, or too old.
+    """
+    import transformers
+
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        raise ImportError(f"transformers {transformers.__version__} is too old")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    transformers.logging.set_verbosity_error()
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return found if isinstance(found, str) or found is None else found[0]
+
+
+def read_module_config(raw: Mapping[str, Any], where: str) -> PreTrainedConfig:
+    """Read a config.json as transformers does; `where` is its path, for messages.
+
+    Raises CheckpointError for values that it does not take.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kept = {key: value for key, value in raw.items() if key not in _NOT_A_MODEL}
+    keys = json.loads(json.dumps(kept), object_hook=_special_float)
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[raw["model_type"]].from_dict(keys)
+    except Exception as error:  # whatever its validators raise
+        raise CheckpointError(
+            f"{where}: transformers does not take this config: {one_line(error)}"
+        ) from error
+    return config
+
+
+def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, where: str) -> PreTrainedModel:
+    """Build the causal language model of `config`, which takes no memory.
+
+    Raises UnsupportedModelError where its class cannot be built.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False
+            )
+    except Exception as error:  # a package that it needs, or a value that no validator knows
+        raise UnsupportedModelError(
+            f"{where}: transformers does not build this {config.model_type} model: "
+            f"{one_line(error)}"
+        ) from error
+    model.eval()
+    model.requires_grad_(False)
+    return model
+
+
+def parse_text(config_text: str) -> PreTrainedConfig:
+    """Read a config again that `read_module_config` has taken."""
+    return read_module_config(json.loads(config_text), "config.json")
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """Return a number that JSON has no form for, as transformers writes it; else the object."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
+def one_line(error: Exception) -> str:
+    """Return the name and message of an error of transformers, at most 300 characters."""
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}"[:300]

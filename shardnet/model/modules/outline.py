@@ -1,0 +1,205 @@
+"""Reads from a model on the meta device what a stage needs to know: names, shapes, cache sizes.
+
+One forward pass without memory shows which modules are used before the layers and which after
+them, what a layer returns, and what the cache holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardnet.errors import UnsupportedModelError
+from shardnet.model.config.module_outline import ModuleOutline, Shapes
+from shardnet.model.modules.meta_model import build_on_meta, one_line, read_module_config
+from shardnet.model.modules.slot_cache import cached_numbers, whole_cache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.cache_utils import DynamicCache
+
+_TRIAL_ROWS = 5
+"""Rows of the forward pass on the meta device."""
+
+
+@dataclass(slots=True)
+class _Trial:
+    """What a forward pass has shown: modules by name, layers by number."""
+
+    before: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    called: list[int] = field(default_factory=list)
+    output_counts: list[int] = field(default_factory=list)
+
+
+@lru_cache(maxsize=4)
+def read_outline(config_text: str, where: str) -> ModuleOutline:
+    """Read the outline of the model of a config.json; `where` is its path, for messages.
+
+    Raises CheckpointError for a config that transformers does not take, UnsupportedModelError for a
+    model that cannot be cut between layers.
+    """
+    config = read_module_config(json.loads(config_text), where)
+    text = config.get_text_config(decoder=True)
+    model = build_on_meta(config, torch.float32, where)
+    try:
+        path = layer_path(model, text.num_hidden_layers)
+        layers = model.get_submodule(path)
+        assert isinstance(layers, nn.ModuleList)
+        trial, cache = _try(model, layers, text)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{where}: {error.message}") from error
+    names = _Names(model, path)
+    in_trial = [cached_numbers(layer, _TRIAL_ROWS) for layer in cache.layers]
+    sizes = in_trial + [(0, 0)] * (len(layers) - len(in_trial))
+    before = names.of_modules(trial.before)
+    is_plain = trial.before == [names.embedding]
+    head = names.of_modules(trial.after)
+    rest = {n: s for n, s in names.outside.items() if n not in before and n not in head}
+    return ModuleOutline(
+        model_type=config.model_type,
+        config_text=config_text,
+        layer_list=path,
+        layers=tuple(names.of_layer(number) for number in range(len(layers))),
+        embedding=before if is_plain else {},
+        everywhere=rest if is_plain else before | rest,
+        head=head,
+        output_counts=tuple(trial.output_counts),
+        kv_numbers=tuple(numbers for numbers, _ in sizes),
+        state_bytes=tuple(n_bytes for _, n_bytes in sizes),
+        shared_kv_from=_shared_kv_from(text),
+    )
+
+
+def layer_path(model: PreTrainedModel, n_layers: int) -> str:
+    """Find the list of a model's `n_layers` layers. Raises UnsupportedModelError without one."""
+    found: list[str] = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == n_layers
+    ]
+    if not found:
+        raise UnsupportedModelError(
+            f"{model.config.model_type} has no list of its {n_layers} layers, so it cannot be cut"
+        )
+    return min(found, key=lambda name: name.count("."))
+
+
+def run_module(model: PreTrainedModel, **inputs: Any) -> Any:
+    """Call a model; its errors come as UnsupportedModelError, as it is called as documented."""
+    try:
+        return model(**inputs)
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+        raise UnsupportedModelError(
+            f"{model.config.model_type} is not called as other models are: {one_line(error)}"
+        ) from error
+
+
+def _try(
+    model: PreTrainedModel, layers: nn.ModuleList, config: PreTrainedConfig
+) -> tuple[_Trial, DynamicCache]:
+    """Run a few rows through a model on the meta device."""
+    config._experts_implementation = "batched_mm"  # the others look at what the router chose
+    trial, cache = _Trial(), whole_cache(config)
+    with _watched(model, layers, trial, config.hidden_size), torch.inference_mode():
+        run_module(
+            model,
+            input_ids=torch.zeros(1, _TRIAL_ROWS, dtype=torch.long, device="meta"),
+            position_ids=torch.arange(_TRIAL_ROWS, device="meta")[None],
+            cache=cache,
+            use_cache=True,
+        )
+    if trial.called != [*range(len(layers))]:
+        raise UnsupportedModelError(
+            f"{config.model_type} does not run its layers once each in order, so it cannot be cut"
+        )
+    return trial, cache
+
+
+@contextmanager
+def _watched(
+    model: PreTrainedModel, layers: nn.ModuleList, trial: _Trial, width: int
+) -> Iterator[None]:
+    """Note which modules with parameters run, and what layers return."""
+    inside = {id(module) for module in layers.modules()}
+    hooks = []
+
+    def note_module(name: str) -> Any:
+        def note(module: nn.Module, args: Any) -> None:
+            (trial.after if len(trial.called) == len(layers) else trial.before).append(name)
+
+        return note
+
+    def note_layer(number: int) -> Any:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if not isinstance(hidden, Tensor) or hidden.shape != (1, _TRIAL_ROWS, width):
+                raise UnsupportedModelError(
+                    f"{model.config.model_type} passes more than one hidden state from layer to "
+                    "layer"
+                )
+            trial.called.append(number)
+            trial.output_counts.append(len(output) if isinstance(output, tuple) else 0)
+
+        return note
+
+    for name, module in model.named_modules():
+        if id(module) not in inside and any(True for _ in module.parameters(recurse=False)):
+            hooks.append(module.register_forward_pre_hook(note_module(name)))
+    for number, layer in enumerate(layers):
+        hooks.append(layer.register_forward_hook(note_layer(number)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Names:
+    """The parameters of a model by module; those that are tied have the first one's name."""
+
+    def __init__(self, model: PreTrainedModel, path: str) -> None:
+        self._prefix = f"{path}."
+        self._state = model.state_dict(keep_vars=True)
+        self._first: dict[int, str] = {}
+        for name, tensor in self._state.items():
+            self._first.setdefault(id(tensor), name)
+        self._modules = dict(model.named_modules())
+        embedding = model.get_input_embeddings()
+        self.embedding = next(n for n, module in self._modules.items() if module is embedding)
+
+    @property
+    def outside(self) -> Shapes:
+        """The parameters of no layer."""
+        return {
+            name: tuple(tensor.shape)
+            for name, tensor in self._state.items()
+            if not name.startswith(self._prefix) and self._first[id(tensor)] == name
+        }
+
+    def of_layer(self, number: int) -> Shapes:
+        """The parameters of a layer."""
+        prefix = f"{self._prefix}{number}."
+        return {n: tuple(t.shape) for n, t in self._state.items() if n.startswith(prefix)}
+
+    def of_modules(self, modules: list[str]) -> dict[str, tuple[int, ...]]:
+        """The parameters of modules outside the layers."""
+        return {
+            self._first[id(tensor)]: tuple(tensor.shape)
+            for module in modules
+            for name, tensor in self._state.items()
+            if name.rpartition(".")[0] == module
+        }
+
+
+def _shared_kv_from(config: PreTrainedConfig) -> int | None:
+    """Return the first layer whose keys and values others read, None where none do."""
+    modes = list(getattr(config, "kv_sharing_modes", None) or ())
+    return modes.index("store") if "reuse" in modes else None

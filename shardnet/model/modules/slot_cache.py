@@ -1,0 +1,162 @@
+"""The cache of one slot as transformers' modules fill it: keys and values, or states, by layer.
+
+Knows transformers' cache layers, and which of them can be cropped. Layers of other stages take no
+memory: they only say how many positions they would hold, which masks are made from. Windows are
+kept whole, so that every layer with keys and values alone can be cropped. Must not know slots.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from torch import Tensor
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from shardnet.errors import UnsupportedModelError
+from shardnet.types import LayerRange
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
+_CROPPED: Final = (DynamicLayer, DynamicIndexedLayer, DummyLayer)
+"""Layers with nothing but what `crop` takes back."""
+_STATES: Final = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+
+
+class _Elsewhere(DynamicLayer):
+    """Keys and values that another stage has, `length` positions of them."""
+
+    length = 0
+
+    def get_seq_length(self) -> int:
+        """Return how many positions the other stage holds."""
+        return self.length
+
+
+class _NoState:
+    """Stands for states of another stage: there are some after `length` positions, if any."""
+
+    length = 0
+    number_of_states: int
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        """Whether there is a state, of each of the layer's."""
+        return dict.fromkeys(range(self.number_of_states), self.length > 0)
+
+    @has_previous_state.setter
+    def has_previous_state(self, value: dict[int, bool]) -> None:
+        """Ignore what the base class sets at first."""
+
+
+class _StateElsewhere(_NoState, LinearAttentionLayer):
+    """A state that another stage has."""
+
+
+class _BothElsewhere(_NoState, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
+    """Both: keys and values, and a state."""
+
+    def get_seq_length(self) -> int:
+        """Return how many positions the other stage holds."""
+        return self.length
+
+
+_ELSEWHERE: Final = (_Elsewhere, _StateElsewhere, _BothElsewhere)
+
+
+def whole_cache(config: PreTrainedConfig) -> DynamicCache:
+    """Make the cache of all layers of a model, with windows kept whole.
+
+    Raises UnsupportedModelError for a model whose layers keep something else.
+    """
+    cache = DynamicCache(config=config)
+    cache.layers = [_unwindowed(layer) for layer in cache.layers]
+    for layer in cache.layers:
+        if type(layer) not in (*_CROPPED, *_STATES):
+            raise UnsupportedModelError(
+                f"layers of {config.model_type} models keep a {type(layer).__name__}, which is "
+                "neither keys and values nor a state"
+            )
+    return cache
+
+
+class SlotCache:
+    """What a slot holds in `layers` of a model: the first `length` positions of its sequence."""
+
+    def __init__(self, config: PreTrainedConfig, layers: LayerRange) -> None:
+        self.cache = whole_cache(config)
+        own = self.cache.layers
+        self.cache.layers = [
+            layer if number in layers else _elsewhere(layer) for number, layer in enumerate(own)
+        ]
+        self._elsewhere = [one for one in self.cache.layers if isinstance(one, _ELSEWHERE)]
+        self.length = 0
+
+    @property
+    def can_crop(self) -> bool:
+        """Whether positions can be taken back."""
+        return not any(isinstance(one, LinearAttentionLayer) for one in self.cache.layers)
+
+    def moved_to(self, length: int) -> None:
+        """Note that the layers of this stage hold `length` positions now."""
+        self.length = length
+        for layer in self._elsewhere:
+            layer.length = length
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` positions, no more than there are and without states."""
+        assert length <= self.length
+        for layer in self.cache.layers:
+            if isinstance(layer, DynamicLayer) and not isinstance(layer, _ELSEWHERE):
+                layer.crop(length - self.length)
+        self.moved_to(length)
+
+    def copied(self) -> SlotCache:
+        """Return a copy that shares no memory with this one."""
+        return copy.deepcopy(self)
+
+
+def cached_numbers(layer: CacheLayer, n_positions: int) -> tuple[int, int]:
+    """Return the numbers that a cache layer holds per position, and the bytes whatever its length.
+
+    It holds `n_positions`.
+    """
+    per_position = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
+    numbers = sum(t.numel() for t in per_position if isinstance(t, Tensor)) // n_positions
+    return numbers, sum(tensor.nbytes for tensor in _state_tensors(layer))
+
+
+def _state_tensors(layer: CacheLayer) -> Iterator[Tensor]:
+    if isinstance(layer, LinearAttentionLayer):
+        for states in (layer.conv_states, layer.recurrent_states):
+            yield from (state for state in states.values() if state is not None)
+
+
+def _unwindowed(layer: CacheLayer) -> CacheLayer:
+    if type(layer) is DynamicSlidingWindowLayer:
+        return DynamicLayer()
+    if type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
+        return LinearAttentionAndFullAttentionLayer(number_of_states=layer.number_of_states)
+    return layer
+
+
+def _elsewhere(layer: CacheLayer) -> CacheLayer:
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        return _BothElsewhere(number_of_states=layer.number_of_states)
+    if type(layer) is LinearAttentionLayer:
+        return _StateElsewhere(number_of_states=layer.number_of_states)
+    return layer if isinstance(layer, DummyLayer) else _Elsewhere()

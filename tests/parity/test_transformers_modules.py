@@ -1,0 +1,290 @@
+"""Families without a record of ours, by transformers' own modules: cut anywhere they say the same.
+
+Each family here is read without its record, should it have one by now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.cluster.small_node import small_settings
+from support.models.checkpoints import VOCAB_SIZE, make_decoder
+from support.oracles.oracle import load_reference, reference_logits
+from support.rings.stage_chain import Rows, batch_of, random_prompt
+
+from shardnet.api.client import connect
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.cluster.node.node import listening
+from shardnet.errors import RemoteProtocolError, UnsupportedModelError, UsageError
+from shardnet.model.config.quantization import Quantization
+from shardnet.model.families import registry
+from shardnet.runtime.engine.draft_model import load_draft_model
+from shardnet.runtime.loading.loading import load as load_whole
+from shardnet.runtime.stage.stage_order import StageOrder
+from shardnet.sampling_params import SamplingParams
+from shardnet.stage.module_stage import ModuleRoom, ModuleStage, load_module_stage
+from shardnet.stage.stage_model import Run
+from shardnet.types import DType, KvDType, LayerRange, NodeId, SlotId
+from shardnet.wire.messages.plans import ModelChoice
+
+CPU = torch.device("cpu")
+CONTEXT = 512
+CLOSE = 2e-4
+"""Of logits about 1: transformers' own two ways through a state differ by a tenth of it."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "persimmon": {},
+    "bloom": {"n_layer": 4, "n_head": 6},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "num_experts": 4,
+        "mamba_d_state": 4,
+        "use_mamba_kernels": False,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "phimoe": {"num_local_experts": 4, "sliding_window": 16},
+    "gemma4_text": {
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 16,
+        "num_kv_shared_layers": 0,
+        "head_dim": 8,
+        "global_head_dim": 8,
+    },
+}
+"""A plain one, one whose embedding is needed everywhere, states with experts and without, experts,
+and one whose layers need the token ids.
+"""
+STATES = ("jamba", "lfm2")
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny random checkpoint of the family that the test names."""
+    monkeypatch.delitem(registry.FAMILIES, request.param, raising=False)  # type: ignore[arg-type]
+    return make(tmp_path / "model", request.param)
+
+
+def make(folder: Path, family: str, **more: Any) -> Path:
+    """Save a tiny random checkpoint of a family."""
+    return make_decoder(folder, family, with_tokenizer=False, **(FAMILIES[family] | more))
+
+
+def load(folder: Path, ranges: list[LayerRange]) -> list[ModuleStage]:
+    """Load a checkpoint's layers, split as `ranges` say, in float32."""
+    checkpoint = Checkpoint.open(folder)
+    return [
+        load_module_stage(
+            checkpoint,
+            layers,
+            dtype=torch.float32,
+            hidden_dtype=None,
+            device=CPU,
+            room=ModuleRoom(context=CONTEXT, room_blocks=8),
+            progress=lambda done, total: None,
+        )
+        for layers in ranges
+    ]
+
+
+def step(stages: list[ModuleStage], *groups: Rows) -> torch.Tensor:
+    """Send one micro-batch through the stages: logits of all rows."""
+    hidden = None
+    for stage in stages:
+        hidden = stage.run_alone(Run(batch=batch_of(groups), hidden=hidden))
+    assert hidden is not None
+    return stages[-1].logits(hidden)
+
+
+def rows(slot: int, position: int, ids: list[int]) -> Rows:
+    return Rows(slot=slot, position=position, ids=ids, n_sampled=len(ids))
+
+
+@pytest.mark.parametrize("folder", FAMILIES, indirect=True)
+def test_logits_are_those_of_transformers_at_every_split(folder: Path) -> None:
+    """A prompt in chunks, beside another sequence, and single rows."""
+    reference = load_reference(folder)
+    one, other = random_prompt(30, VOCAB_SIZE, seed=1), random_prompt(9, VOCAB_SIZE, seed=2)
+    wanted = [reference_logits(reference, ids) for ids in (one, other)]
+    n_layers = Checkpoint.open(folder).config.n_layers
+    for cut in range(1, n_layers):
+        stages = load(folder, [LayerRange(0, cut), LayerRange(cut, n_layers)])
+        found = [
+            step(stages, rows(0, 0, one[:20]), rows(1, 0, other[:8])),
+            step(stages, rows(0, 20, one[20:29])),
+            step(stages, rows(1, 8, other[8:]), rows(0, 29, one[29:])),
+        ]
+        mine = torch.cat((found[0][:20], found[1], found[2][1:]))
+        torch.testing.assert_close(mine, wanted[0], rtol=0, atol=CLOSE)
+        theirs = torch.cat((found[0][20:], found[2][:1]))
+        torch.testing.assert_close(theirs, wanted[1], rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("folder", ["persimmon"], indirect=True)
+def test_positions_are_taken_back_and_copied(folder: Path) -> None:
+    """As rejected drafts and shared prefixes need it; windows too are kept whole for it."""
+    stages = load(folder, [LayerRange(0, 2), LayerRange(2, 4)])
+    ids = random_prompt(20, VOCAB_SIZE, seed=3)
+    wanted = step(stages, rows(0, 0, ids))
+    for stage in stages:
+        stage.kv.copy(SlotId(0), SlotId(1), 12)
+    again = step(stages, rows(1, 10, ids[10:]), rows(0, 15, ids[15:]))
+    torch.testing.assert_close(again[:10], wanted[10:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(again[10:], wanted[15:], rtol=0, atol=1e-5)
+    assert [stage.kv.blocks_used for stage in stages] == [2, 2]
+
+
+@pytest.mark.parametrize("folder", ["jamba"], indirect=True)
+def test_a_state_is_not_rewound(folder: Path) -> None:
+    [stage] = load(folder, [LayerRange(0, 4)])
+    assert Checkpoint.open(folder).config.has_state
+    assert not stage.takes_chunks, "it would continue from no state: rows go one by one"
+    step([stage], rows(0, 0, [5, 6, 7]))
+    with pytest.raises(RemoteProtocolError, match="its state cannot be rewound"):
+        step([stage], rows(0, 2, [8]))
+
+
+def test_layers_that_share_keys_and_values_stay_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(registry.FAMILIES, "gemma4_text", raising=False)  # type: ignore[arg-type]
+    kinds = ["sliding_attention", "full_attention"] * 3
+    folder = make(
+        tmp_path, "gemma4_text", num_hidden_layers=6, layer_types=kinds, num_kv_shared_layers=2
+    )
+    ids = random_prompt(20, VOCAB_SIZE, seed=4)
+    stages = load(folder, [LayerRange(0, 2), LayerRange(2, 6)])
+    wanted = reference_logits(load_reference(folder), ids)
+    torch.testing.assert_close(step(stages, rows(0, 0, ids)), wanted, rtol=0, atol=CLOSE)
+    with pytest.raises(UnsupportedModelError, match="one node needs them all"):
+        load(folder, [LayerRange(3, 6)])
+
+
+def test_fp8_is_unpacked(tmp_path: Path) -> None:
+    """The linears of a checkpoint in FP8 are those that were rounded to it."""
+    folder = make(tmp_path, "persimmon")
+    stored = load_file(folder / "model.safetensors")
+    rounded, parts = dict(stored), dict(stored)
+    for name, values in stored.items():
+        if name.endswith(("dense.weight", "dense_h_to_4h.weight")):
+            scale = values.abs().max() / 448
+            parts[name] = (values / scale).to(torch.float8_e4m3fn)
+            parts[f"{name}_scale_inv"] = scale.reshape(1, 1)
+            rounded[name] = parts[name].float() * scale
+    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
+    ids = random_prompt(12, VOCAB_SIZE, seed=6)
+    wanted = reference_logits(load_reference(folder), ids)
+    save_file(parts, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = step(load(folder, [LayerRange(0, 1), LayerRange(1, 4)]), rows(0, 0, ids))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=CLOSE)
+
+
+def test_what_modules_do_not_do_is_refused(tmp_path: Path) -> None:
+    folder = make(tmp_path, "persimmon")
+    order = StageOrder(
+        model="m",
+        folder=folder,
+        model_id=Checkpoint.open(folder).model_id,
+        layers=LayerRange(0, 4),
+        dtype=DType.FLOAT32,
+        context=64,
+        is_tail=True,
+        device="cpu",
+    )
+    for more in (
+        {"quantization": Quantization.INT8},
+        {"kv_dtype": KvDType.INT8},
+        {"n_streamed": 1},
+    ):
+        with pytest.raises(UnsupportedModelError, match="which do not do that; leave --"):
+            load_whole(replace(order, **more), 1 << 30, lambda done, total: None)
+    with pytest.raises(UsageError, match="transformers' own modules, which neither draft"):
+        load_draft_model(
+            folder,
+            vocab_size=VOCAB_SIZE,
+            device="cpu",
+            context=64,
+            memory_bytes=1 << 30,
+            threads=1,
+        )
+
+
+def test_without_the_package_the_error_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path, "bloom")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'shardnet\[transformers\]'"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("family", ["bloom", "jamba"])
+def test_a_ring_says_what_transformers_says_and_outlives_a_node(
+    family: str, tmp_path: Path
+) -> None:
+    """A node leaves while a request runs: what it held is computed again."""
+    folder = make(tmp_path / "model", family)
+    prompt = random_prompt(40, VOCAB_SIZE, seed=5)
+    reference = load_reference(folder)
+    wanted: list[int] = []
+    for _ in range(30):
+        wanted.append(int(reference_logits(reference, prompt + wanted)[-1].argmax()))
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            nodes = []
+            for name in ("anna", "bert"):
+                settings = small_settings(tmp_path / name)
+                settings = replace(settings, node=NodeId(name[0] * 32), name=name)
+                nodes.append(await stack.enter_async_context(listening(settings, "127.0.0.1", 0)))
+            client = await stack.enter_async_context(connect(nodes[0].address))
+            leaving = await stack.enter_async_context(connect(nodes[1].address))
+            choice = ModelChoice(model=str(folder), nodes=[node.address for node in nodes])
+            plan = await client.plan(choice)
+            assert any("transformers' own modules" in warning for warning in plan.warnings)
+            token_ids: list[int] = []
+            drained = None
+            async for event in client.generate(
+                [prompt],
+                SamplingParams(),
+                model=choice,
+                max_tokens=len(wanted),
+                ignore_eos=True,
+                deterministic=True,
+            ):
+                assert event.error is None
+                token_ids += event.token_ids
+                if len(token_ids) > 5 and drained is None:
+                    drained = asyncio.create_task(leaving.drain(60.0))
+            assert drained is not None
+            await drained
+            assert token_ids == wanted
+            [sampled] = await client.complete(
+                [prompt],
+                SamplingParams(temperature=0.8, seed=4, repetition_penalty=1.1),
+                model=replace_nodes(choice, nodes[0].address),
+                max_tokens=5,
+                speculate="off" if family in STATES else "ngram",
+            )
+            assert len(sampled.token_ids) == 5
+
+    asyncio.run(main())
+
+
+def replace_nodes(choice: ModelChoice, address: str) -> ModelChoice:
+    """The same model on one node."""
+    return ModelChoice(model=choice.model, nodes=[address])
