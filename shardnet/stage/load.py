@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from shardnet.checkpoint.adapters.layer_files import with_adapters
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
@@ -29,7 +30,8 @@ from shardnet.model.layers.weight_source import WeightSource
 from shardnet.model.shards.cut import Cut
 from shardnet.model.shards.group import ShardGroup
 from shardnet.stage.adapters.adapted_linear import ActiveAdapters
-from shardnet.stage.adapters.adapted_weights import AdaptedWeights, LoadedAdapter
+from shardnet.stage.adapters.adapted_weights import AdaptedWeights
+from shardnet.stage.adapters.loaded_adapter import LoadedAdapter
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes, streamed_layers
 from shardnet.stage.estimate.packed_sizes import packed_sizes
 from shardnet.stage.estimate.stored_dtype import check_streamable, stored_dtype, weight_form
@@ -128,7 +130,9 @@ def load_stage(
         kv,
         context=context,
         exact_rows=min(most, weights.exact_rows),
-        weight_bytes=stage_weight_bytes(config, layers, form, weights.stream.n_layers),
+        weight_bytes=stage_weight_bytes(
+            with_adapters(config, adapters), layers, form, weights.stream.n_layers
+        ),
         stream=weights.stream,
         writer=weights.writer,
         linears=weights.made if group is None else None,

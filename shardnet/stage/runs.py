@@ -64,7 +64,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     def _rows(self, kinds: Sequence[bool], kind: bool) -> list[int]:
         """Return the rows of the groups of one kind."""
-        rows, start = [], 0
+        rows: list[int] = []
+        start = 0
         for group, each in zip(self.batch.groups, kinds, strict=True):
             if each is kind:
                 rows += range(start, start + group.n_rows)

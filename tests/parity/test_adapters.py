@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.models.adapters import ALL, as_gguf, make_peft, merge
 from support.models.checkpoints import make_decoder
+from support.needs import needs_library
 from support.rings.stage_chain import (
     CPU,
     Rows,
@@ -25,9 +26,10 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.slot_operations import AdapterUse
-from shardnet.stage.adapters.adapted_weights import LoadedAdapter
+from shardnet.stage.adapters.loaded_adapter import LoadedAdapter
 from shardnet.stage.load import load_stage
 from shardnet.stage.runs import Run, sampled_rows
+from shardnet.stage.stage_model import StageModel
 from shardnet.types import DType, LayerRange
 
 Uses = Mapping[int, tuple[AdapterUse, ...]]
@@ -49,7 +51,9 @@ def loaded(name: str, path: Path, base: Path, scratch: Path) -> LoadedAdapter:
 class AdaptedChain(StageChain):
     """The stages of a model with adapters; `uses` says which slot has which."""
 
-    uses: Uses = {}
+    def __init__(self, stages: Sequence[StageModel]) -> None:
+        super().__init__(stages)
+        self.uses: Uses = {}
 
     @classmethod
     def of(
@@ -121,14 +125,18 @@ def test_an_adapter_gives_what_the_merged_model_gives(
     expected = StageChain.load(merged, ranges).generate(PROMPTS, 6)
     plain = StageChain.load(base, ranges).generate(PROMPTS, 6)
     for logits, want, without in zip(ours.generate(PROMPTS, 6), expected, plain, strict=True):
-        torch.testing.assert_close(logits, want, rtol=0, atol=2e-4)
+        torch.testing.assert_close(logits, want, rtol=0, atol=1e-3)
         assert (logits.argmax(-1) == want.argmax(-1)).all()
         assert (logits - without).abs().max() > 0.01, "the adapter changes nothing"
 
 
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
-    [(DType.FLOAT32, None), (DType.BFLOAT16, None), (DType.FLOAT32, Quantization.INT8)],
+    [
+        (DType.FLOAT32, None),
+        (DType.BFLOAT16, None),
+        pytest.param(DType.FLOAT32, Quantization.INT8, marks=needs_library),
+    ],
     ids=["float32", "bfloat16", "int8"],
 )
 def test_in_one_batch_each_is_as_alone(

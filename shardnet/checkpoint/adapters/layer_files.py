@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from shardnet.checkpoint.adapters.gguf_adapter import open_gguf_adapter
 from shardnet.checkpoint.adapters.peft_adapter import CONFIG, open_peft
@@ -27,7 +27,7 @@ from shardnet.model.config.model_config import ModelConfig
 if TYPE_CHECKING:
     import torch
 
-MAX_LAYER_BYTES: Final = 1 << 30
+MAX_LAYER_BYTES: Final = 1 << 28
 """Cap on the file of one layer."""
 
 
@@ -46,6 +46,39 @@ class LayerPart:
         return 4 * self.n_weights
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFacts:
+    """What is known of an adapter that a ring has, called `name` by requests.
+
+    `parts` are those of all layers that it changes, by their numbers. Where it was read on this
+    machine, `path` is where and `stamp` changes when a file of it does.
+    """
+
+    name: str
+    adapter_id: str
+    parts: tuple[LayerPart, ...]
+    path: str = ""
+    stamp: tuple[tuple[str, int, int], ...] = ()
+
+    def bytes_of(self, layer: int) -> int:
+        """Return the bytes that its part for a layer takes in memory."""
+        return sum(part.memory_bytes for part in self.parts if part.layer == layer)
+
+
+class Weighing(Protocol):
+    """An adapter, or a part of one, that takes memory."""
+
+    def bytes_of(self, layer: int) -> int:
+        """Return the bytes that its part for a layer takes in memory."""
+
+
+def with_adapters(config: ModelConfig, adapters: Sequence[Weighing]) -> ModelConfig:
+    """Return the config of a model with adapters beside its weights."""
+    layers = range(config.n_layers) if adapters else ()
+    n_bytes = tuple(sum(each.bytes_of(layer) for each in adapters) for layer in layers)
+    return replace(config, adapter_bytes=n_bytes)
+
+
 def open_adapter(path: Path, config: ModelConfig) -> StoredAdapter:
     """Read the headers of the adapter at `path`: a PEFT folder, or a GGUF file.
 
@@ -62,9 +95,9 @@ def open_adapter(path: Path, config: ModelConfig) -> StoredAdapter:
     )
 
 
-def adapter_id(parts: Mapping[int, LayerPart]) -> str:
+def adapter_id(parts: Sequence[LayerPart]) -> str:
     """Return the id of an adapter: SHA-256, in hex, over the digests of its layers' files."""
-    named = [[layer, part.sha256] for layer, part in sorted(parts.items())]
+    named = [[part.layer, part.sha256] for part in parts]
     return hashlib.sha256(json.dumps(["lora", 1, named]).encode()).hexdigest()
 
 

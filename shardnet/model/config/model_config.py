@@ -224,7 +224,8 @@ class ModelConfig:
     Attention is in all layers but those of `delta_net`.
 
     With `has_mtp` the stage with the last layer has one more, numbered `n_layers`, which predicts a
-    token further ahead and is no part of the model's own output.
+    token further ahead and is no part of the model's own output. What adapters add to the weights
+    of each layer takes `adapter_bytes`; () is nothing.
     """
 
     family: str
@@ -266,6 +267,7 @@ class ModelConfig:
     has_unit_heads: bool = False
     chunk: int | None = None
     has_mtp: bool = False
+    adapter_bytes: tuple[int, ...] = ()
     wrapper: str = ""
 
     @property

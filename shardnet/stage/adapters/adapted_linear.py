@@ -91,7 +91,7 @@ class LowRankProduct:
         """Multiply float32 rows."""
         if self._most_rows is None:
             return self._multiply(rows)
-        return torch.cat([self._multiply(some) for some in rows.split(self._most_rows)])
+        return torch.cat([self._multiply(some) for some in torch.split(rows, self._most_rows)])
 
     def _multiply(self, rows: Tensor) -> Tensor:
         a, b = self._linears

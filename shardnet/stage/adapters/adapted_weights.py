@@ -7,14 +7,13 @@ weights are read, nor who asks for an adapter.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from shardnet.checkpoint.adapters.stored_adapter import LowRank, linear_shapes
+from shardnet.checkpoint.adapters.stored_adapter import linear_shapes
 from shardnet.errors import UnsupportedModelError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.kernels.linear import Linear
@@ -28,16 +27,9 @@ from shardnet.stage.adapters.adapted_linear import (
     AddedPart,
     LowRankProduct,
 )
+from shardnet.stage.adapters.loaded_adapter import LoadedAdapter
 
 _LINEAR: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedAdapter:
-    """What an adapter has for the layers of a stage, by absolute layer and by linear."""
-
-    adapter_id: str
-    layers: Mapping[int, Mapping[str, LowRank]]
 
 
 class AdaptedWeights:
