@@ -304,7 +304,7 @@ def _ranges(layers: str) -> list[tuple[int, int]]:
 
 def _adapters(named: Sequence[str]) -> list[NamedAdapter]:
     """Read the values of --lora; a relative path is made absolute."""
-    adapters = []
+    adapters: list[NamedAdapter] = []
     for text in named:
         name, has_path, path = text.partition("=")
         if not has_path or not path or not _ADAPTER_NAME.fullmatch(name):
