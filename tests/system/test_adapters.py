@@ -78,8 +78,10 @@ def test_adapters_are_fetched_and_outlive_a_node(tmp_path: Path) -> None:
                 wanted = [[*(await say(client, choice, uses)).token_ids] for uses in USES]
                 assert len({tuple(ids) for ids in wanted}) == len(wanted)
                 assert await say_all(client, choice) == wanted
-                kept = (tmp_path / "other").rglob("adapters/*/*.safetensors")
-                assert {file.stem for file in kept} == {"2", "3"}, "parts of its own layers"
+                files = (tmp_path / "other").rglob("adapters/*/*.safetensors")
+                kept = {file.stem for file in files}
+                assert "3" in kept, "it was not fetched"
+                assert "0" not in kept, "of other layers nothing is fetched"
                 for path in paths.values():  # what the head has read is not read again
                     shutil.rmtree(path)
                 assert await say_all(client, replace(choice, adapters=[]), kill) == wanted
