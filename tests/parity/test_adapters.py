@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType
 from support.models.adapters import ALL, as_gguf, make_peft, merge
 from support.models.checkpoints import make_decoder
+from support.models.gguf_files import pack_as, write_gguf
 from support.needs import needs_library
 from support.rings.stage_chain import (
     CPU,
@@ -158,6 +160,28 @@ def test_in_one_batch_each_is_as_alone(
         assert torch.equal(got, alone)
     [without] = StageChain.load(base, ranges, choice).generate([prompts[1]], 6)
     assert torch.equal(logits[1], without)
+
+
+@needs_library
+def test_an_adapter_beside_a_quantised_model(tmp_path: Path) -> None:
+    """It adds what it adds to the dequantised model; rows have the same bits in any batch."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
+    base = make_decoder(tmp_path / "base", "llama", seed=4, **sizes)
+    adapter = make_peft(tmp_path / "adapter", base)
+    pack = pack_as(GGMLQuantizationType.Q8_0)
+    quantised = write_gguf(base, tmp_path / "q8.gguf", pack=pack)
+    ranges = even_split(4, 2)
+    ours = AdaptedChain.of(quantised, ranges, [loaded("a", adapter, base, tmp_path)])
+    [without, *plain] = ours.generate(PROMPTS, 6)
+    ours.uses = {0: (AdapterUse(adapter_id="a"),)}
+    [adapted, *rest] = ours.generate(PROMPTS, 6)
+    assert torch.equal(adapted, one_by_one(ours, PROMPTS[:1])[0])
+    assert all(torch.equal(got, want) for got, want in zip(rest, plain, strict=True))
+    merged = StageChain.load(merge(base, adapter, tmp_path / "merged"), ranges)
+    n_prompt = len(PROMPTS[0])
+    want = merged.prefill(0, PROMPTS[0])
+    error, effect = adapted[:n_prompt] - want, without[:n_prompt] - want
+    assert error.square().mean() < 0.01 * effect.square().mean()
 
 
 def test_a_gguf_adapter_is_the_same_one(tmp_path: Path) -> None:
