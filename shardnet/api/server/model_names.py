@@ -164,7 +164,7 @@ def _adapted(model: ServedModel) -> list[ServedModel]:
     return [
         ServedModel(
             name=f"{model.name}:{adapter.name}",
-            choice=replace(model.choice, used_adapters=[AdapterScale(adapter.name)]),
+            choice=replace(model.choice, used_adapters=[AdapterScale(adapter.name, 1.0)]),
         )
         for adapter in model.choice.adapters
     ]

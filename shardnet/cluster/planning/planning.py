@@ -332,7 +332,7 @@ class Planner:
         """
         try:
             async with asyncio.timeout(CHECK_S):
-                if await self._sharing.adapters.have_changed(facts.adapters):
+                if facts.adapters and await self._sharing.adapters.have_changed(facts.adapters):
                     return True
                 if await self._sharing.is_unchanged(facts, model):
                     return False

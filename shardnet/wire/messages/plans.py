@@ -60,7 +60,7 @@ class AdapterScale(Row, frozen=True, array_like=True):
     """An adapter by the name that the ring knows it by, and what its part is multiplied by."""
 
     name: AdapterName
-    scale: Annotated[float, Meta(ge=-MAX_ADAPTER_SCALE, le=MAX_ADAPTER_SCALE)] = 1.0
+    scale: Annotated[float, Meta(ge=-MAX_ADAPTER_SCALE, le=MAX_ADAPTER_SCALE)]
 
 
 class ModelChoice(Strict, frozen=True, kw_only=True):
