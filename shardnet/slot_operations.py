@@ -12,6 +12,19 @@ MAX_DRAFTS = 31
 """Draft tokens of a sequence in one step."""
 
 
+MAX_ADAPTERS = 16
+"""LoRA adapters that a ring can have."""
+MAX_ADAPTER_SCALE = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterUse:
+    """An adapter of a sequence, by its id, and what its part is multiplied by."""
+
+    adapter_id: str
+    scale: float = 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSequence:
     """A slot operation: a sequence takes a slot.
@@ -20,6 +33,7 @@ class OpenSequence:
     `is_restored` are those that every stage has read from its disk for this sequence. Its output
     begins at position `n_prompt`; `stop_ids` are those that `min_tokens` holds back. Only the tail
     uses `sampling` and `stop_ids`, and makes at most `n_drafts` drafts behind a sampled token.
+    Every stage adds the `adapters` to the sequence's rows, whose positions so far had the same.
     """
 
     sequence_id: SequenceId
@@ -32,6 +46,7 @@ class OpenSequence:
     stop_ids: tuple[int, ...] = ()
     outputs: OutputParams = NO_OUTPUTS
     n_drafts: int = 0
+    adapters: tuple[AdapterUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

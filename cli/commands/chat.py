@@ -98,6 +98,7 @@ def chat(
     if sampling.temperature != 0:  # else the most likely token was asked for, as it is
         options["recommended"] = sampling.left_to_the_model()
     wanted = ring.wanted(access)
+    options["adapters"] = sampling.adapters(wanted.choice)
     warn_of_base_model(wanted.choice.model)
     with exit_codes():
         from shardnet.api.blocking import opened

@@ -149,6 +149,7 @@ def generate(
         sampling=params,
         options={
             **options,
+            "adapters": sampling.adapters(wanted.choice),
             "lockstep": static,
             "priority": priority,
             "deadline_s": deadline,

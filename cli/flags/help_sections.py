@@ -45,6 +45,7 @@ SECTIONS: Final = MappingProxyType(
             *("--max-tokens", "--min-tokens", "--stop", "--stop-token-id", "--ignore-eos"),
         ),
         "Speculation and determinism": ("--speculate", "--draft-tokens", "--deterministic"),
+        "LoRA adapters": ("--lora", "--use-lora"),
         "Output": (
             *("--json", "--logprobs", "--prompt-logprobs", "--jsonl", "--keep-special-tokens"),
             *("--every", "--count", "--trace", "--log-format"),

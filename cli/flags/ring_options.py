@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import typer
@@ -15,8 +16,9 @@ import typer
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import UsageError
 from shardnet.model.shards.cut import MAX_SHARDS
+from shardnet.slot_operations import MAX_ADAPTERS
 from shardnet.types import parse_layers, parse_wires
-from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.plans import ModelChoice, NamedAdapter
 
 from .cluster_access import Access
 from .completion import model_names, one_of
@@ -36,6 +38,7 @@ from .options import (
     split_nodes,
 )
 
+_ADAPTER_NAME: Final = re.compile(r"[\w.+-]{1,64}")
 _STREAM_LAYERS: Final = re.compile(r"(auto|off|[0-9]{1,4})?")
 
 
@@ -207,6 +210,18 @@ class RingOptions:
         ),
     ] = "auto"
 
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--lora",
+            metavar="NAME=PATH",
+            help="Load a LoRA adapter, a PEFT folder or a GGUF file on the ring's first node, for "
+            "requests that name it; can be repeated.",
+            envvar="SHARDNET_LORA",
+            show_default=False,
+        ),
+    ] = None
+
     def wanted(self, access: Access) -> Wanted:
         """Make the request to open a ring. Raises typer.BadParameter for a wrong value."""
         keep_offline(self.offline)
@@ -245,6 +260,7 @@ class RingOptions:
             standby="auto" if self.standby == "auto" else "",
             mtp=self.mtp,
             nodes_per_stage=_nodes_per_stage(self.nodes_per_stage),
+            adapters=_adapters(self.lora or []),
         )
 
 
@@ -260,6 +276,26 @@ def _ranges(layers: str) -> list[tuple[int, int]]:
         return [(part.start, part.end) for part in parse_layers(layers)] if layers else []
     except UsageError as error:
         raise typer.BadParameter(str(error), param_hint="--layers") from error
+
+
+def _adapters(named: Sequence[str]) -> list[NamedAdapter]:
+    """Read the values of --lora; a relative path is made absolute."""
+    adapters: list[NamedAdapter] = []
+    for text in named:
+        name, has_path, path = text.partition("=")
+        if not has_path or not path or not _ADAPTER_NAME.fullmatch(name):
+            raise typer.BadParameter(
+                f"'{text}': give NAME=PATH, the name of letters, digits and . _ + -",
+                param_hint="--lora",
+            )
+        if any(name == known.name for known in adapters):
+            raise typer.BadParameter(f"two adapters are called {name}", param_hint="--lora")
+        adapters.append(NamedAdapter(name, str(Path(path).expanduser().absolute())))
+    if len(adapters) > MAX_ADAPTERS:
+        raise typer.BadParameter(
+            f"{len(adapters)} adapters, a ring has at most {MAX_ADAPTERS}", param_hint="--lora"
+        )
+    return adapters
 
 
 def _check_wires(text: str) -> None:

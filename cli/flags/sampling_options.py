@@ -17,6 +17,7 @@ from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS, Constraint, Constrai
 from shardnet.errors import SamplingError, UsageError
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.generation import RecommendedName
+from shardnet.wire.messages.plans import ModelChoice
 
 from .option_groups import option
 from .options import check_choice
@@ -160,6 +161,29 @@ class SamplingOptions:
         ),
     ] = False
 
+    use_lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--use-lora",
+            metavar="NAME[=X]",
+            help="Compute with this LoRA adapter of the ring, multiplied by X; can be repeated. "
+            "Not needed with a single --lora.",
+            show_default=False,
+        ),
+    ] = None
+
+    def adapters(self, choice: ModelChoice) -> dict[str, float]:
+        """Return which adapters to use of those of `choice`, or of the ring.
+
+        Raises typer.BadParameter for a wrong value, and for several of which none is named.
+        """
+        if self.use_lora:
+            return dict(map(_parse_use, self.use_lora))
+        if len(choice.adapters) > 1:
+            names = ", ".join(adapter.name for adapter in choice.adapters)
+            raise typer.BadParameter(f"choose of {names}", param_hint="--use-lora")
+        return {adapter.name: 1.0 for adapter in choice.adapters}
+
     def params(self, n_logprobs: int | None = None) -> SamplingParams:
         """Make the sampling parameters; `n_logprobs` None reports no log-probabilities.
 
@@ -246,6 +270,16 @@ def _read(flag: str, name: str) -> str:
 def read_speculate(text: str) -> str:
     """Return `off`, `ngram`, `mtp` or the draft model's name. Raises UsageError for a URL."""
     return text if text in ("off", "ngram", "mtp") else name_model(text)
+
+
+def _parse_use(entry: str) -> tuple[str, float]:
+    """Read NAME or NAME=X. Raises typer.BadParameter for an X that is no number."""
+    name, equals, scale = entry.partition("=")
+    try:
+        return name, float(scale) if equals else 1.0
+    except ValueError:
+        what = f"'{entry}' is not NAME=X, such as stories=0.5"
+        raise typer.BadParameter(what, param_hint="--use-lora") from None
 
 
 def _parse_bias(entry: str) -> tuple[int, float]:

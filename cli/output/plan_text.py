@@ -42,6 +42,10 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
         "quant": plan.quant or "none",
         "kv_dtype": plan.kv_dtype,
         "mtp_bytes": plan.mtp_bytes,
+        "adapters": [
+            {"name": adapter.name, "weight_bytes": adapter.weight_bytes}
+            for adapter in plan.adapters
+        ],
         "wire_dtype": plan.wire_dtype,
         "arith": plan.arith,
         "exact": plan.exact and msgspec.to_builtins(plan.exact),
@@ -197,6 +201,10 @@ def dtype_words(plan: PlanReply) -> str:
         quantised.append(f"{plan.kv_dtype} KV")
     if plan.mtp_bytes:
         quantised.append(f"{plan.mtp_bytes / 2**20:.1f} MiB for MTP")
+    if plan.adapters:
+        names = ", ".join(adapter.name for adapter in plan.adapters)
+        size = sum(adapter.weight_bytes for adapter in plan.adapters) / 2**20
+        quantised.append(f"{size:.1f} MiB for LoRA ({names})")
     return f"{plan.dtype} with {' and '.join(quantised)}" if quantised else plan.dtype
 
 

@@ -33,7 +33,8 @@ from shardnet.stage.estimate.memory_estimate import (
 )
 from shardnet.stage.load import load_stage
 from shardnet.stage.packs.pack_cache import PackCache
-from shardnet.stage.stage_model import Run, StageModel
+from shardnet.stage.runs import Run
+from shardnet.stage.stage_model import StageModel
 from shardnet.types import (
     LayerRange,
     blocks_for,

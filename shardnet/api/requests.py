@@ -25,8 +25,13 @@ from shardnet.wire.messages import generation
 from shardnet.wire.messages.activity import CancelSequence, GetActivity
 from shardnet.wire.messages.chat import ChatMessage, DescribeTokenizer
 from shardnet.wire.messages.control import control_frame, read_control
-from shardnet.wire.messages.generation import Generate, LastRunRequest, RecommendedName, Unload
-from shardnet.wire.messages.plans import ModelChoice, PlanRequest
+from shardnet.wire.messages.generation import (
+    Generate,
+    LastRunRequest,
+    RecommendedName,
+    Unload,
+)
+from shardnet.wire.messages.plans import AdapterScale, ModelChoice, PlanRequest
 from shardnet.wire.messages.sequences import Outputs, Sampling
 from shardnet.wire.messages.stages import Drain
 from shardnet.wire.messages.tokens import Detokenize, Encode, Tokenize
@@ -53,8 +58,10 @@ class GenerationOptions(TypedDict, total=False):
     knows, such as `enable_thinking` or `reasoning_effort`. `constraint` (None): what the output
     must match, such as a JSON schema. `trace` (False): the result has every step of the request.
     `key` (""): a name by which the requests of the call are found again, known to nobody else: they
-    are copied to a deputy of the head, which goes on if the head is lost. With `resume` (False) the
-    answers to a call with the same `key` are gone on with, from their beginning.
+    are copied to a deputy of the head, which goes on if the head is lost. `adapters` (none): LoRA
+    adapters of the ring by name (ModelChoice has their paths), and what each is multiplied by. With
+    `resume` (False) the answers to a call with the same `key` are gone on with, from their
+    beginning.
     """
 
     max_tokens: int
@@ -76,6 +83,7 @@ class GenerationOptions(TypedDict, total=False):
     constraint: Constraint | None
     trace: bool
     key: str
+    adapters: Mapping[str, float]
     resume: bool
 
 
@@ -263,6 +271,9 @@ def _message(
     params.check()
     if options.get("speculate") == "mtp":  # what drafts is a part of the ring
         choice = msgspec.structs.replace(choice, mtp=True)
+    if "adapters" in options:
+        used = [AdapterScale(*named) for named in options.pop("adapters").items()]
+        choice = msgspec.structs.replace(choice, used_adapters=used)
     fields: dict[str, Any] = {**options, **_prompt_field(prompt.content)}
     if "outputs" in options:
         options["outputs"].check()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
+from shardnet.checkpoint.adapters.layer_files import with_adapters
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
@@ -28,6 +29,9 @@ from shardnet.model.kernels.linear import MAX_EXACT_ROWS, KernelChoice
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.model.shards.cut import Cut
 from shardnet.model.shards.group import ShardGroup
+from shardnet.stage.adapters.adapted_linear import ActiveAdapters
+from shardnet.stage.adapters.adapted_weights import AdaptedWeights
+from shardnet.stage.adapters.loaded_adapter import LoadedAdapter
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes, streamed_layers
 from shardnet.stage.estimate.packed_sizes import packed_sizes
 from shardnet.stage.estimate.stored_dtype import check_streamable, stored_dtype, weight_form
@@ -61,6 +65,7 @@ def load_stage(
     kept: KeptLinears | None = None,
     group: ShardGroup | None = None,
     followers: Followers | None = None,
+    adapters: Sequence[LoadedAdapter] = (),
 ) -> StageModel:
     """Load `layers` onto `device`, with the embedding in the first stage and the head in the last.
 
@@ -69,7 +74,8 @@ def load_stage(
     quantised weights, which may be written while the stage computes already. `n_streamed` layers
     stay on disk. `capture` is that of load_family_stage. `kept` are linears of a stage of the same
     model, loaded with the same choice: they are taken from there. With a `group` this is a shard of
-    the stage, with the heads of its own, and with `followers` the first one, as which others do.
+    the stage, with the heads of its own, and with `followers` the first one, as which others do; a
+    shard has no `adapters`.
     `progress` is called with (bytes done, bytes in total) after every part; an exception it raises
     aborts the loading and releases everything.
 
@@ -93,13 +99,20 @@ def load_stage(
         weights = StageWeights(checkpoint, tensors, choice, device, progress, packs, streamed, kept)
         own, cut = config, None
         source: WeightSource = weights
+        active = ActiveAdapters()
+        adapted: AdaptedWeights | None = None
+        if adapters:
+            source = adapted = AdaptedWeights(weights, config, adapters, active, device)
         if group is not None:
+            assert adapted is None, "shards have no adapters"
             whole_heads = family_of(config).has_whole_heads
             cut = Cut.of(config, group.index, group.size, has_whole_heads=whole_heads)
             own = cut.own_config(config)
             source = ShardWeights(weights, tensors.all, cut, group)
         with weights.writer:
             family = load_family_stage(own, layers, source, context, dtype, device, capture)
+        if adapted is not None:
+            adapted.check_all_used()
     kv = _kv_cache(own, layers, dtype, device, room_blocks, kv_dtype, cut, followers)
     most = weights.exact_rows if family.is_exact(kv) else MAX_EXACT_ROWS
     weights.stream.start()
@@ -117,13 +130,17 @@ def load_stage(
         kv,
         context=context,
         exact_rows=min(most, weights.exact_rows),
-        weight_bytes=stage_weight_bytes(config, layers, form, weights.stream.n_layers),
+        weight_bytes=stage_weight_bytes(
+            with_adapters(config, adapters), layers, form, weights.stream.n_layers
+        ),
         stream=weights.stream,
         writer=weights.writer,
         linears=weights.made if group is None else None,
         group=group,
         followers=followers,
         cut=cut,
+        adapters=active,
+        adapter_ids=frozenset(adapter.adapter_id for adapter in adapters),
     )
 
 

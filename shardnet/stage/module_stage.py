@@ -20,7 +20,8 @@ from shardnet.model.kernels.device_memory import capacity_error_for
 from shardnet.model.modules.cut_model import CutModel
 from shardnet.model.modules.slot_cache import SlotCache
 from shardnet.output_params import RoutingShape
-from shardnet.stage.stage_model import Run, keep_state
+from shardnet.stage.runs import Run
+from shardnet.stage.stage_model import keep_state
 from shardnet.stage.tensor_reader import Progress, TensorReader
 from shardnet.types import LayerRange, SlotId, blocks_for
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -21,25 +20,13 @@ from shardnet.model.layers.attention import ForwardStep, plan_step, step_over
 from shardnet.model.shards.cut import Cut
 from shardnet.model.shards.group import ShardGroup
 from shardnet.output_params import RoutingShape
+from shardnet.stage.adapters.adapted_linear import ActiveAdapters, RowsOfAdapter
 from shardnet.stage.kept_linears import KeptLinears
 from shardnet.stage.packs.pack_writer import PackWriter
+from shardnet.stage.runs import Run, sampled_rows
 from shardnet.stage.shards.followers import Followers
 from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.types import LayerRange, MicroBatch, RowGroup, SlotId
-
-
-class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """A micro-batch on its way through the layers; see StageModel.run.
-
-    `states` collects hidden states [T, E] by how many of the model's layers have computed them, for
-    the numbers `kept_states` that this stage passes.
-    """
-
-    batch: MicroBatch
-    hidden: Tensor | None
-    experts: dict[int, Tensor] | None = None
-    kept_states: frozenset[int] = frozenset()
-    states: dict[int, Tensor] = msgspec.field(default_factory=dict)
 
 
 class StageModel:
@@ -62,8 +49,12 @@ class StageModel:
         group: ShardGroup | None = None,
         followers: Followers | None = None,
         cut: Cut | None = None,
+        adapters: ActiveAdapters | None = None,
+        adapter_ids: frozenset[str] = frozenset(),
     ) -> None:
         self._family = family
+        self._adapters = adapters or ActiveAdapters()
+        self._adapter_ids = adapter_ids
         self.linears = linears
         """Its linears for a stage that comes after this one, None for nothing."""
         self.group = group
@@ -251,15 +242,20 @@ class StageModel:
         raise.
         """
         assert self._followers is None or len(runs) == 1, "shards compute one at a time"
+        split = [run.split() for run in runs]
         results: list[Tensor | ShardnetError] = []
         try:
-            for together in self._passes(runs):
+            for together in self._passes([part for parts in split for part in parts]):
                 results += self._pass(together)
         except BaseException:
             if self._followers is not None:
                 self._followers.fail()
             raise
-        return results
+        given = iter(results)
+        return [
+            _joined(run, parts, [next(given) for _ in parts])
+            for run, parts in zip(runs, split, strict=True)
+        ]
 
     def _passes(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
         """Split `runs` where one must not start before another has finished.
@@ -283,8 +279,10 @@ class StageModel:
     def _pass(self, runs: Sequence[Run]) -> list[Tensor | ShardnetError]:
         results: list[Tensor | ShardnetError] = []
         walks: dict[int, Iterator[Tensor]] = {}
+        adapters: dict[int, tuple[RowsOfAdapter, ...]] = {}
         for place, run in enumerate(runs):
             try:
+                adapters[place] = run.rows_of_adapters(self._adapter_ids, self.device)
                 rows, step = self._begin(run)
             except ShardnetError as error:
                 results.append(error.with_traceback(None))  # it would keep the model in memory
@@ -298,7 +296,8 @@ class StageModel:
             for layer in range(len(self.layers)):
                 self._stream.need(layer)
                 for place, walk in walks.items():
-                    results[place] = hidden = next(walk)
+                    with self._adapters.of(adapters[place]):
+                        results[place] = hidden = next(walk)
                     keep_state(runs[place], self.layers.start + layer + 1, hidden)
                 self._stream.done(layer)
         except ShardnetError as error:  # concerns all micro-batches: the layer cannot be read
@@ -330,6 +329,7 @@ class StageModel:
                 run.experts,
                 None if narrower is None else torch_dtype(narrower),
                 layer_by_layer=bool(run.kept_states),
+                is_adapted=run.is_adapted,
             )
         except CapacityError as error:
             if self._followers is not None and error.__cause__ is not None:
@@ -350,19 +350,17 @@ class StageModel:
             )
 
 
+def _joined(
+    run: Run, parts: Sequence[Run], results: Sequence[Tensor | ShardnetError]
+) -> Tensor | ShardnetError:
+    """Return what the parts of a run gave together, or the first error of any."""
+    outputs = [result for result in results if isinstance(result, Tensor)]
+    if len(outputs) < len(results):
+        return next(result for result in results if not isinstance(result, Tensor))
+    return run.join(parts, outputs)
+
+
 def keep_state(run: Run, number: int, hidden: Tensor) -> None:
     """Copy hidden states [T, E] after `number` layers, where they are kept."""
     if number in run.kept_states:
         run.states[number] = hidden.clone()
-
-
-def sampled_rows(rows: Tensor, batch: MicroBatch) -> Tensor:
-    """Select the last `n_sampled` rows of each group from [T, E]: [n_sampled, E]."""
-    if batch.n_sampled == batch.n_rows:
-        return rows
-    kept = []
-    end = 0
-    for group in batch.groups:
-        end += group.n_rows
-        kept.append(rows[end - group.n_sampled : end])
-    return torch.cat(kept)

@@ -22,7 +22,7 @@ from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import SequenceRequest
 from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.sampling_params import SamplingParams
-from shardnet.stage.stage_model import Run
+from shardnet.stage.runs import Run
 from shardnet.types import Epoch, LayerRange, LiveState, SequenceId
 
 

@@ -27,9 +27,9 @@ ROOMS: dict[str, list[str]] = {
         "families",
         "sampling",
     ],
-    "checkpoint": ["tensors", "quantization", "formats", ""],
+    "checkpoint": ["tensors", "quantization", "formats", "adapters", ""],
     "tokenizers": ["chat", "backends", "formats", "", "grammar"],
-    "stage": ["estimate", "packs", "streaming", "prefixes", "shards", ""],
+    "stage": ["estimate", "packs", "streaming", "prefixes", "shards", "adapters", ""],
     "runtime": [
         "scheduling",
         "processors",

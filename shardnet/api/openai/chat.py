@@ -25,7 +25,7 @@ from shardnet.api.events import GenerationResult, TokenLogprob
 from shardnet.api.openai.chat_body import ChatBody, chat_request
 from shardnet.api.openai.faults import DONE
 from shardnet.api.openai.logprobs import ChatLogprobs, chat_logprobs
-from shardnet.api.openai.sampling import wants_usage
+from shardnet.api.openai.sampling import adapted_by, wants_usage
 from shardnet.api.openai.usage import UsageBody, usage_of
 from shardnet.api.server.endpoint import Json, Reply, Stream, comment, event
 from shardnet.api.server.service import Exchange
@@ -118,7 +118,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 async def complete_chat(exchange: Exchange, body: ChatBody) -> Reply:
     """Answer a chat completion."""
     served = await exchange.service.models.find(body.model)
-    request = chat_request(body, served.choice)
+    request = chat_request(body, adapted_by(body, served.choice))
     writer = _Writer(model=served.name, has_old_form=body.has_old_form)
     if body.stream:
         chunks = _chunks(exchange, request, writer, with_usage=wants_usage(body))

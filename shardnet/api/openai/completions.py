@@ -20,6 +20,7 @@ from shardnet.api.openai.prompts import PromptBody, prompts_of
 from shardnet.api.openai.sampling import (
     MAX_SAMPLES,
     SamplingBody,
+    adapted_by,
     options_of,
     sampling_of,
     wants_usage,
@@ -118,7 +119,7 @@ async def complete(exchange: Exchange, body: CompletionBody) -> Reply:
         n=body.n or 1,
         echo=bool(body.echo),
         has_logprobs=body.logprobs is not None,
-        model=served.choice,
+        model=adapted_by(body, served.choice),
         name=served.name,
     )
     if body.stream:

@@ -10,11 +10,14 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from shardnet.api.requests import GenerationOptions
 from shardnet.api.server.errors import refused
 from shardnet.sampling_params import MAX_LOGIT_BIASES, SamplingParams
+from shardnet.slot_operations import MAX_ADAPTER_SCALE, MAX_ADAPTERS
 from shardnet.wire.framing.schema import MAX_POSITIONS
+from shardnet.wire.messages.plans import AdapterScale, ModelChoice
 
 MAX_SAMPLES: Final = 128
 """Samples of one prompt."""
@@ -32,6 +35,13 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """What a stream has beside the text."""
 
     include_usage: bool | None = None
+
+
+class LoraScale(msgspec.Struct, kw_only=True):
+    """A LoRA adapter by its place among those of --lora, as llama-server has it."""
+
+    id: Annotated[int, Meta(ge=0)]
+    scale: Annotated[float, Meta(ge=-MAX_ADAPTER_SCALE, le=MAX_ADAPTER_SCALE)] = 1.0
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):
@@ -67,6 +77,23 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
     deadline_s: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     deterministic: bool | None = None
+    lora: Annotated[list[LoraScale], Meta(max_length=MAX_ADAPTERS)] | None = None
+
+
+def adapted_by(body: SamplingBody, choice: ModelChoice) -> ModelChoice:
+    """Return the choice with the adapters of `lora`, where that is given, and no others.
+
+    Raises HttpError 400 for an adapter that there is not.
+    """
+    if body.lora is None:
+        return choice
+    used = []
+    for lora in body.lora:
+        if lora.id >= len(choice.adapters):
+            n = len(choice.adapters)
+            raise refused(f"lora has id {lora.id}, and the model has {n} adapters", "lora")
+        used.append(AdapterScale(choice.adapters[lora.id].name, lora.scale))
+    return replace(choice, used_adapters=used)
 
 
 def sampling_of(body: SamplingBody, n_logprobs: int | None) -> SamplingParams:

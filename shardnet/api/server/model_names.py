@@ -20,7 +20,7 @@ from shardnet.api.server.errors import Fault, HttpError, refused
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.model_names import match, nearest_name, short_name
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.plans import AdapterScale, ModelChoice
 
 FRESH_S: Final = 30.0
 """A list counts for so long."""
@@ -41,6 +41,11 @@ class ServedModel:
 
     name: str
     choice: ModelChoice
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether it is another model with a LoRA adapter."""
+        return bool(self.choice.used_adapters)
 
 
 class ModelNames:
@@ -96,7 +101,11 @@ class ModelNames:
         default = self.default
         if not name or name in (default.name, default.choice.model):
             return default
-        served = {model.name: model for model in await self._every()}
+        for adapted in _adapted(default):
+            if name == adapted.name:
+                return adapted
+        every = await self._every()
+        served = {model.name: model for model in every if not model.is_adapted}
         try:
             found = match(name, served)
         except UsageError as error:
@@ -139,13 +148,13 @@ class ModelNames:
             if self._clock() - self._listed_at_s >= FRESH_S:
                 await self._refresh()
         if self._is_fixed:
-            return (default,)
+            return (default, *_adapted(default))
         others = (
-            ServedModel(name=name, choice=replace(self._client.choice, model=name))
+            ServedModel(name=name, choice=_other(self._client.choice, name))
             for name in dict.fromkeys([*self._listed, DEFAULT_MODEL_NAME])
             if name not in (default.name, default.choice.model)
         )
-        return (default, *others)
+        return (default, *_adapted(default), *others)
 
     def shown(self, text: str) -> str:
         """Return a text as clients see it: with the default model's name, not where it lies."""
@@ -170,6 +179,22 @@ class ModelNames:
         except (ShardnetError, TimeoutError):
             found = list(dict.fromkeys([*self._listed, *found]))
         self._listed, self._listed_at_s = found, self._clock()
+
+
+def _other(choice: ModelChoice, model: str) -> ModelChoice:
+    """Return the choice of another model, for which the adapters of this one are not."""
+    return replace(choice, model=model, adapters=[], used_adapters=[])
+
+
+def _adapted(model: ServedModel) -> list[ServedModel]:
+    """List a model with each of its LoRA adapters, as `MODEL:ADAPTER`."""
+    return [
+        ServedModel(
+            name=f"{model.name}:{adapter.name}",
+            choice=replace(model.choice, used_adapters=[AdapterScale(adapter.name, 1.0)]),
+        )
+        for adapter in model.choice.adapters
+    ]
 
 
 def _unknown(message: str) -> Fault:

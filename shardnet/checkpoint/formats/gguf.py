@@ -58,7 +58,7 @@ def open_gguf(path: Path) -> Contents:
     totals = FileTotals(paths[0])
     for part in paths:
         headers.append(read_gguf_header(part))
-        files[part.name] = totals.add(_tensor_file(part, headers[-1]))
+        files[part.name] = totals.add(read_tensor_file(part, headers[-1]))
     stored = {name: info for file in files.values() for name, info in file.tensors.items()}
     factors = {
         info.name: _read_factors(part, info)
@@ -95,8 +95,11 @@ def open_gguf(path: Path) -> Contents:
     )
 
 
-def _tensor_file(path: Path, header: GgufHeader) -> TensorFile:
-    """Check that all tensors are within the file. Rotary factors count as part of its head."""
+def read_tensor_file(path: Path, header: GgufHeader) -> TensorFile:
+    """Check that all tensors are within the file. Rotary factors count as part of its head.
+
+    Raises CheckpointError, which names the tensor, and UnsupportedModelError for a type.
+    """
     infos = [_stored(path, tensor) for tensor in header.tensors]
     end = end_of(path, infos, header.head_bytes)
     if end > header.size_bytes:

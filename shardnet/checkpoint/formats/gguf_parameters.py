@@ -9,7 +9,7 @@ files or kernels.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from shardnet.types import LayerRange
 
 if TYPE_CHECKING:
     import torch
+    from gguf.tensor_mapping import TensorNameMap
     from torch import Tensor
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
@@ -48,12 +49,7 @@ def arrange(
     Of the `n_blocks` layers in the file those beyond the config's are left out, unless it counts
     the first of them to the model (MTP).
     """
-    from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
-    from gguf.tensor_mapping import get_tensor_name_map
-
-    number = next(kind for kind in MODEL_ARCH if MODEL_ARCH_NAMES[kind] == arch)
-    names = get_tensor_name_map(number, config.n_layers + config.has_mtp)
-    family = family_of(config)
+    names, family = _tensor_names(config, arch), family_of(config)
     left = dict(stored)
     made: dict[str, ModelTensor] = {}
     for name, shape in stage_tensors(config, LayerRange(0, config.n_layers)).all.items():
@@ -261,10 +257,9 @@ class _Changes:
 def _changes(config: ModelConfig, name: str, info: StoredTensor) -> _Changes:
     gguf = family_of(config).gguf
     assert gguf is not None
-    if gguf.interleaved_rotary and ".q_proj." in name:
-        return _Changes(n_heads=config.n_heads)
-    if gguf.interleaved_rotary and ".k_proj." in name:
-        return _Changes(n_heads=config.n_kv_heads)
+    n_heads = interleaved_heads(config, name)
+    if n_heads is not None:
+        return _Changes(n_heads=n_heads)
     if gguf.decay is not None and name.endswith(gguf.decay):
         return _Changes(is_decay=True)
     if gguf.plain_norm is not None and name.endswith(gguf.plain_norm):
@@ -273,6 +268,37 @@ def _changes(config: ModelConfig, name: str, info: StoredTensor) -> _Changes:
         return _Changes(added=config.norm_offset)
     is_transposed = bool(gguf.transposed) and name.startswith(gguf.transposed)
     return _Changes(transposed=is_transposed and len(info.shape) == 2)
+
+
+def interleaved_heads(config: ModelConfig, name: str) -> int | None:
+    """Return the heads of a parameter whose rows the converter puts in interleaved rotary order."""
+    gguf = family_of(config).gguf
+    if gguf is None or not gguf.interleaved_rotary:
+        return None
+    if ".q_proj." in name:
+        return config.n_heads
+    return config.n_kv_heads if ".k_proj." in name else None
+
+
+def stored_names(config: ModelConfig, arch: str, linears: Iterable[str]) -> dict[str, str]:
+    """Return linears, given by transformers' names, by what a GGUF of `arch` calls them."""
+    names, family = _tensor_names(config, arch), family_of(config)
+    found = {}
+    for linear in linears:
+        known = _renamed(family, linear)
+        for spelled in (family.name_prefix + known, known):
+            if stored := names.get_name(spelled):
+                found[stored] = linear
+                break
+    return found
+
+
+def _tensor_names(config: ModelConfig, arch: str) -> TensorNameMap:
+    from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
+    from gguf.tensor_mapping import get_tensor_name_map
+
+    number = next(kind for kind in MODEL_ARCH if MODEL_ARCH_NAMES[kind] == arch)
+    return get_tensor_name_map(number, config.n_layers + config.has_mtp)
 
 
 def _parameter(name: str, info: StoredTensor, changes: _Changes) -> ModelTensor:

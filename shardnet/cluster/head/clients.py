@@ -32,6 +32,7 @@ from shardnet.cluster.head.replies import (
     token_piece,
 )
 from shardnet.cluster.head.requests import (
+    adapter_uses,
     check_made,
     described,
     detokenized,
@@ -185,10 +186,14 @@ class Clients:
             control.send(Redirect(request=message.request, address=elsewhere.address))
 
     async def settled(self, choice: ModelChoice) -> ModelChoice:
-        """Return the choice with the model's name in full. Raises as ModelLists.resolve."""
+        """Return what a ring is made for: the model's name in full, and nothing of one request.
+
+        Raises as ModelLists.resolve.
+        """
         elsewhere = self._head.elsewhere()
         in_use = (self._head.model, elsewhere.model if elsewhere is not None else None)
-        return replace(choice, model=await self._lists.resolve(choice.model, in_use))
+        model = await self._lists.resolve(choice.model, in_use)
+        return replace(choice, model=model, used_adapters=[])
 
     @contextlib.contextmanager
     def _hinting(self, choice: ModelChoice) -> Iterator[None]:
@@ -358,6 +363,7 @@ class Clients:
             is_traced=message.trace,
             stops_by_text=bool(message.stop),
             made=tuple(made),
+            adapters=adapter_uses(message, lead),
         )
         with (
             self._outputs.room_for(reserved_bytes(request, lead)),

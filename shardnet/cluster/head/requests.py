@@ -19,6 +19,7 @@ from shardnet.runtime.engine.outputs import output_bytes
 from shardnet.runtime.engine.requests import GenerationRequest, MadeToken
 from shardnet.runtime.stage.routing import MAX_ROUTING_BYTES
 from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import AdapterUse
 from shardnet.tokenizers.chat.chat_template import TemplateOptions
 from shardnet.tokenizers.detokenizer import TextStream
 from shardnet.tokenizers.tokenizer import check_token_ids, no_tokenizer
@@ -234,6 +235,29 @@ def text_stream(message: Generate, lead: Lead) -> TextStream:
     if lead.tokenizer is not None and message.messages is not None:
         stops += lead.tokenizer.template_stops
     return TextStream(lead.tokenizer, stops=stops, keep_special_tokens=message.keep_special_tokens)
+
+
+def adapter_uses(message: Generate, lead: Lead) -> tuple[AdapterUse, ...]:
+    """Return the adapters of a request in the order of their ids, without those scaled by 0.
+
+    Raises UsageError, which names those that there are, for one that the ring does not have, and
+    for one that is named twice.
+    """
+    known = {adapter.name: adapter.adapter_id for adapter in lead.plan.facts.adapters}
+    scales: dict[str, float] = {}
+    for asked in message.choice.used_adapters:
+        if asked.name not in known:
+            raise UsageError(
+                f"the ring has no LoRA adapter {asked.name!r}"
+                f"{', only ' + ', '.join(known) if known else ''}",
+                remedy="load it with --lora NAME=PATH",
+            )
+        if known[asked.name] in scales:
+            raise UsageError(f"the LoRA adapter {asked.name} is asked for twice")
+        scales[known[asked.name]] = asked.scale
+    return tuple(
+        AdapterUse(adapter_id=name, scale=scale) for name, scale in sorted(scales.items()) if scale
+    )
 
 
 def output_params(message: Generate, lead: Lead) -> OutputParams:

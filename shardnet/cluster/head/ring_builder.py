@@ -203,4 +203,5 @@ def ring_spec(plan: Plan) -> RingSpec:
         ignore_unknown_config=plan.choice.ignore_unknown_config,
         spans=tuple(tuple(node.address for node in further) for further in plan.spans),
         gather_dtype=plan.gather_dtype,
+        adapters=plan.facts.adapters,
     )

@@ -23,6 +23,8 @@ CONFIG_VARIABLE: Final = "SHARDNET_CONFIG"
 PACKS_FOLDER: Final = "packed"
 """Folder of packed weights in the cache (stage/packs/pack_cache.py)."""
 PREFIXES_FOLDER: Final = "prefixes"
+ADAPTERS_FOLDER: Final = "adapters"
+"""LoRA adapters, in the folder of the models that came from other nodes."""
 """Folder of finished prompts in the cache (stage/prefixes)."""
 _NAME: Final = "shardnet"
 _PROBE_BYTES: Final = 1 << 16

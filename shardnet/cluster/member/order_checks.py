@@ -56,6 +56,11 @@ def check_load_order(order: LoadStage, most_threads: int, n_devices: int = 1) ->
         f"it spans {len(order.shard_nodes)} nodes": (
             len(order.shard_nodes) == 1 or len(order.shard_nodes) > MAX_SHARDS
         ),
+        "its adapters have parts for other layers": any(
+            not first_layer <= part.layer < order.layers[1]
+            for adapter in order.adapters
+            for part in adapter.layers
+        ),
         "it spans several nodes and is streamed": n_nodes > 1 and order.streamed_layers > 0,
     }
     for fault, holds in faults.items():

@@ -24,7 +24,12 @@ from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import ShardnetError
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.loading.loaded_stage import LoadedStage
-from shardnet.runtime.stage.stage_order import StageDevice, StageOrder, StagePart
+from shardnet.runtime.stage.stage_order import (
+    StageAdapter,
+    StageDevice,
+    StageOrder,
+    StagePart,
+)
 from shardnet.transport.loop import finish
 from shardnet.types import Arith, DType, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.framing.schema import Phase
@@ -225,10 +230,11 @@ class StageOrders:
             entered()
             progress("loading", 0, 0)
             folder = await self._sharing.folder(message, partial(progress, "fetching"))
+            adapters = await self._adapters(message, progress)
             threads = message.threads or self.threads
             loaded, reused = await self._host.load(
                 membership,
-                self._order(message, folder),
+                self._order(message, folder, adapters),
                 sent=sent,
                 received=received,
                 threads=threads,
@@ -246,10 +252,11 @@ class StageOrders:
         """Load a stage for a ring to come. Raises as `load`; then nothing has changed."""
         progress("loading", 0, 0)
         folder = await self._sharing.folder(message, partial(progress, "fetching"))
+        adapters = await self._adapters(message, progress)
         stage, in_use = await self._host.prepare(
             message.ring,
             owner,
-            self._order(message, folder),
+            self._order(message, folder, adapters),
             memory_bytes=self.device_bytes(),
             on_progress=partial(progress, "loading"),
             stands_for=message.stands_for,
@@ -273,7 +280,14 @@ class StageOrders:
     async def _leave_ring(self, membership: RingMembership) -> None:
         await finish(self._host.leave_ring(membership))
 
-    def _order(self, message: LoadStage, folder: Path) -> StageOrder:
+    async def _adapters(
+        self, message: LoadStage, progress: PhaseProgress
+    ) -> tuple[StageAdapter, ...]:
+        return await self._sharing.adapters.fetch(message, partial(progress, "fetching"))
+
+    def _order(
+        self, message: LoadStage, folder: Path, adapters: tuple[StageAdapter, ...]
+    ) -> StageOrder:
         devices = stage_devices(self.devices)
         parts = [
             StagePart(
@@ -301,6 +315,7 @@ class StageOrders:
             shard=message.shard,
             n_nodes=len(message.shard_nodes) or 1,
             gather_dtype=WireDType(message.gather_dtype) if message.gather_dtype else None,
+            adapters=adapters,
         )
         if len(parts) == 1:
             return order.on(parts[0])

@@ -49,7 +49,7 @@ from shardnet.cluster.planning.ring_dtypes import (
 from shardnet.errors import PlanError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
-from shardnet.runtime.loading.loading import mtp_not_cut
+from shardnet.runtime.loading.loading import adapters_not_cut, mtp_not_cut
 from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.stage.estimate.stored_dtype import check_streamable
 from shardnet.types import Arith, DType, KvDType, LayerRange, NodeId, WireDType, parse_wires
@@ -82,6 +82,8 @@ def make_plan(
     if choice.mtp:
         facts = facts.with_mtp()
         nodes = _drafting(choice, nodes)
+    if choice.adapters:
+        nodes = _with_whole_linears(choice, nodes)
     objective = Objective(choice.optimise) if choice.optimise else Objective.LATENCY
     context = _context(choice, facts.config)
     dtype = settle_dtype(choice.dtype, facts.config, nodes)
@@ -191,10 +193,23 @@ def _drafting(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> Sequence[NodeIn
     return [node for node in nodes if node not in sharing]
 
 
+def _with_whole_linears(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> Sequence[NodeInfo]:
+    """Return the nodes that may be in a ring with adapters: no layer is cut over their devices.
+
+    Raises UsageError where one that cuts them is needed, and where stages are to span nodes.
+    """
+    if choice.nodes_per_stage > 1:
+        raise adapters_not_cut("nodes")
+    cutting = [node for node in nodes if tensor_parallel_of(node) > 1]
+    if any(choice.nodes or node is nodes[0] for node in cutting):
+        raise adapters_not_cut("devices")
+    return [node for node in nodes if node not in cutting]
+
+
 def _sharing(known: Sequence[NodeInfo], nodes: Sequence[NodeInfo]) -> list[Exclusion]:
     """Say of the nodes that `_drafting` has left out why."""
     left = {node.node for node in nodes}
-    why = "its devices share each layer, and the layer for --mtp cannot be cut"
+    why = "its devices share each layer, and what --mtp and --lora add cannot be cut"
     return [Exclusion(node=NodeId(n.node), why=why) for n in known if n.node not in left]
 
 
@@ -323,7 +338,8 @@ def _placed(
             raise _too_few_nodes(len(layers), candidates)
         candidates = candidates[: len(layers)]
 
-    n_each = choice.nodes_per_stage or int(choice.mtp)  # what drafts is not cut over nodes
+    is_whole = choice.mtp or bool(choice.adapters)  # what drafts, or adapts, is not cut over nodes
+    n_each = choice.nodes_per_stage or int(is_whole)
 
     def resident() -> Placement:
         return place_over_devices(resident_on, candidates, shape.n_layers, objective)

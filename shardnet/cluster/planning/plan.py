@@ -16,6 +16,7 @@ from shardnet.cluster.placement.figures import Exclusion, Objective, PartPlan, P
 from shardnet.cluster.placement.standbys import Standby, choose_standbys, without_stage
 from shardnet.cluster.placement.words import LISTED
 from shardnet.cluster.planning.ring_dtypes import NodeForm, exactness, unused_links, wire_name
+from shardnet.cluster.sharing.adapter_sharing import ring_adapter
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.stage.estimate.memory_estimate import WeightForm, mtp_weight_bytes
@@ -28,6 +29,7 @@ from shardnet.wire.messages.plans import (
     LeftOut,
     ModelChoice,
     NarrowWire,
+    PlannedAdapter,
     PlannedPart,
     PlannedRing,
     PlannedShard,
@@ -169,6 +171,7 @@ class Plan:
             arith=self.arith.value,
             context=self.context,
             nodes=[RingNode(node=node.node, address=node.address) for node in self.ring_nodes],
+            adapters=[ring_adapter(each) for each in self.facts.adapters],
         )
 
     @property
@@ -291,6 +294,10 @@ class Plan:
                 PlannedRing(stages=ring._stages(), predicted_tok_s=ring.placement.predicted_tok_s)
                 for ring in self.rings
                 if self.beside
+            ],
+            adapters=[
+                PlannedAdapter(each.name, sum(part.memory_bytes for part in each.parts))
+                for each in self.facts.adapters
             ],
         )
 

@@ -26,6 +26,7 @@ from shardnet.cluster.planning.candidates import Holdings
 from shardnet.cluster.planning.placing import make_plan, plan_again
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.ring_dtypes import node_ariths, settle_arith, settle_dtype
+from shardnet.cluster.sharing.adapter_sharing import adapter_facts
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, CheckpointError, DiskSilentError, PlanError, ShardnetError
@@ -204,6 +205,8 @@ class Planner:
         """
         choice = structs.replace(told.choice, layers=[])
         facts = await self.look_up(choice.model)
+        if told.adapters:
+            facts = facts.with_adapters([adapter_facts(each) for each in told.adapters])
         found = await self._directory.candidates((), REPLAN_STATUS_S, leads=True)
         nodes = tuple(info for info in found.nodes if info.node not in without)
         if choice.nodes:
@@ -266,13 +269,16 @@ class Planner:
     async def identify(self, candidates: PlanCandidates) -> IdentifiedModel:
         """Identify the model on this node or else on a peer.
 
-        Raises CheckpointError if no node has it, UsageError for an unknown dtype,
-        UnsupportedModelError for unknown keys of its config that the choice does not ignore.
+        Raises CheckpointError if no node has it, or an adapter is not on this one, UsageError for
+        an unknown dtype, UnsupportedModelError for unknown keys of its config that the choice does
+        not ignore, and for what of an adapter is not implemented.
         """
         choice = candidates.choice
         facts = await self.look_up(choice.model)
         if not choice.ignore_unknown_config:
             facts.check_known()
+        if choice.adapters:
+            facts = facts.with_adapters(await self._sharing.adapters.identify(choice, facts))
         dtype = settle_dtype(choice.dtype, facts.config, candidates.nodes)
         arith = settle_arith(choice.arith, candidates.nodes)
         return IdentifiedModel(candidates=candidates, facts=facts, dtype=dtype, arith=arith)
@@ -326,6 +332,8 @@ class Planner:
         """
         try:
             async with asyncio.timeout(CHECK_S):
+                if facts.adapters and await self._sharing.adapters.have_changed(facts.adapters):
+                    return True
                 if await self._sharing.is_unchanged(facts, model):
                     return False
             now = await self.look_up(model)

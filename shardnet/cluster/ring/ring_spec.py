@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardnet.checkpoint.adapters.layer_files import AdapterFacts
+from shardnet.cluster.sharing.adapter_sharing import ring_adapter
 from shardnet.output_params import RoutingShape
 from shardnet.types import Arith, DType, Epoch, LayerRange, WireDType
 from shardnet.wire.framing.schema import KvDTypeName, Quant
@@ -53,6 +55,9 @@ class RingSpec:
     """For each stage the further nodes that it spans; () where none spans any."""
     gather_dtype: WireDType | None = None
     """The dtype in which parts travel between the nodes of a stage, None for their own."""
+
+    adapters: tuple[AdapterFacts, ...] = ()
+    """The LoRA adapters that requests can have."""
 
     def shard_nodes(self, rank: int) -> tuple[str, ...]:
         """Return the nodes of a stage, the ring's member first."""
@@ -111,4 +116,5 @@ class RingSpec:
             shard=shard,
             gather_dtype=self.gather_dtype.value if spans and self.gather_dtype else "",
             parts=list(self.parts[rank]) if self.parts else [],
+            adapters=[ring_adapter(each, self.layers[rank]) for each in self.adapters],
         )

@@ -95,6 +95,7 @@ class Front:
             and choice.dtype in ("auto", plan.dtype.value)
             and choice.nodes_per_stage in (0, had.nodes_per_stage)
             and (had.mtp or not choice.mtp)
+            and all(adapter in had.adapters for adapter in choice.adapters)
             and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)
             and choice.wire_dtype == had.wire_dtype
             and choice.arith in ("auto", plan.arith.value)

@@ -334,7 +334,7 @@ class Router:
 
     def _may_divide(self, choice: ModelChoice) -> bool:
         """Say whether several rings may be opened: for many sequences, and where there is none."""
-        if choice.optimise != Objective.THROUGHPUT.value:
+        if choice.optimise != Objective.THROUGHPUT.value or choice.adapters:
             return False
         lead = self._head.latest
         stands = lead is not None and lead.stands and lead.suits(choice)

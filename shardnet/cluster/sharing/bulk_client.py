@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from shardnet.checkpoint.adapters.layer_files import LayerPart
 from shardnet.checkpoint.replica import TensorPart
 from shardnet.checkpoint.tensors.stored_tensor import FileHead
 from shardnet.errors import PeerSilentError, RemoteProtocolError
@@ -22,6 +23,7 @@ from shardnet.wire.messages.bulk import (
     BulkMessage,
     BulkRequest,
     Digests,
+    FetchAdapter,
     FetchDigests,
     FetchHead,
     FetchKv,
@@ -148,6 +150,19 @@ class BulkClient(BulkAsker):
         )
         self._send(message)
         return message.request
+
+
+class AdapterClient(BulkAsker):
+    """Requests parts of LoRA adapters on one link."""
+
+    async def part(self, adapter_id: str, part: LayerPart) -> bytes:
+        """Request the file of one layer, whose digest the caller checks."""
+        message = FetchAdapter(request=next(self._numbers), adapter_id=adapter_id, layer=part.layer)
+        self._send(message)
+        content = bytearray()
+        while len(content) < part.size_bytes:
+            content += await self.piece(message.request, part.size_bytes - len(content))
+        return bytes(content)
 
 
 class KvClient(BulkAsker):

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from shardnet.cluster.sharing.send_rate import SendRate
+from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.local_models import LocalModels, OpenModel
 from shardnet.errors import (
@@ -26,9 +27,11 @@ from shardnet.errors import (
 )
 from shardnet.transport.link import Link
 from shardnet.types import block_spans
+from shardnet.wire.framing.frames import Buffer
 from shardnet.wire.messages.bulk import (
     BulkRequest,
     Digests,
+    FetchAdapter,
     FetchDigests,
     FetchHead,
     FetchKv,
@@ -66,7 +69,8 @@ class KvHolder(Protocol):
 class BulkServer:
     """Answers the requests of bulk links, each link's in order, at `rate` over all weights.
 
-    Disks are read by `disk`. `clock` returns seconds. `kv` has what sequences own on this node.
+    Disks are read by `disk`. `clock` returns seconds. `adapters` are those of this node, `kv` has
+    what sequences own on it.
     """
 
     def __init__(
@@ -75,8 +79,10 @@ class BulkServer:
         disk: DiskJobs,
         rate: SendRate,
         clock: Callable[[], float],
+        adapters: AdapterStore,
         kv: KvHolder | None = None,
     ) -> None:
+        self._adapters = adapters
         self._kv = kv
         self._models = models
         self._disk = disk
@@ -111,6 +117,9 @@ class BulkServer:
         try:
             if isinstance(message, FetchKv):
                 await self._send_kv(link, message)
+                return
+            if isinstance(message, FetchAdapter):
+                await self._send_adapter(link, message)
                 return
             model = opened.get(message.model_id)
             if model is None:
@@ -170,12 +179,25 @@ class BulkServer:
             data = await self._disk.run(
                 model.checkpoint.folder, partial(model.files.read, file, offset + at, size)
             )
-            wait_s = self._rate.book(size, self._clock())
-            if wait_s > 0:
-                await asyncio.sleep(wait_s)
-            link.send(bulk_frame(Piece(request=request), data))
-            await link.drain()
+            await self._send_piece(link, request, data)
             at += size
+
+    async def _send_adapter(self, link: Link, ask: FetchAdapter) -> None:
+        """Send the file of one layer of an adapter, piece by piece."""
+        disk = self._disk.at(self._adapters.folder)
+        content = await disk.run(partial(self._adapters.read, ask.adapter_id, ask.layer))
+        at = 0
+        while at < len(content):
+            size = self._rate.piece_bytes(PIECE_BYTES)
+            await self._send_piece(link, ask.request, content[at : at + size])
+            at += size
+
+    async def _send_piece(self, link: Link, request: int, data: Buffer) -> None:
+        wait_s = self._rate.book(len(data), self._clock())
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+        link.send(bulk_frame(Piece(request=request), data))
+        await link.drain()
 
     async def _send_kv(self, link: Link, ask: FetchKv) -> None:
         """Send rows in parts of one block at most: computing goes on between them."""

@@ -17,13 +17,16 @@ from pathlib import Path
 
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.checkpoint.replica import Replica, begin_replica, check_heads, lay_out, range_tensors
+from shardnet.cluster.machine.folders import ADAPTERS_FOLDER
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peers import Peers
+from shardnet.cluster.sharing.adapter_sharing import AdapterSharing
 from shardnet.cluster.sharing.bulk_client import BulkClient, SourceRefused
 from shardnet.cluster.sharing.bulk_server import BulkServer, KvHolder
 from shardnet.cluster.sharing.fetching import Fetch
 from shardnet.cluster.sharing.replica_sources import ReplicaSource, agreed
 from shardnet.cluster.sharing.send_rate import SendRate
+from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs, DiskPlace
 from shardnet.cluster.store.local_models import LocalModels
 from shardnet.cluster.store.model_cache import ModelCache, ModelUse
@@ -88,7 +91,10 @@ class Sharing:
         self._log = log
         self._disk = disk
         self._models = LocalModels(cache)
-        self._server = BulkServer(self._models, self._disk, rate, time.monotonic, kv)
+        store = AdapterStore(cache.folder / ADAPTERS_FOLDER)
+        self.adapters = AdapterSharing(store, dial, disk)
+        """Finds LoRA adapters here, and fetches them."""
+        self._server = BulkServer(self._models, self._disk, rate, time.monotonic, store, kv)
         self._links: set[Link] = set()
         self._n_at_work = 0
         self._idle = asyncio.Event()

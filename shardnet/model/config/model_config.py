@@ -259,7 +259,8 @@ class ModelConfig:
     `is_value_key` such layers have no projection of values: those are the projected keys.
 
     With `has_mtp` the stage with the last layer has one more, numbered `n_layers`, which predicts a
-    token further ahead and is no part of the model's own output.
+    token further ahead and is no part of the model's own output. What adapters add to the weights
+    of each layer takes `adapter_bytes`; () is nothing.
 
     With an `outline` transformers' own modules compute the model, `family` is a `model_type` of
     theirs, and of the maths there are only the sizes that the planner needs.
@@ -307,6 +308,7 @@ class ModelConfig:
     full_heads: HeadShape | None = None
     is_value_key: bool = False
     has_mtp: bool = False
+    adapter_bytes: tuple[int, ...] = ()
     wrapper: str = ""
     outline: ModuleOutline | None = None
 

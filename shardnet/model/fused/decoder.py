@@ -6,7 +6,7 @@ scheduling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from shardnet.model.layers.decoder_layer import Layer
 from shardnet.model.layers.mtp import MtpLayer
 from shardnet.model.layers.native_attention import can_attend
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.rotary import rotary_tables
+from shardnet.model.layers.rotary import Rotary, rotary_tables
 from shardnet.model.layers.tables import Table
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.types import LayerRange
@@ -62,10 +62,13 @@ class DecoderStage:
         ]
         kernels, natives = native_kernels(), []
         self._layers: list[tuple[Layer, int]] = []
+        self._by_linears: list[Layer] = []
+        """The same layers, which call each linear by itself."""
         for number, rope in zip(layers, ropes, strict=True):
             layer = load_layer(config, weights, number)
             native = NativeSublayers.of(layer, kernels)
             natives.append(native)
+            self._by_linears.append(layer)
             self._layers.append((native.replace_in(layer), distinct.index(rope)))
         self._joined = NativeLayers.of(natives, kernels)
         self.mtp: MtpLayer | None = None
@@ -96,6 +99,9 @@ class DecoderStage:
     def walk(self, hidden: Tensor, step: ForwardStep) -> Iterator[Tensor]:
         """Run hidden states [T, E] through the stage's layers: yields [T, E] after each, lazily."""
         rotaries = [table.at(step.positions) for table in self._tables]
+        if step.is_adapted:
+            yield from self._walk_by_linears(hidden, rotaries, step)
+            return
         if self._graphs is not None and not step.layer_by_layer:
             replayed = self._graphs.begin(hidden, rotaries, step)
             if replayed is not None:
@@ -107,6 +113,15 @@ class DecoderStage:
                 yield from [whole] * len(self._layers)
                 return
         for index, (layer, rope) in enumerate(self._layers):
+            hidden = step.after_layer(layer(hidden, index, rotaries[rope], step))
+            yield hidden
+
+    def _walk_by_linears(
+        self, hidden: Tensor, rotaries: Sequence[Rotary], step: ForwardStep
+    ) -> Iterator[Tensor]:
+        for index, (layer, (_, rope)) in enumerate(
+            zip(self._by_linears, self._layers, strict=True)
+        ):
             hidden = step.after_layer(layer(hidden, index, rotaries[rope], step))
             yield hidden
 

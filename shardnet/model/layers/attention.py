@@ -66,7 +66,8 @@ class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
     `experts`, unless None, collects the experts [T, K] that the rows were routed to, by layer,
     counted from 0 within the stage. `native_spans` are `spans` for the compiled library, None on
     devices other than the CPU. `hidden_dtype` is that of the ring where the device computes in a
-    wider one. With `layer_by_layer` what each layer returns is looked at.
+    wider one. With `layer_by_layer` what each layer returns is looked at. With `is_adapted` linears
+    add adapters to rows, which calls that join several linears do not.
     """
 
     token_ids: Tensor  # [T], int64
@@ -77,6 +78,7 @@ class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
     native_spans: NativeSpans | None = None
     hidden_dtype: torch.dtype | None = None
     layer_by_layer: bool = False
+    is_adapted: bool = False
 
     def after_layer(self, hidden: Tensor) -> Tensor:
         """Round what a layer returns to the ring's dtype: a border between stages rounds no more.
@@ -102,6 +104,7 @@ def plan_step(
     hidden_dtype: torch.dtype | None = None,
     *,
     layer_by_layer: bool = False,
+    is_adapted: bool = False,
 ) -> ForwardStep:
     """Grow the slots of `batch` and prepare the inputs that its layers share.
 
@@ -125,6 +128,7 @@ def plan_step(
         experts=experts,
         hidden_dtype=hidden_dtype,
         layer_by_layer=layer_by_layer,
+        is_adapted=is_adapted,
     )
 
 
@@ -137,6 +141,7 @@ def step_over(
     experts: dict[int, Tensor] | None = None,
     hidden_dtype: torch.dtype | None = None,
     layer_by_layer: bool = False,
+    is_adapted: bool = False,
 ) -> ForwardStep:
     """Prepare a step over rows for which there is room in their slots; arguments as `plan_step`."""
     spans = []
@@ -166,6 +171,7 @@ def step_over(
         native_spans=_native_spans(spans, kv),
         hidden_dtype=hidden_dtype,
         layer_by_layer=layer_by_layer,
+        is_adapted=is_adapted,
     )
 
 

@@ -169,6 +169,7 @@ class Engine:
                     guide=guide,
                     n_stored=n_stored,
                     made=tuple(token.token_id for token in request.made),
+                    adapters=request.adapters,
                 )
             )
         except BaseException:

@@ -15,6 +15,7 @@ from typing import Final, Protocol
 
 from shardnet.errors import ShardnetError
 from shardnet.runtime.scheduling.prefix_keys import block_keys
+from shardnet.slot_operations import AdapterUse
 from shardnet.types import BLOCK_POSITIONS, STORED_PREFIX_POSITIONS, SequenceId
 
 FIND_S: Final = 1.0
@@ -74,16 +75,19 @@ class Prefixes:
             row_s = slowest_us / 1e6 / n_rows
             self._row_s = row_s if self._row_s is None else (3 * self._row_s + row_s) / 4
 
-    async def find(self, prompt: Sequence[int], n_held: int) -> int:
+    async def find(
+        self, prompt: Sequence[int], n_held: int, adapters: Sequence[AdapterUse] = ()
+    ) -> int:
         """Return how many of the first positions of `prompt` to read from disk, 0 for none.
 
-        `n_held` of them are in the KV cache. The last token never counts: its row is sampled.
-        Reading must be faster than computing, as far as both were measured.
+        `n_held` of them are in the KV cache; all were computed with the same `adapters`. The last
+        token never counts: its row is sampled. Reading must be faster than computing, as far as
+        both were measured.
         """
         n_positions = len(prompt) - 1
         if n_positions < max(STORED_PREFIX_POSITIONS, n_held + BLOCK_POSITIONS):
             return 0
-        keys = block_keys(self.seed, prompt, n_positions)
+        keys = block_keys(self.seed, prompt, n_positions, adapters)
         try:
             async with asyncio.timeout(FIND_S):
                 found = await self._stages.find(keys)
@@ -102,10 +106,14 @@ class Prefixes:
         return n_blocks * BLOCK_POSITIONS
 
     async def restore(
-        self, sequence_id: SequenceId, prompt: Sequence[int], n_positions: int
+        self,
+        sequence_id: SequenceId,
+        prompt: Sequence[int],
+        n_positions: int,
+        adapters: Sequence[AdapterUse] = (),
     ) -> int:
         """Have all stages read the first positions; return how many they have: all, or 0."""
-        keys = block_keys(self.seed, prompt, n_positions)
+        keys = block_keys(self.seed, prompt, n_positions, adapters)
         token_ids = struct.pack(f"<{n_positions}I", *prompt[:n_positions])
         async with self._one_by_one:
             with contextlib.suppress(ShardnetError):  # the positions are computed instead

@@ -19,6 +19,7 @@ from shardnet.runtime.ring.pipeline import StepAnswered
 from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, DraftSource
 from shardnet.runtime.scheduling.sequences import FinishReason
 from shardnet.sampling_params import MAX_STOP_IDS, SamplingParams, TokenLogprobs
+from shardnet.slot_operations import AdapterUse
 from shardnet.types import LiveState, RowGroup
 from shardnet.wire.messages.generation import Timing
 from shardnet.wire.messages.traces import MAX_TRACED_STEPS, TracedStep
@@ -64,7 +65,8 @@ class GenerationRequest:
     for decode steps with all that run. What
     `constrained` matches ends with the output, whatever the stop ids are. With `is_traced` its end
     has its steps. A text that no stop string can end says so by `stops_by_text`: its next row need
-    not wait for it. The answer begins with the tokens `made`, which are reported again.
+    not wait for it. The answer begins with the tokens `made`, which are reported again. All stages
+    add `adapters` to its rows, in the order of their ids.
     """
 
     prompt: tuple[int, ...]
@@ -82,6 +84,7 @@ class GenerationRequest:
     is_traced: bool = False
     stops_by_text: bool = True
     made: tuple[MadeToken, ...] = ()
+    adapters: tuple[AdapterUse, ...] = ()
 
     def check(self) -> None:
         """Raise SamplingError, naming the parameter, if one is outside its range."""

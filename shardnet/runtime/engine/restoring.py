@@ -39,8 +39,9 @@ class Restoring:
             return 0
         if request.deterministic or request.lockstep or request.outputs.needs_whole_prompt:
             return 0
-        held = self.scheduler.book.prefix(request.prompt)
-        return await self.prefixes.find(request.prompt, held.n_kept if held else 0)
+        held = self.scheduler.book.prefix(request.prompt, request.adapters)
+        n_held = held.n_kept if held else 0
+        return await self.prefixes.find(request.prompt, n_held, request.adapters)
 
     def begin(self, wanted: RestorePrefix, requests: LiveRequests) -> None:
         """Begin to read for a sequence."""
@@ -68,8 +69,9 @@ class Restoring:
         sequence_id, n_positions = wanted.sequence_id, 0
         live = requests.get(sequence_id)
         if live is not None:
-            prompt = live.request.prompt
-            n_positions = await prefixes.restore(sequence_id, prompt, wanted.n_positions)
+            n_positions = await prefixes.restore(
+                sequence_id, live.request.prompt, wanted.n_positions, live.request.adapters
+            )
         if not self.scheduler.restored(sequence_id, n_positions) and n_positions:
             await prefixes.forget(sequence_id)
         self.on_end()

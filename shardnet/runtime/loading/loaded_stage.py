@@ -34,6 +34,7 @@ class KeptWeights:
             is_tail=order.is_tail,
             context=order.context,
             n_streamed=order.n_streamed,
+            adapters=order.adapters,
         )
         return alike == order and self.stamp == stamped
 
@@ -104,7 +105,15 @@ class LoadedStage:
         There are none if it is no part of that stage, or cannot be joined to one.
         """
         own, whole = self.order.layers, order.layers
-        alike = replace(self.order, layers=whole, is_tail=order.is_tail, parts=order.parts)
+        if order.adapters_within(own) != self.order.adapters:
+            return []
+        alike = replace(
+            self.order,
+            layers=whole,
+            is_tail=order.is_tail,
+            parts=order.parts,
+            adapters=order.adapters,
+        )
         if order.parts:
             alike = replace(alike, device=order.device, place=order.place, cores=order.cores)
         is_part = whole.start <= own.start and own.end <= whole.end

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardnet.checkpoint.adapters.layer_files import with_adapters
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, UsageError
 from shardnet.model.config.model_config import ModelConfig
@@ -84,6 +85,17 @@ def _check_order(order: StageOrder, config: ModelConfig) -> None:
         raise mtp_not_cut("nodes", "leave --nodes-per-stage out, or --mtp")
     if order.mtp and any(part.shards for part in order.by_device):  # they would follow no drafting
         raise mtp_not_cut("devices", "give --tensor-parallel 1, or leave --mtp out")
+    if order.adapters and (order.n_nodes > 1 or any(part.shards for part in order.by_device)):
+        raise adapters_not_cut("nodes" if order.n_nodes > 1 else "devices")
+
+
+def adapters_not_cut(over: str) -> UsageError:
+    """Return the error of a ring with adapters whose stages are cut over nodes or devices."""
+    flag = "--nodes-per-stage" if over == "nodes" else "--tensor-parallel"
+    return UsageError(
+        f"--lora: the linears of an adapter cannot be cut over {over}",
+        remedy=f"give {flag} 1, or merge the adapter into the model",
+    )
 
 
 def mtp_not_cut(over: str, remedy: str) -> UsageError:
@@ -231,10 +243,12 @@ def _load_model(
     import torch
 
     from shardnet.model.kernels.linear import probe
+    from shardnet.stage.adapters.loaded_adapter import LoadedAdapter
     from shardnet.stage.load import load_stage
 
     order, checkpoint = job.order, job.checkpoint
-    config, device = checkpoint.config, torch.device(order.device)
+    adapters = [LoadedAdapter.read(each.adapter_id, each.files) for each in order.adapters]
+    config, device = with_adapters(checkpoint.config, adapters), torch.device(order.device)
     choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization, order.arith)
     n_here, n_shards = len(order.shards) or 1, len(order.shards) or order.n_nodes
     room_blocks = kv_room_blocks(
@@ -271,6 +285,7 @@ def _load_model(
         n_streamed=order.n_streamed,
         kept=had,
         group=group,
+        adapters=adapters,
     )
     return model, room_blocks
 

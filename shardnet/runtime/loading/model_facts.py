@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
+from shardnet.checkpoint.adapters.layer_files import AdapterFacts, with_adapters
 from shardnet.checkpoint.checkpoint import Checkpoint, names_checkpoint, no_mtp
 from shardnet.checkpoint.formats.gguf_header import gguf_files
 from shardnet.checkpoint.hub_cache import HubName, pulled_folder
@@ -64,6 +65,13 @@ class ModelFacts:
     recommended: Mapping[str, float] = field(default_factory=dict)
     has_mtp: bool = False
     """Whether it has a layer that predicts further tokens."""
+    adapters: tuple[AdapterFacts, ...] = ()
+    """Those that a ring with it has."""
+
+    def with_adapters(self, adapters: Sequence[AdapterFacts]) -> ModelFacts:
+        """Count what these adapters take to the model's layers."""
+        config = with_adapters(self.config, adapters)
+        return replace(self, config=config, adapters=tuple(adapters))
 
     def with_mtp(self) -> ModelFacts:
         """Count that layer to the model. Raises UsageError where there is none."""

@@ -186,7 +186,7 @@ class AdmissionQueue:
         """
         if sequence.request.whole_prompt or self.state_slots is not None:
             return False
-        held = self.book.prefix(sequence.tokens)
+        held = self.book.prefix(sequence.tokens, sequence.request.adapters)
         n_held = held.n_kept if held is not None else 0
         wanted = n_held + least_rows
         limit = len(sequence.tokens) - 1
@@ -194,6 +194,7 @@ class AdmissionQueue:
             other.is_prefilling and common_prefix(other.tokens, sequence.tokens, wanted) == wanted
             for other in self.running.values()
             if wanted <= min(limit, other.n_prompt)
+            and other.request.adapters == sequence.request.adapters
         )
 
     def _start(self, sequence: LiveSequence, n_blocks: int) -> None:
@@ -208,7 +209,9 @@ class AdmissionQueue:
             start = self.book.start_empty(n_blocks)
         else:
             only_chunks = self.chunk_rows if request.deterministic else 0
-            start = self.book.start(sequence.tokens, n_blocks, chunk_rows=only_chunks)
+            start = self.book.start(
+                sequence.tokens, n_blocks, request.adapters, chunk_rows=only_chunks
+            )
         self._free(start.given_up)
         self._open(sequence, start)
 
@@ -232,6 +235,7 @@ class AdmissionQueue:
         request = sequence.request
         slot = sequence.slot = start.slot
         slot.tokens, slot.n_held = sequence.tokens, start.n_kept
+        slot.adapters = request.adapters
         sequence.n_sent = start.n_kept
         self.running[sequence.sequence_id] = sequence
         self.note_ready(sequence)
@@ -253,7 +257,7 @@ class AdmissionQueue:
         sequence.may_restore = False
         if request.deterministic or request.whole_prompt or sequence.n_generated:
             return False
-        held = self.book.prefix(sequence.tokens)
+        held = self.book.prefix(sequence.tokens, request.adapters)
         return request.n_stored >= (held.n_kept if held else 0) + BLOCK_POSITIONS
 
     def _start_restoring(self, sequence: LiveSequence, n_blocks: int) -> None:
@@ -261,6 +265,7 @@ class AdmissionQueue:
         self._free(start.given_up)
         sequence.slot = start.slot
         sequence.slot.tokens = sequence.tokens
+        sequence.slot.adapters = sequence.request.adapters
         sequence.is_restoring = True
         self.running[sequence.sequence_id] = sequence
         self.pending.append(
@@ -366,7 +371,8 @@ class AdmissionQueue:
         n_positions = min(slot.n_held, slot.n_answered)
         if self.prefix_seed is None or n_positions < STORED_PREFIX_POSITIONS:
             return ()
-        return block_keys(self.prefix_seed, sequence.tokens, n_positions)
+        adapters = sequence.request.adapters
+        return block_keys(self.prefix_seed, sequence.tokens, n_positions, adapters)
 
     def _free(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
@@ -387,4 +393,5 @@ def _opening(request: SequenceRequest, slot: SlotId, start: Start) -> OpenSequen
         stop_ids=tuple(sorted(request.stop_ids)) if holds_back else (),
         outputs=request.outputs,
         n_drafts=request.n_drafts,
+        adapters=request.adapters,
     )

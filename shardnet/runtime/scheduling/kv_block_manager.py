@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from shardnet.slot_operations import AdapterUse
 from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, SlotId, blocks_for
 
 
@@ -23,11 +24,12 @@ class Slot:
     `n_chunked` of them were computed in whole prompt chunks. `n_written` is the highest position
     ever written plus one, rejected drafts included. `n_shared` counts the sequences that were
     started with a copy of it. The rows of the first `n_answered` positions were answered: every
-    stage has computed them.
+    stage has computed them. All were computed with the same `adapters`.
     """
 
     slot: SlotId
     tokens: Sequence[int] = ()
+    adapters: tuple[AdapterUse, ...] = ()
     n_held: int = 0
     n_chunked: int = 0
     n_written: int = 0
@@ -109,14 +111,22 @@ class KvBlockManager:
         """Blocks that a sequence could get if all warm slots were freed."""
         return self.room_blocks - self._booked + self.warm_blocks
 
-    def prefix(self, prompt: Sequence[int], *, chunk_rows: int = 0) -> Prefix | None:
-        """Find the longest prefix of `prompt` that a slot holds, or None.
+    def prefix(
+        self,
+        prompt: Sequence[int],
+        adapters: tuple[AdapterUse, ...] = (),
+        *,
+        chunk_rows: int = 0,
+    ) -> Prefix | None:
+        """Find the longest prefix of `prompt` that a slot with the same `adapters` holds, or None.
 
         The last token never counts, because its row must be computed to be sampled. With
         `chunk_rows` only whole prompt chunks of that many rows count (design decision 4).
         """
         best: Prefix | None = None
         for slot in self._slots.values():
+            if slot.adapters != adapters:
+                continue
             common = common_prefix(slot.tokens, prompt, min(len(prompt) - 1, slot.n_held))
             n_kept = (
                 min(common, slot.n_chunked) // chunk_rows * chunk_rows if chunk_rows else common
@@ -141,14 +151,21 @@ class KvBlockManager:
             return 0
         return slot.n_written - REWIND_ROWS
 
-    def start(self, prompt: Sequence[int], n_blocks: int, *, chunk_rows: int = 0) -> Start:
+    def start(
+        self,
+        prompt: Sequence[int],
+        n_blocks: int,
+        adapters: tuple[AdapterUse, ...] = (),
+        *,
+        chunk_rows: int = 0,
+    ) -> Start:
         """Assign a slot with `n_blocks` blocks, which must be available.
 
         A warm slot is continued if all of it is a prefix of the prompt or there is no room for a
-        copy; otherwise the common prefix is copied. For `chunk_rows` see `prefix`.
+        copy; otherwise the common prefix is copied. For `adapters` and `chunk_rows` see `prefix`.
         """
         assert blocks_for(len(prompt)) <= n_blocks <= self.available_blocks
-        prefix = self.prefix(prompt, chunk_rows=chunk_rows)
+        prefix = self.prefix(prompt, adapters, chunk_rows=chunk_rows)
         if prefix is None or prefix.n_kept < self.least_copied:
             return self.start_empty(n_blocks)
         source = prefix.slot

@@ -10,15 +10,24 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+from shardnet.slot_operations import AdapterUse
 from shardnet.types import BLOCK_KEY_BYTES, BLOCK_POSITIONS, MAX_STORED_BLOCKS
 
 
-def block_keys(seed: bytes, tokens: Sequence[int], n_positions: int) -> tuple[bytes, ...]:
+def block_keys(
+    seed: bytes,
+    tokens: Sequence[int],
+    n_positions: int,
+    adapters: Sequence[AdapterUse] = (),
+) -> tuple[bytes, ...]:
     """Return the keys of the whole blocks among the first `n_positions` of `tokens`.
 
-    `seed` stands for the ring. At most MAX_STORED_BLOCKS keys are returned.
+    `seed` stands for the ring, which computed them with `adapters`. At most MAX_STORED_BLOCKS keys
+    are returned.
     """
     digest = hashlib.sha256(seed)
+    for use in adapters:
+        digest.update(use.adapter_id.encode() + struct.pack("<d", use.scale))
     keys = []
     for block in range(min(n_positions // BLOCK_POSITIONS, MAX_STORED_BLOCKS)):
         ids = tokens[block * BLOCK_POSITIONS : (block + 1) * BLOCK_POSITIONS]

@@ -17,7 +17,7 @@ from shardnet.errors import ShardnetError
 from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.runtime.scheduling.kv_block_manager import Slot
 from shardnet.sampling_params import SamplingParams
-from shardnet.slot_operations import SlotOperation
+from shardnet.slot_operations import AdapterUse, SlotOperation
 from shardnet.types import MicroBatch, SequenceId, SlotId
 
 _GREEDY: Final = SamplingParams()
@@ -95,6 +95,8 @@ class SequenceRequest:
     """Most drafts that the tail makes behind a sampled token."""
     made: tuple[int, ...] = ()
     """Tokens of its output that are known already; they end nothing."""
+    adapters: tuple[AdapterUse, ...] = ()
+    """What every stage adds to its rows, in the order of their ids."""
 
 
 # --- instructions -------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from shardnet.runtime.stage.compute import Samples
 from shardnet.runtime.stage.mtp_drafts import MtpDrafts
 from shardnet.runtime.stage.row_outputs import Given, GroupRows, RowOutputs, TailModel
 from shardnet.slot_operations import OpenSequence
-from shardnet.stage.stage_model import sampled_rows
+from shardnet.stage.runs import sampled_rows
 from shardnet.types import MicroBatch, RowGroup, SlotId
 
 Owners = Mapping[SlotId, OpenSequence]

@@ -34,6 +34,19 @@ class StagePart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageAdapter:
+    """A LoRA adapter of a stage: the files of its parts, by absolute layer, in their order."""
+
+    adapter_id: str
+    files: tuple[tuple[int, Path], ...]
+
+    def within(self, layers: LayerRange) -> StageAdapter:
+        """Return what it has for `layers`."""
+        files = tuple((layer, file) for layer, file in self.files if layer in layers)
+        return replace(self, files=files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageOrder:
     """Which stage to load, in the ring's `dtype`. Equal orders give the same stage.
 
@@ -71,6 +84,7 @@ class StageOrder:
     """Which layers are on which device, where they are not all on one."""
     mtp: bool = False
     """Whether the last stage of the ring has the layer that predicts further tokens."""
+    adapters: tuple[StageAdapter, ...] = ()
 
     def on(self, part: StagePart) -> StageOrder:
         """Return the order of the layers of this stage that are on one device, or its shards."""
@@ -84,7 +98,12 @@ class StageOrder:
             cores=first.cores,
             shards=part.devices if len(part.devices) > 1 else (),
             parts=(),
+            adapters=self.adapters_within(part.layers),
         )
+
+    def adapters_within(self, layers: LayerRange) -> tuple[StageAdapter, ...]:
+        """Return what its adapters have for `layers`."""
+        return tuple(adapter.within(layers) for adapter in self.adapters)
 
     @property
     def by_device(self) -> list[StageOrder]:
@@ -98,6 +117,7 @@ class StageOrder:
                 order,
                 layers=LayerRange(start, end),
                 is_tail=self.is_tail and end == self.layers.end,
+                adapters=order.adapters_within(LayerRange(start, end)),
             )
             for order in self.by_device
             if (start := max(order.layers.start, layers.start))

@@ -32,8 +32,9 @@ from shardnet.runtime.stage.sampling_stage import SamplingStage
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
 from shardnet.stage.module_stage import ModuleStage
 from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
+from shardnet.stage.runs import Run
 from shardnet.stage.slot_moves import SlotMoves
-from shardnet.stage.stage_model import Run, StageModel
+from shardnet.stage.stage_model import StageModel
 from shardnet.types import BLOCK_POSITIONS, MicroBatch, RowGroup, SequenceId, SlotId, WireDType
 from shardnet.wire.messages.extras import StageExperts
 from shardnet.wire.payloads.rows import RowBlock
@@ -185,6 +186,7 @@ class TorchCompute:
             hidden=self._hidden(batch, activations),
             experts={} if any(outputs.routing for outputs in asked) else None,
             kept_states=frozenset(chain.from_iterable(each.hidden_layers for each in asked)),
+            adapters=tuple(self._owners[group.slot].adapters for group in batch.groups),
         )
 
     def _finish(self, run: Run, output: torch.Tensor) -> Activations | Samples:

@@ -375,6 +375,8 @@ def _tensors(config: ModelConfig, layer: int) -> Table:
 
 def _layer_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
     n_bytes, packed = _table_bytes(_tensors(config, layer), form), form.packed_linears
+    if layer < len(config.adapter_bytes):
+        n_bytes += config.adapter_bytes[layer]
     return n_bytes if packed is None else n_bytes + _added_bytes(packed.layers[layer], form.linear)
 
 

@@ -75,6 +75,7 @@ StreamLayers = LayerNumber | Literal["auto"]
 Address = Annotated[str, Meta(max_length=300, pattern=_PRINTABLE)]
 """`host:port`, an IPv6 host in brackets."""
 Addresses = Annotated[list[Address], Meta(max_length=MAX_STAGES)]
+AdapterName = Annotated[str, Meta(max_length=64, pattern=_PRINTABLE)]
 PathText = Annotated[str, Meta(max_length=4096, pattern=_NO_NUL)]
 """A path or the name of a model. An operating system's path has no NUL."""
 FileName = Annotated[str, Meta(max_length=255, pattern=_NO_NUL)]

@@ -113,6 +113,14 @@ class Digests(Tagged, frozen=True, kw_only=True):
     sha256: Annotated[list[Digest | None], Meta(max_length=MAX_DIGESTS)]
 
 
+class FetchAdapter(Tagged, frozen=True, kw_only=True):
+    """Ask for one layer's part of a LoRA adapter. Answered by Piece frames."""
+
+    request: RequestId
+    adapter_id: Digest
+    layer: LayerNumber
+
+
 class FetchKv(Tagged, frozen=True, kw_only=True):
     """Ask for positions `[begin, end)` of one layer of a sequence, or for the layer's state.
 
@@ -159,7 +167,7 @@ class Refused(Tagged, frozen=True, kw_only=True):
 
 
 WeightsRequest = FetchSkeleton | FetchHead | FetchPart | FetchDigests
-BulkRequest = WeightsRequest | FetchKv
+BulkRequest = WeightsRequest | FetchAdapter | FetchKv
 BulkMessage = BulkRequest | Skeleton | Piece | Digests | KvRows | KvSent | Refused
 
 _decoder: msgspec.msgpack.Decoder[BulkMessage] = msgspec.msgpack.Decoder(BulkMessage)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
+import msgspec
 from msgspec import Meta
 
 from shardnet.sampling_params import MAX_LOGPROBS
+from shardnet.slot_operations import MAX_ADAPTERS
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
     U32,
@@ -28,6 +30,7 @@ from shardnet.wire.framing.schema import (
 )
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.stages import RingAdapter
 
 MAX_COPIED_TOKENS: Final = 1024
 """In one row of TokensCopied."""
@@ -45,7 +48,8 @@ class StandBy(Tagged, frozen=True, kw_only=True):
     """Tell a node, unasked, that it is the deputy of the sender, which leads a ring.
 
     It takes over when the sender is lost. `nodes` are those of the ring in order, the sender first;
-    the other fields are what its plan has settled on. Each replaces the one before.
+    the other fields are what its plan has settled on, and what its `adapters` are in all layers.
+    Each replaces the one before.
     """
 
     epoch: U32
@@ -54,6 +58,9 @@ class StandBy(Tagged, frozen=True, kw_only=True):
     arith: ArithName
     context: Positions
     nodes: Annotated[list[RingNode], Meta(max_length=MAX_STAGES)]
+    adapters: Annotated[list[RingAdapter], Meta(max_length=MAX_ADAPTERS)] = msgspec.field(
+        default_factory=list
+    )
 
 
 class RequestCopied(Tagged, frozen=True, kw_only=True):

@@ -11,10 +11,12 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from shardnet.slot_operations import MAX_ADAPTER_SCALE, MAX_ADAPTERS
 from shardnet.wire.framing.schema import (
     MAX_DEVICES,
     MAX_STAGES,
     U32,
+    AdapterName,
     Address,
     Addresses,
     ArithName,
@@ -33,6 +35,7 @@ from shardnet.wire.framing.schema import (
     Quant,
     Rank,
     RequestId,
+    Row,
     Share,
     StreamLayers,
     Strict,
@@ -46,6 +49,20 @@ MIXED_WIRES: Final = "mixed"
 """The wire dtype of a plan whose links differ."""
 
 
+class NamedAdapter(Row, frozen=True, array_like=True):
+    """A LoRA adapter: what requests call it, and its path on the head."""
+
+    name: AdapterName
+    path: PathText
+
+
+class AdapterScale(Row, frozen=True, array_like=True):
+    """An adapter by the name that the ring knows it by, and what its part is multiplied by."""
+
+    name: AdapterName
+    scale: Annotated[float, Meta(ge=-MAX_ADAPTER_SCALE, le=MAX_ADAPTER_SCALE)]
+
+
 class ModelChoice(Strict, frozen=True, kw_only=True):
     """Which model, on which nodes, how. Empty and 0 mean: as the nodes find best.
 
@@ -54,7 +71,8 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     Unknown keys of the model's config end the plan unless `ignore_unknown_config`. With `standby`
     nodes with memory to spare hold other nodes' layers, to go on in their place. Every stage spans
     `nodes_per_stage` nodes; with 0 one, unless that pays where no nodes are named. With `mtp` the
-    last stage can draft with the layer that predicts further tokens.
+    last stage can draft with the layer that predicts further tokens. The ring has at least the
+    LoRA `adapters`; a request is computed with `used_adapters`, whose names are among the ring's.
     """
 
     model: PathText
@@ -75,6 +93,12 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     standby: Literal["", "auto"] = ""
     mtp: bool = False
     nodes_per_stage: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
+    adapters: Annotated[list[NamedAdapter], Meta(max_length=MAX_ADAPTERS)] = msgspec.field(
+        default_factory=list
+    )
+    used_adapters: Annotated[list[AdapterScale], Meta(max_length=MAX_ADAPTERS)] = msgspec.field(
+        default_factory=list
+    )
 
 
 class PlanRequest(Tagged, frozen=True, kw_only=True):
@@ -146,6 +170,13 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
         default_factory=list
     )
     parts_why: Explanation = ""
+
+
+class PlannedAdapter(Row, frozen=True, array_like=True):
+    """A LoRA adapter of a plan, and what it weighs in all stages together."""
+
+    name: AdapterName
+    weight_bytes: Count
 
 
 class PlannedRing(Strict, frozen=True, kw_only=True):
@@ -261,6 +292,9 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     )
     mtp_bytes: Count = 0
     rings: Annotated[list[PlannedRing], Meta(max_length=MAX_STAGES)] = msgspec.field(
+        default_factory=list
+    )
+    adapters: Annotated[list[PlannedAdapter], Meta(max_length=MAX_ADAPTERS)] = msgspec.field(
         default_factory=list
     )
 

@@ -14,7 +14,12 @@ from msgspec import Meta
 from shardnet import slot_operations
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS, MAX_TEMPERATURE, SamplingParams
-from shardnet.slot_operations import MAX_DRAFTS, SlotOperation
+from shardnet.slot_operations import (
+    MAX_ADAPTER_SCALE,
+    MAX_ADAPTERS,
+    MAX_DRAFTS,
+    SlotOperation,
+)
 from shardnet.types import SequenceId, SlotId
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import (
@@ -22,9 +27,11 @@ from shardnet.wire.framing.schema import (
     U32,
     U64,
     BlockKeys,
+    Digest,
     LayerNumber,
     NLogprobs,
     Positions,
+    Row,
     Strict,
     Tagged,
     Travelling,
@@ -84,13 +91,20 @@ class Outputs(Travelling[OutputParams], frozen=True, kw_only=True):
         return OutputParams(**msgspec.structs.asdict(self))
 
 
+class AdapterUse(Row, frozen=True, array_like=True):
+    """An adapter of a sequence, and what its part is multiplied by."""
+
+    adapter_id: Digest
+    scale: Annotated[float, Meta(ge=-MAX_ADAPTER_SCALE, le=MAX_ADAPTER_SCALE)]
+
+
 class OpenSequence(Tagged, frozen=True, kw_only=True):
     """A sequence takes a slot; the tail learns how to sample it and what else it is to give.
 
     The first `n_kept` positions stay, are copied from the slot `source`, or with `is_restored` are
     what RestorePrefix has read for this sequence. Its output begins at position `n_prompt`;
     `stop_ids` are those that `min_tokens` holds back. Behind a sampled token the tail makes at most
-    `n_drafts` drafts.
+    `n_drafts` drafts. Every stage adds `adapters`, each once, to the sequence's rows.
     """
 
     sequence_id: U64
@@ -103,6 +117,7 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
     outputs: Outputs = Outputs()
     is_restored: bool = False
     n_drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
+    adapters: Annotated[tuple[AdapterUse, ...], Meta(max_length=MAX_ADAPTERS)] = ()
 
     def operation(self) -> slot_operations.OpenSequence:
         """Return the operation; its parameters are unchecked."""
@@ -117,6 +132,10 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
             outputs=self.outputs.params(),
             is_restored=self.is_restored,
             n_drafts=self.n_drafts,
+            adapters=tuple(
+                slot_operations.AdapterUse(adapter_id=use.adapter_id, scale=use.scale)
+                for use in self.adapters
+            ),
         )
 
 
@@ -171,6 +190,7 @@ def _message(operation: SlotOperation) -> SequenceMessage:
                 outputs=Outputs.of(operation.outputs),
                 is_restored=operation.is_restored,
                 n_drafts=operation.n_drafts,
+                adapters=tuple(AdapterUse(use.adapter_id, use.scale) for use in operation.adapters),
             )
         case slot_operations.CloseSequence():
             return CloseSequence(

@@ -6,17 +6,20 @@ stage loads, nor of clients.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
+from shardnet.slot_operations import MAX_ADAPTERS
 from shardnet.types import BLOCK_POSITIONS, MAX_STORED_BLOCKS
 from shardnet.wire.framing.schema import (
     MAX_DEVICES,
+    MAX_LAYERS,
     MAX_STAGES,
     U32,
     U64,
+    AdapterName,
     Address,
     Addresses,
     ArithName,
@@ -39,9 +42,12 @@ from shardnet.wire.framing.schema import (
     RequestId,
     Row,
     Seconds,
+    Strict,
     Tagged,
     Threads,
 )
+
+MAX_ADAPTER_LAYER_BYTES: Final = 1 << 28
 
 
 class DevicePart(Row, frozen=True, array_like=True):
@@ -49,6 +55,23 @@ class DevicePart(Row, frozen=True, array_like=True):
 
     layers: Layers
     devices: DeviceNumbers
+
+
+class AdapterLayer(Row, frozen=True, array_like=True):
+    """One layer's part of an adapter: its file, and the weights in it."""
+
+    layer: LayerNumber
+    size_bytes: Annotated[int, Meta(ge=1, le=MAX_ADAPTER_LAYER_BYTES)]
+    n_weights: Annotated[int, Meta(ge=1, le=MAX_ADAPTER_LAYER_BYTES)]
+    sha256: Digest
+
+
+class RingAdapter(Strict, frozen=True, kw_only=True):
+    """A LoRA adapter of a ring, and its parts for some of the layers."""
+
+    name: AdapterName
+    adapter_id: Digest
+    layers: Annotated[list[AdapterLayer], Meta(max_length=MAX_LAYERS)]
 
 
 class LoadStage(Tagged, frozen=True, kw_only=True):
@@ -67,7 +90,8 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     spans the `shard_nodes` is cut over them; this node has part `shard` of each linear, and the
     parts travel in `gather_dtype`, "" for as they are. `parts` say which of the node's devices have
     which of the layers, [] that the first has all. With `mtp` the last stage has the layer behind
-    the last one too, which predicts further tokens.
+    the last one too, which predicts further tokens. The stage has its layers' parts of `adapters`,
+    which the node fetches too.
     """
 
     request: RequestId
@@ -100,6 +124,9 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
         default_factory=list
     )
     mtp: bool = False
+    adapters: Annotated[list[RingAdapter], Meta(max_length=MAX_ADAPTERS)] = msgspec.field(
+        default_factory=list
+    )
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):

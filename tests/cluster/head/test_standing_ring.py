@@ -20,7 +20,7 @@ from shardnet.types import Arith, DType, NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
 HERE, HANGING = "/models/here", "/mnt/hangs"
-FACTS = cast(ModelFacts, SimpleNamespace(model_id="a", stamp=(("f", 1, 1),)))
+FACTS = cast(ModelFacts, SimpleNamespace(model_id="a", stamp=(("f", 1, 1),), adapters=()))
 
 
 class Disk:

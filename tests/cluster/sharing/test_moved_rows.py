@@ -13,6 +13,7 @@ from support.cluster.bulk_peers import hello
 from shardnet.cluster.sharing.bulk_client import KvClient, SourceRefused
 from shardnet.cluster.sharing.bulk_server import BulkServer
 from shardnet.cluster.sharing.send_rate import SendRate
+from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.local_models import LocalModels
 from shardnet.cluster.store.model_cache import ModelCache
@@ -42,7 +43,8 @@ def served(tmp_path: Path, use: Callable[[KvClient], Awaitable[None]]) -> None:
     async def main() -> None:
         disk = DiskJobs("test-share")
         models = LocalModels(ModelCache(tmp_path))
-        server = BulkServer(models, disk, SendRate(None), lambda: 0.0, Holder())
+        adapters = AdapterStore(tmp_path / "adapters")
+        server = BulkServer(models, disk, SendRate(None), lambda: 0.0, adapters, Holder())
         near, far = await memory_pair(hello("near"), hello("far"))
         serving = asyncio.ensure_future(server.serve(far))
         await use(KvClient(near))

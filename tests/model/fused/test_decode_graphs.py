@@ -25,7 +25,7 @@ from shardnet.model.fused.decode_graphs import GRAPHS_VARIABLE, find_capture
 from shardnet.model.kernels import linear, panel_linear
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS, Kernel, KernelChoice, probe
 from shardnet.stage.load import load_stage
-from shardnet.stage.stage_model import Run
+from shardnet.stage.runs import Run
 from shardnet.types import (
     DType,
     KvDType,

@@ -34,7 +34,8 @@ from shardnet.model.kernels.panels import Panels
 from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_bytes, streamed_layers
 from shardnet.stage.load import load_stage
 from shardnet.stage.packs.pack_cache import PackCache, packed_models, remove
-from shardnet.stage.stage_model import Run, StageModel
+from shardnet.stage.runs import Run
+from shardnet.stage.stage_model import StageModel
 from shardnet.stage.streaming import file_parts, layer_stream
 from shardnet.stage.streaming.file_parts import FilePart
 from shardnet.stage.streaming.layer_stream import LayerStream

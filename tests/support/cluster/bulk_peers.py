@@ -16,6 +16,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import TensorFiles, begin_replica, lay_out, parts_of
 from shardnet.cluster.sharing.bulk_server import BulkServer
 from shardnet.cluster.sharing.send_rate import SendRate
+from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.local_models import LocalModels
 from shardnet.cluster.store.model_cache import ModelCache
@@ -49,7 +50,10 @@ class Sources:
         models = LocalModels(ModelCache(cache))
         if folder.exists():
             models.inspect(folder)
-        self.serves[name] = BulkServer(models, self._jobs, SendRate(None), time.monotonic).serve
+        adapters = AdapterStore(cache / "adapters")
+        self.serves[name] = BulkServer(
+            models, self._jobs, SendRate(None), time.monotonic, adapters
+        ).serve
 
     def script(self, name: str, script: Script) -> None:
         """Let a scripted source answer."""

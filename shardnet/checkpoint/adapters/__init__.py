@@ -1,0 +1,1 @@
+"""LoRA adapters: from files to what they add to linears."""

@@ -1,0 +1,1 @@
+"""What LoRA adapters add to the linears of a stage, row by row."""

@@ -1,0 +1,156 @@
+"""Linear layers to whose outputs LoRA adapters add, each to the rows that have it.
+
+Knows that a row's bits must not depend on the other rows (design decision 4). Must not know files
+or names of parameters.
+
+Axes in shape comments: T rows of the micro-batch, R rank, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardnet.checkpoint.adapters.stored_adapter import LowRank
+from shardnet.model.kernels.library import NativeMatmul, native_kernels
+from shardnet.model.kernels.linear import (
+    MAX_EXACT_ROWS,
+    Kernel,
+    KernelChoice,
+    Linear,
+    is_batch_invariant,
+    is_native,
+    make_linear,
+)
+from shardnet.types import DType
+
+_PLAIN_MIN_ROWS: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsOfAdapter:
+    """The rows of a step that have one adapter, by its id, and what each multiplies it by."""
+
+    adapter_id: str
+    index: Tensor  # [T'], int64
+    scales: Tensor  # [T', 1], float32
+
+
+class ActiveAdapters:
+    """Which rows of the step that is being computed have which adapters. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.rows: Sequence[RowsOfAdapter] = ()
+
+    @contextmanager
+    def of(self, rows: Sequence[RowsOfAdapter]) -> Iterator[None]:
+        """Let linears add these adapters inside."""
+        before, self.rows = self.rows, rows
+        try:
+            yield
+        finally:
+            self.rows = before
+
+
+class LowRankProduct:
+    """The part of an adapter for one linear, in float32: rows [T, K] to factor * B(A x), [T, N].
+
+    Every output of a row is added up in one order, whatever rows stand beside it: by the compiled
+    library, or by torch in batches for which that was tested.
+    """
+
+    def __init__(self, low_rank: LowRank, device: torch.device) -> None:
+        self._factor = low_rank.factor
+        is_cpu = device.type == "cpu"
+        self._choice = KernelChoice(
+            dtype=DType.FLOAT32,
+            kernel=Kernel.NATIVE if is_cpu and native_kernels() is not None else Kernel.PLAIN,
+            exact_rows=MAX_EXACT_ROWS,
+            min_rows=_PLAIN_MIN_ROWS,
+            device=device.type,
+        )
+        self._linears = [
+            make_linear(self._choice, [matrix.float()], [], device)
+            for matrix in (low_rank.a, low_rank.b)
+        ]
+        self._most_rows = self._exact_rows(device)
+
+    def _exact_rows(self, device: torch.device) -> int | None:
+        """Return the largest batch that changes no row's bits, None for any."""
+        if all(linear.is_native for linear in self._linears):
+            return None
+        tested = [is_batch_invariant(linear, self._choice, device) for linear in self._linears]
+        return MAX_EXACT_ROWS if all(tested) else 1
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply float32 rows."""
+        if self._most_rows is None:
+            return self._multiply(rows)
+        return torch.cat([self._multiply(some) for some in torch.split(rows, self._most_rows)])
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        a, b = self._linears
+        return b(a(rows)).mul_(self._factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedPart:
+    """What one adapter adds to the outputs `[begin, end)` of a linear."""
+
+    begin: int
+    end: int
+    product: LowRankProduct
+
+
+class AdaptedLinear:
+    """A linear layer to which adapters add: rows [T, K] to [T, N], in the dtype of `base`.
+
+    Without adapters in `active` it is `base`, which the library's joined calls compute instead.
+    """
+
+    def __init__(
+        self, base: Linear, added: dict[str, list[AddedPart]], active: ActiveAdapters
+    ) -> None:
+        """Take the parts that adapters add, by their ids."""
+        self._base = base
+        self._added = added
+        self._active = active
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self._base.shape
+
+    @property
+    def weights_stay(self) -> bool:
+        """See Linear."""
+        return self._base.weights_stay
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the compiled library computes it where no row has an adapter."""
+        return self._base.is_native
+
+    def native_matmul(self) -> NativeMatmul:
+        """Return the library's matmul of the linear without adapters."""
+        assert is_native(self._base), "self.is_native says so"
+        return self._base.native_matmul()
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply every row, and add the adapters of those that have some."""
+        out = self._base(rows)
+        for some in self._active.rows:
+            for part in self._added.get(some.adapter_id, ()):
+                self._add(part, some, rows, out)
+        return out
+
+    @staticmethod
+    def _add(part: AddedPart, some: RowsOfAdapter, rows: Tensor, out: Tensor) -> None:
+        more = part.product(rows.index_select(0, some.index).float()).mul_(some.scales)
+        own = out[:, part.begin : part.end]
+        own[some.index] = (own[some.index].float() + more).to(out.dtype)
