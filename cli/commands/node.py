@@ -92,6 +92,7 @@ class _Flags:
     http: Listening | None
     idle_unload_s: float | None = None
     yields: bool = False
+    audit_share: float
     tensor_parallel: int = 0
     as_json: bool
     until_stdin_closes: bool
@@ -213,6 +214,17 @@ def node(
             envvar="SHARDNET_YIELD",
         ),
     ] = False,
+    audit: Annotated[
+        float,
+        typer.Option(
+            "--audit",
+            metavar="PERCENT",
+            min=0,
+            max=50,
+            help="Time that stages of a ring led here are audited for wrong bits; 0 for never.",
+            envvar="SHARDNET_AUDIT",
+        ),
+    ] = 0.5,
     peer: Peer = None,
     no_mdns: NoMdns = False,
     no_spin: Annotated[
@@ -271,6 +283,7 @@ def node(
         # Where programs say how long models stay, the HTTP server counts.
         idle_unload_s=None if http else http_options.idle_unload_s(),
         yields=yields,
+        audit_share=audit / 100,
         as_json=as_json,
         until_stdin_closes=until_stdin_closes,
     )
@@ -344,6 +357,7 @@ async def _run(flags: _Flags) -> None:
         identity=identity,
         idle_unload_s=flags.idle_unload_s,
         yields=flags.yields,
+        audit_share=flags.audit_share,
         discovery=None
         if flags.no_mdns
         else Discovery(

@@ -124,6 +124,7 @@ def load_stage(
         group=group,
         followers=followers,
         cut=cut,
+        digests=weights.digests,
     )
 
 

@@ -26,6 +26,7 @@ from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.wire.framing.frames import FrameKind
 from shardnet.wire.messages.activity import CancelSequence, GetActivity, KeepRing
+from shardnet.wire.messages.audits import AuditStage, ComputeLayer
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import (
     ControlMessage,
@@ -103,6 +104,8 @@ ControlRequest = (
     | FindPrefix
     | RestorePrefix
     | MoveKv
+    | AuditStage
+    | ComputeLayer
     | TakeOver
     | FindNode
     | PlanRequest

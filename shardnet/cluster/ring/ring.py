@@ -478,6 +478,22 @@ class Ring:
         self.break_(cause)
         return True
 
+    def found_wrong(self, rank: int, error: WrongValuesError) -> None:
+        """Do without the node of a rank that an audit has found computing wrong bits.
+
+        The head stays, since the requests are with it: its layers are loaded anew.
+        """
+        if self.broken is not None:
+            return
+        port = self._ports[rank]
+        cause = PeerFailedError(
+            f"node {port.node_name} computes wrong bits: {error.message}", remedy=error.remedy
+        )
+        if rank:
+            self.blamed[port.node] = cause
+        self.wrong.add(port.node)
+        self.break_(cause)
+
     async def _unload(self, port: StagePort) -> None:
         with contextlib.suppress(ShardnetError):  # lost, or in another ring by now: nothing is left
             await port.unload(self.name)

@@ -30,6 +30,7 @@ from shardnet.wire.messages.activity import (
     RingActivity,
     RingKept,
 )
+from shardnet.wire.messages.audits import AuditStage, ComputeLayer, LayerComputed, StageAudited
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.deputies import (
     CopiedTo,
@@ -156,6 +157,10 @@ ControlMessage = (
     | PrefixRestored
     | MoveKv
     | KvMoved
+    | AuditStage
+    | StageAudited
+    | ComputeLayer
+    | LayerComputed
     | StandBy
     | RequestCopied
     | TokensCopied
