@@ -56,7 +56,8 @@ class StageAudit:
 
         They are in the ring's dtype, which loses nothing; those before the model's first layer are
         b"": the same token ids are embedded everywhere. Raises WrongValuesError, which names the
-        first layer at fault, if any of them are not what they were the first time.
+        weights that have changed, else the first layer at fault, if any of them are not what they
+        were the first time.
         """
         states = self._model.trial(self._hidden, self._n_rows)
         digests = [xxh3_64_intdigest(to_bytes(state)) for state in states]
@@ -65,6 +66,8 @@ class StageAudit:
         for place, pair in enumerate(zip(digests, self._known, strict=True)):
             if pair[0] != pair[1]:
                 self.is_wrong = True
+                if self._model.digests is not None:
+                    self._model.digests.look_at_all()  # they say better what it is
                 raise self._unlike_before(place)
         at = layer - self._model.layers.start
         before, after = (bytes(pack_rows(state, self._wire)) for state in states[at : at + 2])

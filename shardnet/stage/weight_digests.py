@@ -80,6 +80,11 @@ class WeightDigests:
         """Bytes of all that is looked at in one turn."""
         return sum(piece.end - piece.begin for piece in self._pieces)
 
+    def look_at_all(self) -> None:
+        """Look at every piece once. Raises as `look`."""
+        for _ in self._pieces:
+            self.look()
+
     def look(self) -> int:
         """Look at the next piece and return its bytes, 0 where there is none.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from support.cluster.small_node import small_settings
 
+from shardnet.cluster.machine.profile import Device
 from shardnet.cluster.node.node import Node, running
 from shardnet.errors import LinkError
 from shardnet.transport.link import Link
@@ -53,14 +54,19 @@ class Machine:
 
 
 @asynccontextmanager
-async def machines(folder: Path, *names: str) -> AsyncIterator[list[Machine]]:
-    """Nodes that know each other."""
+async def machines(
+    folder: Path, *names: str, device: Device | None = None
+) -> AsyncIterator[list[Machine]]:
+    """Nodes that know each other, of little memory; `device` is what they say of their own."""
     async with AsyncExitStack() as stack:
         found: list[Machine] = []
         for name in names:
             lines: list[str] = []
+            settings = small_settings(folder / name)
+            budget = settings.budget
             settings = replace(
-                small_settings(folder / name),
+                settings,
+                budget=budget if device is None else replace(budget, device=device),
                 node=NodeId(name[0] * 32),
                 name=name,
                 log=lines.append,
