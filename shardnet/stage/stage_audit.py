@@ -19,7 +19,7 @@ from shardnet.stage.weight_digests import CHECK_MACHINE
 from shardnet.types import DType, WireDType
 
 TRIAL_ROWS: Final = 4
-"""Rows that a stage computes again and again: a step of them takes little longer than one of one."""
+"""Rows that a stage computes again and again: they take little longer than one."""
 
 
 class StageAudit:

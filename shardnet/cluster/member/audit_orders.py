@@ -14,7 +14,7 @@ from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.errors import UsageError
 from shardnet.runtime.loading.one_layer import compute_layer
-from shardnet.wire.messages.audits import AuditStage, ComputeLayer, LayerComputed, StageAudited
+from shardnet.wire.messages.stages import AuditStage, ComputeLayer, LayerComputed, StageAudited
 
 WEIGHTS_S = 0.02
 """How long weights are looked at where no rows are computed, which else say how long."""

@@ -164,9 +164,7 @@ class Node:
 
     async def audit_stages(self) -> None:
         """Audit the stages of the ring that this node leads."""
-        await kept_running(
-            self._services.audits.run, "auditing stages", self._settings.log
-        )
+        await kept_running(self._services.audits.run, "auditing stages", self._settings.log)
 
     async def watch_addresses(self) -> None:
         """Notice changes of this machine's addresses, as DHCP makes them, until cancelled."""

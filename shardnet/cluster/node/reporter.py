@@ -43,6 +43,7 @@ from shardnet.wire.messages.diagnostics import (
     MAX_TELLERS,
     MAX_VIEWS,
     AddressView,
+    AuditState,
     DeputyState,
     InterfaceAddress,
     LinkTraffic,

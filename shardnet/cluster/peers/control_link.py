@@ -26,7 +26,6 @@ from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.wire.framing.frames import FrameKind
 from shardnet.wire.messages.activity import CancelSequence, GetActivity, KeepRing
-from shardnet.wire.messages.audits import AuditStage, ComputeLayer
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import (
     ControlMessage,
@@ -59,6 +58,8 @@ from shardnet.wire.messages.membership import (
 )
 from shardnet.wire.messages.plans import PlanRequest
 from shardnet.wire.messages.stages import (
+    AuditStage,
+    ComputeLayer,
     ConnectRing,
     Drain,
     DropWarm,

@@ -1,7 +1,7 @@
 """Audits the stages of a ring, one after the other, and does without a node that computes wrong.
 
-Knows who is asked next, who computes for a comparison, and who of those that disagree is wrong. Must
-not know how stages look at themselves, nor how a ring is replaced (recovery.py).
+Knows who is asked next, who computes for a comparison, and who is wrong of those that disagree.
+Must not know how stages look at themselves, nor how a ring is replaced (recovery.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.ring.ring import Ring
 from shardnet.errors import ShardnetError, WrongValuesError
-from shardnet.wire.messages.audits import AuditStage, ComputeLayer
 from shardnet.wire.messages.diagnostics import MAX_FINDINGS, AuditFinding, AuditState
 from shardnet.wire.messages.handshake import explanation
+from shardnet.wire.messages.stages import AuditStage, ComputeLayer
 
 LOOK_S: Final = 2.0
 """The shortest pause between two audits, and how often is looked whether there is a ring."""
@@ -43,10 +43,12 @@ class _Progress:
     """How far the audits of one ring are.
 
     Others have computed the layers `confirmed` alike, and of `disputed` ones nobody knows who is
-    wrong: neither are compared again.
+    wrong: neither are compared again. `good_at` is when nothing was found last,
+    by rank.
     """
 
     ring: Ring
+    good_at: dict[int, float] = field(default_factory=dict)
     n_audits: int = 0
     confirmed: set[int] = field(default_factory=set)
     disputed: set[int] = field(default_factory=set)
@@ -100,15 +102,15 @@ class Audits:
             return 0.0
         if self._progress is None or self._progress.ring is not lead.ring:
             self._progress = _Progress(ring=lead.ring)
-        ring, progress = lead.ring, self._progress
-        turn, rank = divmod(progress.n_audits, len(ring.ports))
-        layers = ring.spec.layers[rank]
+        progress = self._progress
+        turn, rank = divmod(progress.n_audits, len(lead.ring.ports))
+        layers = lead.ring.spec.layers[rank]
         layer = layers.start + turn % len(layers)
         progress.n_audits += 1
         try:
             return await self._audit(lead, progress, rank, layer)
         except WrongValuesError as error:
-            self._found(ring, rank, layer, error)
+            self._found(progress, rank, layer, error)
         except ShardnetError:  # it cannot, or is lost, which the ring notices itself
             pass
         return 0.0
@@ -122,17 +124,19 @@ class Audits:
             layer=layer,
             with_rows=exact.split and exact.batch and not any(ring.spec.streamed),
         )
+        asked_at = time.time()
         audited = await ring.ports[rank].audit(order)
         self._n_audits += 1
         self._looked_bytes += audited.looked_bytes
-        if not audited.after or layer in progress.confirmed | progress.disputed:
-            return audited.took_s
-        took_s, answers = await self._compare(ring, rank, layer, audited.before, audited.after)
-        if answers and answers[0].after == audited.after:
+        took_s, answers = 0.0, list[Answer]()
+        if audited.after and layer not in progress.confirmed | progress.disputed:
+            took_s, answers = await self._compare(ring, rank, layer, audited.before, audited.after)
+        if answers and answers[0].after != audited.after:
+            self._disagree(progress, layer, Answer(rank, audited.after), answers)
+            return 0.0
+        if answers:
             progress.confirmed.add(layer)
-        elif answers:
-            progress.disputed.add(layer)
-            self._disagree(ring, layer, Answer(rank, audited.after), answers)
+        progress.good_at[rank] = asked_at
         return audited.took_s + took_s
 
     async def _compare(
@@ -157,35 +161,50 @@ class Audits:
         return took_s, answers
 
     def _disagree(
-        self, ring: Ring, layer: int, audited: Answer, answers: Sequence[Answer]
+        self, progress: _Progress, layer: int, audited: Answer, answers: Sequence[Answer]
     ) -> None:
-        wrong = judge(audited, answers)
-        names = [ring.ports[each.rank].node_name for each in (audited, answers[0])]
+        """Find out who of those that have computed a layer unlike is wrong, and do without it."""
+        progress.disputed.add(layer)
+        wrong, names = judge(audited, answers), progress.ring.node_names
         if wrong is None:
-            what = f"it and {names[1]} compute layer {layer} unlike: one of them is wrong"
-            self._note(names[0], layer, what, CHECK_BOTH, is_left_out=False)
+            other = names[answers[0].rank]
+            what = f"it and {other} compute the same rows unlike, and one of them is wrong"
+            self._note(progress, audited.rank, layer, what, CHECK_BOTH, is_left_out=False)
             return
-        others = [each for each in (audited, *answers) if each.rank != wrong]
-        by = ring.ports[others[0].rank].node_name if others else "itself from the checkpoint"
-        error = WrongValuesError.received(f"layer {layer} has other bits than by {by}")
-        self._found(ring, wrong, layer, error)
+        others = [each.rank for each in (audited, *answers) if each.rank != wrong]
+        by = names[others[0]] if others else "itself with weights from its checkpoint"
+        error = WrongValuesError.received(f"the same rows have other bits than by {by}")
+        self._found(progress, wrong, layer, error)
 
-    def _found(self, ring: Ring, rank: int, layer: int, error: WrongValuesError) -> None:
+    def _found(self, progress: _Progress, rank: int, layer: int, error: WrongValuesError) -> None:
         """Do without a node that is wrong; the head stays, and has its layers loaded anew."""
         if not rank:
             self._distrust()
-        name = ring.ports[rank].node_name
-        self._note(name, layer, error.message, error.remedy, is_left_out=rank > 0)
-        ring.found_wrong(rank, error)
+        what = error.message.removeprefix(f"{progress.ring.ports[rank].name}: ")
+        self._note(progress, rank, layer, what, error.remedy, is_left_out=rank > 0)
+        progress.ring.found_wrong(rank, error)
 
-    def _note(self, name: str, layer: int, what: str, remedy: str, *, is_left_out: bool) -> None:
-        self._log(f"audit: {name} computes wrong bits: {what}; {remedy}")
+    def _note(
+        self,
+        progress: _Progress,
+        rank: int,
+        layer: int,
+        what: str,
+        remedy: str,
+        *,
+        is_left_out: bool,
+    ) -> None:
+        port = progress.ring.ports[rank]
+        self._log(f"{port.node_name} computes wrong bits in layer {layer}: {what}; {remedy}")
         self._findings.append(
             AuditFinding(
-                name=name,
+                node=port.node,
+                name=port.node_name,
                 layer=layer,
                 at=time.time(),
+                good_at=progress.good_at.get(rank, 0.0),
                 what=explanation(what),
+                remedy=explanation(remedy),
                 is_left_out=is_left_out,
             )
         )

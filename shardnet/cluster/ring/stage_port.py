@@ -20,17 +20,20 @@ from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.errors import ShardnetError, first_error
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.types import NodeId
-from shardnet.wire.messages.audits import AuditStage, ComputeLayer, LayerComputed, StageAudited
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.stages import (
+    AuditStage,
+    ComputeLayer,
     ConnectRing,
     FindPrefix,
     KvMoved,
+    LayerComputed,
     LoadStage,
     MoveKv,
     PrefixFound,
     PrefixRestored,
     RestorePrefix,
+    StageAudited,
     StageReady,
     UnloadStage,
 )

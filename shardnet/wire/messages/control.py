@@ -30,7 +30,6 @@ from shardnet.wire.messages.activity import (
     RingActivity,
     RingKept,
 )
-from shardnet.wire.messages.audits import AuditStage, ComputeLayer, LayerComputed, StageAudited
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.deputies import (
     CopiedTo,
@@ -77,11 +76,14 @@ from shardnet.wire.messages.membership import (
 )
 from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import (
+    AuditStage,
+    ComputeLayer,
     ConnectRing,
     Drain,
     DropWarm,
     FindPrefix,
     KvMoved,
+    LayerComputed,
     LeaveRing,
     LoadProgress,
     LoadStage,
@@ -90,6 +92,7 @@ from shardnet.wire.messages.stages import (
     PrefixRestored,
     RestorePrefix,
     RingBroken,
+    StageAudited,
     StageReady,
     UnloadStage,
 )

@@ -319,15 +319,19 @@ class PressureState(Strict, frozen=True, kw_only=True):
 
 
 class AuditFinding(Strict, frozen=True, kw_only=True):
-    """What an audit has found: node `name` computes wrong bits in `layer`, or near it.
+    """What an audit has found at `at`: the node computes wrong bits in `layer`, or near it.
 
-    Without `is_left_out` it still computes: it is the head, or another node may be wrong instead.
+    At `good_at` nothing was found, 0 for never since its ring was built: texts since then may be
+    wrong. Without `is_left_out` it still computes: it is the head, or another one may be wrong.
     """
 
+    node: Name
     name: Name
     layer: LayerNumber
     at: Moment
+    good_at: Moment
     what: Explanation
+    remedy: Explanation
     is_left_out: bool
 
 

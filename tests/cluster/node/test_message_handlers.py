@@ -39,9 +39,11 @@ from shardnet.wire.messages.membership import (
 from shardnet.wire.messages.plans import NodeProgress, PlanReply
 from shardnet.wire.messages.stages import (
     KvMoved,
+    LayerComputed,
     LoadProgress,
     PrefixFound,
     PrefixRestored,
+    StageAudited,
     StageReady,
 )
 from shardnet.wire.messages.tokens import Detokenized, Tokenized
@@ -56,6 +58,7 @@ ANSWERS = {
     Finished,
     KvMoved,
     LastRun,
+    LayerComputed,
     LinksMeasured,
     LoadProgress,
     ModelIdentity,
@@ -70,6 +73,7 @@ ANSWERS = {
     RingActivity,
     RingKept,
     RowsPiece,
+    StageAudited,
     StageMeasured,
     StageReady,
     StateChanged,
