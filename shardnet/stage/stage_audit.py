@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from shardnet.errors import WrongValuesError
+from shardnet.errors import UsageError, WrongValuesError
 from shardnet.model.kernels.codec import pack_rows, to_bytes, torch_dtype, unpack_rows
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.weight_digests import CHECK_MACHINE
-from shardnet.types import DType, WireDType
+from shardnet.types import ANY_ROWS, DType, WireDType
 
 TRIAL_ROWS: Final = 4
 """Rows that a stage computes again and again: they take little longer than one."""
@@ -37,6 +37,11 @@ class StageAudit:
         self._hidden = None if model.first else _some_rows(model, self._n_rows, dtype)
         self._known: list[int] = []
         """Digests of what the rows were in the first trial, before, between and after layers."""
+
+    @property
+    def promises_bits(self) -> bool:
+        """Whether the compiled library computes all of it, so that its bits depend on nothing."""
+        return self._model.exact_rows >= ANY_ROWS
 
     @property
     def weight_bytes(self) -> int:
@@ -86,8 +91,11 @@ class StageAudit:
 def rows_after(model: StageModel, before: bytes, dtype: DType) -> bytes:
     """Compute what a stage of one layer makes of rows that `StageAudit.compute` has returned.
 
-    Raises RemoteProtocolError if these are not rows of the model.
+    Raises RemoteProtocolError if these are not rows of the model, UsageError where the bits could
+    be others than elsewhere.
     """
+    if model.exact_rows < ANY_ROWS:
+        raise UsageError("the library does not compute all of this layer: its bits say nothing")
     wire, hidden = WireDType.own(dtype), None
     n_rows = min(TRIAL_ROWS, model.context)
     if before:

@@ -64,9 +64,9 @@ class NodeBook:
         for gone, was in self._shown.items():
             if gone not in seen and was.state != "refused":
                 seen[gone] = replace(was, state="lost", is_asked=False)
-        for node, what in _wrong_bits(replies).items():
-            if node in seen:
-                seen[node] = replace(seen[node], wrong_bits=what)
+        for named, what in _wrong_bits(replies).items():
+            if named in seen:
+                seen[named] = replace(seen[named], wrong_bits=what)
         self._keep(seen.values(), now_s)
         return asked
 

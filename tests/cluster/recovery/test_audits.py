@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cluster.checkup_facts import facts, reply, the_one, view
 from support.cluster.machines import Machine, machines
 from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
@@ -17,12 +18,16 @@ from support.soak import cases
 from torch import Tensor
 
 from shardnet.api.client import connect
+from shardnet.api.dashboard.node_book import NodeBook
+from shardnet.api.server.ring_metrics import RingMetrics
 from shardnet.cluster.machine.profile import find_devices
 from shardnet.cluster.recovery.audits import Answer, judge
 from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.layers.attention import ForwardStep
+from shardnet.wire.messages.diagnostics import AuditFinding, AuditState
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet_cli.commands.status import _as_json, _as_lines
 
 N_TOKENS, DEADLINE_S = 60, 120.0
 PROMPTS = [random_prompt(n, 300, seed=n) for n in (9, 20)]
@@ -222,3 +227,41 @@ def test_who_is_wrong_is_what_two_machines_say(
     audited: Answer, answers: list[Answer], wrong: int | None
 ) -> None:
     assert judge(audited, answers) == wrong
+
+
+def test_what_was_found_is_told_by_doctor_status_dashboard_and_metrics() -> None:
+    found = AuditFinding(
+        node="bert-id",
+        name="bert",
+        layer=7,
+        at=1e9 - 300,
+        good_at=1e9 - 360,
+        what="the same rows have other bits than by anna",
+        remedy="test its memory",
+        is_left_out=True,
+    )
+    audit = AuditState(n_audits=5, looked_bytes=3 << 30, n_confirmed=2, findings=[found])
+    anna, bert = reply("anna", view("bert"), audit=audit), reply("bert", view("anna"))
+    line = the_one(facts(anna, bert), "bits").line
+    assert line.startswith("bert: wrong bits in layer 7 5 min ago: the same rows")
+    assert line.endswith("(nothing was found 60 s before); test its memory")
+    assert anna.info is not None
+    assert anna.report is not None
+    shown = "\n".join(_as_lines(anna.info, anna.report))
+    assert "audits   5, 3.00 GiB of weights looked at, 2 layers computed alike by others" in shown
+    assert "wrong    bert computed wrong bits in layer 7 5 min ago, and was left out: the" in shown
+    assert _as_json(anna.info, anna.report)["audit"]["findings"][0]["name"] == "bert"
+    book = NodeBook()
+    book.take([anna, bert], 0.0)
+    wrong = {node.name: node.wrong_bits for node in book.nodes(0.0)}
+    assert wrong == {"anna": None, "bert": f"layer 7: {found.what}; test its memory"}
+    metrics = RingMetrics()
+    metrics.take([anna, bert], None)
+    values = {
+        (sample.name, sample.labels.get("node")): sample.value
+        for metric in metrics.collect()
+        for sample in metric.samples
+    }
+    assert values["shardnet_audits_total", "anna"] == 5
+    assert values["shardnet_audited_weight_bytes_total", "anna"] == 3 << 30
+    assert values["shardnet_wrong_bits_total", "bert"] == 1
