@@ -140,6 +140,9 @@ class RingMetrics(Collector):
         audits = CounterMetricFamily(
             "shardnet_audits", "Stages that a head has audited", labels=["node"]
         )
+        busy = CounterMetricFamily(
+            "shardnet_audit_seconds", "Time that audits kept stages from steps", labels=["node"]
+        )
         looked = CounterMetricFamily(
             "shardnet_audited_weight_bytes",
             "Bytes of weights that were held against what they were",
@@ -153,11 +156,12 @@ class RingMetrics(Collector):
             audit = node.report.audit
             if audit is not None:
                 audits.add_metric([node.label], audit.n_audits)
+                busy.add_metric([node.label], audit.busy_s)
                 looked.add_metric([node.label], audit.looked_bytes)
                 n_wrong.update(found.name for found in audit.findings)
         for name, n_times in n_wrong.items():
             wrong.add_metric([name], n_times)
-        yield from (audits, looked, wrong)
+        yield from (audits, busy, looked, wrong)
 
     def _of_ring(self) -> Iterator[Metric]:
         work = self._work

@@ -74,6 +74,7 @@ class Audits:
         self._log = log
         self._progress: _Progress | None = None
         self._n_audits = self._looked_bytes = 0
+        self._busy_s = 0.0
         self._findings: deque[AuditFinding] = deque(maxlen=MAX_FINDINGS)
 
     @property
@@ -83,6 +84,7 @@ class Audits:
             return None
         return AuditState(
             n_audits=self._n_audits,
+            busy_s=self._busy_s,
             looked_bytes=self._looked_bytes,
             n_confirmed=len(self._progress.confirmed) if self._progress is not None else 0,
             findings=[*self._findings],
@@ -128,6 +130,7 @@ class Audits:
         audited = await ring.ports[rank].audit(order)
         self._n_audits += 1
         self._looked_bytes += audited.looked_bytes
+        self._busy_s += audited.took_s
         took_s, answers = 0.0, list[Answer]()
         if audited.after and layer not in progress.confirmed | progress.disputed:
             took_s, answers = await self._compare(ring, rank, layer, audited.before, audited.after)

@@ -338,11 +338,12 @@ class AuditFinding(Strict, frozen=True, kw_only=True):
 class AuditState(Strict, frozen=True, kw_only=True):
     """How a head has audited the stages of its rings since it started.
 
-    `looked_bytes` of weights were held against what they were. Of the ring that stands other nodes
-    have computed `n_confirmed` layers alike.
+    That kept stages from steps for `busy_s`. `looked_bytes` of weights were held against what they
+    were. Of the ring that stands other nodes have computed `n_confirmed` layers alike.
     """
 
     n_audits: Count
+    busy_s: Seconds
     looked_bytes: Count
     n_confirmed: U32
     findings: Annotated[list[AuditFinding], Meta(max_length=MAX_FINDINGS)]

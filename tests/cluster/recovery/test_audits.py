@@ -20,7 +20,7 @@ from torch import Tensor
 from shardnet.api.client import connect
 from shardnet.api.dashboard.node_book import NodeBook
 from shardnet.api.server.ring_metrics import RingMetrics
-from shardnet.cluster.machine.profile import find_devices
+from shardnet.cluster.machine.profile import MemoryBudget, find_devices
 from shardnet.cluster.recovery.audits import Answer, judge
 from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.kernels.library import native_kernels
@@ -95,9 +95,10 @@ class Audited:
 @asynccontextmanager
 async def ring(folder: Path, *names: str) -> AsyncIterator[Audited]:
     model = make_llama(folder / "model", num_hidden_layers=len(names) * 2)
+    budget = MemoryBudget(device=find_devices("cpu")[0], asked_bytes=1 << 28)
     async with (
         asyncio.timeout(DEADLINE_S),
-        machines(folder, *names, device=find_devices("cpu")[0]) as nodes,
+        machines(folder, *names, budget=budget) as nodes,
         connect(nodes[0].node.address) as client,
     ):
         choice = ModelChoice(model=str(model), nodes=[one.node.address for one in nodes])
@@ -240,7 +241,9 @@ def test_what_was_found_is_told_by_doctor_status_dashboard_and_metrics() -> None
         remedy="test its memory",
         is_left_out=True,
     )
-    audit = AuditState(n_audits=5, looked_bytes=3 << 30, n_confirmed=2, findings=[found])
+    audit = AuditState(
+        n_audits=5, busy_s=0.5, looked_bytes=3 << 30, n_confirmed=2, findings=[found]
+    )
     anna, bert = reply("anna", view("bert"), audit=audit), reply("bert", view("anna"))
     line = the_one(facts(anna, bert), "bits").line
     assert line.startswith("bert: wrong bits in layer 7 5 min ago: the same rows")
@@ -263,5 +266,6 @@ def test_what_was_found_is_told_by_doctor_status_dashboard_and_metrics() -> None
         for sample in metric.samples
     }
     assert values["shardnet_audits_total", "anna"] == 5
+    assert values["shardnet_audit_seconds_total", "anna"] == 0.5
     assert values["shardnet_audited_weight_bytes_total", "anna"] == 3 << 30
     assert values["shardnet_wrong_bits_total", "bert"] == 1

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from support.cluster.small_node import small_settings
 
-from shardnet.cluster.machine.profile import Device
 from shardnet.cluster.node.node import Node, running
 from shardnet.errors import LinkError
 from shardnet.transport.link import Link
@@ -54,23 +54,19 @@ class Machine:
 
 
 @asynccontextmanager
-async def machines(
-    folder: Path, *names: str, device: Device | None = None
-) -> AsyncIterator[list[Machine]]:
-    """Nodes that know each other, of little memory; `device` is what they say of their own."""
+async def machines(folder: Path, *names: str, **changes: Any) -> AsyncIterator[list[Machine]]:
+    """Nodes that know each other, of little memory but for `changes` of their settings."""
     async with AsyncExitStack() as stack:
         found: list[Machine] = []
         for name in names:
             lines: list[str] = []
-            settings = small_settings(folder / name)
-            budget = settings.budget
             settings = replace(
-                settings,
-                budget=budget if device is None else replace(budget, device=device),
+                small_settings(folder / name),
                 node=NodeId(name[0] * 32),
                 name=name,
                 log=lines.append,
                 peers=tuple(one.node.address for one in found),
+                **changes,
             )
             node = await stack.enter_async_context(running(settings))
             listener = await node.listen("127.0.0.1", 0)
