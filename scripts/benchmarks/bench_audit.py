@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
@@ -125,11 +126,11 @@ async def measure_notice(bench: Bench, asked: argparse.Namespace) -> None:
     for _ in range(asked.flips):
         text = asyncio.create_task(keep_on(bench))
         audit = bench.audit_of(bench.nodes[1])
-        await until(lambda audit=audit: has_looked(audit))
+        await until(partial(has_looked, audit))
         await asyncio.sleep(10 * drawn.random())
         n_found, began_s = len(findings(head)), time.perf_counter()
         what = flip(audit, drawn)
-        await until(lambda n=n_found: len(findings(head)) > n)
+        await until(partial(has_more, head, n_found))
         took_s.append(time.perf_counter() - began_s)
         print(f"{what}: noticed after {took_s[-1]:.1f} s: {findings(head)[-1].what}", flush=True)
         text.cancel()
@@ -150,6 +151,11 @@ async def keep_on(bench: Bench) -> None:
 def findings(head: Node) -> Sequence[AuditFinding]:
     """Return what audits have found."""
     return [] if head.audits.state is None else head.audits.state.findings
+
+
+def has_more(head: Node, n_found: int) -> bool:
+    """Say whether more was found than so much."""
+    return len(findings(head)) > n_found
 
 
 def has_looked(audit: StageAudit) -> bool:

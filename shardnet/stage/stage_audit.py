@@ -14,6 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from shardnet.errors import UsageError, WrongValuesError
 from shardnet.model.kernels.codec import pack_rows, to_bytes, torch_dtype, unpack_rows
+from shardnet.model.kernels.device_memory import capacity_error_for
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.weight_digests import CHECK_MACHINE
 from shardnet.types import ANY_ROWS, DType, WireDType
@@ -40,8 +41,11 @@ class StageAudit:
 
     @property
     def promises_bits(self) -> bool:
-        """Whether the compiled library computes all of it, so that its bits depend on nothing."""
-        return self._model.exact_rows >= ANY_ROWS
+        """Whether the compiled library computes all of it, so that its bits depend on nothing.
+
+        Layers that are read for every pass promise them too, but would be read for this alone.
+        """
+        return self._model.exact_rows >= ANY_ROWS and not self._model.streams
 
     @property
     def weight_bytes(self) -> int:
@@ -62,9 +66,10 @@ class StageAudit:
         They are in the ring's dtype, which loses nothing; those before the model's first layer are
         b"": the same token ids are embedded everywhere. Raises WrongValuesError, which names the
         weights that have changed, else the first layer at fault, if any of them are not what they
-        were the first time.
+        were the first time, CapacityError where no memory is left.
         """
-        states = self._model.trial(self._hidden, self._n_rows)
+        with capacity_error_for("no memory is left for an audit", remedy="lower --memory there"):
+            states = self._model.trial(self._hidden, self._n_rows)
         digests = [xxh3_64_intdigest(to_bytes(state)) for state in states]
         if not self._known:
             self._known = digests

@@ -27,7 +27,7 @@ async def audit_stage(host: StageHost, message: AuditStage) -> StageAudited:
     """
     part = host.part_with(message.ring, message.epoch, message.layer)
     audit, place = part.audit, part.order.place
-    if audit is None:
+    if audit is None or not (audit.promises_bits or audit.weight_bytes):
         raise UsageError("the stage of this node cannot be audited")
 
     def compute() -> tuple[float, bytes, bytes]:
@@ -41,8 +41,7 @@ async def audit_stage(host: StageHost, message: AuditStage) -> StageAudited:
         return time.perf_counter() - began_s, n_bytes
 
     rows_s, before, after = WEIGHTS_S, b"", b""
-    with_rows = message.with_rows and audit.promises_bits
-    if with_rows:
+    if audit.promises_bits:
         rows_s, before, after = await host.between_steps(compute, place)
     looked_s, looked_bytes = 0.0, 0
     while looked_s < rows_s and looked_bytes < audit.weight_bytes:
@@ -52,7 +51,7 @@ async def audit_stage(host: StageHost, message: AuditStage) -> StageAudited:
         looked_s, looked_bytes = looked_s + took_s, looked_bytes + n_bytes
     return StageAudited(
         request=message.request,
-        took_s=looked_s + (rows_s if with_rows else 0.0),
+        took_s=looked_s + (rows_s if audit.promises_bits else 0.0),
         looked_bytes=looked_bytes,
         weight_bytes=audit.weight_bytes,
         before=before,

@@ -24,7 +24,7 @@ from shardnet.wire.messages.stages import AuditStage, ComputeLayer
 LOOK_S: Final = 2.0
 """The shortest pause between two audits, and how often is looked whether there is a ring."""
 ANSWER_S: Final = 60.0
-"""How long a node may take to compute a layer from its checkpoint."""
+"""How long a node may take to audit its stage, or to compute a layer from its checkpoint."""
 CHECK_BOTH: Final = (
     "test the memory of both machines (memtest86+), and set the clocks of their processors and "
     "memory back to what their makers say"
@@ -101,6 +101,7 @@ class Audits:
         """Audit the next stage. Return the seconds for which it, or another node, was kept busy."""
         lead = self._head.latest
         if lead is None or lead.is_recovering or lead.ring.broken is not None or lead.plan.spans:
+            self._progress = None
             return 0.0
         if self._progress is None or self._progress.ring is not lead.ring:
             self._progress = _Progress(ring=lead.ring)
@@ -113,26 +114,21 @@ class Audits:
             return await self._audit(lead, progress, rank, layer)
         except WrongValuesError as error:
             self._found(progress, rank, layer, error)
-        except ShardnetError:  # it cannot, or is lost, which the ring notices itself
+        except (ShardnetError, TimeoutError):  # it cannot, or is lost: the ring notices that itself
             pass
         return 0.0
 
     async def _audit(self, lead: Lead, progress: _Progress, rank: int, layer: int) -> float:
-        ring, exact = lead.ring, lead.plan.exactness
-        order = AuditStage(
-            request=0,
-            ring=ring.name,
-            epoch=ring.epoch,
-            layer=layer,
-            with_rows=exact.split and exact.batch and not any(ring.spec.streamed),
-        )
-        asked_at = time.time()
-        audited = await ring.ports[rank].audit(order)
+        ring, asked_at = lead.ring, time.time()
+        order = AuditStage(request=0, ring=ring.name, epoch=ring.epoch, layer=layer)
+        async with asyncio.timeout(ANSWER_S):
+            audited = await ring.ports[rank].audit(order)
         self._n_audits += 1
         self._looked_bytes += audited.looked_bytes
         self._busy_s += audited.took_s
         took_s, answers = 0.0, list[Answer]()
-        if audited.after and layer not in progress.confirmed | progress.disputed:
+        is_alike = lead.plan.exactness.batch and len({f.arithmetic for f in lead.plan.forms}) == 1
+        if audited.after and is_alike and layer not in progress.confirmed | progress.disputed:
             took_s, answers = await self._compare(ring, rank, layer, audited.before, audited.after)
         if answers and answers[0].after != audited.after:
             self._disagree(progress, layer, Answer(rank, audited.after), answers)

@@ -270,21 +270,21 @@ class AuditStage(Tagged, frozen=True, kw_only=True):
     """Have a stage look at some of its weights, and compute rows that it computes each time.
 
     It looks at weights for as long as the rows have taken. Those before and after `layer` are asked
-    for. Without `with_rows` it computes none. Failed with code 51 says what is wrong with it.
+    for. Failed with code 51 says what is wrong with it.
     """
 
     request: RequestId
     ring: Name
     epoch: U32
     layer: LayerNumber
-    with_rows: bool
 
 
 class StageAudited(Tagged, frozen=True, kw_only=True):
     """Answers AuditStage: nothing is wrong. The stage was kept from steps for `took_s`.
 
     It has looked at `looked_bytes` of `weight_bytes`. Rows `before` the model's first layer are
-    not sent: token ids are embedded there, the same everywhere.
+    not sent: token ids are embedded there, the same everywhere. `after` is b"" for a stage whose
+    arithmetic promises no bits.
     """
 
     request: RequestId

@@ -13,6 +13,7 @@ import torch
 from support.cluster.checkup_facts import facts, reply, the_one, view
 from support.cluster.machines import Machine, machines
 from support.models.checkpoints import make_llama
+from support.needs import needs_vectors
 from support.rings.stage_chain import random_prompt
 from support.soak import cases
 from torch import Tensor
@@ -23,7 +24,6 @@ from shardnet.api.server.ring_metrics import RingMetrics
 from shardnet.cluster.machine.profile import MemoryBudget, find_devices
 from shardnet.cluster.recovery.audits import Answer, judge
 from shardnet.model.fused.decoder import DecoderStage
-from shardnet.model.kernels.library import native_kernels
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.wire.messages.diagnostics import AuditFinding, AuditState
 from shardnet.wire.messages.plans import ModelChoice
@@ -32,10 +32,7 @@ from shardnet_cli.commands.status import _as_json, _as_lines
 N_TOKENS, DEADLINE_S = 60, 120.0
 PROMPTS = [random_prompt(n, 300, seed=n) for n in (9, 20)]
 
-pytestmark = [
-    pytest.mark.usefixtures("unmeasured"),
-    pytest.mark.skipif(native_kernels() is None, reason="equal bits need the compiled library"),
-]
+pytestmark = [pytest.mark.usefixtures("unmeasured"), needs_vectors]
 
 
 def at_once() -> bool:

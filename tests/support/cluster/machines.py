@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,12 @@ async def machines(folder: Path, *names: str, **changes: Any) -> AsyncIterator[l
             found.append(Machine(node=node, listener=listener, lines=lines))
             stack.push_async_callback(found[-1].close)
         for one in found:
-            links = one.node._links.peers.links
-            await until(lambda links=links: len(links.linked()) == len(found) - 1)
+            await until(partial(_knows, one, len(found) - 1))
         yield found
+
+
+def _knows(machine: Machine, n_others: int) -> bool:
+    return len(machine.node._links.peers.links.linked()) == n_others
 
 
 async def until(is_so: Callable[[], bool]) -> None:
