@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -22,13 +23,16 @@ from shardnet.api.client import connect
 from shardnet.api.dashboard.node_book import NodeBook
 from shardnet.api.server.ring_metrics import RingMetrics
 from shardnet.cluster.machine.profile import MemoryBudget, find_devices
-from shardnet.cluster.recovery.audits import Answer, judge
+from shardnet.cluster.recovery.audits import Answer, Audits, judge
+from shardnet.cluster.ring.stage_port import RemotePort
 from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.wire.messages.diagnostics import AuditFinding, AuditState
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.stages import ComputeLayer, LayerComputed
 from shardnet_cli.commands.status import _as_json, _as_lines
 
+NAMES = cases(["anna", "bert"], ["cleo", "dora"])
 N_TOKENS, DEADLINE_S = 60, 120.0
 PROMPTS = [random_prompt(n, 300, seed=n) for n in (9, 20)]
 
@@ -109,22 +113,22 @@ def flip_a_weight(model: Any) -> None:
 
 def test_nothing_is_found_in_a_ring_that_computes_right(tmp_path: Path) -> None:
     async def main() -> None:
-        async with ring(tmp_path, "anna", "bert") as audited:
+        async with ring(tmp_path, *NAMES) as audited:
             whole = await audited.say()
-            assert await audited.say(lambda: audited.n_confirmed == 4) == whole
+            assert await audited.say(lambda: audited.n_confirmed == 2 * len(NAMES)) == whole
             assert not audited.found
-            assert audited.used == {"anna", "bert"}
+            assert audited.used == {*NAMES}
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", ["anna", "bert"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_bit_that_flips_in_a_weight_is_noticed_and_requests_go_on(
     name: str, tmp_path: Path
 ) -> None:
     async def main() -> None:
-        async with ring(tmp_path, "anna", "bert", "cleo") as audited:
-            whole = await audited.say(lambda: audited.n_confirmed >= 3)
+        async with ring(tmp_path, *NAMES) as audited:
+            whole = await audited.say(lambda: audited.n_confirmed >= len(NAMES))
             before = audited.model(name)
             flip_a_weight(before)
             made = await audited.say(lambda: bool(audited.found))
@@ -135,7 +139,7 @@ def test_a_bit_that_flips_in_a_weight_is_noticed_and_requests_go_on(
                 for line in audited.nodes[0].lines
             )
             assert await audited.say() == whole
-            assert audited.used == {"anna", "bert", "cleo"} - ({name} - {"anna"})
+            assert audited.used == {*NAMES} - ({name} - {"anna"})
             assert name != "anna" or audited.model(name) is not before
 
     asyncio.run(main())
@@ -168,42 +172,80 @@ def perturb(monkeypatch: pytest.MonkeyPatch, stage: Any, change: Callable[[Tenso
 @pytest.mark.parametrize(
     ("name", "change"),
     cases(
-        [("bert", one_bit)],
-        [("anna", one_bit), ("bert", half_of_the_columns), ("anna", half_of_the_columns)],
+        [("anna", half_of_the_columns), ("bert", one_bit)],
+        [("bert", half_of_the_columns), ("cleo", half_of_the_columns), ("dora", one_bit)],
     ),
 )
 def test_a_stage_that_begins_to_compute_wrong_is_noticed(
     name: str, change: Callable[[Tensor], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with ring(tmp_path, "anna", "bert", "cleo") as audited:
-            whole = await audited.say(lambda: audited.n_confirmed >= 3)
+        async with ring(tmp_path, *NAMES) as audited:
+            whole = await audited.say(lambda: audited.n_confirmed >= len(NAMES))
             perturb(monkeypatch, audited.model(name), change)
             made = await audited.say(lambda: bool(audited.found))
             assert [len(each) for each in made] == [N_TOKENS] * len(PROMPTS)
             assert audited.found == [(name, name != "anna")]
             assert any("other bits for the same rows" in line for line in audited.nodes[0].lines)
             assert await audited.say() == whole
-            assert audited.used == {"anna", "bert", "cleo"} - ({name} - {"anna"})
+            assert audited.used == {*NAMES} - ({name} - {"anna"})
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", cases(["bert"], ["anna", "cleo"]))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_stage_that_was_wrong_from_the_start_is_noticed_by_others_while_nothing_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with ring(tmp_path, "anna", "bert", "cleo") as audited:
+        async with ring(tmp_path, *NAMES) as audited:
             whole = await audited.say()
             perturb(monkeypatch, audited.model(name), one_bit)
             await audited.audit(lambda: bool(audited.found))
             assert audited.found == [(name, name != "anna")]
             assert any("other bits than by" in line for line in audited.nodes[0].lines)
             assert await audited.say() == whole
-            assert audited.used == {"anna", "bert", "cleo"} - ({name} - {"anna"})
+            assert audited.used == {*NAMES} - ({name} - {"anna"})
 
     asyncio.run(main())
+
+
+def test_of_two_that_stand_by_their_word_none_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unlike(port: RemotePort, message: ComputeLayer) -> LayerComputed:
+        return LayerComputed(request=1, took_s=0.0, after=b"unlike")
+
+    async def main() -> None:
+        async with ring(tmp_path, "anna", "bert") as audited:
+            whole = await audited.say()
+            monkeypatch.setattr(RemotePort, "compute_layer", unlike)
+            assert await audited.say(lambda: bool(audited.found)) == whole
+            assert audited.found == [("anna", False)]
+            assert any("it and bert compute the same rows" in x for x in audited.nodes[0].lines)
+            assert audited.used == {"anna", "bert"}
+
+    asyncio.run(main())
+
+
+def test_pauses_keep_audits_within_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    took_s, paused_s = [0.0, 0.1, 0.02], list[float]()
+
+    async def sleep(seconds: float) -> None:
+        paused_s.append(seconds)
+
+    async def audit(self: Audits) -> float:
+        if not took_s:
+            raise asyncio.CancelledError
+        return took_s.pop(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(Audits, "audit", audit)
+    for share in (0.0, 0.005):
+        audits = Audits(head=None, share=share, distrust=lambda: None, log=print)  # type: ignore[arg-type]
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(audits.run())
+    assert paused_s == [2.0, 2.0, pytest.approx(20.0), pytest.approx(4.0)]
 
 
 RIGHT, WRONG = b"right", b"wrong"
