@@ -77,6 +77,12 @@ class Audited:
         return {node.name for node in self.head.head.latest.plan.ring_nodes}
 
     @property
+    def reads_prompts(self) -> bool:
+        """Whether the ring has beginnings of prompts read from disk."""
+        assert self.head.head.latest is not None
+        return self.head.head.latest.ring.engine._restoring.prefixes is not None
+
+    @property
     def found(self) -> list[tuple[str, bool]]:
         state = self.head.audits.state
         return [(each.name, each.is_left_out) for each in state.findings] if state else []
@@ -99,7 +105,7 @@ async def ring(folder: Path, *names: str) -> AsyncIterator[Audited]:
     budget = MemoryBudget(device=find_devices("cpu")[0], asked_bytes=1 << 28)
     async with (
         asyncio.timeout(DEADLINE_S),
-        machines(folder, *names, budget=budget) as nodes,
+        machines(folder, *names, budget=budget, prefix_cache_bytes=1 << 26) as nodes,
         connect(nodes[0].node.address) as client,
     ):
         choice = ModelChoice(model=str(model), nodes=[one.node.address for one in nodes])
@@ -107,6 +113,7 @@ async def ring(folder: Path, *names: str) -> AsyncIterator[Audited]:
 
 
 def flip_a_weight(model: Any) -> None:
+    model.digests.look_at_all()  # the first turn notes what they are
     [piece] = [p for p in model.digests._pieces if "mlp.down_proj" in p.name][:1]
     piece.tensor().view(-1).view(torch.uint8)[7] ^= 0x40
 
@@ -130,6 +137,7 @@ def test_a_bit_that_flips_in_a_weight_is_noticed_and_requests_go_on(
         async with ring(tmp_path, *NAMES) as audited:
             whole = await audited.say(lambda: audited.n_confirmed >= len(NAMES))
             before = audited.model(name)
+            assert audited.reads_prompts
             flip_a_weight(before)
             made = await audited.say(lambda: bool(audited.found))
             assert [len(each) for each in made] == [N_TOKENS] * len(PROMPTS)
@@ -141,6 +149,7 @@ def test_a_bit_that_flips_in_a_weight_is_noticed_and_requests_go_on(
             assert await audited.say() == whole
             assert audited.used == {*NAMES} - ({name} - {"anna"})
             assert name != "anna" or audited.model(name) is not before
+            assert not audited.reads_prompts
 
     asyncio.run(main())
 
