@@ -147,6 +147,7 @@ async def _run(
         identity=identity,
         idle_unload_s=idle_unload_s,
         yields=options.yields,
+        audit_share=options.audit / 100,
         discovery=None
         if options.no_mdns
         else Discovery(

@@ -79,6 +79,7 @@ def _as_json(info: NodeInfo, report: NodeReport) -> dict[str, Any]:
         "draining": info.is_draining,
         "rests": info.rests or None,
         "pressure": None if report.pressure is None else msgspec.structs.asdict(report.pressure),
+        "audit": None if report.audit is None else msgspec.to_builtins(report.audit),
         "requests": report.n_requests,
         "deputy": None if report.deputy is None else msgspec.structs.asdict(report.deputy),
         "deputy_of": [msgspec.structs.asdict(head) for head in report.deputy_of],
@@ -134,7 +135,7 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
         lines.append("state    draining: it gives its layers to other nodes, and ends")
     if info.rests:
         lines.append(f"state    resting: it takes no layers now, since {info.rests}")
-    lines += [*_pressure_lines(report), *_deputy_lines(report)]
+    lines += [*_pressure_lines(report), *_audit_lines(report), *_deputy_lines(report)]
     stage = report.stage
     if stage is None:
         return [*lines, "stage    none: nothing is loaded", *map(ring_line, report.rings)]
@@ -190,6 +191,28 @@ def _pressure_lines(report: NodeReport) -> list[str]:
         f"pressure {waited}caches dropped {counted(pressure.n_drops, 'time')}, "
         f"rested {counted(pressure.n_rests, 'time')}"
     ]
+
+
+def _audit_lines(report: NodeReport) -> list[str]:
+    """Say what the audits of a head have found: nothing where none were made."""
+    from shardnet.cluster.diagnosis.facts import age
+    from shardnet.cluster.placement.words import size
+
+    audit = report.audit
+    if audit is None:
+        return []
+    lines = [
+        f"audits   {audit.n_audits}, {size(audit.looked_bytes)} of weights looked at, "
+        f"{counted(audit.n_confirmed, 'layer')} computed alike by others"
+    ]
+    for found in audit.findings:
+        is_left_out = ", and was left out" if found.is_left_out else ""
+        lines.append(
+            f"wrong    {found.name} computed wrong bits in layer {found.layer} "
+            f"{age(max(0.0, report.sent_at - found.at))} ago{is_left_out}: {found.what}; "
+            f"{found.remedy}"
+        )
+    return lines
 
 
 def _deputy_lines(report: NodeReport) -> list[str]:

@@ -124,6 +124,16 @@ class NodeOptions:
             env=True,
         ),
     ] = False
+    audit: Annotated[
+        float,
+        option(
+            "--audit PERCENT",
+            "Time that stages of a ring led here are audited for wrong bits; 0 for never.",
+            env=True,
+            min=0,
+            max=50,
+        ),
+    ] = 0.5
     peer: Peer = None
     no_mdns: NoMdns = False
     no_spin: Annotated[

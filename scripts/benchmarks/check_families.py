@@ -33,7 +33,7 @@ from shardnet.model.families.registry import FAMILIES
 from shardnet.model.families.wrappers import WRAPPERS
 from shardnet.model.modules import cut_model  # noqa: F401 - before the processes are forked
 from shardnet.stage.module_stage import ModuleRoom, ModuleStage, load_module_stage
-from shardnet.stage.stage_model import Run
+from shardnet.stage.runs import Run
 from shardnet.types import Epoch, LayerRange, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "models.md"

@@ -141,6 +141,7 @@ def load_stage(
         cut=cut,
         adapters=active,
         adapter_ids=frozenset(adapter.adapter_id for adapter in adapters),
+        digests=weights.digests,
     )
 
 

@@ -166,6 +166,11 @@ class JoinedLinear:
         return all(part.weights_stay for part in self._parts)
 
     @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Those of all parts."""
+        return tuple(weight for part in self._parts for weight in part.weights)
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         return sum(part.shape[0] for part in self._parts), self._parts[0].shape[1]

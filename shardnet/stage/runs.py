@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import RemoteProtocolError
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.slot_operations import AdapterUse
 from shardnet.stage.adapters.adapted_linear import RowsOfAdapter
 from shardnet.types import MicroBatch
@@ -23,14 +24,15 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """A micro-batch on its way through the layers; see StageModel.run.
 
     `states` collects hidden states [T, E] by how many of the model's layers have computed them, for
-    the numbers `kept_states` that this stage passes. `adapters` are those of each row group, () for
-    none of any.
+    the numbers `kept_states` that this stage passes. Its keys and values are kept in `kv`, None for
+    the stage's own. `adapters` are those of each row group, () for none of any.
     """
 
     batch: MicroBatch
     hidden: Tensor | None
     experts: dict[int, Tensor] | None = None
     kept_states: frozenset[int] = frozenset()
+    kv: KvCache | None = None
     states: dict[int, Tensor] = msgspec.field(default_factory=dict)
     adapters: tuple[tuple[AdapterUse, ...], ...] = ()
 
@@ -58,6 +60,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             ),
             hidden=None if self.hidden is None else self.hidden[rows],
             experts=None if self.experts is None else {},
+            kv=self.kv,
             kept_states=self.kept_states,
             adapters=tuple(self.adapters[place] for place in places),
         )

@@ -26,7 +26,17 @@ from shardnet.stage.packs.pack_writer import PackWriter
 from shardnet.stage.runs import Run, sampled_rows
 from shardnet.stage.shards.followers import Followers
 from shardnet.stage.streaming.layer_stream import LayerStream
-from shardnet.types import LayerRange, MicroBatch, RowGroup, SlotId
+from shardnet.stage.weight_digests import WeightDigests
+from shardnet.types import (
+    Epoch,
+    LayerRange,
+    MicroBatch,
+    RowGroup,
+    SequenceId,
+    SlotId,
+    StepId,
+    blocks_for,
+)
 
 
 class StageModel:
@@ -51,10 +61,13 @@ class StageModel:
         cut: Cut | None = None,
         adapters: ActiveAdapters | None = None,
         adapter_ids: frozenset[str] = frozenset(),
+        digests: WeightDigests | None = None,
     ) -> None:
         self._family = family
         self._adapters = adapters or ActiveAdapters()
         self._adapter_ids = adapter_ids
+        self.digests = digests
+        """Looks at its weights, None where nothing does."""
         self.linears = linears
         """Its linears for a stage that comes after this one, None for nothing."""
         self.group = group
@@ -234,6 +247,34 @@ class StageModel:
             self._sampled = rows, self._logits(rows)
         return result
 
+    def trial(self, hidden: Tensor | None, n_rows: int) -> list[Tensor]:
+        """Run the first `n_rows` rows of a sequence that is none, beside those in slots.
+
+        `hidden` is [T, E]; the first stage takes None and embeds token ids, the same ones each
+        time. Returns the hidden states [T, E] that enter the layers and those after each of them,
+        and behind them on the last stage the logits [T, V].
+        """
+        group = RowGroup(
+            sequence_id=SequenceId(0), slot=SlotId(0), position=0, n_rows=n_rows, n_sampled=0
+        )
+        numbers = range(self.layers.start, self.layers.end + 1)
+        run = Run(
+            batch=MicroBatch(
+                epoch=Epoch(0),
+                step=StepId(0),
+                groups=(group,),
+                token_ids=[7919 * place % self.vocab_size for place in range(1, n_rows + 1)],
+            ),
+            hidden=hidden,
+            kept_states=frozenset(numbers),
+            kv=self.kv.alike(blocks_for(n_rows)),
+        )
+        output = self.run_alone(run)
+        if hidden is not None:
+            run.states[self.layers.start] = hidden
+        states = [run.states[number] for number in numbers]
+        return [*states, self.logits(output)] if self.last else states
+
     @torch.inference_mode()
     def run_together(self, runs: Sequence[Run]) -> list[Tensor | ShardnetError]:
         """Run micro-batches through the stage's layers, each layer once for all of them.
@@ -323,7 +364,7 @@ class StageModel:
         try:
             step = plan_step(
                 batch,
-                self.kv,
+                run.kv or self.kv,
                 self._context,
                 self.dtype,
                 run.experts,

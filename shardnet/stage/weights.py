@@ -42,6 +42,7 @@ from shardnet.stage.streaming.buffers import find_buffers
 from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.stage.streaming.streamed_linear import StoredLinear, StreamedLinear
 from shardnet.stage.tensor_reader import Progress, TensorReader
+from shardnet.stage.weight_digests import WeightDigests
 from shardnet.types import ANY_ROWS, DType
 
 
@@ -91,6 +92,8 @@ class StageWeights:
         self._kept = kept or KeptLinears(exact_rows=choice.exact_rows)
         self._kept.drop_others(tensors.all.keys() - self._streamed.keys() - self._tied)
         self._made: dict[LinearKey, Linear] = {}
+        self.digests = WeightDigests()
+        """Of what is in memory, for audits."""
 
     @property
     def made(self) -> KeptLinears:
@@ -139,6 +142,7 @@ class StageWeights:
             )
         if is_kept:
             self._made[key] = linear
+        self.digests.add(names[0], *linear.weights)
         self._reader.report()
         return linear
 
@@ -280,6 +284,7 @@ class StageWeights:
             weight = self._own(f"{name}.weight")
         bias = self._own(f"{name}.bias").to(weight.dtype) if with_bias else None
         norm = Norm(weight=weight, bias=bias, eps=eps)
+        self.digests.add(name, weight, *(() if bias is None else (bias,)))
         self._reader.report()
         return norm
 
@@ -289,6 +294,7 @@ class StageWeights:
         if not self._plain.is_packed(weight):
             return PlainTable(self.matrix(name))
         (panels,) = make_panels(self._reader, [weight], self._device)
+        self.digests.add(name, panels.packed)
         if weight in self._head and self._choice.weight_quantization(is_head=True) is None:
             self._tables[weight] = panels
         return PanelTable(panels, torch_dtype(self._choice.dtype))
@@ -296,12 +302,14 @@ class StageWeights:
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Copy `NAME.weight`: [N, K] in the compute dtype."""
         matrix = self._own(f"{name}.weight")
+        self.digests.add(name, matrix)
         self._reader.report()
         return matrix
 
     def parameter(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Copy the parameter with the full name `name`, in float32."""
         value = self._reader.read(name).to(self._device, torch.float32, copy=True)
+        self.digests.add(name, value)
         self._reader.report()
         return value
 

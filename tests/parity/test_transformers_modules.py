@@ -32,7 +32,7 @@ from shardnet.runtime.loading.loading import load as load_whole
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.sampling_params import SamplingParams
 from shardnet.stage.module_stage import ModuleRoom, ModuleStage, load_module_stage
-from shardnet.stage.stage_model import Run
+from shardnet.stage.runs import Run
 from shardnet.types import DType, KvDType, LayerRange, NodeId, SlotId
 from shardnet.wire.messages.plans import ModelChoice
 

@@ -65,6 +65,9 @@ class NodeBook:
         for gone, was in self._shown.items():
             if gone not in seen and was.state != "refused":
                 seen[gone] = replace(was, state="lost", is_asked=False)
+        for named, what in _wrong_bits(replies).items():
+            if named in seen:
+                seen[named] = replace(seen[named], wrong_bits=what)
         self._keep(seen.values(), now_s)
         return asked
 
@@ -125,6 +128,17 @@ class NodeBook:
 def _is_own(reply: ReportReply) -> bool:
     """Whether a report is the asked node's own: only of others it has compared the clock."""
     return reply.clock_ahead_s is None and not reply.failure
+
+
+def _wrong_bits(replies: Sequence[ReportReply]) -> dict[str, str]:
+    """Say what heads have found last of nodes that computed wrong bits, by node."""
+    reports = [reply.report for reply in replies if reply.report is not None]
+    return {
+        found.node: f"layer {found.layer}: {found.what}; {found.remedy}"
+        for report in reports
+        if report.audit is not None
+        for found in report.audit.findings
+    }
 
 
 def _shown(info: NodeInfo, report: NodeReport, address: str, *, is_asked: bool) -> ShownNode:

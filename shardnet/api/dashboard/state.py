@@ -80,6 +80,7 @@ class ShownNode(msgspec.Struct, kw_only=True):
     standby: ShownStandby | None = None
     deputy: str | None = None
     deputy_of: list[str] = []
+    wrong_bits: str | None = None
     parts: list[ShownPart] = []
     links: list[ShownLink] = []
 

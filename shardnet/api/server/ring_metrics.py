@@ -108,6 +108,7 @@ class RingMetrics(Collector):
                 gauge.add_metric([node.label], getattr(node.info, field))
             yield gauge
         yield from self._of_pressure()
+        yield from self._of_audits()
 
     def _of_pressure(self) -> Iterator[Metric]:
         resting = GaugeMetricFamily(
@@ -133,6 +134,34 @@ class RingMetrics(Collector):
                 if pressure.stalled is not None:
                     stalled.add_metric([node.label], pressure.stalled)
         yield from (resting, stalled, drops, rests)
+
+    def _of_audits(self) -> Iterator[Metric]:
+        """Write what heads have audited, and how often they found wrong bits of which node."""
+        audits = CounterMetricFamily(
+            "shardnet_audits", "Stages that a head has audited", labels=["node"]
+        )
+        busy = CounterMetricFamily(
+            "shardnet_audit_seconds", "Time that audits kept stages from steps", labels=["node"]
+        )
+        looked = CounterMetricFamily(
+            "shardnet_audited_weight_bytes",
+            "Bytes of weights that were held against what they were",
+            labels=["node"],
+        )
+        wrong = CounterMetricFamily(
+            "shardnet_wrong_bits", "Times that a node was found computing wrong", labels=["node"]
+        )
+        n_wrong: Counter[str] = Counter()
+        for node in self._nodes:
+            audit = node.report.audit
+            if audit is not None:
+                audits.add_metric([node.label], audit.n_audits)
+                busy.add_metric([node.label], audit.busy_s)
+                looked.add_metric([node.label], audit.looked_bytes)
+                n_wrong.update(found.name for found in audit.findings)
+        for name, n_times in n_wrong.items():
+            wrong.add_metric([name], n_times)
+        yield from (audits, busy, looked, wrong)
 
     def _of_ring(self) -> Iterator[Metric]:
         work = self._work

@@ -106,6 +106,7 @@ def _node(facts: Facts, reply: ReportReply) -> Iterator[Finding]:
     yield Finding(topic="node", where=where, what=_self_words(reply.info, report))
     yield _addresses(where, reply.info, report)
     yield from pressure_findings(where, reply.info, report)
+    yield from _wrong_bits(facts, report)
     told = {address for view in report.peers if not view.is_linked for address in _told(view)}
     for view in report.unreached:
         if view.address not in told:
@@ -118,6 +119,16 @@ def _node(facts: Facts, reply: ReportReply) -> Iterator[Finding]:
             what=f"its clock is {seconds_apart(reply.clock_ahead_s)} that of {facts.asked}",
             remedy="nothing here depends on it; set it, so that logs can be compared",
         )
+
+
+def _wrong_bits(facts: Facts, report: NodeReport) -> Iterator[Finding]:
+    """Report which nodes the audits of a head have found computing wrong bits, and when."""
+    for found in report.audit.findings if report.audit is not None else ():
+        ago = age(max(0.0, report.sent_at - found.at))
+        what = f"wrong bits in layer {found.layer} {ago} ago: {found.what}"
+        if found.good_at:
+            what += f" (nothing was found {age(max(0.0, found.at - found.good_at))} before)"
+        yield problem("bits", facts.label(found.node), what, found.remedy)
 
 
 def _told(view: PeerView) -> Iterator[str]:

@@ -31,6 +31,7 @@ Topic = Literal[
     "model",
     "kernels",
     "memory",
+    "bits",
 ]
 
 HERE = "this machine"

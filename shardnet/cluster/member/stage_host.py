@@ -333,6 +333,38 @@ class StageHost:
             raise UsageError("this node keeps no prefixes of this model on disk")
         return await self._prefix_disk.run(prefixes, job, is_long=is_long)
 
+    def part_with(self, ring: str, epoch: int, layer: int) -> LoadedStage:
+        """Return the part of this node's stage that has a layer.
+
+        Raises UsageError unless this node is a member of that ring and has it.
+        """
+        self._membership(ring, epoch)
+        part = self.loaded.with_layer(layer) if self.loaded is not None else None
+        if part is None:
+            raise UsageError(f"layer {layer} is not in the stage of this node", remedy="ask again")
+        return part
+
+    def member_order(self, ring: str, epoch: int) -> StageOrder:
+        """Return how this node's stage of a ring was loaded. Raises as `part_with`."""
+        self._membership(ring, epoch)
+        if self.loaded is None:
+            raise UsageError(f"ring {ring} has no stage here yet", remedy="ask again")
+        return self.loaded.order
+
+    def distrust(self) -> None:
+        """Use nothing of this node's stage again: the next ring has it loaded anew."""
+        for part in self.loaded.parts or (self.loaded,) if self.loaded is not None else ():
+            if part.audit is not None:
+                part.audit.is_wrong = True
+
+    async def between_steps(self, job: Callable[[], T], place: int) -> T:
+        """Run a short job on the compute thread of a device. Raises what it raises."""
+        return await self._compute.submit(job, place)
+
+    async def beside_steps(self, job: Callable[[], T]) -> T:
+        """Run a job on the loading thread; see StageLoader.run."""
+        return await self._loader.run("audits", job)
+
     async def measure(
         self,
         job: Callable[[Callable[[], None]], T],

@@ -51,6 +51,8 @@ class Node:
         """How a ring that this node leads is replaced while it works."""
         self.router = self._services.router
         """Which ring of several behind this head a request is given to."""
+        self.audits = self._services.audits
+        """How stages of a ring that this node leads are audited."""
         self.standbys = self._services.standbys
         """How nodes stand by for others in a ring that this node leads."""
         self.recovery = self._services.recovery
@@ -160,6 +162,10 @@ class Node:
             self._services.standbys.run, "keeping nodes that stand by", self._settings.log
         )
 
+    async def audit_stages(self) -> None:
+        """Audit the stages of the ring that this node leads."""
+        await kept_running(self._services.audits.run, "auditing stages", self._settings.log)
+
     async def watch_addresses(self) -> None:
         """Notice changes of this machine's addresses, as DHCP makes them, until cancelled."""
 
@@ -220,6 +226,7 @@ async def running(settings: NodeSettings) -> AsyncIterator[Node]:
                 node.relieve_machine,
                 node.use_nodes,
                 node.keep_standbys,
+                node.audit_stages,
             )
         ]
         try:

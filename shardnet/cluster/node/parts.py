@@ -31,6 +31,7 @@ from shardnet.cluster.measuring.figure_cache import FigureCache
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
+from shardnet.cluster.member.audit_orders import AuditOrders
 from shardnet.cluster.member.dialer import Dialer
 from shardnet.cluster.member.kv_orders import HostedKv, KvOrders
 from shardnet.cluster.member.prefix_orders import PrefixOrders
@@ -56,6 +57,7 @@ from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.planning.wire_loss import WireLoss
 from shardnet.cluster.pressure.memory_strain import MemoryLook
 from shardnet.cluster.pressure.owner_watch import OwnerLook
+from shardnet.cluster.recovery.audits import Audits
 from shardnet.cluster.recovery.node_watch import NodeWatch
 from shardnet.cluster.recovery.planned import PlannedChanges
 from shardnet.cluster.recovery.recovery import Recovery
@@ -124,6 +126,7 @@ class ServiceParts:
     recovery: Recovery
     router: Router
     standbys: Standbys
+    audits: Audits
     planned: PlannedChanges
     stand_in: StandIn
     drain: NodeDrain
@@ -275,6 +278,9 @@ def build_services(
     recovery = Recovery(
         head=head, planner=planner, standbys=standbys, tasks=tasks, log=settings.log
     )
+    audits = Audits(
+        head=head, share=settings.audit_share, distrust=stage.host.distrust, log=settings.log
+    )
     copying = Copying(link_of=links.peers.links.link_of, log=settings.log)
     planned = PlannedChanges(
         head=head, planner=planner, left_out=recovery.left_out, log=settings.log
@@ -371,6 +377,7 @@ def build_services(
         temperature=Thermometer(settings.budget.device.kind).read,
         pressure=lambda: pressure.state(),
         deputies=lambda: (stand_in.deputy, stand_in.deputy_of),
+        audit=lambda: audits.state,
     )
     unused = UnusedModels(
         router=router,
@@ -404,7 +411,8 @@ def build_services(
         head=head,
     )
     handlers = MessageHandlers()
-    rooms = (messages, stage.orders, PrefixOrders(stage.host), stage.kv, stage.measuring)
+    orders = (stage.orders, PrefixOrders(stage.host), AuditOrders(stage.host))
+    rooms = (messages, *orders, stage.kv, stage.measuring)
     watch = RingWatch(head, recovery.records, lambda: router.rings)
     for room in (
         *rooms,
@@ -434,6 +442,7 @@ def build_services(
         recovery=recovery,
         router=router,
         standbys=standbys,
+        audits=audits,
         planned=planned,
         stand_in=stand_in,
         drain=drain,

@@ -43,6 +43,7 @@ from shardnet.wire.messages.diagnostics import (
     MAX_TELLERS,
     MAX_VIEWS,
     AddressView,
+    AuditState,
     DeputyState,
     InterfaceAddress,
     LinkTraffic,
@@ -86,7 +87,7 @@ class NodeReporter:
     `temperature` returns the device's in degrees Celsius without waiting, None if unknown.
     `ring_work` gives what the ring has done that this node leads, `pressure` how short memory is,
     `deputies` the deputy of this node and the heads that it is the deputy of, `rings`
-    those behind this head.
+    those behind this head, `audit` what audits of its ring have found.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class NodeReporter:
         temperature: Callable[[], float | None],
         pressure: Callable[[], PressureState | None],
         deputies: Callable[[], tuple[DeputyState | None, list[DeputyState]]],
+        audit: Callable[[], AuditState | None],
     ) -> None:
         self._own_info = own_info
         self._stage_state = stage_state
@@ -131,6 +133,7 @@ class NodeReporter:
         self._temperature = temperature
         self._pressure = pressure
         self._deputies = deputies
+        self._audit = audit
         self._probe_slots = asyncio.Semaphore(PROBES_AT_ONCE)
 
     def register(self, handlers: MessageHandlers) -> None:
@@ -237,6 +240,7 @@ class NodeReporter:
             pressure=self._pressure(),
             deputy=deputy,
             deputy_of=deputy_of,
+            audit=self._audit(),
             links=[_traffic(counts) for counts in self._traffic.counts()],
             sent_at=time.time(),
         )

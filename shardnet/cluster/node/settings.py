@@ -27,7 +27,7 @@ class NodeSettings:
     take at most `prefix_cache_bytes` of it, 0 for none. A model that no request has used for
     `idle_unload_s` seconds is freed, never for None. While it awaits steps it `spins` for moments,
     but not on battery. A node that `yields` gives its layers to others while its machine's owner
-    uses it.
+    uses it. Audits take `audit_share` of the time of the stages that it leads, 0 for none.
     """
 
     node: NodeId
@@ -47,6 +47,7 @@ class NodeSettings:
     tensor_parallel: int = 0
     spins: bool = True
     yields: bool = False
+    audit_share: float = 0.0
 
     @property
     def cluster(self) -> str | None:

@@ -58,6 +58,8 @@ from shardnet.wire.messages.membership import (
 )
 from shardnet.wire.messages.plans import PlanRequest
 from shardnet.wire.messages.stages import (
+    AuditStage,
+    ComputeLayer,
     ConnectRing,
     Drain,
     DropWarm,
@@ -103,6 +105,8 @@ ControlRequest = (
     | FindPrefix
     | RestorePrefix
     | MoveKv
+    | AuditStage
+    | ComputeLayer
     | TakeOver
     | FindNode
     | PlanRequest

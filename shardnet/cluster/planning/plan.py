@@ -36,6 +36,7 @@ from shardnet.wire.messages.plans import (
     PlannedStage,
     PlannedStandby,
     PlanReply,
+    RingExactness,
 )
 from shardnet.wire.messages.sequences import RecommendedSampling
 
@@ -110,6 +111,11 @@ class Plan:
         """The dtype of parts in each stage, None where nothing narrows them."""
         spans = self.spans or [()] * len(self.nodes)
         return [self.gather_dtype if further else None for further in spans]
+
+    @property
+    def exactness(self) -> RingExactness:
+        """What changes no bit of this ring's outputs."""
+        return exactness(self.nodes, self.forms, self.dtype, self.wires, self.gathers)
 
     def with_standbys(self, spares: Sequence[NodeInfo] = ()) -> Plan:
         """Return this plan with who stands by for whom, of its nodes and those beside it."""

@@ -64,12 +64,13 @@ class Recovery:
     def begin(self, lead: Lead) -> bool:
         """Begin to replace the ring of `lead`, which broke; return whether that will be done.
 
-        A ring that nobody uses is not replaced: the next request has one built.
+        A ring that nobody uses is not replaced, unless a node of it is to be left out: the next
+        request has one built.
         """
         ring = lead.ring
         if lead.is_recovering:
             return True
-        if self._is_closing or not ring.is_in_use or ring.broken is None:
+        if self._is_closing or not (ring.is_in_use or ring.wrong) or ring.broken is None:
             return False
         error = ring.broken
         computed = ring.engine.computed()

@@ -106,6 +106,8 @@ class Ring:
         self._former = former
         self._is_second_try = former is not None and former.had_wrong_values
         """Whether it replaces a ring with wrong values, and the requests have not gone on yet."""
+        self._distrusts_disks = former is not None and bool(former.wrong or former._distrusts_disks)
+        """Whether prompts may have been kept on disk with wrong values: then none are read."""
         self._engine: Engine | None = None
         self._use: RingUse = RingUse() if former is None else former._use
         self._watchdog: asyncio.Task[None] | None = None
@@ -275,7 +277,7 @@ class Ring:
         if self._former is None:
             return
         self._engine, self._former = self._former.engine, None
-        prefixes = self._maker.prefixes(ready)
+        prefixes = None if self._distrusts_disks else self._maker.prefixes(ready)
         self._engine.resume(
             pipeline,
             self._maker.limits(ready, prefixes),
@@ -477,6 +479,22 @@ class Ring:
         self.wrong.add(seat[0].node)
         self.break_(cause)
         return True
+
+    def found_wrong(self, rank: int, error: WrongValuesError) -> None:
+        """Do without the node of a rank that an audit has found computing wrong bits.
+
+        The head stays, since the requests are with it: its layers are loaded anew.
+        """
+        if self.broken is not None:
+            return
+        port = self._ports[rank]
+        cause = PeerFailedError(
+            f"node {port.node_name} computes wrong bits: {error.message}", remedy=error.remedy
+        )
+        if rank:
+            self.blamed[port.node] = cause
+        self.wrong.add(port.node)
+        self.break_(cause)
 
     async def _unload(self, port: StagePort) -> None:
         with contextlib.suppress(ShardnetError):  # lost, or in another ring by now: nothing is left

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
+from shardnet.cluster.member.audit_orders import audit_stage, compute_for_audit
 from shardnet.cluster.member.prefix_orders import find_prefix, restore_prefix
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import PhaseProgress
@@ -21,14 +22,18 @@ from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.stages import (
+    AuditStage,
+    ComputeLayer,
     ConnectRing,
     FindPrefix,
     KvMoved,
+    LayerComputed,
     LoadStage,
     MoveKv,
     PrefixFound,
     PrefixRestored,
     RestorePrefix,
+    StageAudited,
     StageReady,
     UnloadStage,
 )
@@ -84,6 +89,12 @@ class StagePort(Protocol):
     async def move_kv(self, message: MoveKv) -> KvMoved:
         """Have what a sequence holds brought to the stage. The port numbers the request."""
 
+    async def audit(self, message: AuditStage) -> StageAudited:
+        """Have the stage audited; see audit_stage. The port numbers the request."""
+
+    async def compute_layer(self, message: ComputeLayer) -> LayerComputed:
+        """Have rows computed with a layer from its checkpoint. The port numbers the request."""
+
     async def unload(self, ring: str) -> None:
         """Have the stage freed."""
 
@@ -137,6 +148,14 @@ class LocalPort:
     async def move_kv(self, message: MoveKv) -> KvMoved:
         """Bring it to this node's own stage."""
         return await self._move_kv(message)
+
+    async def audit(self, message: AuditStage) -> StageAudited:
+        """Audit this node's own stage."""
+        return await audit_stage(self._host, message)
+
+    async def compute_layer(self, message: ComputeLayer) -> LayerComputed:
+        """Read this node's own checkpoint."""
+        return await compute_for_audit(self._host, message)
 
     async def unload(self, ring: str) -> None:
         """Free the stage here."""
@@ -221,6 +240,18 @@ class RemotePort:
         request = self._control.next_request()
         return await self._control.ask(
             replace(message, request=request), KvMoved, on_progress=lambda report: None
+        )
+
+    async def audit(self, message: AuditStage) -> StageAudited:
+        """Ask the peer."""
+        request = self._control.next_request()
+        return await self._control.ask(replace(message, request=request), StageAudited)
+
+    async def compute_layer(self, message: ComputeLayer) -> LayerComputed:
+        """Ask the peer, and wait as long as it reports that it reads."""
+        request = self._control.next_request()
+        return await self._control.ask(
+            replace(message, request=request), LayerComputed, on_progress=lambda report: None
         )
 
     async def unload(self, ring: str) -> None:

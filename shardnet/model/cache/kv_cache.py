@@ -16,6 +16,7 @@ quantised on write and dequantised on read.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -104,6 +105,13 @@ class KvCache:
         self._blocks_used = 0
         self.before_write: Callable[[SlotId, int, Sequence[Tensor]], None] | None = None
         """Called before rows are written: slot, first position, and the slot's keys by layer."""
+
+    def alike(self, room_blocks: int) -> KvCache:
+        """Make an empty cache of the same form, with room for so many blocks."""
+        made = copy.copy(self)
+        made._slots, made._blocks_used, made._room_blocks = {}, 0, room_blocks
+        made.before_write = None
+        return made
 
     @property
     def device(self) -> torch.device:

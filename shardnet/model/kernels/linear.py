@@ -117,6 +117,10 @@ class Linear(Protocol):
     def is_native(self) -> bool:
         """Whether the compiled library computes it; it is a NativeLinear then."""
 
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """The tensors that hold weights and bias and never change; none of what is not so held."""
+
 
 class NativeLinear(Linear, Protocol):
     """A linear layer that the compiled library computes."""
@@ -147,6 +151,11 @@ class PlainLinear:
         n_out, n_in = self._weight.shape
         return n_out, n_in
 
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Weight and bias."""
+        return (self._weight,) if self._bias is None else (self._weight, self._bias)
+
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
         result = F.linear(self._padding.fill(rows), self._weight, self._bias)
@@ -173,6 +182,11 @@ class PackedLinear:
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         return self._shape
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """The bias: what oneDNN has packed is opaque."""
+        return () if self._bias is None else (self._bias,)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""

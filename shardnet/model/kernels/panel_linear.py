@@ -56,6 +56,12 @@ class PanelLinear:
         return self._parts
 
     @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """The packed weights, and the bias."""
+        packed = tuple(part.packed for part in self._parts)
+        return packed if self._bias is None else (*packed, self._bias)
+
+    @property
     def is_native(self) -> bool:
         """Whether the compiled library computes it; else torch does."""
         return self._native is not None

@@ -49,6 +49,11 @@ class GatheredLinear:
         """Whether the weights stay at one address for as long as the linear is used."""
         return self.own.weights_stay
 
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Those of this shard."""
+        return self.own.weights
+
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
         if self.in_ends is not None:

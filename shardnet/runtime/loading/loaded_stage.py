@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardnet.stage.kept_linears import KeptLinears
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
     from shardnet.stage.slot_moves import SlotMoves
+    from shardnet.stage.stage_audit import StageAudit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,8 @@ class LoadedStage:
 
     `prefixes` are those on disk of finished prompts, None where none are kept; `arithmetic` is "".
     `moves` takes the sequences of other stages in, None where it cannot. `linears` are those that a
-    later stage may take. A stage that has grown has `parts`, which were loaded one by one.
+    later stage may take. `audit` looks for wrong bits, None where nothing does. A stage that has
+    grown has `parts`, which were loaded one by one.
     """
 
     order: StageOrder
@@ -60,6 +62,7 @@ class LoadedStage:
     arithmetic: str = ""
     moves: SlotMoves | None = None
     linears: KeptLinears | None = None
+    audit: StageAudit | None = None
     parts: tuple[LoadedStage, ...] = ()
 
     @property
@@ -72,14 +75,17 @@ class LoadedStage:
                 linears=replace(part.linears, linears={**part.linears.linears}),
             )
             for part in self.parts or (self,)
-            if part.linears is not None
+            if part.linears is not None and not part.is_lost
         ]
 
     @property
     def is_lost(self) -> bool:
-        """Whether it cannot compute any more: a shard of it, or of a part, is lost."""
+        """Whether it cannot be used any more: a shard of it, or of a part, is lost, or is wrong."""
         parts = self.parts or (self,)
-        return any(getattr(part.compute, "is_lost", False) for part in parts)
+        return any(
+            getattr(part.compute, "is_lost", False) or (part.audit and part.audit.is_wrong)
+            for part in parts
+        )
 
     @property
     def weight_bytes_by_place(self) -> Counter[int]:
@@ -90,6 +96,11 @@ class LoadedStage:
             for place in places:
                 n_bytes[place] += part.weight_bytes // len(places)
         return n_bytes
+
+    def with_layer(self, layer: int) -> LoadedStage | None:
+        """Return the part that has a layer of the model, None if none has."""
+        parts = self.parts or (self,)
+        return next((part for part in parts if layer in part.order.layers), None)
 
     def fits(self, order: StageOrder) -> bool:
         """Whether loading `order` now would give the same stage."""

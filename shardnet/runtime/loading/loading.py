@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from shardnet.stage.packs.pack_cache import PackCache
     from shardnet.stage.prefixes.prefix_store import PrefixStore
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
+    from shardnet.stage.stage_audit import StageAudit
     from shardnet.stage.stage_model import StageModel
 
 
@@ -143,7 +144,7 @@ def load(
         progress=progress,
         held_bytes=held_bytes,
     )
-    stored, arithmetic, linears = None, "", None
+    stored, arithmetic, model = None, "", None
     if plugin is not None:
         loaded = plugin.load(job)
     elif checkpoint.config.outline is not None:
@@ -154,7 +155,7 @@ def load(
         had = kept.linears if kept is not None and kept.serves(order, stamped) else None
         del kept
         cached = (packs, _packed_from(order, stamped))
-        loaded, stored, arithmetic, linears = _load_with_torch(job, cached, prefixes, had)
+        loaded, stored, arithmetic, model = _load_with_torch(job, cached, prefixes, had)
     return LoadedStage(
         order=order,
         stamp=stamped,
@@ -167,8 +168,18 @@ def load(
         prefixes=stored,
         arithmetic=arithmetic,
         moves=getattr(loaded.compute, "moves", None),
-        linears=linears,
+        linears=model.linears if model is not None else None,
+        audit=_audit(order, model),
     )
+
+
+def _audit(order: StageOrder, model: StageModel | None) -> StageAudit | None:
+    """Return what looks for wrong bits in a stage: in none that others have parts of."""
+    if model is None or model.group is not None:
+        return None
+    from shardnet.stage.stage_audit import StageAudit
+
+    return StageAudit(model, order.dtype)
 
 
 def _load_with_torch(
@@ -176,9 +187,9 @@ def _load_with_torch(
     packs: Packs,
     prefixes: PrefixStore | None,
     had: KeptLinears | None,
-) -> tuple[PluggedStage, StagePrefixes | None, str, KeptLinears | None]:
+) -> tuple[PluggedStage, StagePrefixes | None, str, StageModel]:
     """Load a stage as a plug-in does, with linears that were `had`; return its prefixes on disk,
-    its arithmetic and its linears, too.
+    its arithmetic and its model, too.
     """
     from shardnet.runtime.shards.link_group import LinkGroup, SpanningCompute
     from shardnet.runtime.stage.torch_compute import StreamingCompute, TorchCompute
@@ -207,7 +218,7 @@ def _load_with_torch(
         kernel=model.kernel,
         exact_rows=model.exact_rows,
     )
-    return plugged, kept, arithmetic, model.linears
+    return plugged, kept, arithmetic, model
 
 
 def _prefixes(

@@ -156,6 +156,11 @@ class StreamedLinear:
         return self._shape
 
     @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """None: they are read from disk for every pass."""
+        return ()
+
+    @property
     def is_native(self) -> bool:
         """Whether the compiled library computes it."""
         return self._is_native

@@ -76,11 +76,14 @@ from shardnet.wire.messages.membership import (
 )
 from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import (
+    AuditStage,
+    ComputeLayer,
     ConnectRing,
     Drain,
     DropWarm,
     FindPrefix,
     KvMoved,
+    LayerComputed,
     LeaveRing,
     LoadProgress,
     LoadStage,
@@ -89,6 +92,7 @@ from shardnet.wire.messages.stages import (
     PrefixRestored,
     RestorePrefix,
     RingBroken,
+    StageAudited,
     StageReady,
     UnloadStage,
 )
@@ -163,6 +167,10 @@ ControlMessage = (
     | PrefixRestored
     | MoveKv
     | KvMoved
+    | AuditStage
+    | StageAudited
+    | ComputeLayer
+    | LayerComputed
     | StandBy
     | RequestCopied
     | TokensCopied

@@ -20,6 +20,7 @@ from shardnet.wire.framing.schema import (
     DigestOrNone,
     Explanation,
     Figure,
+    LayerNumber,
     Layers,
     Moment,
     Name,
@@ -38,6 +39,7 @@ Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 Advice = Reason | msgspec.UnsetType
 """What to do about it. The key is left out where nothing is known."""
 MAX_TELLERS = 40
+MAX_FINDINGS = 32
 MAX_TRAFFIC = 256
 
 Seen = Literal[
@@ -316,6 +318,37 @@ class PressureState(Strict, frozen=True, kw_only=True):
     yields: bool = False
 
 
+class AuditFinding(Strict, frozen=True, kw_only=True):
+    """What an audit has found at `at`: the node computes wrong bits in `layer`, or near it.
+
+    At `good_at` nothing was found, 0 for never since its ring was built: texts since then may be
+    wrong. Without `is_left_out` it still computes: it is the head, or another one may be wrong.
+    """
+
+    node: Name
+    name: Name
+    layer: LayerNumber
+    at: Moment
+    good_at: Moment
+    what: Explanation
+    remedy: Explanation
+    is_left_out: bool
+
+
+class AuditState(Strict, frozen=True, kw_only=True):
+    """How a head has audited the stages of its rings since it started.
+
+    That kept stages from steps for `busy_s`. `looked_bytes` of weights were held against what they
+    were. Of the ring that stands other nodes have computed `n_confirmed` layers alike.
+    """
+
+    n_audits: Count
+    busy_s: Seconds
+    looked_bytes: Count
+    n_confirmed: U32
+    findings: Annotated[list[AuditFinding], Meta(max_length=MAX_FINDINGS)]
+
+
 class NodeReport(Strict, frozen=True, kw_only=True):
     """What a node knows. `cluster` is the fingerprint of its key, "" without one; never the key.
 
@@ -326,7 +359,8 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     the GPU's, else the CPU's, in degrees Celsius. `ring` is what the ring has done that the node
     leads, `links` what went over its links to other nodes. `pressure` is null where it does not
     look at the memory of its machine. `deputy` goes on if this node is lost, and this node if one
-    of those in `deputy_of` is. `rings` are those behind this head where there are several.
+    of those in `deputy_of` is. `rings` are those behind this head where there are several. `audit`
+    is null for who has audited nothing.
     """
 
     cluster: Name
@@ -358,3 +392,4 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     rings: Annotated[list[RingBehind], Meta(max_length=MAX_STAGES)] = msgspec.field(
         default_factory=list
     )
+    audit: AuditState | None = None

@@ -48,6 +48,9 @@ from shardnet.wire.framing.schema import (
 )
 
 MAX_ADAPTER_LAYER_BYTES: Final = 1 << 28
+MAX_AUDITED_BYTES: Final = 1 << 20
+AuditedRows = Annotated[bytes, Meta(max_length=MAX_AUDITED_BYTES)]
+"""Rows in the dtype of their ring, row-major, little-endian."""
 
 
 class DevicePart(Row, frozen=True, array_like=True):
@@ -287,3 +290,53 @@ class KvMoved(Tagged, frozen=True, kw_only=True):
     request: RequestId
     is_whole: bool
     n_bytes: Count
+
+
+class AuditStage(Tagged, frozen=True, kw_only=True):
+    """Have a stage look at some of its weights, and compute rows that it computes each time.
+
+    It looks at weights for as long as the rows have taken. Those before and after `layer` are asked
+    for. Failed with code 51 says what is wrong with it.
+    """
+
+    request: RequestId
+    ring: Name
+    epoch: U32
+    layer: LayerNumber
+
+
+class StageAudited(Tagged, frozen=True, kw_only=True):
+    """Answers AuditStage: nothing is wrong. The stage was kept from steps for `took_s`.
+
+    It has looked at `looked_bytes` of `weight_bytes`. Rows `before` the model's first layer are
+    not sent: token ids are embedded there, the same everywhere. `after` is b"" for a stage whose
+    arithmetic promises no bits.
+    """
+
+    request: RequestId
+    took_s: Seconds
+    looked_bytes: Count
+    weight_bytes: Count
+    before: AuditedRows = b""
+    after: AuditedRows = b""
+
+
+class ComputeLayer(Tagged, frozen=True, kw_only=True):
+    """Have a node of a ring compute rows with a layer that it reads from its checkpoint for this.
+
+    It need not be a layer of its stage. LoadProgress precedes the answer where it takes long.
+    """
+
+    request: RequestId
+    ring: Name
+    epoch: U32
+    layer: LayerNumber
+    before: AuditedRows
+
+
+class LayerComputed(Tagged, frozen=True, kw_only=True):
+    """Answers ComputeLayer, in `took_s` of one thread."""
+
+    request: RequestId
+    took_s: Seconds
+    after: AuditedRows

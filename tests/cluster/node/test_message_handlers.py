@@ -39,9 +39,11 @@ from shardnet.wire.messages.membership import (
 from shardnet.wire.messages.plans import NodeProgress, PlanReply
 from shardnet.wire.messages.stages import (
     KvMoved,
+    LayerComputed,
     LoadProgress,
     PrefixFound,
     PrefixRestored,
+    StageAudited,
     StageReady,
 )
 from shardnet.wire.messages.tokens import Detokenized, Encoded, Tokenized
@@ -57,6 +59,7 @@ ANSWERS = {
     Finished,
     KvMoved,
     LastRun,
+    LayerComputed,
     LinksMeasured,
     LoadProgress,
     ModelIdentity,
@@ -71,6 +74,7 @@ ANSWERS = {
     RingActivity,
     RingKept,
     RowsPiece,
+    StageAudited,
     StageMeasured,
     StageReady,
     StateChanged,

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from support.cluster.small_node import small_settings
 
@@ -53,8 +55,8 @@ class Machine:
 
 
 @asynccontextmanager
-async def machines(folder: Path, *names: str) -> AsyncIterator[list[Machine]]:
-    """Nodes that know each other."""
+async def machines(folder: Path, *names: str, **changes: Any) -> AsyncIterator[list[Machine]]:
+    """Nodes that know each other, of little memory but for `changes` of their settings."""
     async with AsyncExitStack() as stack:
         found: list[Machine] = []
         for name in names:
@@ -65,15 +67,19 @@ async def machines(folder: Path, *names: str) -> AsyncIterator[list[Machine]]:
                 name=name,
                 log=lines.append,
                 peers=tuple(one.node.address for one in found),
+                **changes,
             )
             node = await stack.enter_async_context(running(settings))
             listener = await node.listen("127.0.0.1", 0)
             found.append(Machine(node=node, listener=listener, lines=lines))
             stack.push_async_callback(found[-1].close)
         for one in found:
-            links = one.node._links.peers.links
-            await until(lambda links=links: len(links.linked()) == len(found) - 1)
+            await until(partial(_knows, one, len(found) - 1))
         yield found
+
+
+def _knows(machine: Machine, n_others: int) -> bool:
+    return len(machine.node._links.peers.links.linked()) == n_others
 
 
 async def until(is_so: Callable[[], bool]) -> None:

@@ -168,6 +168,7 @@ function Node({ one }) {
       html`<p class="figures">
         Stands by for ${one.standby.name} with ${layers(one.standby.layers)}, ${bytes(one.standby.weight_bytes)}
       </p>`}
+      ${one.wrong_bits && html`<p class="figures">It computed wrong bits: ${one.wrong_bits}</p>`}
       ${one.deputy && html`<p class="figures">Its answers are copied to ${one.deputy}</p>`}
       ${one.deputy_of?.map(
         (head) => html`<p class="figures">Goes on with the answers of ${head}, if that is lost</p>`,

@@ -1,0 +1,226 @@
+"""Audits the stages of a ring, one after the other, and does without a node that computes wrong.
+
+Knows who is asked next, who computes for a comparison, and who is wrong of those that disagree.
+Must not know how stages look at themselves, nor how a ring is replaced (recovery.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.lead import Lead
+from shardnet.cluster.ring.ring import Ring
+from shardnet.errors import ShardnetError, WrongValuesError
+from shardnet.wire.messages.diagnostics import MAX_FINDINGS, AuditFinding, AuditState
+from shardnet.wire.messages.handshake import explanation
+from shardnet.wire.messages.stages import AuditStage, ComputeLayer
+
+LOOK_S: Final = 2.0
+"""The shortest pause between two audits, and how often is looked whether there is a ring."""
+ANSWER_S: Final = 60.0
+"""How long a node may take to audit its stage, or to compute a layer from its checkpoint."""
+CHECK_BOTH: Final = (
+    "test the memory of both machines (memtest86+), and set the clocks of their processors and "
+    "memory back to what their makers say"
+)
+
+
+class Answer(NamedTuple):
+    """What the node of a rank has made of the rows of an audited stage."""
+
+    rank: int
+    after: bytes
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Progress:
+    """How far the audits of one ring are.
+
+    Others have computed the layers `confirmed` alike, and of `disputed` ones nobody knows who is
+    wrong: neither are compared again. `good_at` is when nothing was found last,
+    by rank.
+    """
+
+    ring: Ring
+    good_at: dict[int, float] = field(default_factory=dict)
+    n_audits: int = 0
+    confirmed: set[int] = field(default_factory=set)
+    disputed: set[int] = field(default_factory=set)
+
+
+class Audits:
+    """Audits the ring that `head` leads, for `share` of the time of its stages, 0 for never.
+
+    `distrust` has the head's own stage loaded anew with the next ring.
+    """
+
+    def __init__(
+        self,
+        *,
+        head: Head,
+        share: float,
+        distrust: Callable[[], None],
+        log: Callable[[str], None],
+    ) -> None:
+        self._head = head
+        self._share = share
+        self._distrust = distrust
+        self._log = log
+        self._progress: _Progress | None = None
+        self._n_audits = self._looked_bytes = 0
+        self._busy_s = 0.0
+        self._findings: deque[AuditFinding] = deque(maxlen=MAX_FINDINGS)
+
+    @property
+    def state(self) -> AuditState | None:
+        """What was audited so far, and what was found; None where nothing is audited."""
+        if not self._n_audits and not self._findings:
+            return None
+        return AuditState(
+            n_audits=self._n_audits,
+            busy_s=self._busy_s,
+            looked_bytes=self._looked_bytes,
+            n_confirmed=len(self._progress.confirmed) if self._progress is not None else 0,
+            findings=[*self._findings],
+        )
+
+    async def run(self) -> None:
+        """Audit one stage after the other, until cancelled; pause so long that `share` is kept."""
+        pause_s = LOOK_S
+        while self._share:
+            await asyncio.sleep(pause_s)
+            pause_s = max(LOOK_S, await self.audit() / self._share)
+
+    async def audit(self) -> float:
+        """Audit the next stage. Return the seconds for which it, or another node, was kept busy."""
+        lead = self._head.latest
+        if lead is None or lead.is_recovering or lead.ring.broken is not None or lead.plan.spans:
+            self._progress = None
+            return 0.0
+        if self._progress is None or self._progress.ring is not lead.ring:
+            self._progress = _Progress(ring=lead.ring)
+        progress = self._progress
+        turn, rank = divmod(progress.n_audits, len(lead.ring.ports))
+        layers = lead.ring.spec.layers[rank]
+        layer = layers.start + turn % len(layers)
+        progress.n_audits += 1
+        try:
+            return await self._audit(lead, progress, rank, layer)
+        except WrongValuesError as error:
+            self._found(progress, rank, layer, error)
+        except (ShardnetError, TimeoutError):  # it cannot, or is lost: the ring notices that itself
+            pass
+        return 0.0
+
+    async def _audit(self, lead: Lead, progress: _Progress, rank: int, layer: int) -> float:
+        ring, asked_at = lead.ring, time.time()
+        order = AuditStage(request=0, ring=ring.name, epoch=ring.epoch, layer=layer)
+        async with asyncio.timeout(ANSWER_S):
+            audited = await ring.ports[rank].audit(order)
+        self._n_audits += 1
+        self._looked_bytes += audited.looked_bytes
+        self._busy_s += audited.took_s
+        took_s, answers = 0.0, list[Answer]()
+        is_alike = lead.plan.exactness.batch and len({f.arithmetic for f in lead.plan.forms}) == 1
+        if audited.after and is_alike and layer not in progress.confirmed | progress.disputed:
+            took_s, answers = await self._compare(ring, rank, layer, audited.before, audited.after)
+        if answers and answers[0].after != audited.after:
+            self._disagree(progress, layer, Answer(rank, audited.after), answers)
+            return 0.0
+        if answers:
+            progress.confirmed.add(layer)
+        progress.good_at[rank] = asked_at
+        return audited.took_s + took_s
+
+    async def _compare(
+        self, ring: Ring, rank: int, layer: int, before: bytes, after: bytes
+    ) -> tuple[float, list[Answer]]:
+        """Have a layer computed from checkpoints, by other nodes first; by two if they disagree."""
+        took_s, answers = 0.0, list[Answer]()
+        message = ComputeLayer(
+            request=0, ring=ring.name, epoch=ring.epoch, layer=layer, before=before
+        )
+        others = [other for other in range(len(ring.ports)) if other != rank]
+        for other in (*others, rank):
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    computed = await ring.ports[other].compute_layer(message)
+            except (ShardnetError, TimeoutError):  # it lacks the layer, or has no memory for it
+                continue
+            took_s += computed.took_s
+            answers.append(Answer(other, computed.after))
+            if computed.after == after or len(answers) == 2:
+                break
+        return took_s, answers
+
+    def _disagree(
+        self, progress: _Progress, layer: int, audited: Answer, answers: Sequence[Answer]
+    ) -> None:
+        """Find out who of those that have computed a layer unlike is wrong, and do without it."""
+        progress.disputed.add(layer)
+        wrong, names = judge(audited, answers), progress.ring.node_names
+        if wrong is None:
+            other = names[answers[0].rank]
+            what = f"it and {other} compute the same rows unlike, and one of them is wrong"
+            self._note(progress, audited.rank, layer, what, CHECK_BOTH, is_left_out=False)
+            return
+        others = [each.rank for each in (audited, *answers) if each.rank != wrong]
+        by = names[others[0]] if others else "itself with weights from its checkpoint"
+        error = WrongValuesError.received(f"the same rows have other bits than by {by}")
+        self._found(progress, wrong, layer, error)
+
+    def _found(self, progress: _Progress, rank: int, layer: int, error: WrongValuesError) -> None:
+        """Do without a node that is wrong; the head stays, and has its layers loaded anew."""
+        if not rank:
+            self._distrust()
+        what = error.message.removeprefix(f"{progress.ring.ports[rank].name}: ")
+        self._note(progress, rank, layer, what, error.remedy, is_left_out=rank > 0)
+        progress.ring.found_wrong(rank, error)
+
+    def _note(
+        self,
+        progress: _Progress,
+        rank: int,
+        layer: int,
+        what: str,
+        remedy: str,
+        *,
+        is_left_out: bool,
+    ) -> None:
+        port = progress.ring.ports[rank]
+        self._log(f"{port.node_name} computes wrong bits in layer {layer}: {what}; {remedy}")
+        self._findings.append(
+            AuditFinding(
+                node=port.node,
+                name=port.node_name,
+                layer=layer,
+                at=time.time(),
+                good_at=progress.good_at.get(rank, 0.0),
+                what=explanation(what),
+                remedy=explanation(remedy),
+                is_left_out=is_left_out,
+            )
+        )
+
+
+def judge(audited: Answer, answers: Sequence[Answer]) -> int | None:
+    """Return the rank of the node that is wrong, None where that cannot be told.
+
+    `answers` are what one or two others, or the node itself at last, have made of the same rows
+    with weights from their checkpoints; the first is not what was `audited`. What two of three
+    machines agree on is right. One that disagrees with itself is wrong whoever else computes.
+    """
+    first, *rest = answers
+    if first.rank == audited.rank:
+        return audited.rank
+    if rest and rest[0].after == first.after:
+        return audited.rank
+    if rest and rest[0].after == audited.after and rest[0].rank != audited.rank:
+        return first.rank
+    return None
