@@ -162,7 +162,9 @@ class Recovery:
                     return
                 except ShardnetError as failure:
                     blamed = [blame for ring in tried for blame in _blames(ring)]
-                    if isinstance(failure, SupersededError) or not self._head.led.leads(lead):
+                    if isinstance(failure, SupersededError) and await self._head.successor():
+                        raise  # its requests were sent there
+                    if not self._head.led.leads(lead):
                         raise
                     decision = policy.failed(time.monotonic(), failure, blamed)
                     self._log(f"no ring yet: {failure}")

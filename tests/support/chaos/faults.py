@@ -31,6 +31,7 @@ class Kind(Enum):
     DRAIN = "drained and started again"
     HEAD = "head killed"
     HEAD_DRAIN = "head drained and started again"
+    HEAD_FREEZE = "head frozen"
 
 
 class Moment(Enum):
@@ -62,13 +63,14 @@ SECONDS: dict[Kind, tuple[float, ...]] = {
     Kind.DRAIN: (0.0,),
     Kind.HEAD: (0.0,),
     Kind.HEAD_DRAIN: (0.0,),
+    Kind.HEAD_FREEZE: (1.0, 8.0),
 }
 """How long each kind may last, unless all texts have ended before; 0 for a moment."""
 
 CLOCK_JUMPS_S = (-86_400.0, -60.0, 60.0, 86_400.0)
-LONE: dict[Kind, int] = {Kind.DRAIN: 2, Kind.HEAD: 1, Kind.HEAD_DRAIN: 1}
+LONE: dict[Kind, int] = {Kind.DRAIN: 2, Kind.HEAD: 1, Kind.HEAD_DRAIN: 1, Kind.HEAD_FREEZE: 1}
 """What happens alone only, while texts run."""
-OF_HEAD = frozenset({Kind.HEAD, Kind.HEAD_DRAIN})
+OF_HEAD = frozenset({Kind.HEAD, Kind.HEAD_DRAIN, Kind.HEAD_FREEZE})
 """What happens to the node that clients ask."""
 DRAINS = frozenset({Kind.DRAIN, Kind.HEAD_DRAIN})
 WEIGHTS: dict[Kind, int] = {

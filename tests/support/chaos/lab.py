@@ -290,7 +290,7 @@ class Lab:
         both = [*switch.ways(fault.victim, fault.other)]
         both += switch.ways(fault.victim, fault.other, inward=False)
         match fault.kind:
-            case Kind.FREEZE:
+            case Kind.FREEZE | Kind.HEAD_FREEZE:
                 process.freeze()
                 try:
                     yield
