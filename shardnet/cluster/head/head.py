@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 
@@ -43,7 +42,6 @@ CLOSE_S = 3.0
 """How long a head that shuts down waits for its stages to be freed."""
 TOLD_S = 5.0
 """How long a head that is refused as a former one waits for its successor to say where it is."""
-LOOK_S = 0.05
 _NOBODY = (-1, "")
 MOST_TRIES = 4
 """How often a ring is built for a request while nodes or links of it are lost."""
@@ -74,6 +72,7 @@ class Head:
         self.led = LedRing(node=node, host=host, builder=builder, on_broken=on_broken)
         """The ring itself."""
         self._gave_way = _NOBODY
+        self._gives_way = asyncio.Event()
         self.is_draining = False
         """Whether no more requests are taken."""
         self.rests = ""
@@ -229,6 +228,8 @@ class Head:
         """
         self.led.epoch, lead = max(self.led.epoch, epoch), self.led.lead
         self._gave_way = self.led.epoch, address
+        self._gives_way.set()
+        self._gives_way = asyncio.Event()
         if lead is None:
             return
         error = SupersededError(f"the node at {address} leads in place of this one")
@@ -245,9 +246,11 @@ class Head:
 
         It says so itself as soon as it can: it is waited for.
         """
-        epoch, until_s = self.led.epoch, time.monotonic() + TOLD_S
-        while self._gave_way[0] < epoch and time.monotonic() < until_s:
-            await asyncio.sleep(LOOK_S)
+        epoch = self.led.epoch
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TOLD_S):
+                while self._gave_way[0] < epoch:
+                    await self._gives_way.wait()
         return self._gave_way[1] if self._gave_way[0] >= epoch else ""
 
     def elsewhere(self) -> Elsewhere | None:
