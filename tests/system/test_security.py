@@ -139,7 +139,7 @@ def test_another_key_is_refused_by_name_and_logged_once(
 def test_strangers_that_drip_tls_take_no_memory(guarded: Crew) -> None:
     """400 connections of forty hosts, each with all but the last byte of a ClientHello.
 
-    With a TLS engine for each handshake under way, the node grew by 27 MiB, and kept it.
+    With a TLS engine for each handshake that may be under way the node grows by 7 MiB, as measured.
     """
     node, said = guarded.nodes[0], ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
@@ -158,7 +158,7 @@ def test_strangers_that_drip_tls_take_no_memory(guarded: Crew) -> None:
             stranger.sendall(hello[40:-1])
         assert guarded.machine.nodes_with("anna", "bert")  # a member comes in meanwhile
         grown_bytes = process.memory_info().rss - before_bytes
-    assert grown_bytes < 8 << 20
+    assert grown_bytes < 4 << 20
 
 
 def test_no_key_is_refused_by_name(guarded: Crew, machine: Machine, parrots: Parrots) -> None:
