@@ -10,6 +10,7 @@ from support.chaos.faults import Moment, draw_rounds, shortened
 from support.chaos.lab import Lab
 from support.chaos.ledger import Entry
 from support.chaos.rounds import Rounds
+from support.chaos.streams import make_prompts
 
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.transport.loop import run
@@ -34,8 +35,7 @@ def test_no_fault_changes_a_text_or_leaves_anything_behind(tmp_path: Path) -> No
                 lab,
                 0,
                 model=DEFAULT_MODEL_NAME,
-                n_streams=N_STREAMS,
-                n_tokens=N_TOKENS,
+                prompts=make_prompts(N_STREAMS, N_TOKENS),
                 return_s=0.0,
             ) as rounds:
                 await rounds.record_undisturbed()

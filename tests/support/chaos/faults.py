@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from shardnet.transport.link import SILENCE_S
+
 
 class Kind(Enum):
     """What happens to a node, to its cable or to its disk."""
@@ -28,6 +30,10 @@ class Kind(Enum):
     WRONG = "no numbers computed"
     DISK = "disk full"
     CLOCK = "clock jumped"
+    SLOW_CLOCK = "clock at half speed"
+    THREAD = "compute thread frozen"
+    TMP = "/tmp full"
+    FILES = "64 descriptors allowed"
     DRAIN = "drained and started again"
     HEAD = "head killed"
     HEAD_DRAIN = "head drained and started again"
@@ -60,6 +66,10 @@ SECONDS: dict[Kind, tuple[float, ...]] = {
     Kind.WRONG: (5.0,),
     Kind.DISK: (5.0,),
     Kind.CLOCK: (5.0,),
+    Kind.SLOW_CLOCK: (10.0,),
+    Kind.THREAD: (1.0, 5.0),
+    Kind.TMP: (5.0,),
+    Kind.FILES: (5.0,),
     Kind.DRAIN: (0.0,),
     Kind.HEAD: (0.0,),
     Kind.HEAD_DRAIN: (0.0,),
@@ -121,9 +131,18 @@ class Round:
     after_tokens: int
 
     @property
-    def kills_head(self) -> bool:
-        """Whether it kills the node that clients ask: without a deputy each request then fails."""
-        return any(fault.kind is Kind.HEAD for fault in self.faults)
+    def loses_head(self) -> bool:
+        """Whether the node that clients ask is lost: without a deputy each request then fails."""
+        return any(
+            fault.kind is Kind.HEAD
+            or (fault.kind is Kind.HEAD_FREEZE and fault.seconds > SILENCE_S)
+            for fault in self.faults
+        )
+
+    @property
+    def freezes_head(self) -> bool:
+        """Whether the node that clients ask stands still for a while."""
+        return any(fault.kind is Kind.HEAD_FREEZE for fault in self.faults)
 
     @property
     def ends_process(self) -> bool:
