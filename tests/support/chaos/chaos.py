@@ -16,7 +16,7 @@ from pathlib import Path
 
 from support.chaos.faults import Moment, draw_rounds
 from support.chaos.lab import Lab
-from support.chaos.ledger import HEAD, Entry, summary
+from support.chaos.ledger import HEAD, Entry, read_ledger, summary
 from support.chaos.memory import MemoryBook
 from support.chaos.models import MAKERS, made_model
 from support.chaos.rounds import Rounds
@@ -38,6 +38,9 @@ MOST_TOLD = 20
 def main(arguments: Sequence[str]) -> int:
     """Run rounds until the time is over; return 1 if a round was not as it should be."""
     asked = _parse(arguments)
+    if asked.table:
+        print(summary(read_ledger(asked.table.read_text())))
+        return 0
     if asked.simulate:
         return _simulate(asked)
     if asked.namespaces and NETWORK not in os.environ:
@@ -110,6 +113,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--schemas", action="store_true", help="have every fourth answer be JSON of a schema"
     )
     parser.add_argument("--ledger", type=Path, help="append a JSON object for each round here")
+    parser.add_argument("--table", type=Path, help="only print the summary of such a file")
     parser.add_argument(
         "--moments", nargs="*", default=moments, choices=moments, help="when faults happen",
     )  # fmt: skip
