@@ -6,12 +6,13 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from support.chaos.faults import OF_HEAD, Kind, Moment, draw_rounds
 from support.chaos.lab import differences
-from support.chaos.ledger import Entry, summary
-from support.chaos.memory import MemoryBook
+from support.chaos.ledger import Entry, read_ledger, summary
+from support.chaos.memory import MemoryBook, Sample, verdict
 from support.chaos.rounds import read_parts
 from support.chaos.streams import Heard
 from support.chaos.switch import PREFACE, REACHED, REFUSED, Switch
@@ -19,6 +20,7 @@ from support.chaos.switch import PREFACE, REACHED, REFUSED, Switch
 from shardnet.cluster.recovery.records import RecoveryRecord
 from shardnet.errors import PeerFailedError
 
+DOCS = Path(__file__).parents[1] / "docs"
 Talk = Callable[[Switch, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -169,3 +171,33 @@ def test_the_ledger_counts_what_is_not_as_it_should_be() -> None:
     told = summary([good, bad])
     assert "15 equal, 1 DIFFERS; 1 rounds that are not as they should be" in told
     assert "| killed | 2 | 1 | 0.05 | 0.90 | 0.90 |" in told
+
+
+def test_the_page_has_the_table_of_its_ledger() -> None:
+    entries = read_ledger((DOCS / "reliability-ledger.jsonl").read_text(encoding="utf-8"))
+    totals, table = summary(entries).split("\n\n", 1)
+    page = (DOCS / "reliability.md").read_text(encoding="utf-8")
+    assert table in page
+    assert totals in page
+    assert all(entry.is_good for entry in entries)
+
+
+def test_a_soak_names_what_grew_on_which_node() -> None:
+    def samples(node: str, grows: str = "", by: int = 0) -> list[Sample]:
+        held = {"resident_bytes": 300 << 20, "n_descriptors": 40, "n_threads": 20, "disk_bytes": 9}
+        return [
+            Sample(
+                at_s=60.0 * minute,
+                node=node,
+                **{what: n + by * minute * (what == grows) for what, n in held.items()},
+            )
+            for minute in range(40)
+        ]
+
+    assert verdict(samples("anna")) == []
+    assert verdict(samples("anna")[:12]) == []  # too few after it has settled
+    for what, by in (("resident_bytes", 1 << 20), ("n_descriptors", 1), ("n_threads", 1)):
+        [said] = verdict(samples("anna") + samples("bert", what, by))
+        assert said.startswith(f"bert: {what} grew from ")
+    [said] = verdict(samples("anna", "disk_bytes", 1 << 20))
+    assert "disk_bytes" in said

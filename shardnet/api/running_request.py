@@ -82,9 +82,13 @@ class RunningRequest:
         self.resumes = self.request.resumes
 
     def send(self, control: ControlLink, on_answer: Callable[[Answer], None]) -> None:
-        """Send the request on this link. Raises LinkError when that has ended."""
+        """Send the request on this link. Raises LinkError when that has ended.
+
+        One that was sent on after its first tokens goes on behind them.
+        """
         number, message = control.next_request(), self.request.message
-        asked: Generate | Resume = replace(message, request=number)
+        made = [*message.made, *self.token_ids]
+        asked: Generate | Resume = replace(message, request=number, made=made)
         if self.resumes:
             asked = Resume(request=number, key=message.key, n_tokens=len(self.token_ids))
         control.begin(asked, on_answer)

@@ -1,7 +1,8 @@
 """A listening socket, the connections that wait, the handshakes, and the handlers of the links.
 
 Knows sockets and the loop. Leaves to admission.py who may shake hands, and reads nothing of a
-connection before that: one that waits costs a descriptor.
+connection before that: one that waits costs a descriptor, also while its ClientHello comes in
+drops.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from itertools import count
 from typing import Any, Final
 
 from shardnet.errors import (
+    AuthenticationError,
     ConfigurationError,
     LinkClosedError,
     LinkError,
@@ -29,6 +31,8 @@ from shardnet.transport.admission import GRACE_S, Admission, KnownHosts, Reporte
 from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.tcp_link import TcpLink, set_buffers
+from shardnet.transport.tls import MAX_HELLO_BYTES, Begun, hello_begun
+from shardnet.transport.tls_errors import cut_short
 from shardnet.wire.connection.connection import HelloAnswer
 from shardnet.wire.messages.handshake import Hello
 
@@ -55,6 +59,8 @@ class _Waiting:
     sock: socket.socket
     address: Address
     is_silent: bool = True
+    n_came: int = 0
+    """So many bytes of what it says first have come, of a ClientHello that is not whole."""
 
 
 class Listener:
@@ -92,6 +98,7 @@ class Listener:
         self._ticking: asyncio.TimerHandle | None = None
         self._turns_are_due = False
         self._is_closed = False
+        self._peeked_bytes = 1 if options.identity is None else MAX_HELLO_BYTES
         self.host = ""
         self.port = 0
 
@@ -166,29 +173,61 @@ class Listener:
             self._ticking = self._loop.call_later(TICK_S, self._tick)
 
     def _look(self, ticket: int) -> None:
-        """Note whether the first byte of a connection has come, or its end; else be called then."""
+        """Note how far a connection has begun, or its end; else be called when more comes."""
         waiting = self._waiting[ticket]
         try:
-            came = bool(waiting.sock.recv(1, socket.MSG_PEEK))
+            came = waiting.sock.recv(self._peeked_bytes, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
-            try:
-                self._loop.add_reader(waiting.sock, self._look, ticket)
-                return
-            except NotImplementedError:  # Windows: it may begin without having said anything
-                came = True
+            begun = Begun.PARTLY
         except OSError:
-            came = False
+            begun = None
+        else:
+            begun = self._begun(came)
+            waiting.n_came = len(came)
+        if begun is Begun.PARTLY and self._wakes(ticket, waiting):
+            return
         self._stop_looking(waiting)
-        if came:
+        if begun is None:
+            self._close(ticket, LinkClosedError("the peer closed the connection, and said nothing"))
+        elif begun is Begun.TOO_LONG:
+            self._close(ticket, AuthenticationError("the TLS handshake failed: it begins too long"))
+        else:
             waiting.is_silent = False
             self._admission.speak(ticket)
             self._take_turns_soon()
-        else:
-            self._admission.forget(ticket)
-            where = format_address(*waiting.address[:2])
-            self._hang_up(self._waiting.pop(ticket))
-            error = LinkClosedError(f"{where}: the peer closed the connection, and said nothing")
-            self._report(waiting.address, error)
+
+    def _begun(self, came: bytes) -> Begun | None:
+        """Say how far what a connection has to say first has come, None for its end."""
+        if not came:
+            return None
+        return Begun.WHOLE if self._options.identity is None else hello_begun(came)
+
+    def _wakes(self, ticket: int, waiting: _Waiting) -> bool:
+        """Be called when more comes than is there, or the end; return whether that can be.
+
+        Not on Windows: there it may begin without having said all.
+        """
+        try:
+            self._loop.add_reader(waiting.sock, self._look_again, ticket)
+        except NotImplementedError:
+            return False
+        waiting.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waiting.n_came + 1)
+        return True
+
+    def _look_again(self, ticket: int) -> None:
+        waiting = self._waiting[ticket]
+        n_came = waiting.n_came
+        self._look(ticket)
+        if waiting.is_silent and waiting.n_came == n_came and ticket in self._waiting:
+            self._close(ticket, cut_short())
+
+    def _close(self, ticket: int, error: ShardnetError) -> None:
+        """Close a connection that will not begin, for what its peer has done."""
+        waiting = self._waiting.pop(ticket)
+        self._admission.forget(ticket)
+        self._hang_up(waiting)
+        where = format_address(*waiting.address[:2])
+        self._report(waiting.address, type(error)(f"{where}: {error.message}", remedy=error.remedy))
 
     def _tick(self) -> None:
         """Take turns that time alone has made possible, and end waits that are too long."""
@@ -222,11 +261,14 @@ class Listener:
 
     def _hang_up(self, waiting: _Waiting) -> None:
         self._stop_looking(waiting)
+        with contextlib.suppress(OSError):  # what is unread would make a reset of the end
+            waiting.sock.recv(MAX_HELLO_BYTES)
         waiting.sock.close()
 
     def _stop_looking(self, waiting: _Waiting) -> None:
         with contextlib.suppress(NotImplementedError):  # Windows
             self._loop.remove_reader(waiting.sock)
+            waiting.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     # --- handshakes
 

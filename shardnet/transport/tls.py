@@ -20,11 +20,19 @@ from shardnet.transport.tls_errors import cut_short, handshake_error, stream_err
 from shardnet.wire.framing.frames import KIB, PREAMBLE_MAGIC, Buffer
 
 _RECEIVE_BYTES: Final = 64 * KIB
+_HANDSHAKE_BYTES: Final = 4 * KIB
+"""The same until the handshake is done: strangers may have many under way."""
+MAX_HELLO_BYTES: Final = 8 * KIB
+"""The longest ClientHello: those of nodes take 2 KB at most."""
 _PIECE_BYTES: Final = 64 * KIB
 """So much is encrypted at once; then TCP may say that it is full."""
 _SMALL_BYTES: Final = 16 * KIB
 """Buffers up to this size are joined with their neighbours: every record costs a call."""
 
+_RECORD_HEAD: Final = 5
+_MESSAGE_HEAD: Final = 4
+_HANDSHAKE: Final = 0x16
+_CLIENT_HELLO: Final = 1
 _CERTIFICATE_REQUIRED: Final = bytes.fromhex("15 03 03 0002 02 74")
 """The alert of that name, as a record that is not encrypted. A node without a key understands it:
 docs/protocol.md section 2."""
@@ -80,6 +88,33 @@ class _State(enum.Enum):
     OVER = enum.auto()  # nothing is encrypted or decrypted any more
 
 
+class Begun(enum.Enum):
+    """How far a connection's ClientHello has come."""
+
+    PARTLY = enum.auto()
+    WHOLE = enum.auto()
+    TOO_LONG = enum.auto()
+
+
+def hello_begun(came: bytes) -> Begun:
+    """Say how much of a ClientHello is in `came`, the first bytes of a connection.
+
+    What begins no TLS handshake counts as whole: the engine says what is wrong with it.
+    """
+    said, at = b"", 0
+    while at + _RECORD_HEAD <= len(came) and came[at] == _HANDSHAKE:
+        n_bytes = int.from_bytes(came[at + 3 : at + _RECORD_HEAD], "big")
+        said += came[at + _RECORD_HEAD : at + _RECORD_HEAD + n_bytes]
+        at += _RECORD_HEAD + n_bytes
+        n_message = _MESSAGE_HEAD + int.from_bytes(said[1:_MESSAGE_HEAD], "big")
+        if max(at, n_message) > MAX_HELLO_BYTES:
+            return Begun.TOO_LONG
+        if len(said) >= _MESSAGE_HEAD and (said[0] != _CLIENT_HELLO or len(said) >= n_message):
+            return Begun.WHOLE
+    is_handshake = came[min(at, len(came) - 1)] == _HANDSHAKE
+    return Begun.PARTLY if is_handshake or at >= len(came) else Begun.WHOLE
+
+
 class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
     """One end of a TLS connection. What is written before the handshake is done waits for it."""
 
@@ -94,7 +129,7 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._engine = context.wrap_bio(self._incoming, self._outgoing, server_side=not initiator)
         self._state = _State.SHAKING_HANDS
-        self._received = memoryview(bytearray(_RECEIVE_BYTES))
+        self._received = memoryview(bytearray(_HANDSHAKE_BYTES))
         self._began_with = b""
         self._unsent: deque[memoryview] = deque()
         self._tcp_is_full = False
@@ -263,6 +298,7 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
             self._fail(failure, error)
         else:
             self._state = _State.UP
+            self._received = memoryview(bytearray(_RECEIVE_BYTES))
             self._flush()
             self._encrypt()
             self._decrypt()

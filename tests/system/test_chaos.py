@@ -10,12 +10,13 @@ from support.chaos.faults import Moment, draw_rounds, shortened
 from support.chaos.lab import Lab
 from support.chaos.ledger import Entry
 from support.chaos.rounds import Rounds
+from support.chaos.streams import make_prompts
 
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.transport.loop import run
 
-SEEDS = (3, 5, 7, 12, 16, 35, 43)
-HEADS = {22: False, 52: False, 86: True, 37: True}
+SEEDS = (3, 5, 7, 12, 39, 43, 53)
+HEADS = {22: False, 64: False, 86: True, 186: True}
 """Seeds that kill or drain the head, and whether it has a deputy then."""
 N_NODES = 3
 N_STREAMS = 3
@@ -34,8 +35,7 @@ def test_no_fault_changes_a_text_or_leaves_anything_behind(tmp_path: Path) -> No
                 lab,
                 0,
                 model=DEFAULT_MODEL_NAME,
-                n_streams=N_STREAMS,
-                n_tokens=N_TOKENS,
+                prompts=make_prompts(N_STREAMS, N_TOKENS),
                 return_s=0.0,
             ) as rounds:
                 await rounds.record_undisturbed()

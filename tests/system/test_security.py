@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import ssl
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,6 +133,32 @@ def test_another_key_is_refused_by_name_and_logged_once(
     log = node.stderr.wait_for("it holds another cluster key", after=before)[before:]
     assert log.count("\n") == 1
     assert "refused a link: 127.0.0.1:" in log
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others have one loopback address")
+def test_strangers_that_drip_tls_take_no_memory(guarded: Crew) -> None:
+    """400 connections of forty hosts, each with all but the last byte of a ClientHello.
+
+    With a TLS engine for each handshake that may be under way the node grows by 7 MiB, as measured.
+    """
+    node, said = guarded.nodes[0], ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(
+            ssl.MemoryBIO(), said, server_hostname="a"
+        ).do_handshake()
+    hello, process = said.read(), psutil.Process(node.pid)
+    assert guarded.machine.nodes_with("anna", "bert")
+    before_bytes = process.memory_info().rss
+    with contextlib.ExitStack() as stack:
+        for number in range(400):
+            stranger = stack.enter_context(socket.socket())
+            stranger.bind((f"127.0.2.{1 + number % 40}", 0))
+            stranger.connect(("127.0.0.1", node.ready["port"]))
+            stranger.sendall(hello[:40])
+            stranger.sendall(hello[40:-1])
+        assert guarded.machine.nodes_with("anna", "bert")  # a member comes in meanwhile
+        grown_bytes = process.memory_info().rss - before_bytes
+    assert grown_bytes < 4 << 20
 
 
 def test_no_key_is_refused_by_name(guarded: Crew, machine: Machine, parrots: Parrots) -> None:

@@ -7,11 +7,12 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import pytest
 from support.transport_harness import IDENTITY, RawPeer
 
 from shardnet.errors import LinkClosedError
 from shardnet.transport.memory import join
-from shardnet.transport.tls import TlsTransport
+from shardnet.transport.tls import Begun, TlsTransport, hello_begun
 from shardnet.wire.framing.frames import KIB
 
 LARGE = bytes(range(256)) * 4 * KIB
@@ -212,3 +213,30 @@ def test_a_foreign_member_sees_a_clean_end_and_gets_no_ticket() -> None:
         await loop.shutdown_default_executor()
 
     on_pair(scenario)
+
+
+HELLO = b"\x16\x03\x01\x00\x0c" + b"\x01\x00\x00\x08" + b"a hello!"
+IN_TWO = b"\x16\x03\x01\x00\x02\x01\x00" + b"\x16\x03\x03\x00\x0a\x00\x08a hello!"
+
+
+@pytest.mark.parametrize("hello", [HELLO, IN_TWO])
+def test_a_hello_is_whole_with_its_last_byte_and_not_before(hello: bytes) -> None:
+    assert {hello_begun(hello[:n]) for n in range(1, len(hello))} == {Begun.PARTLY}
+    assert hello_begun(hello) is hello_begun(hello + b"more") is Begun.WHOLE
+
+
+@pytest.mark.parametrize(
+    ("came", "begun"),
+    [
+        (b"GET / HTTP/1.1", Begun.WHOLE),
+        (b"\x15\x03\x03\x00\x02\x02\x74", Begun.WHOLE),
+        (b"\x16\x03\x01\x00\x05\x02", Begun.PARTLY),
+        (b"\x16\x03\x01\x00\x05\x02\x00\x00\x01\x00", Begun.WHOLE),  # no ClientHello
+        (b"\x16\x03\x01\x40\x00\x01", Begun.TOO_LONG),
+        (b"\x16\x03\x01\x00\x05\x01\x01\x00\x00\x00", Begun.TOO_LONG),
+        (b"\x16\x03\x01\x00\x02\x01\x00GET", Begun.WHOLE),
+        (b"\x16\x03\x01\x00\x00" * 2000, Begun.TOO_LONG),
+    ],
+)
+def test_what_is_no_hello_needs_no_more(came: bytes, begun: Begun) -> None:
+    assert hello_begun(came) is begun

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -30,6 +31,8 @@ from shardnet.wire.messages.generation import Generate
 
 AGAIN_S: Final = 60.0
 """When a node that does not stand by is asked again."""
+MAX_APPOINTED: Final = 64
+"""Deputies, former ones too, that are remembered."""
 
 Describe = Callable[[], StandBy]
 """Says what the ring is by now, in the words that its deputy is told: for one ring once."""
@@ -59,8 +62,8 @@ class Copying:
         self.book = RequestBook()
         """The requests that this node leads, or has taken over."""
         self.deputy: Deputy | None = None
-        self.appointed: NodeId | None = None
-        """The last one, lost or not: it may have taken over."""
+        self.appointed: deque[NodeId] = deque(maxlen=MAX_APPOINTED)
+        """The last that stood by, lost or not: any of them may have taken over."""
         self._refused: dict[NodeId, float] = {}
         """Nodes that do not stand by for this one, and until when they are not asked again."""
         self._describe: Describe | None = None
@@ -185,7 +188,8 @@ class Copying:
         """Tell a deputy everything. Raises LinkError."""
         if self.deputy is None or self.deputy.node != deputy.node:
             self._log(f"{deputy.control.link.peer.name} stands by as deputy")
-        self.appointed = deputy.node
+        if deputy.node not in self.appointed:
+            self.appointed.append(deputy.node)
         deputy.control.send(deputy.told)
         for request in self.book.running:
             self._tell_request(deputy.control, request)

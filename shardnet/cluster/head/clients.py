@@ -249,7 +249,7 @@ class Clients:
                 try:
                     await self._stream(control, message, member, lead, load_s, made, n_told)
                 except SupersededError as error:
-                    if not message.key or not error.address or control.link.closed:
+                    if message.outputs.params().asks or not error.address or control.link.closed:
                         raise
                     control.send(Redirect(request=message.request, address=error.address))
 

@@ -40,6 +40,9 @@ from shardnet.wire.messages.stages import DropWarm, RingBroken
 
 CLOSE_S = 3.0
 """How long a head that shuts down waits for its stages to be freed."""
+TOLD_S = 5.0
+"""How long a head that is refused as a former one waits for its successor to say where it is."""
+_NOBODY = (-1, "")
 MOST_TRIES = 4
 """How often a ring is built for a request while nodes or links of it are lost."""
 
@@ -68,6 +71,8 @@ class Head:
         self._log = log
         self.led = LedRing(node=node, host=host, builder=builder, on_broken=on_broken)
         """The ring itself."""
+        self._gave_way = _NOBODY
+        self._gives_way = asyncio.Event()
         self.is_draining = False
         """Whether no more requests are taken."""
         self.rests = ""
@@ -222,6 +227,9 @@ class Head:
         Rings that this node leads after that have later epochs.
         """
         self.led.epoch, lead = max(self.led.epoch, epoch), self.led.lead
+        self._gave_way = self.led.epoch, address
+        self._gives_way.set()
+        self._gives_way = asyncio.Event()
         if lead is None:
             return
         error = SupersededError(f"the node at {address} leads in place of this one")
@@ -232,6 +240,18 @@ class Head:
             if self.led.lead is lead:
                 await lead.ring.unload(keep={node.address for node in lead.plan.ring_nodes[1:]})
                 await self.led.forget()
+
+    async def successor(self) -> str:
+        """Return the address of the node that leads in place of this one's last ring, "" for none.
+
+        It says so itself as soon as it can: it is waited for.
+        """
+        epoch = self.led.epoch
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TOLD_S):
+                while self._gave_way[0] < epoch:
+                    await self._gives_way.wait()
+        return self._gave_way[1] if self._gave_way[0] >= epoch else ""
 
     def elsewhere(self) -> Elsewhere | None:
         """Return the head of the ring that this node is in, None if that is itself or no ring."""
@@ -325,8 +345,14 @@ class Head:
             return plan
         try:
             return await self._build_some(plan, tokenizer_for, on_plan, on_progress, on_loaded)
+        except SupersededError as error:
+            if not error.address:
+                raise
+            return Elsewhere(address=error.address, model=choice.model)
         except BusyError:
             elsewhere = self.led.elsewhere_with(choice)
+            if elsewhere is None and self._gave_way[1]:  # whose requests still run
+                elsewhere = Elsewhere(address=self._gave_way[1], model=choice.model)
             if elsewhere is None:
                 raise
             return elsewhere
@@ -342,6 +368,7 @@ class Head:
         """Build the ring of a plan, or one without the nodes that are lost while it is built.
 
         Raises as `_build`; what was lost too, if the nodes that are left cannot do it.
+        SupersededError has an address: that node leads in place of this one.
         """
         plan, avoided, refusing = opened, dict[NodeId, ShardnetError](), dict[NodeId, str]()
         for n_left in reversed(range(MOST_TRIES)):
@@ -352,6 +379,10 @@ class Head:
                     plan, tokenizer_for, on_progress, on_loaded, tried.append
                 )
             except (LinkError, PeerFailedError) as error:
+                if isinstance(error, SupersededError):
+                    error.address = await self.successor()
+                    if error.address:
+                        raise
                 for ring in tried:
                     avoided |= ring.unreached
                     refusing |= {node: why.message for node, why in ring.blamed.items()}
@@ -366,6 +397,7 @@ class Head:
                 self._log(f"no ring yet: {error}; now over {names}")
             else:
                 lead.opened, lead.avoided = opened, avoided
+                self._gave_way = _NOBODY
                 return lead
         raise AssertionError("the last try returns or raises")
 

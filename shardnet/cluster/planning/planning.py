@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 
 from msgspec import structs
 
@@ -200,8 +201,9 @@ class Planner:
         """Plan what a head that is lost has led, for a ring that this node leads.
 
         `told` is what the head said of its plan. Nodes in `without` are left out. Layers that were
-        given with it had a range for the head, and are divided anew. Raises PlanError if the nodes
-        that are there cannot do it.
+        given with it had a range for the head, and are divided anew. Nodes that were named and are
+        not there stay named, behind the others: they are used when they are back. Raises PlanError
+        if the nodes that are there cannot do it.
         """
         choice = structs.replace(told.choice, layers=[])
         facts = await self.look_up(choice.model)
@@ -236,7 +238,9 @@ class Planner:
 
         plan = await self._threads.run(f"planning {choice.model}", planned)
         ring = [node.address for node in plan.ring_nodes] if choice.nodes else []
-        return replace(plan, choice=structs.replace(choice, nodes=ring))
+        away = [place.address for place in told.nodes if place.address not in ring]
+        named = [*ring, *away] if choice.nodes else []
+        return replace(plan, choice=structs.replace(choice, nodes=named))
 
     async def _called_at(
         self, addresses: Sequence[str], without: Collection[str]
@@ -360,13 +364,17 @@ class Planner:
 
 
 def _named_nodes(opened: Plan, nodes: Sequence[NodeInfo]) -> dict[str, NodeInfo]:
-    """Return the nodes that the client named which are there, by the addresses it named."""
+    """Return the nodes that the client named which are there, by the addresses it named.
+
+    Those that were not there when `opened` was planned are the last ones named.
+    """
     by_id = {info.node: info for info in nodes}
     by_address = {info.address: info for info in nodes}
+    ids = [node.node for node in opened.ring_nodes]
     return {
         address: structs.replace(found, address=address)
-        for address, former in zip(opened.choice.nodes, opened.ring_nodes, strict=True)
-        if (found := by_id.get(former.node) or by_address.get(address)) is not None
+        for address, node in zip_longest(opened.choice.nodes, ids)
+        if (found := by_id.get(node) or by_address.get(address)) is not None
     }
 
 
@@ -375,7 +383,7 @@ def _all_or_some(opened: Plan, named: Mapping[str, NodeInfo]) -> tuple[NodeInfo,
 
     Raises PlanError if layers were named with them, and one is missing.
     """
-    at = zip(opened.choice.nodes, opened.ring_nodes, strict=True)
+    at = zip(opened.choice.nodes, opened.ring_nodes, strict=False)
     lost = [node.name for address, node in at if address not in named]
     if lost and opened.choice.layers:
         raise PlanError(

@@ -82,7 +82,8 @@ class NodeWatch:
         """Plan with the nodes that came; replace the ring if that gains enough."""
         opened, now = lead.opened, lead.plan
         now_s = time.monotonic()
-        if opened.choice.nodes and len(now.ring_nodes) == len(opened.ring_nodes):
+        n_named = len(opened.choice.nodes)
+        if n_named and len(now.ring_nodes) == n_named:
             self._returns.planned(now_s)
             return
         without = dict.fromkeys(self._returns.unsettled(now_s), "it has come just now")
@@ -95,7 +96,7 @@ class NodeWatch:
             self._returns.planned(now_s)
             return
         tok_s = now.placement.predicted_tok_s, plan.placement.predicted_tok_s
-        is_complete = bool(opened.choice.nodes) and len(plan.ring_nodes) == len(opened.ring_nodes)
+        is_complete = bool(n_named) and len(plan.ring_nodes) == n_named
         if is_better(*tok_s, is_complete=is_complete, is_used=lead.ring.is_in_use):
             self._returns.planned(now_s)
             before = {node.node for node in now.ring_nodes}

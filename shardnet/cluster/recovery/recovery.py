@@ -150,20 +150,23 @@ class Recovery:
         """Try until a ring is built, or give up: then every request fails by name."""
         policy = self._policy_of(lead)
         error: ShardnetError = PeerFailedError("the node is leaving")
+        tried: list[Ring] = []
         try:
             while isinstance(decision, Attempt):
                 began_s = time.monotonic()
                 await asyncio.sleep(decision.after_s)
                 record.plan_s += time.monotonic() - began_s
                 record.n_attempts += 1
-                tried: list[Ring] = []
+                tried.clear()
                 try:
                     async with self._head.led.changing(lead):
                         await self._attempt(lead, record, decision.without, tried)
                     return
                 except ShardnetError as failure:
                     blamed = [blame for ring in tried for blame in _blames(ring)]
-                    if isinstance(failure, SupersededError) or not self._head.led.leads(lead):
+                    if isinstance(failure, SupersededError) and await self._head.successor():
+                        raise  # its requests were sent there
+                    if not self._head.led.leads(lead):
                         raise
                     decision = policy.failed(time.monotonic(), failure, blamed)
                     self._log(f"no ring yet: {failure}")
@@ -179,6 +182,8 @@ class Recovery:
                 lead.is_given_up = not self._is_closing
                 lead.ring.give_up(error)
                 record.error, record.is_over = str(error), True
+                for ring in () if self._is_closing else tried:  # they keep stages for one more
+                    self._jobs.begin(ring.release, "freeing stages of a ring that was not built")
                 self._log(record.words)
 
     async def _attempt(

@@ -13,7 +13,8 @@ from typing import Final
 from shardnet.types import NodeId
 
 SETTLE_S: Final = 3.0
-"""How long a node must be here before it is used; twice as long each time that it was lost."""
+"""How long a node must be here before it is used, also after its first loss; twice as long after
+each further one."""
 LONGEST_SETTLE_S: Final = 600.0
 FORGIVEN_S: Final = 1800.0
 """A node that was here for so long is taken for one that was never lost."""
@@ -44,7 +45,7 @@ class Returns:
 
     def settle_s(self, node: NodeId) -> float:
         """Return how long a node must be here before it is used."""
-        doubled = min(self._n_lost.get(node, 0), 16)
+        doubled = min(max(self._n_lost.get(node, 0) - 1, 0), 16)
         return float(min(LONGEST_SETTLE_S, SETTLE_S * 2**doubled))
 
     def unsettled(self, now_s: float) -> set[NodeId]:

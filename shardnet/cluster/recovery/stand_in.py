@@ -361,7 +361,7 @@ class StandIn:
     async def _taken_over(self, control: ControlLink, message: TakenOver) -> None:
         """Give way to the deputy, which leads by now. Others cannot say so."""
         deputy = NodeId(control.link.peer.node)
-        if self._copying.appointed == deputy:
+        if deputy in self._copying.appointed and message.epoch >= self._head.led.epoch:
             self._log(f"{control.link.peer.name} leads in place of this node")
             await self._give_way(self._address_of(deputy), message.epoch)
 

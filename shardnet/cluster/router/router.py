@@ -255,7 +255,7 @@ class Router:
             with front:
                 await self._run(front, control, message, made, n_told)
         except SupersededError as error:
-            if not message.key or not error.address or control.link.closed:
+            if message.outputs.params().asks or not error.address or control.link.closed:
                 raise
             control.send(Redirect(request=message.request, address=error.address))
 

@@ -18,12 +18,12 @@ LEAST_ALIGNED_BYTES: Final = 16 * KIB
 
 
 class ReceiveBuffer:
-    """Received bytes that are not taken yet. At most SCRATCH_BYTES."""
+    """Received bytes that are not taken yet. At most SCRATCH_BYTES, which the first take."""
 
     __slots__ = ("_end", "_start", "_view")
 
     def __init__(self) -> None:
-        self._view = memoryview(bytearray(SCRATCH_BYTES))
+        self._view = memoryview(b"")
         self._start = 0
         self._end = 0
 
@@ -33,6 +33,8 @@ class ReceiveBuffer:
     def room(self) -> memoryview:
         """Return the free space behind the waiting bytes, which move to the front."""
         waiting = self._end - self._start
+        if not self._view:
+            self._view = memoryview(bytearray(SCRATCH_BYTES))
         if not waiting:
             self._start = self._end = 0
             return self._view

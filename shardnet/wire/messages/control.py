@@ -128,7 +128,11 @@ class Failed(Tagged, frozen=True, kw_only=True):
 
 
 class Redirect(Tagged, frozen=True, kw_only=True):
-    """Ask the node at `address` instead: it is the ring's head."""
+    """Ask the node at `address` instead: it is the ring's head.
+
+    In the middle of an answer the rest is asked for there: by Resume where it is copied, else by
+    Generate with what has come as `made`.
+    """
 
     request: RequestId
     address: Address

@@ -3,68 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from support.cluster.keyed_streams import Said, say
 from support.cluster.machines import Machine, machines, until
 from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
 
-from shardnet.api.client import Client, connect
+from shardnet.api.client import connect
 from shardnet.api.events import RequestState
 from shardnet.errors import PeerFailedError, SupersededError
-from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.diagnostics import DeputyState
 from shardnet.wire.messages.plans import ModelChoice
 
-SAMPLED = SamplingParams(temperature=0.8, seed=7, repetition_penalty=1.2, n_logprobs=2)
-N_TOKENS = 120
-SOME = 8
 DEADLINE_S = 90.0
-
-
-@dataclass
-class Said:
-    """What a client has got of its requests."""
-
-    tokens: list[list[int]]
-    logprobs: list[list[float]]
-    states: list[RequestState] = field(default_factory=list)
-    some: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-async def say(
-    client: Client,
-    prompts: list[list[int]],
-    choice: ModelChoice,
-    key: str = "",
-    *,
-    resume: bool = False,
-    said: Said | None = None,
-) -> Said:
-    """Generate from all prompts at once."""
-    said = said or Said([[] for _ in prompts], [[] for _ in prompts])
-    events = client.generate(
-        prompts,
-        SAMPLED,
-        model=choice,
-        max_tokens=N_TOKENS,
-        ignore_eos=True,
-        key=key,
-        resume=resume,
-    )
-    async with aclosing(events):
-        async for event in events:
-            if event.error is not None:
-                raise event.error
-            said.tokens[event.index] += event.token_ids
-            said.logprobs[event.index] += [one.logprob for one in event.logprobs or ()]
-            said.states.append(event.state)
-            if min(len(tokens) for tokens in said.tokens) >= SOME:
-                said.some.set()
-    return said
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -86,7 +40,7 @@ def test_a_deputy_goes_on_and_the_former_head_gives_way(tmp_path: Path) -> None:
             choice = ModelChoice(model=str(model), nodes=addresses, layers=layers)
             whole = await say(client, prompts, choice)
 
-            said = Said([[], []], [[], []])
+            said = Said.of(prompts)
             saying = asyncio.create_task(say(client, prompts, choice, "k1", said=said))
             await said.some.wait()
             assert "bert stands by as deputy" in anna.lines
@@ -129,7 +83,7 @@ def test_a_deputy_goes_on_and_the_former_head_gives_way(tmp_path: Path) -> None:
             # And the new one leaves politely.
             client = await stack.enter_async_context(connect(bert.node.address))
             choice = replace_nodes(choice, [bert, cleo])
-            said = Said([[], []], [[], []])
+            said = Said.of(prompts)
             saying = asyncio.create_task(say(client, prompts, choice, "k2", said=said))
             await said.some.wait()
             await client.drain(30.0)

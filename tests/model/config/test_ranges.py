@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.models.checkpoints import make_decoder
 from support.models.family_cases import CASES
+from support.models.gguf_files import gguf_metadata, write_gguf
 from support.rings.stage_chain import StageChain, random_prompt
 from support.soak import cases
 
@@ -106,6 +107,31 @@ def test_a_number_is_refused_by_name_or_gives_finite_logits(name: str, tmp_path:
             logits = chain.prefill(0, random_prompt(9, 300))
             assert torch.isfinite(logits).all(), (path, value)
     assert len(tried) > 5
+
+
+GGUF_EXTREMES = (0, -1, 2**31 - 1, 1e-320, 1e38, math.nan, "text", [])
+
+
+@pytest.mark.parametrize("family", cases(["llama"], ["gemma3_text", "gpt_oss", "deepseek_v2"]))
+def test_what_a_gguf_says_is_refused_by_name_or_gives_finite_logits(
+    family: str, tmp_path: Path
+) -> None:
+    make_decoder(tmp_path, family, with_tokenizer=False, **CASES.get(family, {}))
+    said = gguf_metadata(json.loads((tmp_path / "config.json").read_text()))
+    n_refused = 0
+    for key, value in said.items():
+        for extreme in GGUF_EXTREMES if isinstance(value, int | float) else ():
+            changed_too = {key.replace(".", "__"): extreme}
+            file = write_gguf(tmp_path, tmp_path / "changed.gguf", **changed_too)
+            try:
+                n_layers = Checkpoint.open(file).config.n_layers
+                chain = StageChain.load(file, [LayerRange(0, n_layers)])
+            except ShardnetError:
+                n_refused += 1
+                continue
+            logits = chain.prefill(0, random_prompt(9, 300))
+            assert torch.isfinite(logits).all(), (key, extreme)
+    assert n_refused > 20
 
 
 @pytest.mark.parametrize(

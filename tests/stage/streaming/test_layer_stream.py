@@ -33,7 +33,7 @@ from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_bytes, streamed_layers
 from shardnet.stage.load import load_stage
-from shardnet.stage.packs.pack_cache import PackCache, packed_models, remove
+from shardnet.stage.packs.pack_cache import PackCache, PackedModel, packed_models, remove
 from shardnet.stage.runs import Run
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.streaming import file_parts, layer_stream
@@ -204,11 +204,21 @@ def test_after_an_error_the_same_layers_serve_again(tmp_path: Path) -> None:
     assert same(said(model), want)
 
 
-def test_rounded_weights_that_are_deleted_meanwhile_are_named(tmp_path: Path) -> None:
+def cut(packed: PackedModel) -> None:
+    for file in packed.folder.rglob("*.packed"):
+        os.truncate(file, 100)
+
+
+@pytest.mark.parametrize("damage", [remove, cut])
+def test_rounded_weights_that_do_not_stay_are_named(
+    damage: Callable[[PackedModel], None], tmp_path: Path
+) -> None:
     folder, packs = make(tmp_path / "model", "llama"), tmp_path / "packs"
     model = load(folder, 4, choice_of(DType.FLOAT32, "int8"), packs)
     [packed] = packed_models(packs)
-    remove(packed)
+    if sys.platform == "linux":
+        assert str(packs) not in Path("/proc/self/maps").read_text()
+    damage(packed)
     said_or_not = [Run(batch=STEPS[0], hidden=None)] * 3
     results = [model.run_together([run])[0] for run in said_or_not]
     assert isinstance(results[-1], CheckpointError)

@@ -16,10 +16,12 @@ from pathlib import Path
 
 from support.chaos.faults import Moment, draw_rounds
 from support.chaos.lab import Lab
-from support.chaos.ledger import HEAD, Entry, summary
+from support.chaos.ledger import HEAD, Entry, read_ledger, summary
 from support.chaos.memory import MemoryBook
+from support.chaos.models import MAKERS, made_model
 from support.chaos.rounds import Rounds
 from support.chaos.simulate import SIMULATIONS, run_schedules
+from support.chaos.streams import make_prompts
 from support.system.netns import Network, NotPermittedError, open_network
 from support.system.warm_start import is_possible, server
 
@@ -36,6 +38,9 @@ MOST_TOLD = 20
 def main(arguments: Sequence[str]) -> int:
     """Run rounds until the time is over; return 1 if a round was not as it should be."""
     asked = _parse(arguments)
+    if asked.table:
+        print(summary(read_ledger(asked.table.read_text())))
+        return 0
     if asked.simulate:
         return _simulate(asked)
     if asked.namespaces and NETWORK not in os.environ:
@@ -96,8 +101,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--deputy", choices=("off", "auto"), default="off", help="copy answers to a second node"
     )
-    parser.add_argument("--model", default=DEFAULT_MODEL_NAME, help="default: the bundled model")
+    parser.add_argument(
+        "--model",
+        default=DEFAULT_MODEL_NAME,
+        help=f"default: the bundled one; {', '.join(MAKERS)}: made, with a context of 4096 tokens",
+    )
+    parser.add_argument(
+        "--words", type=int, default=120, help="words of the longest prompts (default 120)"
+    )
+    parser.add_argument(
+        "--schemas", action="store_true", help="have every fourth answer be JSON of a schema"
+    )
     parser.add_argument("--ledger", type=Path, help="append a JSON object for each round here")
+    parser.add_argument("--table", type=Path, help="only print the summary of such a file")
     parser.add_argument(
         "--moments", nargs="*", default=moments, choices=moments, help="when faults happen",
     )  # fmt: skip
@@ -127,9 +143,10 @@ async def _run(asked: argparse.Namespace, folder: Path) -> tuple[list[Entry], li
         async with Rounds(
             lab,
             asked.seed,
-            model=asked.model,
-            n_streams=asked.streams,
-            n_tokens=asked.tokens,
+            model=made_model(asked.model, folder / "models"),
+            prompts=make_prompts(
+                asked.streams, asked.tokens, n_words=asked.words, has_schemas=asked.schemas
+            ),
             standby=asked.standby,
         ) as rounds:
             await rounds.record_undisturbed()

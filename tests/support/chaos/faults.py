@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from shardnet.transport.link import SILENCE_S
+
 
 class Kind(Enum):
     """What happens to a node, to its cable or to its disk."""
@@ -28,9 +30,14 @@ class Kind(Enum):
     WRONG = "no numbers computed"
     DISK = "disk full"
     CLOCK = "clock jumped"
+    SLOW_CLOCK = "clock at half speed"
+    THREAD = "compute thread frozen"
+    TMP = "/tmp full"
+    FILES = "64 descriptors allowed"
     DRAIN = "drained and started again"
     HEAD = "head killed"
     HEAD_DRAIN = "head drained and started again"
+    HEAD_FREEZE = "head frozen"
 
 
 class Moment(Enum):
@@ -59,16 +66,21 @@ SECONDS: dict[Kind, tuple[float, ...]] = {
     Kind.WRONG: (5.0,),
     Kind.DISK: (5.0,),
     Kind.CLOCK: (5.0,),
+    Kind.SLOW_CLOCK: (10.0,),
+    Kind.THREAD: (1.0, 5.0),
+    Kind.TMP: (5.0,),
+    Kind.FILES: (5.0,),
     Kind.DRAIN: (0.0,),
     Kind.HEAD: (0.0,),
     Kind.HEAD_DRAIN: (0.0,),
+    Kind.HEAD_FREEZE: (1.0, 8.0),
 }
 """How long each kind may last, unless all texts have ended before; 0 for a moment."""
 
 CLOCK_JUMPS_S = (-86_400.0, -60.0, 60.0, 86_400.0)
-LONE: dict[Kind, int] = {Kind.DRAIN: 2, Kind.HEAD: 1, Kind.HEAD_DRAIN: 1}
+LONE: dict[Kind, int] = {Kind.DRAIN: 2, Kind.HEAD: 1, Kind.HEAD_DRAIN: 1, Kind.HEAD_FREEZE: 1}
 """What happens alone only, while texts run."""
-OF_HEAD = frozenset({Kind.HEAD, Kind.HEAD_DRAIN})
+OF_HEAD = frozenset({Kind.HEAD, Kind.HEAD_DRAIN, Kind.HEAD_FREEZE})
 """What happens to the node that clients ask."""
 DRAINS = frozenset({Kind.DRAIN, Kind.HEAD_DRAIN})
 WEIGHTS: dict[Kind, int] = {
@@ -119,9 +131,18 @@ class Round:
     after_tokens: int
 
     @property
-    def kills_head(self) -> bool:
-        """Whether it kills the node that clients ask: without a deputy each request then fails."""
-        return any(fault.kind is Kind.HEAD for fault in self.faults)
+    def loses_head(self) -> bool:
+        """Whether the node that clients ask is lost: without a deputy each request then fails."""
+        return any(
+            fault.kind is Kind.HEAD
+            or (fault.kind is Kind.HEAD_FREEZE and fault.seconds > SILENCE_S)
+            for fault in self.faults
+        )
+
+    @property
+    def freezes_head(self) -> bool:
+        """Whether the node that clients ask stands still for a while."""
+        return any(fault.kind is Kind.HEAD_FREEZE for fault in self.faults)
 
     @property
     def ends_process(self) -> bool:

@@ -15,7 +15,7 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,15 @@ TESTS = Path(__file__).parents[2]
 FIRST_PORT = 7433
 """That of the first node, where each has a network of its own."""
 FLAPPING = 0.05
+DESCRIPTORS = 64
+SWITCHES = {
+    Kind.SWALLOW: "swallow",
+    Kind.WRONG: "overflow",
+    Kind.SLOW_CLOCK: "slow",
+    Kind.THREAD: "stand still",
+    Kind.TMP: "fill",
+}
+"""What a process does to itself while a fault lasts (troubled_node.py)."""
 SHAPES = {
     Kind.DELAY: "netem delay 200ms",
     Kind.LOSS: "netem loss 1%",
@@ -290,7 +299,7 @@ class Lab:
         both = [*switch.ways(fault.victim, fault.other)]
         both += switch.ways(fault.victim, fault.other, inward=False)
         match fault.kind:
-            case Kind.FREEZE:
+            case Kind.FREEZE | Kind.HEAD_FREEZE:
                 process.freeze()
                 try:
                     yield
@@ -321,14 +330,16 @@ class Lab:
                 ways = switch.ways(fault.victim, None, inward=False)
                 with changed(ways, lambda way: _set(way, flipped=FLAPPING)):
                     yield
-            case Kind.SWALLOW | Kind.WRONG:
-                do = "swallow" if fault.kind is Kind.SWALLOW else "overflow"
-                await self.order(fault.victim, do, 1.0)
+            case _ if fault.kind in SWITCHES:
+                await self.order(fault.victim, SWITCHES[fault.kind], 1.0)
                 yield
                 with contextlib.suppress(OSError):
-                    await self.order(fault.victim, do, 0.0)
+                    await self.order(fault.victim, SWITCHES[fault.kind], 0.0)
             case Kind.DISK:
-                with _full_disk(process.pid):
+                with _limited(process.pid, resource.RLIMIT_FSIZE, 0):  # "File too large"
+                    yield
+            case Kind.FILES:
+                with _limited(process.pid, resource.RLIMIT_NOFILE, DESCRIPTORS):
                     yield
             case Kind.CLOCK:
                 await self.order(fault.victim, "jump", fault.jump_s)
@@ -359,15 +370,15 @@ def _set(way: Way, **values: float) -> None:
 
 
 @contextlib.contextmanager
-def _full_disk(pid: int) -> Any:
-    """Have a process fail to write to any file; the system says "File too large"."""
-    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+def _limited(pid: int, what: int, most: int) -> Iterator[None]:
+    """Allow a process only so much of something within the context."""
+    soft, hard = resource.prlimit(pid, what)
+    resource.prlimit(pid, what, (most, hard))
     try:
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+            resource.prlimit(pid, what, (soft, hard))
 
 
 def _order(path: Path, do: str, seconds: float) -> Any:

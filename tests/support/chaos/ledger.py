@@ -1,4 +1,4 @@
-"""The ledger of a chaos run: a line for each round, as JSON and as a table, and a summary. Pure."""
+"""The ledger of a chaos run: a line for each round, as JSON and as a row, and a summary. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import msgspec
 
 EQUAL, NAMED, DIFFERS, SILENT = "equal", "named error", "DIFFERS", "SILENT"
 
@@ -62,6 +64,11 @@ class Entry:
             f"| {self.number} | {told} | {', '.join(self.victims)} | {notice} | {self.pause_s:.2f} "
             f"| {parts} | {ends}{' **' + wrong + '**' if wrong else ''} |"
         )
+
+
+def read_ledger(text: str) -> list[Entry]:
+    """Read a file of `--ledger`: a JSON object a line."""
+    return [msgspec.json.decode(line, type=Entry) for line in text.splitlines()]
 
 
 HEAD = (

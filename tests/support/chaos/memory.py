@@ -1,9 +1,10 @@
-"""The resident memory of processes minute by minute, and whether it is flat. Pure."""
+"""What processes hold minute by minute, and whether it is flat. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 EVERY_S = 60.0
 SETTLED_S = 600.0
@@ -44,3 +45,42 @@ class MemoryBook:
             for name, growth in sorted(self.growths().items())
             if growth > MOST_GROWTH
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What one node held `at_s` seconds after the first sample, whichever process it was."""
+
+    at_s: float
+    node: str
+    resident_bytes: int
+    n_descriptors: int
+    n_threads: int
+    disk_bytes: int
+
+
+QUANTITIES = {
+    "resident_bytes": (MOST_GROWTH, 4 << 20),
+    "n_descriptors": (0.0, 8),
+    "n_threads": (0.0, 6),
+    "disk_bytes": (MOST_GROWTH, 1 << 20),
+}
+"""What has to stay flat, and by which share and by how much more it may vary."""
+
+
+def verdict(samples: Sequence[Sample], settled_s: float = SETTLED_S) -> list[str]:
+    """Say what grew on which node: the median of the last third against that of the first.
+
+    What was sampled before `settled_s` does not count. Empty where all is flat, or too few are
+    there to say.
+    """
+    wrong = []
+    for node in sorted({one.node for one in samples}):
+        settled = [one for one in samples if one.node == node and one.at_s >= settled_s]
+        third = len(settled) // 3
+        for what, (share, slack) in QUANTITIES.items() if third else ():
+            values = [getattr(one, what) for one in settled]
+            first, last = median(values[:third]), median(values[-third:])
+            if last > first * (1 + share) + slack:
+                wrong.append(f"{node}: {what} grew from {first:.0f} to {last:.0f}")
+    return wrong

@@ -18,9 +18,9 @@ from typing import Literal
 from support.chaos.faults import DRAINS, Fault, Moment, Round
 from support.chaos.lab import Lab, Place, differences
 from support.chaos.ledger import DIFFERS, EQUAL, NAMED, SILENT, Entry
-from support.chaos.streams import Heard, listen, listen_to_all, make_prompts
+from support.chaos.streams import Heard, listen, listen_to_all
 
-from shardnet.api import Client, ModelChoice
+from shardnet.api import Client, ModelChoice, Prompt
 from shardnet.api.client import connect
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.membership import StatusReply
@@ -87,7 +87,7 @@ class Watch:
 
 
 class Rounds:
-    """Runs rounds over the nodes of a lab with `n_streams` requests of about `n_tokens` each.
+    """Runs rounds over the nodes of a lab with a request for each of `prompts`.
 
     They run within its context.
     """
@@ -100,8 +100,7 @@ class Rounds:
         seed: int,
         *,
         model: str,
-        n_streams: int,
-        n_tokens: int,
+        prompts: Sequence[Prompt],
         return_s: float = RETURN_S,
         standby: Literal["", "auto"] = "",
     ) -> None:
@@ -109,7 +108,7 @@ class Rounds:
         self._lab = lab
         self._connection = contextlib.AsyncExitStack()
         self._seed = seed
-        self._prompts = make_prompts(n_streams, n_tokens)
+        self._prompts = prompts
         self._choice = ModelChoice(model=model, nodes=lab.addresses, standby=standby)
         self.undisturbed: list[Heard] = []
         self._n_asked = 0
@@ -173,7 +172,7 @@ class Rounds:
             outcomes = Counter({SILENT: len(heard)})
             wrong.append(f"nothing came for {SILENCE_S:g} s")
         first = min(inflicted, default=0.0)
-        is_headless = drawn.kills_head and not has_deputy
+        is_headless = drawn.loses_head and not has_deputy
         if is_headless and inflicted:
             wrong += await self._headless(heard, first)
         else:
@@ -187,7 +186,7 @@ class Rounds:
         wrong += await self._lab.until_drained()
         if drawn.ends_head and inflicted and not is_headless:
             await self._end_other_rings()
-        whole_s, returned = await self._heal(wrong)
+        whole_s, returned = await self._heal(wrong, is_anew=drawn.freezes_head)
         for fault in drawn.faults if inflicted else ():
             place = self._lab.places[fault.victim]
             if fault.kind in DRAINS and place.n_starts == started[fault.victim]:
@@ -304,8 +303,11 @@ class Rounds:
         counts = [await self._lab.order(place.number, "count") for place in places]
         return sum(count["sequences"] for count in counts)
 
-    async def _heal(self, wrong: list[str]) -> tuple[float, str]:
-        """Start what was killed; have all nodes in one ring. Returns seconds, and who saw to it."""
+    async def _heal(self, wrong: list[str], *, is_anew: bool) -> tuple[float, str]:
+        """Start what was killed; have all nodes in one ring. Returns seconds, and who saw to it.
+
+        A head that was frozen does not know yet what it has lost: a ring `is_anew` then.
+        """
         began = time.monotonic()
         ended = [place for place in self._lab.places if not place.lives]
         for place in ended:
@@ -317,7 +319,8 @@ class Rounds:
             await self._connect()
         is_first = max(place.n_starts for place in self._lab.places) <= 2
         patience_s = self._return_s if is_first else 0.0
-        returned = "by itself" if await self._is_whole(patience_s) else "by a new ring"
+        is_whole = not is_anew and await self._is_whole(patience_s)
+        returned = "by itself" if is_whole else "by a new ring"
         if returned != "by itself":
             await self._make_whole()
         return time.monotonic() - began, returned

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from shardnet.api import Client, GenerationOptions, GenerationResult, ModelChoice, Prompt
+from shardnet.constraints import Constraint
 from shardnet.errors import ShardnetError
 from shardnet.sampling_params import SamplingParams
 
@@ -18,6 +19,14 @@ WORDS = (
     "that Mr Darcy would dance with her sister again whatever his aunt might say of "
     "family and fortune"
 )
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "people": {"type": "array", "items": {"type": "string"}, "minItems": 3, "maxItems": 30},
+        "rooms": {"type": "integer"},
+    },
+    "required": ["people", "rooms"],
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,12 +70,17 @@ class Heard:
         return ""
 
 
-def make_prompts(n: int, n_tokens: int) -> list[Prompt]:
-    """Prompts of all lengths; every other one is sampled, some with penalties or logprobs."""
+def make_prompts(
+    n: int, n_tokens: int, *, n_words: int = 120, has_schemas: bool = False
+) -> list[Prompt]:
+    """Prompts of all lengths up to `n_words`; every other one is sampled, some with penalties or
+    logprobs. With `has_schemas` every fourth answer is JSON of SCHEMA.
+    """
     chance = random.Random(18)
     prompts = []
     for number in range(n):
-        content = " ".join(chance.choices(WORDS.split(), k=chance.choice([3, 20, 60, 120])))
+        n_chosen = chance.choice([3, 20, n_words // 2, n_words])
+        content = " ".join(chance.choices(WORDS.split(), k=n_chosen))
         sampled = number % 2 == 1
         sampling = SamplingParams(
             temperature=0.8 if sampled else 0.0,
@@ -80,6 +94,8 @@ def make_prompts(n: int, n_tokens: int) -> list[Prompt]:
             "max_tokens": n_tokens - chance.randrange(n_tokens // 4),
             "ignore_eos": True,
         }
+        if has_schemas and number % 4 == 2:
+            options |= {"constraint": Constraint.json_schema(SCHEMA), "ignore_eos": False}
         prompts.append(Prompt(content, sampling=sampling, sample_index=number, options=options))
     return prompts
 

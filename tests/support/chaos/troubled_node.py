@@ -4,20 +4,23 @@
         python -m support.chaos.troubled_node node --port 7001 ...
 
 Its links go through a switch (switch.py), and a thread takes orders at a Unix socket, one JSON
-object a connection: block the GIL, have the clock jump, keep steps, compute no numbers, count what
-the process has open. All else is the command as users start it.
+object a connection: block the GIL, have the clock jump or run at half speed, keep steps, compute no
+numbers, hold the compute thread, find no room in /tmp, count what the process has open. All else is
+the command as users start it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import gc
 import json
 import os
 import runpy
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -39,7 +42,8 @@ from shardnet.transport.link import LinkOptions
 from shardnet.types import MicroBatch
 from shardnet.wire.framing.frames import Frame
 
-WHOLE_TIME = time.time
+WHOLE_TIME, WHOLE_MONOTONIC = time.time, time.monotonic
+LOOK_S = 0.01
 
 
 class Trouble:
@@ -49,11 +53,15 @@ class Trouble:
         self._control = control
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ahead_s = 0.0
-        self._swallows = self._overflows = False
+        self._late_s = 0.0
+        self._slow_since_s: float | None = None
+        self._on: set[str] = set()
+        """What lasts until it is lifted, by the name of its order."""
 
     def install(self) -> None:
         """Take orders from now on, and hand out the time that they say."""
-        time.time = lambda: WHOLE_TIME() + self._ahead_s
+        time.time = lambda: WHOLE_TIME() + self._ahead_s - self._lag_s()
+        time.monotonic = lambda: WHOLE_MONOTONIC() - self._lag_s()
         self._patch()
         run = loops.run
 
@@ -70,22 +78,35 @@ class Trouble:
         server.listen()
         threading.Thread(target=self._serve, args=(server,), name="trouble", daemon=True).start()
 
+    def _lag_s(self) -> float:
+        """Seconds that the clocks have lost."""
+        since_s = self._slow_since_s
+        return self._late_s + (0.0 if since_s is None else (WHOLE_MONOTONIC() - since_s) / 2)
+
     def _patch(self) -> None:
-        """Have the stage keep steps to itself, or give what is no number, while it is told to."""
-        frames, compute = LinkSink._frames, TorchCompute.compute
+        """Have the stage and temporary files do what they are told to."""
+        frames, compute, make = LinkSink._frames, TorchCompute.compute, tempfile._mkstemp_inner
 
         def sent(sink: LinkSink, output: StageOutput) -> Sequence[Frame]:
-            is_kept = self._swallows and isinstance(output, StepComputed)
+            is_kept = "swallow" in self._on and isinstance(output, StepComputed)
             return () if is_kept else frames(sink, output)
 
         def computed(
             stage: TorchCompute, batch: MicroBatch, activations: Activations | None
         ) -> Activations | Samples:
+            while "stand still" in self._on:
+                time.sleep(LOOK_S)
             result = compute(stage, batch, activations)
-            if self._overflows and isinstance(result, Activations):
+            if "overflow" in self._on and isinstance(result, Activations):
                 return replace(result, payload=b"\xff" * len(result.payload))  # NaN in any dtype
             return result
 
+        def made(*some: Any) -> Any:
+            if "fill" in self._on:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return make(*some)
+
+        tempfile._mkstemp_inner = made
         LinkSink._frames = sent  # type: ignore[method-assign]
         TorchCompute.compute = computed  # type: ignore[method-assign]
 
@@ -107,12 +128,13 @@ class Trouble:
             case "jump":
                 self._ahead_s += seconds
                 return self._ahead_s
-            case "swallow":
-                self._swallows = seconds > 0
-                return self._swallows
-            case "overflow":
-                self._overflows = seconds > 0
-                return self._overflows
+            case "slow":
+                self._late_s, began = self._lag_s(), WHOLE_MONOTONIC()
+                self._slow_since_s = began if seconds > 0 else None
+                return self._late_s
+            case "swallow" | "overflow" | "stand still" | "fill":
+                (self._on.add if seconds > 0 else self._on.discard)(do)
+                return seconds > 0
             case "count":
                 return self._count()
             case _:

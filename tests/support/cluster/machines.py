@@ -26,17 +26,30 @@ class Machine:
     node: Node
     listener: Listener
     lines: list[str] = field(default_factory=list)
+    out_of_reach: set[str] = field(default_factory=set)
+    """The addresses to which it can open no link."""
+    is_unplugged: bool = False
 
-    async def unplug(self) -> None:
-        """End its links, as when its process is killed; it cannot be reached any more."""
+    def __post_init__(self) -> None:
+        peers = self.node._links.peers
+        dial = peers._dial
 
-        async def refuse(*_: object) -> Link:
-            raise LinkError("it is unplugged")
+        async def dial_there(address: str) -> Link:
+            if self.is_unplugged or address in self.out_of_reach:
+                raise LinkError("it is unplugged")
+            return await dial(address)
 
+        peers._dial = dial_there
+
+    async def unplug(self, *, with_clients: bool = True) -> None:
+        """End its links, as when its process is killed; it cannot be reached any more.
+
+        Those of its clients stay unless they are meant too, as when it stands still for a while.
+        """
         node, links = self.node, self.node._links.peers.links
-        self._dial, node._links.peers._dial = node._links.peers._dial, refuse
+        self.is_unplugged = True
         await self.listener.close()
-        clients = [*node._services.dispatcher._client_links]
+        clients = [*node._services.dispatcher._client_links] if with_clients else []
         controls = [one.control.link for peer in links._peers.values() for one in peer.links]
         membership = node._stage.host.membership
         data = [] if membership is None else [*membership._links]
@@ -45,7 +58,7 @@ class Machine:
 
     async def plug_in(self) -> None:
         """Let it reach others again, and be reached where it was."""
-        self.node._links.peers._dial = self._dial
+        self.is_unplugged = False
         port = int(self.listener.address.rpartition(":")[2])
         self.listener = await self.node.listen("127.0.0.1", port)
 

@@ -89,7 +89,7 @@ def write_gguf(
     config = json.loads((source / "config.json").read_text())
     arch = architecture or ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split_max_tensors)
-    own = _metadata(config) | {key.replace("__", "."): value for key, value in metadata.items()}
+    own = gguf_metadata(config) | {key.replace("__", "."): value for key, value in metadata.items()}
     for key, value in own.items():
         if value is not None:
             _add(writer, f"{arch}.{key}", value)
@@ -281,7 +281,8 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
             writer.add_array(key, value)
 
 
-def _metadata(config: dict[str, Any]) -> dict[str, Any]:
+def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
+    """What a file says of a config, by keys without the architecture; None for what it does not."""
     if config["model_type"] == "gpt2":
         return {
             "block_count": config["n_layer"],

@@ -1,0 +1,123 @@
+"""Heads that stood still while their deputy took over: they give way, and serve beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from support.cluster.keyed_streams import Said, say
+from support.cluster.machines import Machine, machines, until
+from support.models.checkpoints import make_llama
+from support.rings.stage_chain import random_prompt
+
+from shardnet.api.client import connect
+from shardnet.cluster.recovery import node_watch, returns
+from shardnet.types import NodeId
+from shardnet.wire.messages.plans import ModelChoice
+
+DEADLINE_S = 90.0
+BACK_S = 5.0
+"""Within which a former head is a member."""
+
+
+def leads(machine: Machine) -> bool:
+    lead = machine.node.head.latest
+    return lead is not None and lead.stands and not lead.is_recovering
+
+
+def is_member_of(machine: Machine, head: Machine) -> bool:
+    membership = machine.node._stage.host.membership
+    return membership is not None and membership.owner == head.node.node
+
+
+def is_linked(machine: Machine, other: Machine) -> bool:
+    return machine.node._links.peers.links.link_of(other.node.node) is not None
+
+
+@pytest.mark.parametrize("leads_again", [True, False])
+@pytest.mark.usefixtures("unmeasured")
+def test_a_head_that_stood_still_gives_way_and_joins_whoever_leads(
+    leads_again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests go on at the other head, with a key or without, and nothing ends them later.
+
+    Either it leads a ring again before it hears of the other, with a node that the other does
+    without, and with that as deputy; or nodes refuse it first.
+    """
+    monkeypatch.setattr(returns, "SETTLE_S", 0.05)
+    monkeypatch.setattr(node_watch, "LOOK_S", 0.02)
+    model = make_llama(tmp_path / "model", max_position_embeddings=1024, num_hidden_layers=6)
+    prompts = [random_prompt(20, 300, seed=1)]
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            machines(tmp_path, "anna", "bert", "cleo", "dora") as (anna, bert, cleo, dora),
+            AsyncExitStack() as stack,
+        ):
+            nodes = [one.node.address for one in (anna, bert, cleo, dora)]
+            choice = ModelChoice(model=str(model), nodes=nodes)
+            client = await stack.enter_async_context(connect(anna.node.address))
+            whole = await say(client, prompts, choice)
+
+            with_key, without = Said.of(prompts), Said.of(prompts)
+            saying = [
+                asyncio.create_task(say(client, prompts, choice, "k1", said=with_key)),
+                asyncio.create_task(say(client, prompts, choice, said=without)),
+            ]
+            await asyncio.gather(with_key.some.wait(), without.some.wait())
+            refused = asyncio.Event() if leads_again else delay_telling(anna, bert)
+            async with anna.node.head.led.lock:  # it stands still
+                await anna.unplug(with_clients=False)
+                await dora.unplug()
+                await until(lambda: leads(bert))
+                await dora.plug_in()
+                others = [dora] if leads_again else [bert, cleo, dora]
+                anna.out_of_reach = {*nodes} - {one.node.address for one in others}
+                for one in (bert, cleo):
+                    one.out_of_reach = {anna.node.address} if leads_again else set()
+                await anna.plug_in()
+                await until(lambda: all(is_linked(anna, one) for one in others))
+            if leads_again:
+                await until(lambda: "dora stands by as deputy" in anna.lines)
+                for one in (anna, bert, cleo):
+                    one.out_of_reach = set()
+            else:
+                await refused.wait()
+            await asyncio.gather(*saying)
+            assert with_key.tokens == without.tokens == whole.tokens
+            assert with_key.logprobs == without.logprobs == whole.logprobs
+            assert "bert leads in place of this node" in anna.lines
+            async with asyncio.timeout(BACK_S):
+                await until(lambda: is_member_of(anna, bert))
+
+            said = Said.of(prompts)
+            anyhow = ModelChoice(model=str(model))
+            again = asyncio.create_task(say(client, prompts, anyhow, said=said))
+            await said.some.wait()
+            await cleo.unplug()
+            await again
+            assert said.tokens == whole.tokens
+            assert is_member_of(anna, bert)
+
+    asyncio.run(main())
+
+
+def delay_telling(former: Machine, successor: Machine) -> asyncio.Event:
+    """Have a former head hear of its successor only once nodes refuse it: then the event is set."""
+    refused, head, stand_in = asyncio.Event(), former.node.head, successor.node._services.stand_in
+    wait, tell = head.successor, stand_in._tell_former
+
+    async def wait_for_it() -> str:
+        refused.set()
+        return await wait()
+
+    async def tell_it(node: NodeId, epoch: int) -> None:
+        await refused.wait()
+        await tell(node, epoch)
+
+    head.successor = wait_for_it  # type: ignore[method-assign]
+    stand_in._tell_former = tell_it  # type: ignore[method-assign]
+    return refused

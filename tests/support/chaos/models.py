@@ -1,0 +1,50 @@
+"""Checkpoints that scripts/chaos may ask instead of the bundled model, by what they have.
+
+Random weights: no text of theirs means anything, and each is as long as it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support.models.checkpoints import make_decoder, make_llama
+from support.models.gguf_files import write_gguf
+from support.models.packed_blocks import packed_and_plain
+from support.models.trained_tokenizers import LLAMA3, gguf_ranks
+
+CONTEXT = 4096
+SIZES: dict[str, Any] = {"num_hidden_layers": 8, "max_position_embeddings": CONTEXT}
+
+
+def _stored_in_4_bits(folder: Path) -> Path:
+    metadata = gguf_ranks(LLAMA3, "llama-bpe")
+    n_rows = len(metadata["tokenizer.ggml.tokens"])
+    source = make_llama(
+        folder / "source",
+        vocab_size=n_rows,
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=8,
+        with_tokenizer=False,
+        **SIZES,
+    )
+    packed, _ = packed_and_plain({"weight": "Q4_K"})
+    return write_gguf(source, folder / "q4_k.gguf", pack=packed, tokenizer=metadata)
+
+
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "q4_k": _stored_in_4_bits,
+    "hybrid": lambda folder: make_decoder(folder, "qwen3_next", **SIZES),
+    "mixture": lambda folder: make_decoder(folder, "qwen3_moe", **SIZES),
+}
+"""Weights stored in Q4_K, layers with states instead of keys and values, experts."""
+
+
+def made_model(name: str, folder: Path) -> str:
+    """Write the checkpoint of a kind below `folder`; what is no kind is the name of a model."""
+    if name not in MAKERS:
+        return name
+    (folder / name).mkdir(parents=True)
+    return str(MAKERS[name](folder / name))
