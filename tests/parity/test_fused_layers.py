@@ -83,6 +83,8 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         ("qwen3", DType.FLOAT32, KvDType.INT8),
         ("gemma3_text", DType.BFLOAT16, KvDType.INT8),
         ("granite", DType.FLOAT32, KvDType.AUTO),
+        ("gpt_oss", DType.BFLOAT16, KvDType.AUTO),
+        ("qwen3_moe", DType.FLOAT32, KvDType.AUTO),
     ],
 )
 def test_one_call_gives_the_bits_of_many(
@@ -128,8 +130,8 @@ def test_what_comes_out_lasts_and_what_goes_in_stays(joined: list[bool], tmp_pat
 
 
 def test_layers_that_the_library_has_not_all_of_are_not_joined(tmp_path: Path) -> None:
-    sparse = make_decoder(tmp_path / "s", "mixtral", dtype=torch.bfloat16, **CASES["mixtral"])
-    assert family_of(load(sparse, DType.BFLOAT16))._joined is None
+    latent = make_decoder(tmp_path / "l", "deepseek_v2", dtype=torch.bfloat16)
+    assert family_of(load(latent, DType.BFLOAT16))._joined is None
     dense = make_decoder(tmp_path / "d", "mistral", dtype=torch.bfloat16, **CASES["mistral"])
     chain = load(dense, DType.BFLOAT16)
     assert family_of(chain)._joined is not None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardnet.model.fused.attention import NativeAttention
+from shardnet.model.fused.experts import NativeExperts
 from shardnet.model.fused.mlp import NativeMlp
 from shardnet.model.fused.structs import LayerStruct, aligned
 from shardnet.model.fused.sublayers import NativeSublayers
@@ -52,7 +53,7 @@ class NativeLayers:
 
     def __init__(
         self,
-        layers: Sequence[tuple[NativeAttention, NativeMlp]],
+        layers: Sequence[tuple[NativeAttention, NativeMlp | NativeExperts]],
         width: int,
         kernels: NativeKernels,
     ) -> None:
@@ -71,7 +72,7 @@ class NativeLayers:
             *(
                 LayerStruct(
                     attention=ctypes.addressof(attention.arguments),
-                    mlp=ctypes.addressof(mlp.arguments),
+                    **{mlp.FIELD: ctypes.addressof(mlp.arguments)},
                 )
                 for attention, mlp in self._layers
             )
@@ -115,9 +116,16 @@ class NativeLayers:
         ):
             if not attention.bind_step(workspace.rows, index, rotary, step):
                 return None
-            mlp.arguments.residual.rounds = step.hidden_dtype is not None
+            mlp.residual.rounds = step.hidden_dtype is not None
         self._call(self._structs, len(self._layers))
+        if step.experts is not None:
+            self._record_experts(step)
         return workspace.rows.clone()
+
+    def _record_experts(self, step: ForwardStep) -> None:
+        for index, (_, mlp) in enumerate(self._layers):
+            if isinstance(mlp, NativeExperts):
+                step.record_experts(index, mlp.chosen.clone())
 
     def _workspace_for(self, hidden: Tensor) -> _Workspace:
         """Return the workspace for rows like `hidden`; all structs point there."""
@@ -141,6 +149,6 @@ class NativeLayers:
         for attention, mlp in self._layers:
             attention.arguments.residual.bind_rows(between, after)
             attention.assign_buffers(scratch, between)
-            mlp.arguments.residual.bind_rows(after, between)
+            mlp.residual.bind_rows(after, between)
             mlp.assign_buffers(scratch, after)
         return _Workspace(rows=between, n_threads=torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""The arguments of the library's sub-layers: mirrors of the structs of csrc/sublayers.c.
+"""The arguments of the library's sub-layers: mirrors of the structs of csrc/.
 
 Knows their fields and checks norms, rows and linears before passing their addresses. Must not know
 when a sub-layer is called.
@@ -7,6 +7,7 @@ when a sub-layer is called.
 from __future__ import annotations
 
 import ctypes
+import enum
 import math
 from typing import Final
 
@@ -33,6 +34,8 @@ ATTEND: Final = 4
 AFTER: Final = 8
 """The parts of the attention sub-layer that one call may compute: norm, projections and rotation;
 storing keys and values; attention of decode rows; output projection and residual."""
+CLAMPED: Final = 3
+"""gpt-oss's activation among those of csrc/sublayers.c, next to ACTIVATIONS."""
 _ALIGNMENT: Final = 64
 
 
@@ -114,6 +117,75 @@ class MlpStruct(ctypes.Structure):
         ("n_inner", ctypes.c_int64),
         ("joined", JoinedStruct),
         ("activation", ctypes.c_int32),
+        ("limit", ctypes.c_float),
+        ("alpha", ctypes.c_float),
+    )
+
+
+class Routing(enum.IntEnum):
+    """`enum routing` of csrc/experts.h."""
+
+    BEST_BY_SOFTMAX = 0
+    BEST_OF_SOFTMAX = 1
+    BEST_BY_SIGMOID = 2
+    GROUPS_BY_SOFTMAX = 3
+    GROUPS_BY_TWO_SIGMOIDS = 4
+    GROUPS_BY_TWO_SOFTMAX = 5
+
+
+class RouterStruct(ctypes.Structure):
+    """`struct router` of csrc/experts.h."""
+
+    _fields_ = (
+        ("gate", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("n_experts", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        ("n_groups", ctypes.c_int64),
+        ("top_groups", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("routing", ctypes.c_int32),
+        ("normalizes", ctypes.c_int32),
+        ("is_wide", ctypes.c_int32),
+    )
+
+
+class ExpertStruct(ctypes.Structure):
+    """`struct expert` of csrc/experts.h."""
+
+    _fields_ = (
+        ("gate_up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+    )
+
+
+class ExpertsStruct(ctypes.Structure):
+    """`struct experts_call` of csrc/experts.h."""
+
+    _fields_ = (
+        ("mlp", MlpStruct),
+        ("router", RouterStruct),
+        ("experts", ctypes.c_void_p),
+        ("shared", ExpertStruct),
+        ("shared_gate", ctypes.c_void_p),
+        ("products", ctypes.c_void_p),
+        ("wide", ctypes.c_void_p),
+        ("narrow", ctypes.c_void_p),
+        ("scores", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("chosen", ctypes.c_void_p),
+        ("visits", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("gathered", ctypes.c_void_p),
+        ("outputs", ctypes.c_void_p),
+        ("shared_out", ctypes.c_void_p),
+        ("shared_gates", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("n_at_once", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+        ("n_shared_inner", ctypes.c_int64),
+        ("weighs_inputs", ctypes.c_int32),
     )
 
 
@@ -123,6 +195,7 @@ class LayerStruct(ctypes.Structure):
     _fields_ = (
         ("attention", ctypes.c_void_p),
         ("mlp", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
     )
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 from shardnet.model.arithmetic.row_functions import ACTIVATIONS
 from shardnet.model.fused.attention import NativeAttention
+from shardnet.model.fused.experts import NativeExperts
 from shardnet.model.fused.mlp import NativeMlp
 from shardnet.model.kernels.library import NativeKernels
 from shardnet.model.kernels.linear import is_native
-from shardnet.model.layers.decoder_layer import Layer, Sublayer
+from shardnet.model.layers.decoder_layer import ExpertsSublayer, Layer, Sublayer
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.shards.gathered import NativeOutput
 
@@ -25,7 +26,7 @@ class NativeSublayers:
     """The sub-layers of one layer that the library computes, None where torch does."""
 
     attention: NativeAttention | None
-    mlp: NativeMlp | None
+    mlp: NativeMlp | NativeExperts | None
 
     @classmethod
     def of(cls, layer: Layer, kernels: NativeKernels | None) -> NativeSublayers:
@@ -63,7 +64,10 @@ def _native_attention(sublayer: Sublayer, kernels: NativeKernels) -> NativeAtten
     return NativeAttention(parts.residual, own, qk_norm, qkv, output, kernels)
 
 
-def _native_mlp(sublayer: Sublayer, kernels: NativeKernels) -> NativeMlp | None:
+def _native_mlp(sublayer: Sublayer, kernels: NativeKernels) -> NativeMlp | NativeExperts | None:
+    if isinstance(sublayer, ExpertsSublayer):
+        is_rms = sublayer.residual.is_rms
+        return NativeExperts.of(sublayer.residual, sublayer.mlp, kernels) if is_rms else None
     parts = sublayer.fusible_mlp
     if parts is None or not parts.residual.is_rms or parts.mlp.activation not in ACTIVATIONS:
         return None

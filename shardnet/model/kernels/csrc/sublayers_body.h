@@ -28,6 +28,9 @@ INLINE TARGET uints NAME(rounded)(lanes wide) {
     return (is_nan & (bits | 0x400000) & 0xffff0000) | (~is_nan & rounded);
 }
 
+/* The number as it is kept, in the rows' type. */
+INLINE TARGET lanes NAME(kept)(lanes wide, const int is_bf16) { return is_bf16 ? (lanes)NAME(rounded)(wide) : wide; }
+
 INLINE TARGET void NAME(save)(void *values, int64_t begin, int n, lanes wide, const int is_bf16) {
     char *to = at(values, begin, is_bf16);
     if (is_bf16) {
@@ -210,6 +213,16 @@ INLINE TARGET lanes NAME(activated)(lanes x, int activation) {
     return (lanes)((ints)x & ~(x < 0));
 }
 
+/* A gate times its own sigmoid, times the other and 1: gpt-oss. Rounded as torch does, whose clamps keep NaN. */
+INLINE TARGET lanes NAME(clamped)(const struct mlp_call *call, lanes gate, lanes up, const int is_bf16) {
+    const lanes limit = NAME(kept)(NAME(broadcast)(call->limit), is_bf16);
+    gate = NAME(select)(gate > limit, limit, gate);
+    up = NAME(select)(up > limit, limit, NAME(select)(up < -limit, -limit, up));
+    const lanes sharp = NAME(kept)(gate * call->alpha, is_bf16);
+    const lanes opened = NAME(kept)(1.0f / (1.0f + NAME(exponential)(-sharp)), is_bf16);
+    return NAME(kept)(opened * gate, is_bf16) * NAME(kept)(up + 1.0f, is_bf16);
+}
+
 INLINE TARGET void NAME(activate_rows)(const struct mlp_call *call, int64_t begin, int64_t end, const int is_bf16) {
     const int64_t width = call->n_inner;
     for (int64_t row = begin; row < end; row++)
@@ -217,7 +230,9 @@ INLINE TARGET void NAME(activate_rows)(const struct mlp_call *call, int64_t begi
             const int n = of_last(width, i);
             const lanes gate = NAME(load)(call->projected, 2 * row * width + i, n, is_bf16);
             const lanes up = NAME(load)(call->projected, (2 * row + 1) * width + i, n, is_bf16);
-            NAME(save)(call->activated, row * width + i, n, NAME(activated)(gate, call->activation) * up, is_bf16);
+            const lanes inner = call->activation == CLAMPED ? NAME(clamped)(call, gate, up, is_bf16)
+                                                            : NAME(activated)(gate, call->activation) * up;
+            NAME(save)(call->activated, row * width + i, n, inner, is_bf16);
         }
 }
 
@@ -231,8 +246,11 @@ static TARGET void NAME(activate)(const void *argument, int64_t begin, int64_t e
 
 #include "rows_body.h"
 
-static const struct steps NAME(steps) = {NAME(normalize), NAME(add),      NAME(rotate_rows),
-                                         NAME(attend),    NAME(activate), NAME(compute_rows)};
+#include "experts_body.h"
+
+static const struct steps NAME(steps) = {NAME(normalize), NAME(add),          NAME(rotate_rows), NAME(attend),
+                                         NAME(activate),  NAME(compute_rows), NAME(widen),       NAME(route),
+                                         NAME(gather),    NAME(combine)};
 
 #undef shorts
 #undef bytes
