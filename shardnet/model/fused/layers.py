@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardnet.model.fused.attention import NativeAttention
+from shardnet.model.fused.delta_net import NativeDeltaNet
 from shardnet.model.fused.experts import NativeExperts
 from shardnet.model.fused.mlp import NativeMlp
 from shardnet.model.fused.structs import LayerStruct, aligned
@@ -27,6 +28,8 @@ from shardnet.model.kernels.library import NativeKernels, check_rows
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.rotary import Rotary
 
+Mixer = NativeAttention | NativeDeltaNet
+"""The first sub-layer of a layer."""
 _MAX_ROWS: Final = 64
 """With more rows the time between calls is negligible, and the workspace would hold much memory."""
 
@@ -53,7 +56,7 @@ class NativeLayers:
 
     def __init__(
         self,
-        layers: Sequence[tuple[NativeAttention, NativeMlp | NativeExperts]],
+        layers: Sequence[tuple[Mixer, NativeMlp | NativeExperts]],
         width: int,
         kernels: NativeKernels,
     ) -> None:
@@ -70,11 +73,8 @@ class NativeLayers:
         )
         self._structs = (LayerStruct * len(layers))(
             *(
-                LayerStruct(
-                    attention=ctypes.addressof(attention.arguments),
-                    **{mlp.FIELD: ctypes.addressof(mlp.arguments)},
-                )
-                for attention, mlp in self._layers
+                LayerStruct(**{part.FIELD: ctypes.addressof(part.arguments) for part in layer})
+                for layer in self._layers
             )
         )
         self._workspace: _Workspace | None = None
@@ -118,6 +118,8 @@ class NativeLayers:
                 return None
             mlp.residual.rounds = step.hidden_dtype is not None
         self._call(self._structs, len(self._layers))
+        for attention, _ in self._layers:
+            attention.after_call()
         if step.experts is not None:
             self._record_experts(step)
         return workspace.rows.clone()
@@ -147,7 +149,7 @@ class NativeLayers:
         )
         scratch = memory[2 * row_bytes :]
         for attention, mlp in self._layers:
-            attention.arguments.residual.bind_rows(between, after)
+            attention.residual.bind_rows(between, after)
             attention.assign_buffers(scratch, between)
             mlp.residual.bind_rows(after, between)
             mlp.assign_buffers(scratch, after)

@@ -49,7 +49,7 @@ def norm_struct(norm: Norm | HeadNorm | None, *shape: int) -> NormStruct:
 
 
 class ResidualStruct(ctypes.Structure):
-    """`struct residual` of csrc/sublayers.c."""
+    """`struct residual` of csrc/sublayers.h."""
 
     _fields_ = (
         ("before", NormStruct),
@@ -87,7 +87,7 @@ class ResidualStruct(ctypes.Structure):
 
 
 class AttentionStruct(ctypes.Structure):
-    """`struct attention_call` of csrc/sublayers.c."""
+    """`struct attention_call` of csrc/sublayers.h."""
 
     _fields_ = (
         ("residual", ResidualStruct),
@@ -98,6 +98,8 @@ class AttentionStruct(ctypes.Structure):
         ("cos", ctypes.c_void_p),
         ("sin", ctypes.c_void_p),
         ("projected", ctypes.c_void_p),
+        ("with_gates", ctypes.c_void_p),
+        ("gates", ctypes.c_void_p),
         ("n_rotated", ctypes.c_int64),
         ("attend", AttendStruct),
         ("joined", JoinedStruct),
@@ -105,7 +107,7 @@ class AttentionStruct(ctypes.Structure):
 
 
 class MlpStruct(ctypes.Structure):
-    """`struct mlp_call` of csrc/sublayers.c."""
+    """`struct mlp_call` of csrc/sublayers.h."""
 
     _fields_ = (
         ("residual", ResidualStruct),
@@ -190,12 +192,13 @@ class ExpertsStruct(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
-    """`struct layer` of csrc/sublayers.c."""
+    """`struct layer` of csrc/sublayers.h."""
 
     _fields_ = (
         ("attention", ctypes.c_void_p),
         ("mlp", ctypes.c_void_p),
         ("experts", ctypes.c_void_p),
+        ("delta", ctypes.c_void_p),
     )
 
 

@@ -1,7 +1,9 @@
-/* A router and its experts, in place of an MLP. Included by sublayers.c; fused/structs.py mirrors the structs. */
+/* A router and its experts, in place of an MLP. fused/structs.py mirrors the structs. */
 
 #ifndef SHARDNET_EXPERTS_H
 #define SHARDNET_EXPERTS_H
+
+#include "sublayers.h"
 
 /* What a row's experts are chosen by, and what their outputs are weighted by: layers/experts.py and
  * layers/group_routers.py. */

@@ -202,6 +202,39 @@ static TARGET void NAME(rotate_rows)(const void *argument, int64_t begin, int64_
             NAME(rotate_row)(call, row, 0);
 }
 
+/* Takes the gates from among the queries. */
+static TARGET void NAME(part_gates)(const void *argument, int64_t begin, int64_t end) {
+    const struct attention_call *call = argument;
+    const struct attend *attend = &call->attend;
+    const int is_bf16 = call->residual.is_bf16;
+    const int64_t size = attend->head_size, n_heads = attend->n_heads, n_others = 2 * attend->n_kv_heads;
+    const size_t bytes = (size_t)(size * (is_bf16 ? 2 : 4));
+    for (int64_t row = begin; row < end; row++) {
+        const char *from = at(call->with_gates, row * (2 * n_heads + n_others) * size, is_bf16);
+        char *to = at(call->projected, row * attend->row_stride, is_bf16);
+        for (int64_t head = 0; head < n_heads; head++) {
+            const char *query = from + 2 * (size_t)head * bytes;
+            memcpy(to + (size_t)head * bytes, query, bytes);
+            memcpy(at(call->gates, (row * n_heads + head) * size, is_bf16), query + bytes, bytes);
+        }
+        memcpy(to + (size_t)n_heads * bytes, from + 2 * (size_t)n_heads * bytes, (size_t)n_others * bytes);
+    }
+}
+
+/* Multiplies what attention gives by the sigmoids of its gates. */
+static TARGET void NAME(open_gates)(const void *argument, int64_t begin, int64_t end) {
+    const struct attention_call *call = argument;
+    const int64_t width = call->attend.n_heads * call->attend.head_size;
+    const int is_bf16 = call->residual.is_bf16;
+    for (int64_t i = begin * width; i < end * width; i += LANES) {
+        const int n = of_last(end * width, i);
+        const lanes gate = NAME(load_either)(call->gates, i, n, is_bf16);
+        const lanes opened = NAME(kept)(1.0f / (1.0f + NAME(exponential)(-gate)), is_bf16);
+        const lanes own = NAME(load_either)(call->attend.attended, i, n, is_bf16);
+        NAME(save_either)(call->attend.attended, i, n, own * opened, is_bf16);
+    }
+}
+
 #include "attention_body.h"
 
 INLINE TARGET lanes NAME(activated)(lanes x, int activation) {
@@ -250,7 +283,7 @@ static TARGET void NAME(activate)(const void *argument, int64_t begin, int64_t e
 
 static const struct steps NAME(steps) = {NAME(normalize), NAME(add),          NAME(rotate_rows), NAME(attend),
                                          NAME(activate),  NAME(compute_rows), NAME(widen),       NAME(route),
-                                         NAME(gather),    NAME(combine)};
+                                         NAME(gather),    NAME(combine),      NAME(part_gates),  NAME(open_gates)};
 
 #undef shorts
 #undef bytes
