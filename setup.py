@@ -60,6 +60,8 @@ SOURCES = (
     "linear",
     "floats",
     "sublayers",
+    "experts",
+    "delta_net",
     "gather",
     "pack",
     "panels",

@@ -73,7 +73,8 @@ class Comparison:
     """Both programs with one file. Ratios above 1 are in favour of shardnet, but for loads.
 
     `limit_gb_s` is the best streaming read of the run; `share_of_limit` what shardnet's decode
-    reads of the file against it; `ring` what two nodes decode against one process.
+    reads of the file against it; `ring` what two nodes decode against one process. Without
+    llama.cpp what is its own is None.
     """
 
     file: str
@@ -81,10 +82,10 @@ class Comparison:
     read_bytes: int
     limit_gb_s: float
     shardnet: Side
-    llama_cpp: Side
-    decode_ratio: float
-    prefill_ratio: float
-    load_ratio: float
+    llama_cpp: Side | None
+    decode_ratio: float | None
+    prefill_ratio: float | None
+    load_ratio: float | None
     share_of_limit: float
     ring: float | None
 
@@ -144,13 +145,13 @@ def main() -> None:
     for file in files:
         try:
             found.append(
-                _compare(file, arguments.threads, arguments.rounds, arguments.arith, arguments.ring)
+                compare(file, arguments.threads, arguments.rounds, arguments.arith, arguments.ring)
             )
         except ShardnetError as error:
             print(f"shardnet does not take {file.name}: {error}", file=sys.stderr)
             continue
         if not arguments.json:
-            _print(found[-1], with_head=len(found) == 1)
+            print_row(found[-1], with_head=len(found) == 1)
     if arguments.json:
         print(json.dumps([asdict(comparison) for comparison in found], indent=2))
 
@@ -176,12 +177,20 @@ def compare_prefill(kind: str, threads: int, rounds: int) -> Prefill:
     return Prefill(
         shardnet_tok_s=N_PROMPT / statistics.median(ours_s),
         llama_cpp_tok_s=N_PROMPT / statistics.median(theirs_s),
-        ratio=_ratio(theirs_s, ours_s),
+        ratio=statistics.median(a / b for a, b in zip(theirs_s, ours_s, strict=True)),
     )
 
 
-def _compare(file: Path, threads: int, rounds: int, arith: Arith, with_ring: bool) -> Comparison:
-    """Measure both programs with a file.
+def compare(
+    file: Path,
+    threads: int,
+    rounds: int,
+    arith: Arith = Arith.FAST,
+    with_ring: bool = False,
+    *,
+    with_llama_cpp: bool = True,
+) -> Comparison:
+    """Measure both programs with a file, or shardnet alone.
 
     Raises ShardnetError for a file that shardnet does not take.
     """
@@ -190,16 +199,20 @@ def _compare(file: Path, threads: int, rounds: int, arith: Arith, with_ring: boo
     ours_loads, theirs_loads = [], []
     for _ in range(rounds):
         ours_loads.append(_in_process(partial(_load_ours, arith=arith), file, threads))
-        theirs_loads.append(_in_process(_load_theirs, file, threads))
-    ours, theirs = _Shardnet(file, arith=arith), _LlamaCpp(file, threads)
+        if with_llama_cpp:
+            theirs_loads.append(_in_process(_load_theirs, file, threads))
+    ours = _Shardnet(file, arith=arith)
+    theirs = _LlamaCpp(file, threads) if with_llama_cpp else None
     limits, ours_s, theirs_s, ours_prefill_s, theirs_prefill_s = [], [], [], [], []
     for _ in range(rounds):
         limits.append(read_bandwidth())
         ours_prefill_s.append(_timed(ours.prefill))
         ours_s.append(_timed(ours.decode) / N_TOKENS)
-        theirs_prefill_s.append(_timed(theirs.prefill))
-        theirs_s.append(_timed(theirs.decode) / N_TOKENS)
-    theirs.close()
+        if theirs is not None:
+            theirs_prefill_s.append(_timed(theirs.prefill))
+            theirs_s.append(_timed(theirs.decode) / N_TOKENS)
+    if theirs is not None:
+        theirs.close()
     del ours
     read_bytes = _read_bytes_per_token(file)
     return Comparison(
@@ -208,7 +221,7 @@ def _compare(file: Path, threads: int, rounds: int, arith: Arith, with_ring: boo
         read_bytes=read_bytes,
         limit_gb_s=max(limits) / 1e9,
         shardnet=_side(ours_s, ours_prefill_s, ours_loads),
-        llama_cpp=_side(theirs_s, theirs_prefill_s, theirs_loads),
+        llama_cpp=_side(theirs_s, theirs_prefill_s, theirs_loads) if theirs else None,
         decode_ratio=_ratio(theirs_s, ours_s),
         prefill_ratio=_ratio(theirs_prefill_s, ours_prefill_s),
         load_ratio=_ratio(
@@ -227,33 +240,45 @@ def _side(steps_s: list[float], prefills_s: list[float], loads: list[Load]) -> S
     )
 
 
-def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Return the median of the rounds' ratios."""
+def _ratio(above: Sequence[float], below: Sequence[float]) -> float | None:
+    """Return the median of the rounds' ratios; None where one side was not measured."""
+    if not above or not below:
+        return None
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def _print(found: Comparison, *, with_head: bool) -> None:
+def print_row(found: Comparison, *, with_head: bool) -> None:
     """Print a row of docs/benchmarks.md: shardnet / llama.cpp, and the ratio."""
-    ours, theirs = found.shardnet, found.llama_cpp
-    resident = [side.load.resident_bytes / found.file_bytes for side in (ours, theirs)]
+    sides = [side for side in (found.shardnet, found.llama_cpp) if side is not None]
+
+    def both(figure: Callable[[Side], str]) -> str:
+        return " / ".join(figure(side) for side in sides)
+
     cells = {
         "file": found.file,
         "MB": f"{found.file_bytes / 1e6:.0f}",
-        "decode tok/s": f"{ours.decode_tok_s:.2f} / {theirs.decode_tok_s:.2f}",
-        "ratio": f"**{found.decode_ratio:.2f}**",
+        "decode tok/s": both(lambda side: f"{side.decode_tok_s:.2f}"),
+        "ratio": _bold(found.decode_ratio),
         "of the limit": f"{found.share_of_limit:.2f} of {found.limit_gb_s:.1f} GB/s",
-        "prefill tok/s": f"{ours.prefill_tok_s:.1f} / {theirs.prefill_tok_s:.1f}",
-        "ratio ": f"**{found.prefill_ratio:.2f}**",
-        "load s": f"{ours.load.load_s:.2f} / {theirs.load.load_s:.2f}",
-        "ratio  ": f"**{found.load_ratio:.2f}**",
-        "resident to the file": f"**{resident[0]:.2f}** / {resident[1]:.2f}",
-        "own + mapped MB": f"{_megabytes(ours.load)} / {_megabytes(theirs.load)}",
-        "ring": "" if found.ring is None else f"**{found.ring:.2f}**",
+        "prefill tok/s": both(lambda side: f"{side.prefill_tok_s:.1f}"),
+        "ratio ": _bold(found.prefill_ratio),
+        "load s": both(lambda side: f"{side.load.load_s:.2f}"),
+        "ratio  ": _bold(found.load_ratio),
+        "resident to the file": both(
+            lambda side: f"{side.load.resident_bytes / found.file_bytes:.2f}"
+        ),
+        "own + mapped MB": both(lambda side: _megabytes(side.load)),
+        "peak MB": both(lambda side: f"{side.load.peak_bytes / 1e6:.0f}"),
+        "ring": _bold(found.ring),
     }
     if with_head:
         print(f"| {' | '.join(name.strip() for name in cells)} |")
         print(f"|{'---|' * len(cells)}")
     print(f"| {' | '.join(cells.values())} |", flush=True)
+
+
+def _bold(ratio: float | None) -> str:
+    return "" if ratio is None else f"**{ratio:.2f}**"
 
 
 def _megabytes(load: Load) -> str:
@@ -394,12 +419,25 @@ def _read_once(file: Path) -> None:
 
 
 def _read_bytes_per_token(file: Path) -> int:
-    """Return the bytes of the tensors that a token reads: all but an embedding table of its own."""
+    """Return the bytes of the tensors that a token reads.
+
+    All but an embedding table of its own, and of experts those that it visits.
+    """
     import gguf
 
-    sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(file).tensors}
+    reader = gguf.GGUFReader(file)
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors}
     embedding = sizes["token_embd.weight"] if "output.weight" in sizes else 0
-    return sum(sizes.values()) - embedding
+    counts = {
+        name.rpartition(".")[2]: int(reader.fields[name].contents())
+        for name in reader.fields
+        if name.endswith((".expert_count", ".expert_used_count"))
+    }
+    of_experts = sum(size for name, size in sizes.items() if "_exps." in name)
+    unread = (
+        of_experts * (1 - counts["expert_used_count"] / counts["expert_count"]) if counts else 0
+    )
+    return sum(sizes.values()) - embedding - round(unread)
 
 
 def _ring(file: Path, threads: int, rounds: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from support.rings.stage_chain import CPU, Rows, StageChain, batch_of, random_pr
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.fused import decoder
 from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.fused.layers import _MAX_ROWS, NativeLayers
 from shardnet.model.kernels.linear import Kernel, KernelChoice
@@ -83,6 +85,8 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         ("qwen3", DType.FLOAT32, KvDType.INT8),
         ("gemma3_text", DType.BFLOAT16, KvDType.INT8),
         ("granite", DType.FLOAT32, KvDType.AUTO),
+        ("gpt_oss", DType.BFLOAT16, KvDType.AUTO),
+        ("qwen3_moe", DType.FLOAT32, KvDType.AUTO),
     ],
 )
 def test_one_call_gives_the_bits_of_many(
@@ -111,6 +115,36 @@ def test_one_call_gives_the_bits_of_many(
     assert joined == expected
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("qwen3_next", DType.BFLOAT16), ("qwen3_5_moe_text", DType.FLOAT32)],
+)
+def test_a_hybrid_has_the_bits_of_its_parts(
+    family: str, dtype: DType, joined: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recurrences, attention with gates and experts, against each linear and function by itself."""
+    folder = make_decoder(tmp_path, family, dtype=torch.bfloat16, **CASES[family])
+    ours = load(folder, dtype)
+    monkeypatch.setattr(decoder, "native_kernels", lambda: None)
+    theirs = load(folder, dtype)
+    assert family_of(theirs)._joined is None
+
+    def some(slot: int, position: int, n_rows: int, n_sampled: int = 1) -> Rows:
+        return replace(rows(slot, position, n_rows), n_sampled=n_sampled)
+
+    for groups in (
+        (some(0, 0, N_PROMPT),),
+        (some(0, N_PROMPT, 1), some(1, 0, 7)),
+        (some(1, 7, 1), some(0, N_PROMPT + 1, 1)),
+        (some(0, N_PROMPT + 2, 3, n_sampled=3),),  # drafts: states are noted row by row
+        (some(0, N_PROMPT + 4, 1),),  # the last of them was rejected
+        (some(2, 0, 70),),
+        (some(2, 70, 1), some(0, N_PROMPT + 5, 1)),
+    ):
+        assert torch.equal(ours.step(*groups), theirs.step(*groups))
+    assert joined == [True, True, True, False, True, False, True]
+
+
 def test_what_comes_out_lasts_and_what_goes_in_stays(joined: list[bool], tmp_path: Path) -> None:
     folder = make_decoder(tmp_path, "mistral", dtype=torch.bfloat16, **CASES["mistral"])
     [stage] = load(folder, DType.BFLOAT16).stages
@@ -128,8 +162,8 @@ def test_what_comes_out_lasts_and_what_goes_in_stays(joined: list[bool], tmp_pat
 
 
 def test_layers_that_the_library_has_not_all_of_are_not_joined(tmp_path: Path) -> None:
-    sparse = make_decoder(tmp_path / "s", "mixtral", dtype=torch.bfloat16, **CASES["mixtral"])
-    assert family_of(load(sparse, DType.BFLOAT16))._joined is None
+    latent = make_decoder(tmp_path / "l", "deepseek_v2", dtype=torch.bfloat16)
+    assert family_of(load(latent, DType.BFLOAT16))._joined is None
     dense = make_decoder(tmp_path / "d", "mistral", dtype=torch.bfloat16, **CASES["mistral"])
     chain = load(dense, DType.BFLOAT16)
     assert family_of(chain)._joined is not None

@@ -24,6 +24,7 @@ from shardnet.model.cache.kv_quantization import quantize_rows
 from shardnet.model.config.model_config import Activation
 from shardnet.model.fused import decoder
 from shardnet.model.fused.attention import NativeAttention
+from shardnet.model.fused.experts import NativeExperts
 from shardnet.model.fused.mlp import NativeMlp
 from shardnet.model.fused.sublayers import NativeSublayers
 from shardnet.model.kernels.float_linear import float_linear
@@ -65,8 +66,8 @@ SUBLAYERS_BY_FAMILY = {
     "gemma3_text": (True, True),
     "granite": (True, True),
     "olmo2": (False, True),
-    "mixtral": (True, False),
-    "gpt_oss": (True, False),
+    "mixtral": (True, True),
+    "gpt_oss": (True, True),
     "deepseek_v2": (False, True),
 }
 """Families whose first layer has its attention, its MLP computed by the library."""
@@ -133,7 +134,8 @@ def test_every_family_computes_what_torch_does(
     )
     ours, theirs = chains(folder, native(DType.FLOAT32), kv_dtype)
     layer = ours.stages[0]._family._layers[0][0]  # type: ignore[attr-defined]
-    computed = (isinstance(layer.attention, NativeAttention), isinstance(layer.mlp, NativeMlp))
+    by_library = isinstance(layer.mlp, NativeMlp | NativeExperts)
+    computed = (isinstance(layer.attention, NativeAttention), by_library)
     assert computed == SUBLAYERS_BY_FAMILY[family]
     for groups in batches():
         logits = ours.step(*groups)

@@ -31,6 +31,7 @@ from shardnet.model.kernels.library import SCRATCH, NativeKernels
 from shardnet.model.kernels.linear import NativeLinear
 from shardnet.model.layers.attention import ForwardStep, attention
 from shardnet.model.layers.decoder_layer import Residual
+from shardnet.model.layers.gated_attention import GatedAttention
 from shardnet.model.layers.modules import SelfAttention
 from shardnet.model.layers.native_attention import attend_struct, bind_slots
 from shardnet.model.layers.norms import HeadNorm
@@ -65,10 +66,13 @@ class _AttentionScratch:
 class NativeAttention:
     """An AttentionSublayer by the library. Not thread-safe: it holds the arguments of its calls."""
 
+    FIELD = "attention"
+    """Of a LayerStruct."""
+
     def __init__(
         self,
         residual: Residual,
-        own: SelfAttention,
+        own: SelfAttention | GatedAttention,
         qk_norm: HeadNorm | None,
         qkv: NativeLinear,
         output: NativeOutput,
@@ -77,11 +81,13 @@ class NativeAttention:
         n_heads = own.n_heads + 2 * own.n_kv_heads
         if output.n_own_in != own.n_heads * own.head_size:
             raise ValueError(f"o_proj has {output.n_own_in} inputs for {own.n_heads} heads")
-        check_shape("qkv_proj", qkv, n_heads * own.head_size, output.shape[0])
+        self._gate_size = own.n_heads * own.head_size if isinstance(own, GatedAttention) else 0
+        n_projected = n_heads * own.head_size + self._gate_size
+        check_shape("qkv_proj", qkv, n_projected, output.shape[0])
         self._own = own
         self._qkv = qkv
         self._output = output
-        self._residual = residual
+        self._kept = residual
         self._call = kernels.function(
             "shardnet_attention", ctypes.POINTER(AttentionStruct), ctypes.c_int32
         )
@@ -111,6 +117,12 @@ class NativeAttention:
     def arguments(self) -> AttentionStruct:
         """The arguments of its calls, valid as long as this object lives."""
         return self._arguments
+
+    @property
+    def residual(self) -> ResidualStruct:
+        """Input, output and norms among the arguments."""
+        residual: ResidualStruct = self._arguments.residual
+        return residual
 
     def with_own_arguments(self) -> NativeAttention:
         """Return a copy with separate call arguments, which calls of this one do not change."""
@@ -176,14 +188,17 @@ class NativeAttention:
         arguments.qkv = self._qkv.native_matmul().address
         arguments.output = self._output.linear.native_matmul().address
         n_rows, item = hidden.shape[0], hidden.element_size()
-        projected, attended, rows, part, linear_scratch, _ = self._parts(hidden)
+        projected, attended, rows, part, gates, linear_scratch, _ = self._parts(hidden)
         begin = scratch.data_ptr()
+        if self._gate_size:
+            arguments.gates = begin + gates
+            arguments.with_gates = begin + gates + aligned(n_rows * self._gate_size * item)
         arguments.residual.inner = begin
         arguments.projected = arguments.attend.queries = begin + projected
         arguments.attend.attended = begin + attended
         arguments.joined.rows, arguments.joined.part = begin + rows, begin + part
         arguments.scratch = begin + linear_scratch
-        n_looking, n_attended = self._qkv.shape[0], self._output.n_own_in
+        n_looking, n_attended = self._n_looking, self._output.n_own_in
         return _AttentionScratch(
             bytes=scratch,
             dtype=hidden.dtype,
@@ -193,22 +208,34 @@ class NativeAttention:
             attended_at=(attended, attended + n_rows * n_attended * item),
         )
 
-    def _parts(self, hidden: Tensor) -> tuple[int, int, int, int, int, int]:
+    @property
+    def _n_looking(self) -> int:
+        """Columns of a row's queries, keys and values."""
+        return self._qkv.shape[0] - self._gate_size
+
+    def after_call(self) -> None:
+        """Do nothing: keys and values are in their slots."""
+
+    def _parts(self, hidden: Tensor) -> tuple[int, int, int, int, int, int, int]:
         """Return the offsets of a call's buffers, and their total size, in bytes.
 
         In order: normalized rows (at 0), projected rows, attended rows, those of all shards, own
-        outputs, scratch of the linears.
+        outputs, gates and projected rows with gates, scratch of the linears.
         """
         n_rows, item = hidden.shape[0], hidden.element_size()
         qkv, output = self._qkv.native_matmul(), self._output.linear.native_matmul()
         rows_bytes, part_bytes = self._output.buffer_bytes(n_rows, item)
         projected = aligned(n_rows * self._output.shape[0] * item)
-        attended = projected + aligned(n_rows * qkv.shape[0] * item)
+        attended = projected + aligned(n_rows * self._n_looking * item)
         rows = attended + aligned(n_rows * self._output.n_own_in * item)
         part = rows + aligned(rows_bytes)
-        linear_scratch = part + aligned(part_bytes)
+        gates = part + aligned(part_bytes)
+        linear_scratch = gates
+        if self._gate_size:
+            own, with_gates = n_rows * self._gate_size * item, n_rows * qkv.shape[0] * item
+            linear_scratch += aligned(own) + aligned(with_gates)
         end = linear_scratch + n_rows * max(qkv.row_bytes, output.row_bytes)
-        return projected, attended, rows, part, linear_scratch, end
+        return projected, attended, rows, part, gates, linear_scratch, end
 
     def _attend_in_torch(self, projected: Tensor, index: int, step: ForwardStep) -> Tensor:
         own = self._own

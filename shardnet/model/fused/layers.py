@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from shardnet.model.fused.attention import NativeAttention
+from shardnet.model.fused.delta_net import NativeDeltaNet
+from shardnet.model.fused.experts import NativeExperts
 from shardnet.model.fused.mlp import NativeMlp
 from shardnet.model.fused.structs import LayerStruct, aligned
 from shardnet.model.fused.sublayers import NativeSublayers
@@ -26,6 +28,8 @@ from shardnet.model.kernels.library import NativeKernels, check_rows
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.rotary import Rotary
 
+Mixer = NativeAttention | NativeDeltaNet
+"""The first sub-layer of a layer."""
 _MAX_ROWS: Final = 64
 """With more rows the time between calls is negligible, and the workspace would hold much memory."""
 
@@ -52,7 +56,7 @@ class NativeLayers:
 
     def __init__(
         self,
-        layers: Sequence[tuple[NativeAttention, NativeMlp]],
+        layers: Sequence[tuple[Mixer, NativeMlp | NativeExperts]],
         width: int,
         kernels: NativeKernels,
     ) -> None:
@@ -69,11 +73,8 @@ class NativeLayers:
         )
         self._structs = (LayerStruct * len(layers))(
             *(
-                LayerStruct(
-                    attention=ctypes.addressof(attention.arguments),
-                    mlp=ctypes.addressof(mlp.arguments),
-                )
-                for attention, mlp in self._layers
+                LayerStruct(**{part.FIELD: ctypes.addressof(part.arguments) for part in layer})
+                for layer in self._layers
             )
         )
         self._workspace: _Workspace | None = None
@@ -115,9 +116,18 @@ class NativeLayers:
         ):
             if not attention.bind_step(workspace.rows, index, rotary, step):
                 return None
-            mlp.arguments.residual.rounds = step.hidden_dtype is not None
+            mlp.residual.rounds = step.hidden_dtype is not None
         self._call(self._structs, len(self._layers))
+        for attention, _ in self._layers:
+            attention.after_call()
+        if step.experts is not None:
+            self._record_experts(step)
         return workspace.rows.clone()
+
+    def _record_experts(self, step: ForwardStep) -> None:
+        for index, (_, mlp) in enumerate(self._layers):
+            if isinstance(mlp, NativeExperts):
+                step.record_experts(index, mlp.chosen.clone())
 
     def _workspace_for(self, hidden: Tensor) -> _Workspace:
         """Return the workspace for rows like `hidden`; all structs point there."""
@@ -139,8 +149,8 @@ class NativeLayers:
         )
         scratch = memory[2 * row_bytes :]
         for attention, mlp in self._layers:
-            attention.arguments.residual.bind_rows(between, after)
+            attention.residual.bind_rows(between, after)
             attention.assign_buffers(scratch, between)
-            mlp.arguments.residual.bind_rows(after, between)
+            mlp.residual.bind_rows(after, between)
             mlp.assign_buffers(scratch, after)
         return _Workspace(rows=between, n_threads=torch.get_num_threads())

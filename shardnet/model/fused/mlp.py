@@ -31,6 +31,9 @@ from shardnet.model.shards.gathered import NativeOutput
 class NativeMlp:
     """An MlpSublayer by the library. Not thread-safe: it holds the arguments of its calls."""
 
+    FIELD = "mlp"
+    """Of a LayerStruct."""
+
     def __init__(
         self,
         residual: Residual,
@@ -43,7 +46,7 @@ class NativeMlp:
         check_shape("gate_up_proj", gate_up, 2 * self._n_inner, n_out)
         self._gate_up = gate_up
         self._down = down
-        self._residual = residual
+        self._kept = residual
         self._call = kernels.function("shardnet_mlp", ctypes.POINTER(MlpStruct))
         self._arguments = MlpStruct(
             residual=ResidualStruct.of(residual, n_out, kernels),
@@ -69,6 +72,12 @@ class NativeMlp:
     def arguments(self) -> MlpStruct:
         """The arguments of its calls, valid as long as this object lives."""
         return self._arguments
+
+    @property
+    def residual(self) -> ResidualStruct:
+        """Input, output and norms among the arguments."""
+        residual: ResidualStruct = self._arguments.residual
+        return residual
 
     def with_own_arguments(self) -> NativeMlp:
         """Return a copy with separate call arguments, which calls of this one do not change."""

@@ -1,4 +1,4 @@
-"""The arguments of the library's sub-layers: mirrors of the structs of csrc/sublayers.c.
+"""The arguments of the library's sub-layers: mirrors of the structs of csrc/.
 
 Knows their fields and checks norms, rows and linears before passing their addresses. Must not know
 when a sub-layer is called.
@@ -7,6 +7,7 @@ when a sub-layer is called.
 from __future__ import annotations
 
 import ctypes
+import enum
 import math
 from typing import Final
 
@@ -33,6 +34,8 @@ ATTEND: Final = 4
 AFTER: Final = 8
 """The parts of the attention sub-layer that one call may compute: norm, projections and rotation;
 storing keys and values; attention of decode rows; output projection and residual."""
+CLAMPED: Final = 3
+"""gpt-oss's activation among those of csrc/sublayers.c, next to ACTIVATIONS."""
 _ALIGNMENT: Final = 64
 
 
@@ -46,7 +49,7 @@ def norm_struct(norm: Norm | HeadNorm | None, *shape: int) -> NormStruct:
 
 
 class ResidualStruct(ctypes.Structure):
-    """`struct residual` of csrc/sublayers.c."""
+    """`struct residual` of csrc/sublayers.h."""
 
     _fields_ = (
         ("before", NormStruct),
@@ -84,7 +87,7 @@ class ResidualStruct(ctypes.Structure):
 
 
 class AttentionStruct(ctypes.Structure):
-    """`struct attention_call` of csrc/sublayers.c."""
+    """`struct attention_call` of csrc/sublayers.h."""
 
     _fields_ = (
         ("residual", ResidualStruct),
@@ -95,6 +98,8 @@ class AttentionStruct(ctypes.Structure):
         ("cos", ctypes.c_void_p),
         ("sin", ctypes.c_void_p),
         ("projected", ctypes.c_void_p),
+        ("with_gates", ctypes.c_void_p),
+        ("gates", ctypes.c_void_p),
         ("n_rotated", ctypes.c_int64),
         ("attend", AttendStruct),
         ("joined", JoinedStruct),
@@ -102,7 +107,7 @@ class AttentionStruct(ctypes.Structure):
 
 
 class MlpStruct(ctypes.Structure):
-    """`struct mlp_call` of csrc/sublayers.c."""
+    """`struct mlp_call` of csrc/sublayers.h."""
 
     _fields_ = (
         ("residual", ResidualStruct),
@@ -114,15 +119,86 @@ class MlpStruct(ctypes.Structure):
         ("n_inner", ctypes.c_int64),
         ("joined", JoinedStruct),
         ("activation", ctypes.c_int32),
+        ("limit", ctypes.c_float),
+        ("alpha", ctypes.c_float),
+    )
+
+
+class Routing(enum.IntEnum):
+    """`enum routing` of csrc/experts.h."""
+
+    BEST_BY_SOFTMAX = 0
+    BEST_OF_SOFTMAX = 1
+    BEST_BY_SIGMOID = 2
+    GROUPS_BY_SOFTMAX = 3
+    GROUPS_BY_TWO_SIGMOIDS = 4
+    GROUPS_BY_TWO_SOFTMAX = 5
+
+
+class RouterStruct(ctypes.Structure):
+    """`struct router` of csrc/experts.h."""
+
+    _fields_ = (
+        ("gate", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("n_experts", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        ("n_groups", ctypes.c_int64),
+        ("top_groups", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("routing", ctypes.c_int32),
+        ("normalizes", ctypes.c_int32),
+        ("is_wide", ctypes.c_int32),
+    )
+
+
+class ExpertStruct(ctypes.Structure):
+    """`struct expert` of csrc/experts.h."""
+
+    _fields_ = (
+        ("gate_up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+    )
+
+
+class ExpertsStruct(ctypes.Structure):
+    """`struct experts_call` of csrc/experts.h."""
+
+    _fields_ = (
+        ("mlp", MlpStruct),
+        ("router", RouterStruct),
+        ("experts", ctypes.c_void_p),
+        ("shared", ExpertStruct),
+        ("shared_gate", ctypes.c_void_p),
+        ("products", ctypes.c_void_p),
+        ("wide", ctypes.c_void_p),
+        ("narrow", ctypes.c_void_p),
+        ("scores", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("chosen", ctypes.c_void_p),
+        ("visits", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("gathered", ctypes.c_void_p),
+        ("outputs", ctypes.c_void_p),
+        ("shared_out", ctypes.c_void_p),
+        ("shared_gates", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("n_at_once", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+        ("n_shared_inner", ctypes.c_int64),
+        ("weighs_inputs", ctypes.c_int32),
     )
 
 
 class LayerStruct(ctypes.Structure):
-    """`struct layer` of csrc/sublayers.c."""
+    """`struct layer` of csrc/sublayers.h."""
 
     _fields_ = (
         ("attention", ctypes.c_void_p),
         ("mlp", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
+        ("delta", ctypes.c_void_p),
     )
 
 

@@ -27,7 +27,7 @@ from shardnet.model.kernels.library import (
 
 
 class RecurrenceStruct(ctypes.Structure):
-    """`struct recurrence` of csrc/recurrence.c."""
+    """`struct recurrence` of csrc/recurrence.h."""
 
     _fields_ = (
         ("rows", ctypes.c_void_p),
@@ -97,6 +97,11 @@ class NativeRecurrence:
             eps=own.norm_eps,
             takes_turns=config.takes_turns,
         )
+
+    @property
+    def arguments(self) -> RecurrenceStruct:
+        """The arguments of its calls: what they have in common stays as long as this lives."""
+        return self._arguments
 
     def __call__(
         self, rows: Tensor, gate: Tensor, write: Tensor, decay: Tensor, state: Tensor

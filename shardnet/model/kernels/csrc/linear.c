@@ -160,9 +160,9 @@ INLINE int shares_rows(const struct linear *before, const struct linear *p) {
     return has_levels(&p->form) ? before->form.group == p->form.group : code_bias(before) == code_bias(p);
 }
 
-static void prepare_rows(const void *argument, int64_t begin, int64_t end) {
+static void prepare_rows(const struct linear *first, int64_t begin, int64_t end) {
     const struct linear *before = NULL;
-    for (const struct linear *p = argument; p; before = p, p = p->next) {
+    for (const struct linear *p = first; p; before = p, p = p->next) {
         if (shares_rows(before, p)) continue;
         for (int64_t row = begin; row < end; row++)
             if (p->form.bits == 32)
@@ -239,10 +239,42 @@ static void multiply_part(const struct linear *p, int64_t begin, int64_t end) {
 }
 
 /* Computes the panels [begin, end) of all parts, counted through. */
-static void multiply_panels(const void *argument, int64_t begin, int64_t end) {
-    for (const struct linear *p = argument; p && end > 0; p = p->next) {
+static void multiply_panels(const struct linear *first, int64_t begin, int64_t end) {
+    for (const struct linear *p = first; p && end > 0; p = p->next) {
         const int64_t n = panels_of(p);
         if (begin < n) multiply_part(p, begin, end < n ? end : n);
+        begin = begin > n ? begin - n : 0;
+        end -= n;
+    }
+}
+
+INLINE int64_t panels_of_all(const struct linear *first) {
+    int64_t n = 0;
+    for (const struct linear *p = first; p; p = p->next) n += panels_of(p);
+    return n;
+}
+
+/* Several linear layers: their rows, and their panels, are counted through. */
+struct linears {
+    struct linear *const *firsts;
+    int64_t n;
+};
+
+static void prepare_all(const void *argument, int64_t begin, int64_t end) {
+    const struct linears *all = argument;
+    for (int64_t i = 0; i < all->n && end > 0; i++) {
+        const int64_t n = all->firsts[i]->n_rows;
+        if (begin < n) prepare_rows(all->firsts[i], begin, end < n ? end : n);
+        begin = begin > n ? begin - n : 0;
+        end -= n;
+    }
+}
+
+static void multiply_all(const void *argument, int64_t begin, int64_t end) {
+    const struct linears *all = argument;
+    for (int64_t i = 0; i < all->n && end > 0; i++) {
+        const int64_t n = panels_of_all(all->firsts[i]);
+        if (begin < n) multiply_panels(all->firsts[i], begin, end < n ? end : n);
         begin = begin > n ? begin - n : 0;
         end -= n;
     }
@@ -343,7 +375,7 @@ int32_t shardnet_has_bf16_tiles(void) {
 }
 
 /* Its name is the version of the structs: kernels/library.py looks for its own. */
-void shardnet_version_17(void) {}
+void shardnet_version_19(void) {}
 
 /* Gives a part its share of the scratch memory at `from`, and returns what is left. */
 static int8_t *place(struct linear *p, const struct linear *before, int8_t *from) {
@@ -364,11 +396,11 @@ static int8_t *place(struct linear *p, const struct linear *before, int8_t *from
     return (int8_t *)(p->group_sums + n * (p->form.token_group / p->form.group));
 }
 
-void shardnet_linear(struct linear *first) {
+/* Hands a linear layer's rows and memory on to its parts. */
+static void hand_on(struct linear *first) {
     const struct linear *before = NULL;
     char *out = first->out;
     int8_t *scratch = first->quantized;
-    int64_t n_panels = 0, bytes = 0;
     for (struct linear *p = first; p; before = p, p = p->next) {
         p->rows = first->rows;
         p->out = out;
@@ -378,15 +410,29 @@ void shardnet_linear(struct linear *first) {
         p->pairs = p->has_pairs && p->is_bf16 && p->form.code == BF16;
         scratch = place(p, before, scratch);
         out += p->n_out * (p->is_bf16 ? 2 : 4);
-        n_panels += panels_of(p);
-        bytes = bytes_of_panel(p) > bytes ? bytes_of_panel(p) : bytes;
+    }
+}
+
+void shardnet_linear(struct linear *first) { shardnet_linears(&first, 1); }
+
+void shardnet_linears(struct linear *const *firsts, int64_t n) {
+    const struct linears all = {.firsts = firsts, .n = n};
+    int64_t n_rows = 0, n_panels = 0, bytes = 0;
+    int has_many_floats = 0;
+    for (int64_t i = 0; i < n; i++) {
+        hand_on(firsts[i]);
+        n_rows += firsts[i]->n_rows;
+        n_panels += panels_of_all(firsts[i]);
+        for (const struct linear *p = firsts[i]; p; p = p->next)
+            bytes = bytes_of_panel(p) > bytes ? bytes_of_panel(p) : bytes;
+        has_many_floats |= firsts[i]->form.bits == 32 && firsts[i]->n_rows > MAX_TILE;
     }
     /* Pieces of about 128 KiB of weights, and of whole pairs of panels: small enough to share out evenly, large enough
      * to pay. */
     int64_t pairs = 65536 / (bytes ? bytes : 1);
-    if (first->form.bits == 32 && 2 * pairs < FLOAT_PANELS && first->n_rows > MAX_TILE) pairs = FLOAT_PANELS / 2;
-    shardnet_parallel_for(&first->team, prepare_rows, first, first->n_rows, 16);
-    shardnet_parallel_for(&first->team, multiply_panels, first, n_panels, 2 * (pairs > 0 ? pairs : 1));
+    if (has_many_floats && 2 * pairs < FLOAT_PANELS) pairs = FLOAT_PANELS / 2;
+    shardnet_parallel_for(&firsts[0]->team, prepare_all, &all, n_rows, 16);
+    shardnet_parallel_for(&firsts[0]->team, multiply_all, &all, n_panels, 2 * (pairs > 0 ? pairs : 1));
 }
 
 /* --- rows of a table */

@@ -84,6 +84,9 @@ struct linear {
 /* out = rows * weights^T + bias, by all parts. Everything in `p` has been checked by the caller. */
 void shardnet_linear(struct linear *p);
 
+/* The same for several linear layers of one team, each with rows of its own: threads share all their weights. */
+void shardnet_linears(struct linear *const *firsts, int64_t n);
+
 /* Whether a group's scale is an integer times the float16 of its block, which several groups of a token group have. */
 INLINE int has_levels(const struct form *f) { return f->block_scales && f->token_group > f->group; }
 

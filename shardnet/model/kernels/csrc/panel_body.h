@@ -1,78 +1,94 @@
-/* Included once for each instruction set, given by TARGET, NAME and HALVES: reads the scales of panels.
+/* Included once for each instruction set, given by TARGET, NAME, LANES, HALVES and BYTES: reads the scales of panels.
  *
- * HALVES(from, out) converts 16 float16.
+ * HALVES(from, out) converts 16 float16, BYTES(from) makes a vector of LANES words of as many bytes.
  */
 
-/* Reads 16 stored scales as they are. */
-INLINE TARGET void NAME(read_sixteen)(int scale, const uint8_t *from, float out[PANEL]) {
-    switch (scale) {
-        case SCALE_FLOAT16:
-            HALVES(from, out);
-            return;
-        case SCALE_BFLOAT16:
-            for (int o = 0; o < PANEL; o++) {
-                uint16_t bits;
-                memcpy(&bits, from + 2 * o, 2);
-                out[o] = from_bf16(bits);
-            }
-            return;
-        case SCALE_FLOAT32:
-            memcpy(out, from, PANEL * sizeof(float));
-            return;
-        case SCALE_EXPONENT:
-            for (int o = 0; o < PANEL; o++) {
-                const uint32_t bits = from[o] ? (uint32_t)from[o] << 23 : 0x400000u; /* 2^-127 is subnormal */
-                memcpy(out + o, &bits, 4);
-            }
-            return;
-        case SCALE_FLOAT8:
-            for (int o = 0; o < PANEL; o++) out[o] = from_e4m3(from[o]);
-            return;
-        case SCALE_INT8:
-            for (int o = 0; o < PANEL; o++) out[o] = (float)(int8_t)from[o];
-            return;
-        default:
-            for (int o = 0; o < PANEL; o++) out[o] = (float)from[o];
+typedef float NAME(panel_floats) __attribute__((vector_size(4 * LANES)));
+typedef int32_t NAME(panel_ints) __attribute__((vector_size(4 * LANES)));
+typedef uint32_t NAME(panel_words) __attribute__((vector_size(4 * LANES)));
+typedef uint16_t NAME(panel_shorts) __attribute__((vector_size(2 * LANES)));
+
+INLINE TARGET NAME(panel_floats) NAME(load_panel)(const void *from) {
+    NAME(panel_floats) floats;
+    memcpy(&floats, from, sizeof floats);
+    return floats;
+}
+
+INLINE TARGET void NAME(save_panel)(float *to, NAME(panel_floats) floats) { memcpy(to, &floats, sizeof floats); }
+
+INLINE TARGET NAME(panel_floats) NAME(panel_numbers)(NAME(panel_words) words) {
+    return __builtin_convertvector((NAME(panel_ints))words, NAME(panel_floats));
+}
+
+/* Some scales of one kind, as they are stored; not float16. */
+INLINE TARGET NAME(panel_floats) NAME(some_scales)(const int kind, const uint8_t *from) {
+    if (kind == SCALE_FLOAT32) return NAME(load_panel)(from);
+    if (kind == SCALE_BFLOAT16) {
+        NAME(panel_shorts) shorts;
+        memcpy(&shorts, from, sizeof shorts);
+        return (NAME(panel_floats))(__builtin_convertvector(shorts, NAME(panel_words)) << 16);
+    }
+    const NAME(panel_words) words = BYTES(from);
+    if (kind == SCALE_EXPONENT) /* 2^-127 is subnormal */
+        return (NAME(panel_floats))(words << 23 | ((NAME(panel_words))(words == 0) & 0x400000));
+    if (kind == SCALE_FLOAT8) {
+        const NAME(panel_words) size = words & 0x7f, is_nan = (NAME(panel_words))(size == 0x7f);
+        const NAME(panel_words) bits = (words & 0x80) << 24 | size << 20;
+        return (NAME(panel_floats))((is_nan & 0x7fc00000) | (~is_nan & bits)) * 0x1p120f;
+    }
+    if (kind == SCALE_INT8) return __builtin_convertvector((NAME(panel_ints))(words << 24) >> 24, NAME(panel_floats));
+    return NAME(panel_numbers)(words);
+}
+
+/* Reads 16 stored scales, times `factor`. */
+INLINE TARGET void NAME(read_sixteen)(const int kind, const uint8_t *from, float factor, float out[PANEL]) {
+    const int bytes = bytes_of_scale(kind);
+    if (kind == SCALE_FLOAT16) HALVES(from, out);
+    for (int o = 0; o < PANEL; o += LANES) {
+        const NAME(panel_floats) own =
+            kind == SCALE_FLOAT16 ? NAME(load_panel)(out + o) : NAME(some_scales)(kind, from + o * bytes);
+        NAME(save_panel)(out + o, own * factor);
+    }
+}
+
+INLINE TARGET void NAME(multiply)(float out[PANEL], const float by[PANEL], float sign) {
+    for (int o = 0; o < PANEL; o += LANES)
+        NAME(save_panel)(out + o, NAME(load_panel)(out + o) * (NAME(load_panel)(by + o) * sign));
+}
+
+INLINE TARGET void NAME(read_nibbles)(const uint8_t *from, float factor, const float outer[2][PANEL],
+                                      float scale[PANEL], float minimum[PANEL]) {
+    for (int o = 0; o < PANEL; o += LANES) {
+        const NAME(panel_words) both = BYTES(from + o);
+        NAME(save_panel)(scale + o, NAME(panel_numbers)(both & 15) * factor * NAME(load_panel)(outer[0] + o));
+        NAME(save_panel)(minimum + o, NAME(panel_numbers)(both >> 4) * -NAME(load_panel)(outer[1] + o));
     }
 }
 
 /* Reads the scale and minimum of group `g` of a block whose float16 are `outer`. */
-INLINE TARGET void NAME(read_group)(const struct form *f, const uint8_t *block, int64_t g, const float outer[2][PANEL],
-                                    float scale[PANEL], float minimum[PANEL]) {
-    static const uint8_t bytes[] = {2, 2, 4, 1, 1, 1, 1, 1};
-    const uint8_t *scales = block + 2 * PANEL * f->block_scales, *stored = scales + g * PANEL * bytes[f->scale];
-    const uint8_t *minimums = scales + f->block / f->group * PANEL * bytes[f->scale];
-    const float factor = f->factor;
-    if (f->scale == SCALE_NIBBLES)
-        for (int o = 0; o < PANEL; o++) {
-            scale[o] = (float)(stored[o] & 15) * factor * outer[0][o];
-            minimum[o] = (float)(stored[o] >> 4) * -outer[1][o];
-        }
-    else {
-        NAME(read_sixteen)(f->scale, stored, scale);
-        for (int o = 0; o < PANEL; o++) scale[o] *= factor;
-        if (f->block_scales)
-            for (int o = 0; o < PANEL; o++) scale[o] *= outer[0][o];
-        if (f->minimum == ZERO_POINT)
-            for (int o = 0; o < PANEL; o++) minimum[o] = -(float)minimums[g * PANEL + o] * scale[o];
-        else if (f->minimum == STORED) {
-            NAME(read_sixteen)(f->scale, minimums + g * PANEL * bytes[f->scale], minimum);
-            if (f->block_scales)
-                for (int o = 0; o < PANEL; o++) minimum[o] *= -outer[1][o];
-        }
+INLINE TARGET void NAME(read_group)(const int kind, const struct form *f, const uint8_t *block, int64_t g,
+                                    const float outer[2][PANEL], float scale[PANEL], float minimum[PANEL]) {
+    const int64_t bytes = PANEL * bytes_of_scale(kind);
+    const uint8_t *scales = block + 2 * PANEL * f->block_scales;
+    const uint8_t *minimums = scales + f->block / f->group * bytes;
+    if (kind == SCALE_NIBBLES) {
+        NAME(read_nibbles)(scales + g * bytes, f->factor, outer, scale, minimum);
+        return;
+    }
+    NAME(read_sixteen)(kind, scales + g * bytes, f->factor, scale);
+    if (f->block_scales) NAME(multiply)(scale, outer[0], 1);
+    if (f->minimum == ZERO_POINT) {
+        NAME(read_sixteen)(SCALE_UINT8, minimums + g * PANEL, -1, minimum);
+        NAME(multiply)(minimum, scale, 1);
+    } else if (f->minimum == STORED) {
+        NAME(read_sixteen)(kind, minimums + g * bytes, 1, minimum);
+        if (f->block_scales) NAME(multiply)(minimum, outer[1], -1);
     }
 }
 
 /* Reads the scales of all token groups of a stretch. */
-static TARGET void NAME(read_scales)(const struct form *f, const struct stretch *s, struct scales *out) {
-    if (f->scale == SCALE_FLOAT16 && f->block == f->token_group && f->factor == 1 && f->minimum != ZERO_POINT) {
-        for (int64_t b = 0; b < s->n_blocks; b++) {
-            const uint8_t *block = s->blocks + b * f->block_bytes;
-            HALVES(block, out->scale[b]);
-            if (f->minimum == STORED) HALVES(block + 2 * PANEL, out->minimum[b]);
-        }
-        return;
-    }
+INLINE TARGET void NAME(read_scales_of)(const int kind, const struct form *f, const struct stretch *s,
+                                        struct scales *out) {
     float outer[2][PANEL];
     const int64_t n = s->n_inputs / f->token_group, repeats = f->group / f->token_group;
     const int64_t first = s->from / f->group, inside = s->from % f->group / f->token_group;
@@ -87,9 +103,41 @@ static TARGET void NAME(read_scales)(const struct form *f, const struct stretch 
                 memcpy(scale, scale - 1, sizeof *scale);
                 memcpy(minimum, minimum - 1, sizeof *minimum);
             } else {
-                NAME(read_group)(f, block, group, outer, *scale, *minimum);
+                NAME(read_group)(kind, f, block, group, outer, *scale, *minimum);
             }
         }
+    }
+}
+
+/* The same where a block is a token group, whose scales and minimums are as they are stored. */
+INLINE TARGET void NAME(read_single_scales)(const int kind, const struct form *f, const struct stretch *s,
+                                            struct scales *out) {
+    for (int64_t b = 0; b < s->n_blocks; b++) {
+        const uint8_t *block = s->blocks + b * f->block_bytes;
+        NAME(read_sixteen)(kind, block, f->factor, out->scale[b]);
+        if (f->minimum == STORED) NAME(read_sixteen)(kind, block + PANEL * bytes_of_scale(kind), 1, out->minimum[b]);
+    }
+}
+
+static TARGET void NAME(read_scales)(const struct form *f, const struct stretch *s, struct scales *out) {
+    const int is_single = f->block == f->token_group && !f->block_scales && f->minimum != ZERO_POINT;
+    switch (f->scale) {
+#define KIND(kind)                                      \
+    case kind:                                          \
+        if (is_single)                                  \
+            NAME(read_single_scales)(kind, f, s, out);  \
+        else                                            \
+            NAME(read_scales_of)(kind, f, s, out);      \
+        return;
+        KIND(SCALE_FLOAT16)
+        KIND(SCALE_BFLOAT16)
+        KIND(SCALE_FLOAT32)
+        KIND(SCALE_EXPONENT)
+        KIND(SCALE_FLOAT8)
+        KIND(SCALE_UINT8)
+        KIND(SCALE_INT8)
+        KIND(SCALE_NIBBLES)
+#undef KIND
     }
 }
 

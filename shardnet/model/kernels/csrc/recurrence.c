@@ -5,28 +5,12 @@
  * have heads of their own. Sums add each column by itself or in PARTS parts, whatever the instruction set.
  */
 
+#include "recurrence.h"
 #include "vectors.h"
 
 #define UNIT_EPS 1e-6f /* added to the squared length of a query or key */
 #define ROWS_AT_ONCE 8 /* pieces are large enough to be worth waking a thread for */
 #define WORK_AT_ONCE 65536
-
-struct recurrence {
-    const void *rows;           /* [n_taps - 1 + n_rows, columns]: queries, keys, values, those before them first */
-    const void *gate;           /* [n_rows, n_heads, value_size], of the output */
-    const float *write, *decay; /* [n_rows, n_heads], before sigmoid and softplus */
-    const float *taps;          /* [n_taps, columns] of the convolution */
-    const float *rate, *bias;   /* [n_heads], of the decay */
-    const float *weight;        /* [value_size], of the output's norm */
-    float *state;               /* [n_heads, key_size, value_size], updated */
-    float *mixed;               /* scratch [n_rows, columns] */
-    void *out;                  /* [n_rows, n_heads, value_size] */
-    struct team team;
-    int64_t n_rows, n_taps, n_key_heads, n_heads, key_size, value_size;
-    float eps;           /* of the output's norm */
-    int32_t is_bf16;     /* rows, gate and out: else they are float32 */
-    int32_t takes_turns; /* every n_key_heads-th head shares a key, else consecutive ones do */
-};
 
 struct recurrence_steps {
     work_function convolve, recur;

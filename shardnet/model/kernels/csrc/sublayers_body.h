@@ -28,6 +28,9 @@ INLINE TARGET uints NAME(rounded)(lanes wide) {
     return (is_nan & (bits | 0x400000) & 0xffff0000) | (~is_nan & rounded);
 }
 
+/* The number as it is kept, in the rows' type. */
+INLINE TARGET lanes NAME(kept)(lanes wide, const int is_bf16) { return is_bf16 ? (lanes)NAME(rounded)(wide) : wide; }
+
 INLINE TARGET void NAME(save)(void *values, int64_t begin, int n, lanes wide, const int is_bf16) {
     char *to = at(values, begin, is_bf16);
     if (is_bf16) {
@@ -199,6 +202,39 @@ static TARGET void NAME(rotate_rows)(const void *argument, int64_t begin, int64_
             NAME(rotate_row)(call, row, 0);
 }
 
+/* Takes the gates from among the queries. */
+static TARGET void NAME(part_gates)(const void *argument, int64_t begin, int64_t end) {
+    const struct attention_call *call = argument;
+    const struct attend *attend = &call->attend;
+    const int is_bf16 = call->residual.is_bf16;
+    const int64_t size = attend->head_size, n_heads = attend->n_heads, n_others = 2 * attend->n_kv_heads;
+    const size_t bytes = (size_t)(size * (is_bf16 ? 2 : 4));
+    for (int64_t row = begin; row < end; row++) {
+        const char *from = at(call->with_gates, row * (2 * n_heads + n_others) * size, is_bf16);
+        char *to = at(call->projected, row * attend->row_stride, is_bf16);
+        for (int64_t head = 0; head < n_heads; head++) {
+            const char *query = from + 2 * (size_t)head * bytes;
+            memcpy(to + (size_t)head * bytes, query, bytes);
+            memcpy(at(call->gates, (row * n_heads + head) * size, is_bf16), query + bytes, bytes);
+        }
+        memcpy(to + (size_t)n_heads * bytes, from + 2 * (size_t)n_heads * bytes, (size_t)n_others * bytes);
+    }
+}
+
+/* Multiplies what attention gives by the sigmoids of its gates. */
+static TARGET void NAME(open_gates)(const void *argument, int64_t begin, int64_t end) {
+    const struct attention_call *call = argument;
+    const int64_t width = call->attend.n_heads * call->attend.head_size;
+    const int is_bf16 = call->residual.is_bf16;
+    for (int64_t i = begin * width; i < end * width; i += LANES) {
+        const int n = of_last(end * width, i);
+        const lanes gate = NAME(load_either)(call->gates, i, n, is_bf16);
+        const lanes opened = NAME(kept)(1.0f / (1.0f + NAME(exponential)(-gate)), is_bf16);
+        const lanes own = NAME(load_either)(call->attend.attended, i, n, is_bf16);
+        NAME(save_either)(call->attend.attended, i, n, own * opened, is_bf16);
+    }
+}
+
 #include "attention_body.h"
 
 INLINE TARGET lanes NAME(activated)(lanes x, int activation) {
@@ -210,6 +246,16 @@ INLINE TARGET lanes NAME(activated)(lanes x, int activation) {
     return (lanes)((ints)x & ~(x < 0));
 }
 
+/* A gate times its own sigmoid, times the other and 1: gpt-oss. Rounded as torch does, whose clamps keep NaN. */
+INLINE TARGET lanes NAME(clamped)(const struct mlp_call *call, lanes gate, lanes up, const int is_bf16) {
+    const lanes limit = NAME(kept)(NAME(broadcast)(call->limit), is_bf16);
+    gate = NAME(select)(gate > limit, limit, gate);
+    up = NAME(select)(up > limit, limit, NAME(select)(up < -limit, -limit, up));
+    const lanes sharp = NAME(kept)(gate * call->alpha, is_bf16);
+    const lanes opened = NAME(kept)(1.0f / (1.0f + NAME(exponential)(-sharp)), is_bf16);
+    return NAME(kept)(opened * gate, is_bf16) * NAME(kept)(up + 1.0f, is_bf16);
+}
+
 INLINE TARGET void NAME(activate_rows)(const struct mlp_call *call, int64_t begin, int64_t end, const int is_bf16) {
     const int64_t width = call->n_inner;
     for (int64_t row = begin; row < end; row++)
@@ -217,7 +263,9 @@ INLINE TARGET void NAME(activate_rows)(const struct mlp_call *call, int64_t begi
             const int n = of_last(width, i);
             const lanes gate = NAME(load)(call->projected, 2 * row * width + i, n, is_bf16);
             const lanes up = NAME(load)(call->projected, (2 * row + 1) * width + i, n, is_bf16);
-            NAME(save)(call->activated, row * width + i, n, NAME(activated)(gate, call->activation) * up, is_bf16);
+            const lanes inner = call->activation == CLAMPED ? NAME(clamped)(call, gate, up, is_bf16)
+                                                            : NAME(activated)(gate, call->activation) * up;
+            NAME(save)(call->activated, row * width + i, n, inner, is_bf16);
         }
 }
 
@@ -231,8 +279,11 @@ static TARGET void NAME(activate)(const void *argument, int64_t begin, int64_t e
 
 #include "rows_body.h"
 
-static const struct steps NAME(steps) = {NAME(normalize), NAME(add),      NAME(rotate_rows),
-                                         NAME(attend),    NAME(activate), NAME(compute_rows)};
+#include "experts_body.h"
+
+static const struct steps NAME(steps) = {NAME(normalize), NAME(add),          NAME(rotate_rows), NAME(attend),
+                                         NAME(activate),  NAME(compute_rows), NAME(widen),       NAME(route),
+                                         NAME(gather),    NAME(combine),      NAME(part_gates),  NAME(open_gates)};
 
 #undef shorts
 #undef bytes

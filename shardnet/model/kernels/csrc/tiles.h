@@ -124,6 +124,10 @@ struct scales {
     float scale[STRETCH / 16][PANEL], minimum[STRETCH / 16][PANEL];
 };
 
+INLINE int bytes_of_scale(const int kind) {
+    return kind == SCALE_FLOAT32 ? 4 : kind == SCALE_FLOAT16 || kind == SCALE_BFLOAT16 ? 2 : 1;
+}
+
 INLINE int32_t quad_at(const void *x) {
     int32_t quad;
     memcpy(&quad, x, 4);

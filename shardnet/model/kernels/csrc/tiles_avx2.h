@@ -29,11 +29,15 @@ INLINE WITH_AVX2 void avx2_halves(const uint8_t *from, float out[PANEL]) {
 
 #define TARGET WITH_AVX2 __attribute__((unused)) /* by some files that include this */
 #define NAME(x) avx2_##x
+#define LANES 8
 #define HALVES avx2_halves
+#define BYTES(from) (avx2_panel_words) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(from)))
 #include "panel_body.h"
 #undef TARGET
 #undef NAME
+#undef LANES
 #undef HALVES
+#undef BYTES
 
 INLINE WITH_AVX2 __m256i avx2_line(const uint8_t *unit, const int line, int half) {
     return _mm256_loadu_si256((const __m256i *)(unit + line * QUAD_BYTES + 32 * half));

@@ -92,11 +92,15 @@ INLINE WITH_AVX512 void avx512_halves(const uint8_t *from, float out[PANEL]) {
 
 #define TARGET WITH_AVX512
 #define NAME(x) avx512_##x
+#define LANES 16
 #define HALVES avx512_halves
+#define BYTES(from) (avx512_panel_words) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from)))
 #include "panel_body.h"
 #undef TARGET
 #undef NAME
+#undef LANES
 #undef HALVES
+#undef BYTES
 
 INLINE WITH_AVX512 __m512i avx512_line(const uint8_t *unit, const int line) {
     return _mm512_loadu_si512(unit + line * QUAD_BYTES);
@@ -275,9 +279,10 @@ INLINE WITH_AVX512 __m512 avx512_floats(const int code, const uint8_t *unit, int
     }
     const __m128i bytes = _mm_loadu_si128((const __m128i *)(unit + input * PANEL));
     if (code == E5M2) return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8));
-    const __m512i wide = _mm512_slli_epi32(_mm512_cvtepi8_epi32(bytes), 20);
-    const __m512i bits = _mm512_and_si512(wide, _mm512_set1_epi32((int)0x87f00000));
-    return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
+    /* By float16, whose subnormal numbers cost nothing, unlike those of float32. */
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+    const __m256i halves = _mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80));
+    return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(0x1p8f));
 }
 
 /* Rows of float32, a panel of narrow floats. */

@@ -34,13 +34,21 @@ INLINE void neon_halves(const uint8_t *from, float out[PANEL]) {
         vst1q_f32(out + o, vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from + 2 * o))));
 }
 
+INLINE uint32x4_t neon_bytes(const uint8_t *from) {
+    return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32((uint32_t)quad_at(from))))));
+}
+
 #define TARGET
 #define NAME(x) neon_##x
+#define LANES 4
 #define HALVES neon_halves
+#define BYTES(from) (neon_panel_words) neon_bytes(from)
 #include "panel_body.h"
 #undef TARGET
 #undef NAME
+#undef LANES
 #undef HALVES
+#undef BYTES
 
 /* The bits of quad `quad` in a plane of `bits` bits that begins at line `first`, moved to bit `to`. */
 INLINE uint8x16_t neon_plane(const int bits, const uint8_t *unit, const int first, const int quad, const int to) {

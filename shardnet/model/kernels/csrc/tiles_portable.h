@@ -10,11 +10,15 @@ INLINE void portable_halves(const uint8_t *from, float out[PANEL]) {
 
 #define TARGET
 #define NAME(x) portable_##x
+#define LANES 4
 #define HALVES portable_halves
+#define BYTES(from) (portable_panel_words){(from)[0], (from)[1], (from)[2], (from)[3]}
 #include "panel_body.h"
 #undef TARGET
 #undef NAME
+#undef LANES
 #undef HALVES
+#undef BYTES
 
 /* The code of an input (0 to 31) of an output in a unit. */
 INLINE uint8_t code_at(const struct form *f, const uint8_t *unit, int input, int output) {

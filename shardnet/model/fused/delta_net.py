@@ -1,0 +1,228 @@
+"""A gated DeltaNet's sub-layer in one call of the compiled library.
+
+Knows the struct of the call and the layout of its buffers. Must not know the other sub-layers:
+fused/sublayers.py chooses among them. Steps with drafts, whose states are noted row by row, go as
+layers/gated_delta.py says.
+
+Axes in shape comments: T rows of the micro-batch, E hidden size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from shardnet.model.cache.slot_state import SlotState
+from shardnet.model.fused.structs import ResidualStruct, aligned, check_shape
+from shardnet.model.kernels.library import SCRATCH, NativeKernels, check_memory
+from shardnet.model.kernels.linear import NativeLinear, is_native
+from shardnet.model.kernels.recurrence import RecurrenceStruct
+from shardnet.model.layers.attention import ForwardStep
+from shardnet.model.layers.decoder_layer import AttentionSublayer
+from shardnet.model.layers.gated_delta import GatedDeltaNet, Projections
+from shardnet.model.layers.rotary import Rotary
+
+
+class DeltaSpanStruct(ctypes.Structure):
+    """`struct delta_span` of csrc/delta_net.c."""
+
+    _fields_ = (
+        ("recent", ctypes.c_void_p),
+        ("recurrent", ctypes.c_void_p),
+        ("start", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+    )
+
+
+class DeltaStruct(ctypes.Structure):
+    """`struct delta_call` of csrc/delta_net.c."""
+
+    _fields_ = (
+        ("residual", ResidualStruct),
+        ("qkvz", ctypes.c_void_p),
+        ("ba", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("recurrence", RecurrenceStruct),
+        ("spans", ctypes.c_void_p),
+        ("n_spans", ctypes.c_int64),
+        ("projected", ctypes.c_void_p),
+        ("small", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("gate", ctypes.c_void_p),
+        ("write", ctypes.c_void_p),
+        ("decay", ctypes.c_void_p),
+        ("outputs", ctypes.c_void_p),
+        ("groups_qkvz", ctypes.c_int32),
+        ("groups_ba", ctypes.c_int32),
+    )
+
+
+class NativeDeltaNet:
+    """The sub-layer by the library. Not thread-safe: it holds the arguments of its calls."""
+
+    FIELD = "delta"
+    """Of a LayerStruct."""
+
+    def __init__(
+        self,
+        plain: AttentionSublayer,
+        own: GatedDeltaNet,
+        groups: tuple[bool, bool],
+        linears: tuple[NativeLinear, NativeLinear, NativeLinear],
+        kernels: NativeKernels,
+    ) -> None:
+        assert own.native is not None
+        config, (qkvz, ba, output) = own.config, linears
+        self.width = output.shape[0]
+        """The columns of its rows."""
+        n_columns = config.mixed_width + config.value_width
+        check_shape("qkvz_proj", qkvz, n_columns, self.width)
+        check_shape("ba_proj", ba, 2 * config.n_value_heads, self.width)
+        check_shape("out_proj", output, self.width, config.value_width)
+        self._plain = plain
+        self._config = config
+        self._linears = linears
+        self._call = kernels.function("shardnet_delta_net", ctypes.POINTER(DeltaStruct))
+        self._arguments = DeltaStruct(
+            residual=ResidualStruct.of(plain.residual, self.width, kernels),
+            recurrence=own.native.arguments,
+            groups_qkvz=groups[0],
+            groups_ba=groups[1],
+        )
+        self._spans = (DeltaSpanStruct * 0)()
+        self._states: list[tuple[SlotState, int]] = []
+
+    @classmethod
+    def of(cls, sublayer: AttentionSublayer, kernels: NativeKernels) -> NativeDeltaNet | None:
+        """Take a DeltaNet; None unless the library computes all of it.
+
+        Raises ValueError for linears whose shapes do not fit together.
+        """
+        own = sublayer.self_attn
+        if not isinstance(own, GatedDeltaNet) or own.native is None:
+            return None
+        project, output = own.project, own.out_proj
+        if not isinstance(project, Projections) or not sublayer.residual.is_rms:
+            return None
+        qkvz, ba = project.qkvz_proj, project.ba_proj
+        if not is_native(qkvz) or not is_native(ba) or not is_native(output):
+            return None
+        groups = (project.groups_qkvz, project.groups_ba)
+        return cls(sublayer, own, groups, (qkvz, ba, output), kernels)
+
+    @property
+    def linears(self) -> tuple[NativeLinear, ...]:
+        """Its linear layers: queries, keys, values and gate; write and decay; output."""
+        return self._linears
+
+    @property
+    def fusible_attention(self) -> None:
+        """None: it has no keys and values."""
+
+    @property
+    def fusible_mlp(self) -> None:
+        """None: it is no MLP."""
+
+    @property
+    def arguments(self) -> DeltaStruct:
+        """The arguments of its calls, valid as long as this object lives."""
+        return self._arguments
+
+    @property
+    def residual(self) -> ResidualStruct:
+        """Input, output and norms among the arguments."""
+        residual: ResidualStruct = self._arguments.residual
+        return residual
+
+    def with_own_arguments(self) -> NativeDeltaNet:
+        """Return a copy with separate call arguments, which calls of this one do not change."""
+        other = copy(self)
+        other._arguments = DeltaStruct.from_buffer_copy(self._arguments)
+        return other
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
+        if not self.bind_step(hidden, index, rotary, step):
+            return self._plain(hidden, index, rotary, step)
+        hidden = hidden.contiguous()
+        out = torch.empty_like(hidden)
+        self.residual.bind_rows(hidden, out)
+        self.assign_buffers(SCRATCH.at_least(self.scratch_bytes(hidden)), hidden)
+        self._call(self._arguments)
+        self.after_call()
+        return out
+
+    def bind_step(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> bool:
+        """Point the arguments to the states of a step's slots in layer `index`.
+
+        Returns whether the library can run the step: one without drafts. Raises ValueError for
+        states of other memory, or spans of other rows.
+        """
+        if any(span.n_drafts for span in step.spans):
+            return False
+        if step.spans[-1].end != len(hidden):
+            raise ValueError(f"{len(hidden)} rows are not the {step.spans[-1].end} of the step")
+        own, item = self._config, hidden.itemsize
+        recent_bytes = (own.n_taps - 1) * own.mixed_width * item
+        self._states = [(step.kv.state(s.slot, index), s.end - s.start) for s in step.spans]
+        for state, _ in self._states:
+            check_memory("the rows before", state.recent, recent_bytes, hidden.dtype)
+            n_bytes = 4 * own.key_size * own.value_width
+            check_memory("a state", state.recurrent, n_bytes, torch.float32)
+        self._spans = (DeltaSpanStruct * len(step.spans))(
+            *(
+                DeltaSpanStruct(
+                    recent=state.recent.data_ptr(),
+                    recurrent=state.recurrent.data_ptr(),
+                    start=span.start,
+                    end=span.end,
+                )
+                for span, (state, _) in zip(step.spans, self._states, strict=True)
+            )
+        )
+        self._arguments.spans = ctypes.addressof(self._spans)
+        self._arguments.n_spans = len(step.spans)
+        return True
+
+    def after_call(self) -> None:
+        """Note how far the states of the bound step are."""
+        for state, n_rows in self._states:
+            state.end += n_rows
+        self._states = []
+
+    def scratch_bytes(self, hidden: Tensor) -> int:
+        """Return the scratch memory of a call with rows like `hidden`, in bytes."""
+        buffers = sum(aligned(size) for size in self._buffers(hidden).values())
+        return aligned(hidden.nbytes) + buffers
+
+    def assign_buffers(self, scratch: Tensor, hidden: Tensor) -> None:
+        """Point the arguments to the linear layers, and to buffers at the start of `scratch`."""
+        arguments, at = self._arguments, scratch.data_ptr()
+        matmuls = (linear.native_matmul().address for linear in self._linears)
+        arguments.qkvz, arguments.ba, arguments.output = matmuls
+        arguments.residual.inner = at
+        at += aligned(hidden.nbytes)
+        for name, size in self._buffers(hidden).items():
+            setattr(arguments.recurrence if name == "mixed" else arguments, name, at)
+            at += aligned(size)
+
+    def _buffers(self, hidden: Tensor) -> dict[str, int]:
+        """Return the sizes in bytes of the buffers, by their fields."""
+        own, item, n_rows = self._config, hidden.itemsize, len(hidden)
+        values = n_rows * own.value_width
+        row_bytes = max(linear.native_matmul().row_bytes for linear in self._linears)
+        return {
+            "projected": (n_rows * own.mixed_width + values) * item,
+            "small": 2 * n_rows * own.n_value_heads * item,
+            "rows": (own.n_taps - 1 + n_rows) * own.mixed_width * item,
+            "gate": values * item,
+            "write": 4 * n_rows * own.n_value_heads,
+            "decay": 4 * n_rows * own.n_value_heads,
+            "mixed": 4 * n_rows * own.mixed_width,
+            "outputs": values * item,
+            "scratch": n_rows * row_bytes,
+        }

@@ -1,0 +1,304 @@
+"""A router and its experts in one call of the compiled library.
+
+Knows which routers and experts the library computes, and the layout of a call's buffers. Must not
+know the other sub-layers: fused/sublayers.py chooses among them.
+
+Axes in shape comments: T rows of the micro-batch, E hidden size, X experts, K experts per row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardnet.model.arithmetic.row_functions import ACTIVATIONS
+from shardnet.model.config.model_config import Experts
+from shardnet.model.fused.structs import (
+    CLAMPED,
+    ExpertsStruct,
+    ExpertStruct,
+    MlpStruct,
+    ResidualStruct,
+    RouterStruct,
+    Routing,
+    aligned,
+    check_shape,
+)
+from shardnet.model.kernels.library import SCRATCH, NativeKernels, check_memory
+from shardnet.model.kernels.linear import Linear, NativeLinear, is_native
+from shardnet.model.layers.attention import ForwardStep
+from shardnet.model.layers.decoder_layer import Residual
+from shardnet.model.layers.experts import (
+    ClampedMlp,
+    Router,
+    SharedExpert,
+    SigmoidRouter,
+    SoftmaxRouter,
+    SparseMlp,
+)
+from shardnet.model.layers.group_routers import BestTwoRouter, SoftmaxGroupRouter
+from shardnet.model.layers.modules import GatedMlp, Mlp
+from shardnet.model.layers.rotary import Rotary
+
+_VISITS_AT_ONCE: Final = 256
+"""Pairs of a row and an expert that are computed together, unless there are more rows than that:
+enough to share their work over threads, few enough for their buffers to stay small."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expert:
+    """The linears of an expert, with weights at fixed addresses."""
+
+    gate_up: NativeLinear
+    down: NativeLinear
+
+    @classmethod
+    def of(cls, mlp: Mlp | SharedExpert) -> _Expert | None:
+        """Take the linears of an expert if the library computes them; else None."""
+        if isinstance(mlp, SharedExpert):
+            return cls.of(mlp.expert)
+        if not isinstance(mlp, GatedMlp | ClampedMlp):
+            return None
+        gate_up, down = mlp.gate_up_proj, mlp.down_proj
+        if not _is_fixed(gate_up) or not _is_fixed(down):
+            return None
+        assert is_native(gate_up)
+        assert is_native(down)
+        return cls(gate_up=gate_up, down=down)
+
+    @property
+    def struct(self) -> ExpertStruct:
+        """Point to the linears."""
+        return ExpertStruct(
+            gate_up=self.gate_up.native_matmul().address, down=self.down.native_matmul().address
+        )
+
+
+def _is_fixed(linear: Linear) -> bool:
+    return is_native(linear) and linear.weights_stay
+
+
+class NativeExperts:
+    """An ExpertsSublayer by the library. Not thread-safe: it holds the arguments of its calls."""
+
+    FIELD = "experts"
+    """Of a LayerStruct."""
+
+    def __init__(
+        self,
+        residual: Residual,
+        mlp: SparseMlp,
+        router: RouterStruct,
+        experts: Sequence[_Expert],
+        shared: _Expert | None,
+        kernels: NativeKernels,
+    ) -> None:
+        width, n_inner = experts[0].down.shape
+        visited = [*experts] if shared is None else [*experts, shared]
+        for expert in visited:
+            inner = expert.down.shape[1] if expert is shared else n_inner
+            check_shape("gate_up_proj", expert.gate_up, 2 * inner, width)
+            check_shape("down_proj", expert.down, width, inner)
+        self._width = width
+        self._kept = (residual, mlp)
+        self._shared_gate = mlp.shared.gate if isinstance(mlp.shared, SharedExpert) else None
+        self._linears = tuple(
+            linear for expert in visited for linear in (expert.gate_up, expert.down)
+        )
+        matmuls = [linear.native_matmul() for linear in (*self._linears, *self._small(mlp.router))]
+        self._experts = (ExpertStruct * len(experts))(*(expert.struct for expert in experts))
+        self._call = kernels.function("shardnet_experts", ctypes.POINTER(ExpertsStruct))
+        self._arguments = ExpertsStruct(
+            mlp=MlpStruct(
+                residual=ResidualStruct.of(residual, width, kernels),
+                n_inner=n_inner,
+                **_activation(mlp.experts[0]),
+            ),
+            router=router,
+            experts=ctypes.addressof(self._experts),
+            row_bytes=aligned(max(matmul.row_bytes for matmul in matmuls)),
+            weighs_inputs=mlp.weighs_inputs,
+        )
+        if shared is not None:
+            self._arguments.shared = shared.struct
+            self._arguments.n_shared_inner = shared.down.shape[1]
+        if self._shared_gate is not None:
+            assert is_native(self._shared_gate)
+            self._arguments.shared_gate = self._shared_gate.native_matmul().address
+        self.chosen = torch.empty(0, router.top_k, dtype=torch.int64)
+        """The experts of each row of the last call: [T, K]."""
+
+    def _small(self, router: Router) -> list[NativeLinear]:
+        """Return the gates of the router and of the shared expert."""
+        gates = (_gate(router), self._shared_gate)
+        return [gate for gate in gates if gate is not None and is_native(gate)]
+
+    @classmethod
+    def of(cls, residual: Residual, mlp: SparseMlp, kernels: NativeKernels) -> NativeExperts | None:
+        """Join a router and its experts; None unless the library computes all of it, with weights
+        at fixed addresses (not streamed).
+
+        Raises ValueError for linears whose shapes do not fit together.
+        """
+        router = _router_struct(mlp.router, len(mlp.experts))
+        experts = [_Expert.of(expert) for expert in mlp.experts]
+        shared = None if mlp.shared is None else _Expert.of(mlp.shared)
+        known = [expert for expert in experts if expert is not None]
+        if router is None or len(known) < len(experts) or (shared is None) != (mlp.shared is None):
+            return None
+        gate = mlp.shared.gate if isinstance(mlp.shared, SharedExpert) else None
+        if gate is not None and not _is_fixed(gate):
+            return None
+        own = mlp.shared.expert if isinstance(mlp.shared, SharedExpert) else mlp.shared
+        kinds = [_activation(expert) for expert in (*mlp.experts, *([] if own is None else [own]))]
+        if not kinds[0] or any(kind != kinds[0] for kind in kinds):
+            return None
+        return cls(residual, mlp, router, known, shared, kernels)
+
+    @property
+    def linears(self) -> tuple[NativeLinear, ...]:
+        """The linear layers of its experts: gate and up, down, each."""
+        return self._linears
+
+    @property
+    def fusible_attention(self) -> None:
+        """None: it is no attention."""
+
+    @property
+    def fusible_mlp(self) -> None:
+        """None: it is fused already."""
+
+    @property
+    def arguments(self) -> ExpertsStruct:
+        """The arguments of its calls, valid as long as this object lives."""
+        return self._arguments
+
+    @property
+    def residual(self) -> ResidualStruct:
+        """Input, output and norms among the arguments."""
+        residual: ResidualStruct = self._arguments.mlp.residual
+        return residual
+
+    def with_own_arguments(self) -> NativeExperts:
+        """Return a copy with separate call arguments, which calls of this one do not change."""
+        other = copy(self)
+        other._arguments = ExpertsStruct.from_buffer_copy(self._arguments)
+        return other
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
+        hidden = hidden.contiguous()
+        out = torch.empty_like(hidden)
+        self.residual.bind_rows(hidden, out)
+        self.assign_buffers(SCRATCH.at_least(self.scratch_bytes(hidden)), hidden)
+        self._call(self._arguments)
+        step.record_experts(index, self.chosen)
+        return out
+
+    def scratch_bytes(self, hidden: Tensor) -> int:
+        """Return the scratch memory of a call with rows like `hidden`, in bytes."""
+        own, shared = self._buffers(hidden)
+        return sum(aligned(size) for size in (*own.values(), *shared.values()))
+
+    def assign_buffers(self, scratch: Tensor, hidden: Tensor) -> None:
+        """Point the arguments to buffers at the start of `scratch`."""
+        arguments, at = self._arguments, scratch.data_ptr()
+        of_mlp, own = self._buffers(hidden)
+        for struct, sizes in ((arguments.mlp, of_mlp), (arguments, own)):
+            for name, size in sizes.items():
+                setattr(struct, name, at)
+                at += aligned(size)
+        arguments.mlp.residual.inner = arguments.shared_out + aligned(hidden.nbytes)
+        arguments.n_at_once = self._n_at_once(len(hidden))
+        self.chosen = torch.empty(len(hidden), arguments.router.top_k, dtype=torch.int64)
+        arguments.chosen = self.chosen.data_ptr()
+
+    def _n_at_once(self, n_rows: int) -> int:
+        n_visits: int = n_rows * self._arguments.router.top_k
+        return min(n_visits, max(n_rows, _VISITS_AT_ONCE))
+
+    def _buffers(self, hidden: Tensor) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the sizes in bytes of the buffers of the MLP and of the rest, by their fields."""
+        own, item, n_rows = self._arguments, hidden.element_size(), len(hidden)
+        n_experts, n_visits = own.router.n_experts, n_rows * own.router.top_k
+        at_once = self._n_at_once(n_rows)
+        inner = item * max(at_once * own.mlp.n_inner, n_rows * own.n_shared_inner)
+        of_mlp = {
+            "projected": 2 * inner,
+            "activated": inner,
+            "scratch": at_once * own.row_bytes,
+        }
+        return of_mlp, {
+            "products": 8 * n_experts,
+            "wide": 4 * hidden.numel() if own.router.is_wide else 0,
+            "narrow": 4 * n_rows * n_experts,
+            "scores": 12 * n_rows * n_experts,
+            "weights": 4 * n_visits,
+            "visits": 8 * n_visits,
+            "places": 8 * n_visits,
+            "starts": 8 * (n_experts + 1),
+            "gathered": at_once * self._width * item,
+            "outputs": n_visits * self._width * item,
+            "shared_gates": n_rows * item,
+            "shared_out": 2 * aligned(hidden.nbytes),  # and what the residual adds
+        }
+
+
+def _gate(router: Router) -> Linear | None:
+    if isinstance(router, SoftmaxRouter | SigmoidRouter | SoftmaxGroupRouter | BestTwoRouter):
+        return router.gate
+    return None
+
+
+def _router_struct(router: Router, n_experts: int) -> RouterStruct | None:
+    """Describe a router; None if the library does not compute it."""
+    gate = _gate(router)
+    if gate is None or not is_native(gate) or not gate.weights_stay:
+        return None
+    if gate.shape[0] != n_experts:
+        raise ValueError(f"a router of {gate.shape[0]} experts stands before {n_experts}")
+    struct = RouterStruct(gate=gate.native_matmul().address, n_experts=n_experts, scale=1.0)
+    struct.n_groups = struct.top_groups = 1
+    match router:
+        case SoftmaxRouter():
+            struct.top_k = router.top_k
+            is_of_best = router.normalize
+            struct.routing = Routing.BEST_BY_SOFTMAX if is_of_best else Routing.BEST_OF_SOFTMAX
+        case SigmoidRouter():
+            struct.top_k, struct.routing = router.top_k, Routing.BEST_BY_SIGMOID
+        case SoftmaxGroupRouter():
+            _group(struct, router.experts)
+            struct.routing = Routing.GROUPS_BY_SOFTMAX
+        case BestTwoRouter():
+            _group(struct, router.experts)
+            struct.normalizes = router.experts.normalize_top_k
+            by_softmax = router.has_softmax
+            struct.routing = (
+                Routing.GROUPS_BY_TWO_SOFTMAX if by_softmax else Routing.GROUPS_BY_TWO_SIGMOIDS
+            )
+            if router.bias is not None:
+                bias = check_memory("a router's bias", router.bias, 4 * n_experts, torch.float32)
+                struct.bias = bias.data_ptr()
+    return struct
+
+
+def _group(struct: RouterStruct, experts: Experts) -> None:
+    """Set what routers that choose among groups have in common."""
+    struct.top_k, struct.scale = experts.top_k, experts.output_scale
+    struct.n_groups, struct.top_groups = experts.n_groups, experts.top_groups
+    struct.is_wide = 1
+
+
+def _activation(mlp: Mlp) -> dict[str, float]:
+    """Return the fields of a MlpStruct for an expert's activation; none if it has no number."""
+    if isinstance(mlp, ClampedMlp):
+        return {"activation": CLAMPED, "limit": mlp.limit, "alpha": mlp.alpha}
+    if isinstance(mlp, GatedMlp) and mlp.activation in ACTIVATIONS:
+        return {"activation": ACTIVATIONS[mlp.activation]}
+    return {}

@@ -1,0 +1,205 @@
+/* The structs of sub-layers and what their files share. fused/structs.py and others mirror the structs. */
+
+#ifndef SHARDNET_SUBLAYERS_H
+#define SHARDNET_SUBLAYERS_H
+
+#include <stddef.h>
+
+#include "gather.h"
+#include "vectors.h"
+
+#if defined(__clang__)
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (quad){__VA_ARGS__})
+#endif
+
+#define NOINLINE __attribute__((noinline)) /* compiled once, rather than wherever it is called */
+#define MAX_HEAD 576  /* columns of a head */
+#define TILE 48       /* queries that are attended together: of consecutive rows and the heads of a group */
+#define KEYS 128      /* scored before their values are weighted and summed: a block of positions */
+#define GROUP 32      /* keys that are transposed and scored at a time: their columns stay in the first cache */
+#define LINE 64       /* bytes of a cache line */
+
+typedef uint32_t quad __attribute__((vector_size(16)));
+
+enum activation { SILU = 0, GELU_TANH = 1, RELU = 2, CLAMPED = 3 };
+enum kind { FLOAT32, BFLOAT16, INT8 }; /* how keys and values are stored */
+enum function { ACTIVATED = 0, SIGMOID = 1, CAPPED = 2, SOFTMAX = 3, RMS_NORM = 4, LAYER_NORM = 5, ROTATED = 6 };
+enum parts { BEFORE = 1, STORE = 2, ATTEND = 4, AFTER = 8 };
+
+/* RMSNorm. */
+struct norm {
+    const void *weight; /* NULL: there is none */
+    float eps;
+    int32_t is_bf16; /* the weight */
+};
+
+/* Norms and residual of a sub-layer: out = hidden + multiplier * after(sublayer(before(hidden))). */
+struct residual {
+    struct norm before, after;
+    const void *hidden; /* [n_rows, width] */
+    void *out;          /* [n_rows, width] */
+    void *inner;        /* scratch [n_rows, width] */
+    int64_t n_rows, width;
+    float multiplier;
+    int32_t is_bf16; /* all rows, keys and values: else they are float32 */
+    int32_t rounds;  /* float32 that go out to numbers of bfloat16 */
+    struct team team;
+};
+
+/* Keys and values [KV heads, capacity, row_bytes] of a slot in one layer, from position `first` on: unchanged, or
+ * quantised to int8 as in cache/kv_quantization.py: a head's columns, zeros up to whole groups, then a bfloat16 scale
+ * for each group. */
+struct slot_layer {
+    void *keys, *values;
+    int64_t first, capacity;
+};
+
+/* The rows [start, end) of one slot, `position` the first one's. */
+struct span {
+    const struct slot_layer *layers;
+    int64_t start, end, position;
+};
+
+/* Attention of rows over the keys and values in their slots. */
+struct attend {
+    const void *queries; /* [n_rows, n_heads, head_size], `row_stride` values from row to row */
+    void *attended;      /* [n_rows, n_heads, value_size] */
+    const float *sinks;  /* [n_heads]: scores without a value, or NULL */
+    const struct span *spans;
+    int64_t n_spans, layer, row_stride, n_heads, n_kv_heads, head_size;
+    int64_t value_size;              /* columns of a value */
+    int64_t row_bytes, value_bytes;  /* of one key, one value in a slot */
+    int64_t key_columns, value_columns; /* what they have in a slot: with `group`, whole groups */
+    int64_t window;                  /* positions that a row attends to, itself among them; 0 is all */
+    int64_t group; /* columns that share a scale: a multiple of PARTS; 0 where nothing is quantised */
+    struct team team;
+    float scale;
+    float soft_cap; /* c: a score x becomes c * tanh(x / c); 0 is none */
+    int32_t is_bf16;
+    int32_t values_are_keys; /* the slots hold no values: they are the keys' columns */
+};
+
+/* The columns of a query in a tile: its own, and zeros up to a whole word of any kind. */
+static inline int64_t query_columns(const struct attend *call) { return (call->head_size + 3) / 4 * 4; }
+
+struct attention_call {
+    struct residual residual;
+    struct norm head_norm; /* [n_heads + n_kv_heads, head_size] */
+    struct linear *qkv, *output;
+    int8_t *scratch;       /* for the linear layers */
+    const void *cos, *sin; /* [n_rows, n_rotated] */
+    void *projected;       /* queries, keys and values, scratch [n_rows, n_heads + 2 * n_kv_heads, head_size] */
+    void *with_gates;      /* the same, each query followed by its gate, scratch; NULL: there are no gates */
+    void *gates;           /* scratch [n_rows, n_heads, head_size], of what attention gives */
+    int64_t n_rotated;
+    struct attend attend; /* its queries are those in `projected` */
+    struct joined joined; /* around the output */
+};
+
+struct mlp_call {
+    struct residual residual;
+    struct linear *gate_up, *down;
+    int8_t *scratch;
+    void *projected; /* gate and up, scratch [n_rows, 2 * n_inner] */
+    void *activated; /* scratch [n_rows, n_inner] */
+    int64_t n_inner;
+    struct joined joined; /* around `down` */
+    int32_t activation;
+    float limit, alpha; /* of CLAMPED: gates are at most `limit`, the others within it; `alpha` is within the sigmoid */
+};
+
+struct layer {
+    struct attention_call *attention; /* or NULL */
+    struct mlp_call *mlp;         /* or NULL */
+    struct experts_call *experts; /* in its place */
+    struct delta_call *delta;     /* in place of attention */
+};
+
+INLINE const struct span *span_of(const struct attend *call, int64_t row) {
+    const struct span *span = call->spans;
+    while (row >= span->end) span++;
+    return span;
+}
+
+/* The address of a value in a row or slot, and the value. */
+INLINE char *at(const void *values, int64_t index, int is_bf16) {
+    return (char *)(uintptr_t)values + index * (is_bf16 ? 2 : 4);
+}
+
+INLINE float number(const void *values, int64_t index, int is_bf16) {
+    if (is_bf16) {
+        uint16_t bits;
+        memcpy(&bits, at(values, index, 1), 2);
+        return from_bf16(bits);
+    }
+    float value;
+    memcpy(&value, at(values, index, 0), 4);
+    return value;
+}
+
+/* Rows of a span that are attended together. */
+INLINE int64_t tile_rows(const struct attend *call) {
+    const int64_t rows = TILE * call->n_kv_heads / call->n_heads;
+    return rows > 0 ? rows : 1;
+}
+
+/* A function of rows that no sub-layer fuses: what `other` and `another` are depends on it. */
+struct row_call {
+    const void *rows;    /* [n_rows, width], `stride` values from row to row */
+    const void *other;   /* a factor, like `rows`, or NULL; LAYER_NORM: bias [width]; ROTATED: cosines [n, n_rotated] */
+    const void *another; /* ROTATED: sines */
+    void *out;           /* [n_rows, width] */
+    struct norm norm;    /* its weight [n_others, width], in turns; its eps also is what CAPPED caps by */
+    struct team team;
+    int64_t n_rows, width, stride;
+    int64_t n_others, n_rotated; /* ROTATED: rows of one position, and their first columns that are rotated */
+    int32_t function, activation;
+    int32_t is_bf16; /* rows and out: else they are float32 */
+};
+
+struct steps {
+    work_function normalize, add, rotate, attend, activate, compute;
+    work_function widen, route, gather, combine; /* of experts */
+    work_function part_gates, open_gates;        /* of attention */
+};
+
+const struct steps *shardnet_steps_for(const struct team *team);
+
+/* Pieces are large enough to be worth waking a thread for. */
+#define ROWS_AT_ONCE 8
+#define WORK_AT_ONCE 65536
+#define ELEMENTS_AT_ONCE 16384
+
+/* Readies a linear layer for `n_rows` rows. */
+INLINE void ready(struct linear *p, const struct residual *residual, int64_t n_rows, int8_t *scratch, const void *rows,
+                  void *out) {
+    p->rows = rows;
+    p->out = out;
+    p->quantized = scratch;
+    p->n_rows = n_rows;
+    p->is_bf16 = residual->is_bf16;
+    p->team.n_threads = residual->team.n_threads;
+}
+
+INLINE void multiply(struct linear *p, const struct residual *residual, int8_t *scratch, const void *rows, void *out) {
+    ready(p, residual, residual->n_rows, scratch, rows, out);
+    shardnet_linear(p);
+}
+
+/* Applies the norm before a sub-layer, if there is one. Returns where its rows are. */
+INLINE const void *normalize(const struct steps *steps, const struct residual *residual) {
+    if (!residual->before.weight) return residual->hidden;
+    shardnet_parallel_for(&residual->team, steps->normalize, residual, residual->n_rows, ROWS_AT_ONCE);
+    return residual->inner;
+}
+
+INLINE void add_residual(const struct steps *steps, const struct residual *residual) {
+    shardnet_parallel_for(&residual->team, steps->add, residual, residual->n_rows, ROWS_AT_ONCE);
+}
+
+void shardnet_experts(struct experts_call *call);
+void shardnet_delta_net(struct delta_call *call);
+
+#endif
