@@ -59,9 +59,7 @@ class ModelFacts:
         described = None
         if listed.kind:
             return Facts(
-                family=listed.family,
-                form=listed.form,
-                size_bytes=listed.size_bytes,
+                listed=listed,
                 context=listed.context,
                 template="",
                 capabilities=("embedding",),

@@ -136,6 +136,11 @@ class AdaptedLinear:
         """Whether the compiled library computes it where no row has an adapter."""
         return self._base.is_native
 
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """See Linear: those of the linear without adapters."""
+        return self._base.weights
+
     def native_matmul(self) -> NativeMatmul:
         """Return the library's matmul of the linear without adapters."""
         assert is_native(self._base), "self.is_native says so"
