@@ -28,6 +28,7 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
     │           └── DamagedFrameError bytes that changed on their way
     ├── NumericalError                the model computed something that is not a number
     │   └── WrongValuesError          the same, and which stage has computed it
+    │       └── ChangedWeightsError   weights in memory are not what they were
     ├── PeerFailedError               a node of the ring was lost or reported a failure
     │   ├── SupersededError           another node leads the ring by now
     │   └── LostShardError            a shard of a stage ended or does not answer
@@ -277,6 +278,12 @@ class WrongValuesError(NumericalError):
         error = cls(message, remedy="check that machine's memory, and the checkpoint")
         error.is_received, error.sequence = True, sequence
         return error
+
+
+class ChangedWeightsError(WrongValuesError):
+    """The weights of a stage are not what they were when they were loaded: memory has changed."""
+
+    code = 52
 
 
 class PeerFailedError(ShardnetError):

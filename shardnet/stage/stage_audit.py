@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from shardnet.errors import UsageError, WrongValuesError
+from shardnet.errors import ChangedWeightsError, UsageError, WrongValuesError
 from shardnet.model.kernels.codec import pack_rows, to_bytes, torch_dtype, unpack_rows
 from shardnet.model.kernels.device_memory import capacity_error_for
 from shardnet.stage.stage_model import StageModel
@@ -53,10 +53,13 @@ class StageAudit:
         return self._model.digests.size_bytes if self._model.digests is not None else 0
 
     def look_at_weights(self) -> int:
-        """Look at a piece of the weights; return its bytes, 0 for none. Raises WrongValuesError."""
+        """Look at a piece of the weights; return its bytes, 0 for none.
+
+        Raises ChangedWeightsError.
+        """
         try:
             return self._model.digests.look() if self._model.digests is not None else 0
-        except WrongValuesError:
+        except ChangedWeightsError:
             self.is_wrong = True
             raise
 
@@ -65,8 +68,8 @@ class StageAudit:
 
         They are in the ring's dtype, which loses nothing; those before the model's first layer are
         b"": the same token ids are embedded everywhere. Raises WrongValuesError, which names the
-        weights that have changed, else the first layer at fault, if any of them are not what they
-        were the first time, CapacityError where no memory is left.
+        first layer at fault, if any of them are not what they were the first time; that is a
+        ChangedWeightsError where weights have changed. CapacityError where no memory is left.
         """
         with capacity_error_for("no memory is left for an audit", remedy="lower --memory there"):
             states = self._model.trial(self._hidden, self._n_rows)

@@ -13,7 +13,7 @@ from typing import Final
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from shardnet.errors import WrongValuesError
+from shardnet.errors import ChangedWeightsError
 from shardnet.model.kernels.codec import to_bytes
 
 PIECE_BYTES: Final = 4 << 20
@@ -88,7 +88,7 @@ class WeightDigests:
     def look(self) -> int:
         """Look at the next piece and return its bytes, 0 where there is none.
 
-        Raises WrongValuesError, which names the parameter, if it is not what it was: twice, so
+        Raises ChangedWeightsError, which names the parameter, if it is not what it was: twice, so
         that it is no slip of the look.
         """
         if not self._pieces:
@@ -102,7 +102,7 @@ class WeightDigests:
         if piece.digest is None:
             piece.digest = digest
         elif piece.digest not in (digest, xxh3_64_intdigest(now)):
-            raise WrongValuesError(
+            raise ChangedWeightsError(
                 f"bytes {piece.begin} to {piece.end} of {piece.name} have changed in its memory "
                 "since they were loaded",
                 remedy=CHECK_MACHINE,

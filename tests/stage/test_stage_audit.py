@@ -16,7 +16,13 @@ from support.needs import HAS_VECTORS, needs_library
 from support.soak import cases, is_soak
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.errors import CapacityError, CheckpointError, RemoteProtocolError, WrongValuesError
+from shardnet.errors import (
+    CapacityError,
+    ChangedWeightsError,
+    CheckpointError,
+    RemoteProtocolError,
+    WrongValuesError,
+)
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels.library import Isa, native_kernels
 from shardnet.runtime.loading import one_layer
@@ -125,7 +131,7 @@ def test_a_bit_that_flips_is_found_and_its_parameter_named(name: str, tmp_path: 
     assert not stage.is_lost
     assert stage.kept
     flip(audit, name)
-    with pytest.raises(WrongValuesError, match=rf"of {name} have changed.*memtest86"):
+    with pytest.raises(ChangedWeightsError, match=rf"of {name} have changed.*memtest86"):
         a_turn(audit)
     assert stage.is_lost
     assert not stage.fits(order)
@@ -137,7 +143,7 @@ def test_rows_that_come_out_unlike_name_the_weights_that_changed(tmp_path: Path)
     a_turn(audit)
     audit.compute(0)
     flip(audit, "model.layers.1.mlp.down_proj")
-    with pytest.raises(WrongValuesError, match="down_proj have changed"):
+    with pytest.raises(ChangedWeightsError, match="down_proj have changed"):
         audit.compute(0)
 
 

@@ -41,7 +41,8 @@ async def audit_stage(host: StageHost, message: AuditStage) -> StageAudited:
         return time.perf_counter() - began_s, n_bytes
 
     rows_s, before, after = WEIGHTS_S, b"", b""
-    if audit.promises_bits:
+    with_rows = message.with_rows and audit.promises_bits
+    if with_rows:
         rows_s, before, after = await host.between_steps(compute, place)
     looked_s, looked_bytes = 0.0, 0
     while looked_s < rows_s and looked_bytes < audit.weight_bytes:
@@ -51,7 +52,7 @@ async def audit_stage(host: StageHost, message: AuditStage) -> StageAudited:
         looked_s, looked_bytes = looked_s + took_s, looked_bytes + n_bytes
     return StageAudited(
         request=message.request,
-        took_s=looked_s + (rows_s if audit.promises_bits else 0.0),
+        took_s=looked_s + (rows_s if with_rows else 0.0),
         looked_bytes=looked_bytes,
         weight_bytes=audit.weight_bytes,
         before=before,

@@ -15,8 +15,10 @@ from typing import Final, NamedTuple
 
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
+from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.ring.ring import Ring
-from shardnet.errors import ShardnetError, WrongValuesError
+from shardnet.errors import ChangedWeightsError, ShardnetError, WrongValuesError
+from shardnet.types import NodeId
 from shardnet.wire.messages.diagnostics import MAX_FINDINGS, AuditFinding, AuditState
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.stages import AuditStage, ComputeLayer
@@ -25,6 +27,10 @@ LOOK_S: Final = 2.0
 """The shortest pause between two audits, and how often is looked whether there is a ring."""
 ANSWER_S: Final = 60.0
 """How long a node may take to audit its stage, or to compute a layer from its checkpoint."""
+NOT_A_MACHINE: Final = (
+    "it was so before on another machine, or on this one with its layers loaded anew: report it as "
+    "a bug of shardnet; rows are audited no more until this node is started again"
+)
 CHECK_BOTH: Final = (
     "test the memory of both machines (memtest86+), and set the clocks of their processors and "
     "memory back to what their makers say"
@@ -42,8 +48,8 @@ class Answer(NamedTuple):
 class _Progress:
     """How far the audits of one ring are.
 
-    Others have computed the layers `confirmed` alike, and of `disputed` ones nobody knows who is
-    wrong: neither are compared again. `good_at` is when nothing was found last,
+    Others have computed the layers `confirmed` alike: they are not compared again. Where it
+    `is_disputed` which of two nodes is wrong, none is. `good_at` is when nothing was found last,
     by rank.
     """
 
@@ -51,7 +57,7 @@ class _Progress:
     good_at: dict[int, float] = field(default_factory=dict)
     n_audits: int = 0
     confirmed: set[int] = field(default_factory=set)
-    disputed: set[int] = field(default_factory=set)
+    is_disputed: bool = False
 
 
 class Audits:
@@ -75,6 +81,9 @@ class Audits:
         self._progress: _Progress | None = None
         self._n_audits = self._looked_bytes = 0
         self._busy_s = 0.0
+        self._unlike: set[NodeId] = set()
+        """Nodes whose rows came out unlike."""
+        self._trusts_rows = True
         self._findings: deque[AuditFinding] = deque(maxlen=MAX_FINDINGS)
 
     @property
@@ -120,15 +129,21 @@ class Audits:
 
     async def _audit(self, lead: Lead, progress: _Progress, rank: int, layer: int) -> float:
         ring, asked_at = lead.ring, time.time()
-        order = AuditStage(request=0, ring=ring.name, epoch=ring.epoch, layer=layer)
+        order = AuditStage(
+            request=0,
+            ring=ring.name,
+            epoch=ring.epoch,
+            layer=layer,
+            with_rows=self._trusts_rows,
+        )
         async with asyncio.timeout(ANSWER_S):
             audited = await ring.ports[rank].audit(order)
         self._n_audits += 1
         self._looked_bytes += audited.looked_bytes
         self._busy_s += audited.took_s
         took_s, answers = 0.0, list[Answer]()
-        is_alike = lead.plan.exactness.batch and len({f.arithmetic for f in lead.plan.forms}) == 1
-        if audited.after and is_alike and layer not in progress.confirmed | progress.disputed:
+        is_due = layer not in progress.confirmed and not progress.is_disputed
+        if audited.after and is_due and _are_alike(lead.plan):
             took_s, answers = await self._compare(ring, rank, layer, audited.before, audited.after)
         if answers and answers[0].after != audited.after:
             self._disagree(progress, layer, Answer(rank, audited.after), answers)
@@ -163,9 +178,9 @@ class Audits:
         self, progress: _Progress, layer: int, audited: Answer, answers: Sequence[Answer]
     ) -> None:
         """Find out who of those that have computed a layer unlike is wrong, and do without it."""
-        progress.disputed.add(layer)
         wrong, names = judge(audited, answers), progress.ring.node_names
         if wrong is None:
+            progress.is_disputed = True
             other = names[answers[0].rank]
             what = f"it and {other} compute the same rows unlike, and one of them is wrong"
             self._note(progress, audited.rank, layer, what, CHECK_BOTH, is_left_out=False)
@@ -177,11 +192,28 @@ class Audits:
 
     def _found(self, progress: _Progress, rank: int, layer: int, error: WrongValuesError) -> None:
         """Do without a node that is wrong; the head stays, and has its layers loaded anew."""
+        port = progress.ring.ports[rank]
+        what = error.message.removeprefix(f"{port.name}: ")
+        if self._is_doubtful(port.node, error, is_head=not rank):
+            self._trusts_rows = False
+            progress.ring.on_acquitted()
+            self._note(progress, rank, layer, what, NOT_A_MACHINE, is_left_out=False)
+            return
         if not rank:
             self._distrust()
-        what = error.message.removeprefix(f"{progress.ring.ports[rank].name}: ")
         self._note(progress, rank, layer, what, error.remedy, is_left_out=rank > 0)
         progress.ring.found_wrong(rank, error)
+
+    def _is_doubtful(self, node: NodeId, error: WrongValuesError, *, is_head: bool) -> bool:
+        """Say whether rows came out unlike on another machine before, or on the head again.
+
+        Then it is more likely a bug of ours than bad machines.
+        """
+        if isinstance(error, ChangedWeightsError):
+            return False
+        is_again = is_head and node in self._unlike
+        self._unlike.add(node)
+        return is_again or len(self._unlike) > 1
 
     def _note(
         self,
@@ -207,6 +239,11 @@ class Audits:
                 is_left_out=is_left_out,
             )
         )
+
+
+def _are_alike(plan: Plan) -> bool:
+    """Say whether all nodes of a ring give equal bits, by the compiled library."""
+    return plan.exactness.batch and len({form.arithmetic for form in plan.forms}) == 1
 
 
 def judge(audited: Answer, answers: Sequence[Answer]) -> int | None:

@@ -106,8 +106,8 @@ class Ring:
         self._former = former
         self._is_second_try = former is not None and former.had_wrong_values
         """Whether it replaces a ring with wrong values, and the requests have not gone on yet."""
-        self._distrusts_disks: bool = former is not None and bool(
-            former.wrong or former._distrusts_disks
+        self._distrusts_disks: bool = former is not None and (
+            bool(former.wrong) or former._distrusts_disks
         )
         """Whether prompts may have been kept on disk with wrong values: then none are read."""
         self._engine: Engine | None = None

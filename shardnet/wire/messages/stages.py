@@ -296,13 +296,15 @@ class AuditStage(Tagged, frozen=True, kw_only=True):
     """Have a stage look at some of its weights, and compute rows that it computes each time.
 
     It looks at weights for as long as the rows have taken. Those before and after `layer` are asked
-    for. Failed with code 51 says what is wrong with it.
+    for; without `with_rows` it computes none. Failed says what is wrong with rows by code 51, by 52
+    what is wrong with weights.
     """
 
     request: RequestId
     ring: Name
     epoch: U32
     layer: LayerNumber
+    with_rows: bool = True
 
 
 class StageAudited(Tagged, frozen=True, kw_only=True):

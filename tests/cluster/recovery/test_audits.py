@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from shardnet.cluster.recovery.audits import Answer, Audits, judge
 from shardnet.cluster.ring.stage_port import RemotePort
 from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.layers.attention import ForwardStep
+from shardnet.stage.stage_model import StageModel
 from shardnet.wire.messages.diagnostics import AuditFinding, AuditState
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.stages import ComputeLayer, LayerComputed
@@ -70,6 +72,7 @@ class Audited:
     async def audit(self, until: Callable[[], bool]) -> None:
         while not until():
             await self.head.audits.audit()
+            await asyncio.sleep(0)  # without a ring it comes back at once
 
     @property
     def used(self) -> set[str]:
@@ -233,6 +236,34 @@ def test_of_two_that_stand_by_their_word_none_is_left_out(
             assert audited.found == [("anna", False)]
             assert any("it and bert compute the same rows" in x for x in audited.nodes[0].lines)
             assert audited.used == {"anna", "bert"}
+
+    asyncio.run(main())
+
+
+def test_rows_that_are_unlike_on_every_machine_are_no_machine_s_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is loaded computes wrong: one is left out, no second one, and rows count no more."""
+
+    async def main() -> None:
+        async with ring(tmp_path, "anna", "bert") as audited:
+            await audited.say(lambda: audited.n_confirmed >= 2)
+            plain, n_trials = StageModel.trial, itertools.count(1)
+
+            def trial(self: StageModel, hidden: Tensor | None, n_rows: int) -> list[Tensor]:
+                nudge = next(n_trials)
+                return [state + nudge for state in plain(self, hidden, n_rows)]
+
+            monkeypatch.setattr(StageModel, "trial", trial)
+            lines = audited.nodes[0].lines
+            await audited.audit(lambda: any("bug of shardnet" in line for line in lines))
+            found = audited.found
+            assert not found[-1][1]
+            assert audited.head.audits.state is not None
+            n_audits = audited.head.audits.state.n_audits
+            assert len((await audited.say())[0]) == N_TOKENS
+            await audited.audit(lambda: audited.head.audits.state.n_audits > n_audits + 3)
+            assert audited.found == found
 
     asyncio.run(main())
 
