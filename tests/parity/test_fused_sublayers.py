@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -375,9 +376,20 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kv_dtype", list(KvDType))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", list(KINDS))
+DTYPES = (torch.float32, torch.bfloat16)
+EACH_WAY = [*product(KINDS, DTYPES, KvDType)]
+USUAL_WAYS = [
+    (kind, dtype, kv_dtype)
+    for place, kind in enumerate(KINDS)
+    for dtype, kv_dtype in zip(DTYPES, [*KvDType][:: 1 - 2 * (place % 2)], strict=True)
+]
+"""Each kind in both dtypes, once with keys as they are and once in int8, in turns."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "kv_dtype"),
+    cases(USUAL_WAYS, [way for way in EACH_WAY if way not in USUAL_WAYS]),
+)
 def test_a_position_has_the_same_bits_in_any_chunk_on_any_machine(
     kind: str, dtype: torch.dtype, kv_dtype: KvDType
 ) -> None:

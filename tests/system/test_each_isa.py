@@ -14,15 +14,17 @@ from support.soak import is_soak
 from shardnet.model.kernels.library import ISA_VARIABLE, Isa, find_kernels
 
 ROOT = Path(__file__).parents[2]
-PROMISES = (
+IN_PROCESS = (
     "tests/parity/test_exactness.py",
     "tests/parity/test_transformers_parity.py",
     "tests/parity/test_quantized_parity.py",
-    "tests/system/test_recovery.py",
-    "tests/system/test_unlike_nodes.py",
 )
+OF_NODES = ("tests/system/test_recovery.py", "tests/system/test_unlike_nodes.py")
+"""Each starts node processes, which takes longer than all that is computed."""
 SHORT = ["-k", "llama or deepseek_v3 or spans_two_nodes or unlike"]
 """What the suite runs of them: all promises, of two unlike families."""
+SHORT_OF_NODES = {"avx2", "portable"}
+"""The classes whose nodes the suite starts: the most common one, and the one without vectors."""
 CLASSES = {
     "avx512_bf16": (Isa.AVX512, True),
     "avx512": (Isa.AVX512, False),
@@ -50,8 +52,9 @@ def test_promises_hold_on_a_cpu_of_the_class(name: str) -> None:
     if class_told() == CLASSES[name]:
         pytest.skip("this machine is one: the tests themselves show it")
     chosen = [] if is_soak() else SHORT
+    promises = [*IN_PROCESS, *(OF_NODES if is_soak() or name in SHORT_OF_NODES else ())]
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *PROMISES],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *promises],
         cwd=ROOT,
         env=os.environ | {ISA_VARIABLE: name} | OF_TORCH.get(name, {}),
         capture_output=True,
@@ -61,4 +64,4 @@ def test_promises_hold_on_a_cpu_of_the_class(name: str) -> None:
     n_passed = re.search(r"(\d+) passed", ran.stdout)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
     assert n_passed is not None
-    assert int(n_passed[1]) > len(PROMISES)
+    assert int(n_passed[1]) > len(promises)
