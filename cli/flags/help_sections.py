@@ -25,7 +25,7 @@ SECTIONS: Final = MappingProxyType(
                 "--arith",
                 "--wire-dtype",
             ),
-            *("--quant", "--kv-dtype", "--mtp", "--stream-layers", "--optimise"),
+            *("--quant", "--kv-dtype", "--mtp", "--lora", "--stream-layers", "--optimise"),
             "--ignore-unknown-config",
         ),
         "Where a model runs": (
@@ -39,13 +39,13 @@ SECTIONS: Final = MappingProxyType(
         "Sampling": (
             *("--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty"),
             *("--presence-penalty", "--frequency-penalty", "--logit-bias", "--seed"),
+            "--use-lora",
         ),
         "The form of a text": ("--json-schema", "--regex", "--grammar"),
         "The end of a text": (
             *("--max-tokens", "--min-tokens", "--stop", "--stop-token-id", "--ignore-eos"),
         ),
         "Speculation and determinism": ("--speculate", "--draft-tokens", "--deterministic"),
-        "LoRA adapters": ("--lora", "--use-lora"),
         "Output": (
             *("--json", "--logprobs", "--prompt-logprobs", "--jsonl", "--keep-special-tokens"),
             *("--every", "--count", "--trace", "--log-format"),

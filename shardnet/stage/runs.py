@@ -116,13 +116,21 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
                 "loaded here"
             )
         return tuple(
-            RowsOfAdapter(
-                adapter_id=name,
-                index=torch.tensor([row for row, _ in rows], device=device),
-                scales=torch.tensor([[scale] for _, scale in rows], device=device),
-            )
+            _rows_of(name, rows, is_all=len(rows) == start, device=device)
             for name, rows in sorted(found.items())
         )
+
+
+def _rows_of(
+    adapter_id: str, rows: Sequence[tuple[int, float]], *, is_all: bool, device: torch.device
+) -> RowsOfAdapter:
+    """Describe rows with an adapter, given with their scales; `is_all` says that no other is."""
+    index, scales = None, None
+    if not is_all:
+        index = torch.tensor([row for row, _ in rows], device=device)
+    if any(scale != 1 for _, scale in rows):
+        scales = torch.tensor([[scale] for _, scale in rows], device=device)
+    return RowsOfAdapter(adapter_id=adapter_id, index=index, scales=scales)
 
 
 def sampled_rows(rows: Tensor, batch: MicroBatch) -> Tensor:

@@ -34,11 +34,14 @@ _PLAIN_MIN_ROWS: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsOfAdapter:
-    """The rows of a step that have one adapter, by its id, and what each multiplies it by."""
+    """The rows of a step that have one adapter, by its id, and what each multiplies it by.
+
+    `index` is None where all rows have it, `scales` where it is 1 for each.
+    """
 
     adapter_id: str
-    index: Tensor  # [T'], int64
-    scales: Tensor  # [T', 1], float32
+    index: Tensor | None  # [T'], int64
+    scales: Tensor | None  # [T', 1], float32
 
 
 class ActiveAdapters:
@@ -65,7 +68,6 @@ class LowRankProduct:
     """
 
     def __init__(self, low_rank: LowRank, device: torch.device) -> None:
-        self._factor = low_rank.factor
         is_cpu = device.type == "cpu"
         self._choice = KernelChoice(
             dtype=DType.FLOAT32,
@@ -75,8 +77,8 @@ class LowRankProduct:
             device=device.type,
         )
         self._linears = [
-            make_linear(self._choice, [matrix.float()], [], device)
-            for matrix in (low_rank.a, low_rank.b)
+            make_linear(self._choice, [matrix], [], device)
+            for matrix in (low_rank.a.float(), low_rank.b.float() * low_rank.factor)
         ]
         self._most_rows = self._exact_rows(device)
 
@@ -95,7 +97,7 @@ class LowRankProduct:
 
     def _multiply(self, rows: Tensor) -> Tensor:
         a, b = self._linears
-        return b(a(rows)).mul_(self._factor)
+        return b(a(rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,12 @@ class AdaptedLinear:
 
     @staticmethod
     def _add(part: AddedPart, some: RowsOfAdapter, rows: Tensor, out: Tensor) -> None:
-        more = part.product(rows.index_select(0, some.index).float()).mul_(some.scales)
+        taken = rows if some.index is None else rows.index_select(0, some.index)
+        more = part.product(taken.float())
+        if some.scales is not None:
+            more.mul_(some.scales)
         own = out[:, part.begin : part.end]
-        own[some.index] = (own[some.index].float() + more).to(out.dtype)
+        if some.index is None:
+            own.copy_(more.add_(own))
+        else:
+            own[some.index] = more.add_(own[some.index]).to(out.dtype)
