@@ -40,6 +40,8 @@ RETURNS_EACH = 3
 """One model is asked until so many nodes have returned, and all are here."""
 LEAVES = 0.25
 """The share of clients that leave in the middle of an answer."""
+LEAVES_S = 2.0
+"""After how long at most."""
 AGAIN_S = 0.5
 """When a client whose request was refused asks again."""
 
@@ -82,12 +84,15 @@ class Owner:
             model = self.models[self.n_returns // RETURNS_EACH % len(self.models)]
             number = self.chance.randrange(len(self.prompts))
             asking = asyncio.create_task(self._ask(model, number))
-            if self.chance.random() < LEAVES:
-                await asyncio.wait([asking], timeout=self.chance.random() * 2)
+            leaves_s = self.chance.random() * LEAVES_S if self.chance.random() < LEAVES else None
+            try:
+                await asyncio.wait([asking], timeout=leaves_s)
                 self.n_left += not asking.done()
+            finally:
                 asking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asking
+                await asyncio.wait([asking])
+            if not asking.cancelled():
+                asking.result()
 
     async def _ask(self, model: str, number: int) -> None:
         try:
