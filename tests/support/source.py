@@ -29,7 +29,7 @@ ROOMS: dict[str, list[str]] = {
     ],
     "checkpoint": ["tensors", "quantization", "formats", "adapters", ""],
     "tokenizers": ["chat", "backends", "formats", "", "grammar"],
-    "stage": ["estimate", "packs", "streaming", "prefixes", "shards", "adapters", ""],
+    "stage": ["estimate", "packs", "streaming", "prefixes", "shards", "moves", "adapters", ""],
     "runtime": [
         "scheduling",
         "processors",

@@ -22,7 +22,7 @@ from shardnet.wire.messages.bulk import FetchKv, KvRows
 from shardnet.wire.messages.stages import KvMoved, MoveKv
 
 if TYPE_CHECKING:  # it imports torch
-    from shardnet.stage.slot_moves import SlotMoves
+    from shardnet.stage.moves.slot_moves import SlotMoves
 
 KEPT_S: Final = 60.0
 """How long something that was moved waits to be opened, and a link for more to be moved."""

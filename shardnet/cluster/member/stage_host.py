@@ -43,9 +43,9 @@ from shardnet.wire.messages.handshake import Hello
 from shardnet.wire.messages.stages import LoadStage
 
 if TYPE_CHECKING:  # it imports torch
+    from shardnet.stage.moves.slot_moves import SlotMoves
     from shardnet.stage.prefixes.prefix_store import PrefixStore
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
-    from shardnet.stage.slot_moves import SlotMoves
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from shardnet.types import LayerRange
 
 if TYPE_CHECKING:
     from shardnet.stage.kept_linears import KeptLinears
+    from shardnet.stage.moves.slot_moves import SlotMoves
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
-    from shardnet.stage.slot_moves import SlotMoves
     from shardnet.stage.stage_audit import StageAudit
 
 

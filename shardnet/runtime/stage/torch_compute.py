@@ -31,9 +31,9 @@ from shardnet.runtime.stage.row_outputs import layer_blocks
 from shardnet.runtime.stage.sampling_stage import SamplingStage
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
 from shardnet.stage.module_stage import ModuleStage
+from shardnet.stage.moves.slot_moves import SlotMoves
 from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
 from shardnet.stage.runs import Run
-from shardnet.stage.slot_moves import SlotMoves
 from shardnet.stage.stage_model import StageModel
 from shardnet.types import BLOCK_POSITIONS, MicroBatch, RowGroup, SequenceId, SlotId, WireDType
 from shardnet.wire.messages.extras import StageExperts

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardnet.stage.slot_moves import SlotMoves
+from shardnet.stage.moves.slot_moves import SlotMoves
 from shardnet.types import HeldRows, SequenceId, SlotId
 
 

@@ -1,0 +1,1 @@
+"""Moving what slots hold to and from stages."""
