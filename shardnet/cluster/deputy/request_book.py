@@ -104,7 +104,8 @@ class RequestBook:
         Those that ran wait for their clients to come back.
         """
         for request in [*other._requests.values()]:
-            generate = replace(request.generate, choice=choice)
+            former = request.generate.choice
+            generate = replace(request.generate, choice=choice.asked_as(former))
             if self.open(generate, now_s) is not None:
                 self.add(generate.key, 0, request.tokens, request.end or "left", now_s)
             other.forget(generate.key)

@@ -197,6 +197,13 @@ class Planner:
 
         return await self._threads.run(f"planning {choice.model}", planned)
 
+    async def prepare_instead(self, told: StandBy) -> None:
+        """Fetch what `plan_instead` will need and only the head has: its adapters' parts.
+
+        Raises PeerFailedError if it does not send them.
+        """
+        await self._sharing.adapters.have(told.adapters, [told.nodes[0].address])
+
     async def plan_instead(self, told: StandBy, without: Mapping[NodeId, str]) -> Plan:
         """Plan what a head that is lost has led, for a ring that this node leads.
 

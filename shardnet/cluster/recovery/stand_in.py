@@ -172,6 +172,7 @@ class StandIn:
             why = f"it stands by for {MAX_DUTIES} heads already"
             control.send(StandByRefused(why=why))
             return
+        known = [] if duty is None else duty.told.adapters
         if duty is None or duty.control is not control:  # over a new link all is copied again
             if duty is not None:
                 duty.stop_watching()
@@ -180,6 +181,9 @@ class StandIn:
             self._duties[head] = duty
             duty.stop_watching = self._links.watch(control, partial(self._head_lost, duty))
         duty.told = message
+        if message.adapters != known:  # of the head's own layers no other node has them
+            fetch = partial(self._planner.prepare_instead, message)
+            self._jobs.begin(fetch, f"adapters of {duty.name}")
 
     async def _refused(self, control: ControlLink, message: StandByRefused) -> None:
         """Have another node stand by for this one."""

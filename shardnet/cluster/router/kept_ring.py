@@ -132,7 +132,8 @@ class KeptRing:
             is_over |= isinstance(answer, Failed)
             answers.put_nowait(answer)
 
-        control.begin(replace(message, request=request, choice=self.plan.choice), take)
+        choice = self.plan.choice.asked_as(message.choice)
+        control.begin(replace(message, request=request, choice=choice), take)
         self._running.add(answers)
         try:
             yield answers

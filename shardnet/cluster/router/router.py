@@ -270,7 +270,7 @@ class Router:
         control.send(front.plan.reply(message.request))
         await front.opened(partial(_pass_on, control, message.request))
         if message.outputs.params().asks:  # rows are many: they go straight to the client
-            choice = front.plan.choice
+            choice = front.plan.choice.asked_as(message.choice)
             await self._clients.generate(control, replace(message, choice=choice))
             return
         described, prompt = message, prompt_bytes(message)

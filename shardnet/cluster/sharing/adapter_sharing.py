@@ -77,17 +77,36 @@ class AdapterSharing:
         `on_progress` takes (bytes done, bytes in all). Raises PeerFailedError if no node of the
         ring sends a part.
         """
+        others = [a for rank, a in enumerate(order.addresses) if rank != order.rank]
+        await self.have(order.adapters, [*others, *order.sources], on_progress)
+        return tuple(
+            StageAdapter(
+                adapter_id=adapter.adapter_id,
+                files=tuple(
+                    (layer.layer, self._store.file(adapter.adapter_id, layer.layer))
+                    for layer in adapter.layers
+                ),
+            )
+            for adapter in order.adapters
+        )
+
+    async def have(
+        self,
+        adapters: Sequence[RingAdapter],
+        sources: Sequence[str],
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Have all that is told of some adapters on this disk. As `fetch`, from these sources."""
         parts = [
             (adapter.adapter_id, layer_part(layer))
-            for adapter in order.adapters
+            for adapter in adapters
             for layer in adapter.layers
         ]
         disk = self._disk.at(self._store.folder)
         lacking = [part for part in parts if not await disk.run(partial(self._store.has, *part))]
         total = sum(part.size_bytes for _, part in lacking)
         failures: dict[str, str] = {}
-        others = [a for rank, a in enumerate(order.addresses) if rank != order.rank]
-        for source in [*dict.fromkeys([*others, *order.sources])] * TRIES:
+        for source in [*dict.fromkeys(sources)] * TRIES:
             if not lacking:
                 break
             try:
@@ -102,16 +121,6 @@ class AdapterSharing:
                 f"no node sends layer {part.layer} of adapter {name[:12]} "
                 f"({'; '.join(failures.values()) or 'no node to ask'})"
             )
-        return tuple(
-            StageAdapter(
-                adapter_id=adapter.adapter_id,
-                files=tuple(
-                    (layer.layer, self._store.file(adapter.adapter_id, layer.layer))
-                    for layer in adapter.layers
-                ),
-            )
-            for adapter in order.adapters
-        )
 
     async def _fetch_from(
         self,

@@ -20,9 +20,10 @@ from shardnet.checkpoint.adapters.layer_files import (
     layer_file,
     open_adapter,
 )
+from shardnet.checkpoint.adapters.stored_adapter import StoredAdapter
 from shardnet.checkpoint.replica import disk_error
 from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelError
-from shardnet.files import DiskShare, read_own, write_whole
+from shardnet.files import DiskShare, make_own_folder, read_own, write_whole
 from shardnet.runtime.loading.model_facts import ModelFacts, Stamp, stamp
 
 SHARE_OF_DISK: Final = 0.1
@@ -55,25 +56,13 @@ class AdapterStore:
                 name=name, adapter_id=known.adapter_id, parts=known.parts, path=path, stamp=stamped
             )
         adapter = open_adapter(Path(path), facts.config)
-        parts, contents = [], {}
-        for layer in sorted(adapter.pairs):
-            content, n_weights = layer_file(adapter.read(layer))
-            if len(content) > MAX_LAYER_BYTES:
-                raise UnsupportedModelError(
-                    f"{path}: layer {layer} has {len(content)} bytes, "
-                    f"at most {MAX_LAYER_BYTES} are loaded",
-                    remedy="use an adapter of a lower rank",
-                )
-            digest = hashlib.sha256(content).hexdigest()
-            parts.append(
-                LayerPart(layer=layer, size_bytes=len(content), n_weights=n_weights, sha256=digest)
-            )
-            contents[layer] = content
+        parts = [_part_of(path, adapter, layer)[0] for layer in sorted(adapter.pairs)]
         found = AdapterFacts(
             name=name, adapter_id=adapter_id(parts), parts=tuple(parts), path=path, stamp=stamped
         )
-        for part in parts:
-            self.keep(found.adapter_id, part, contents.pop(part.layer))
+        for part in parts:  # read once more: all layers at once may be more than memory holds
+            if not self.has(found.adapter_id, part):
+                self.keep(found.adapter_id, part, _part_of(path, adapter, part.layer)[1])
         self._known[path, facts.model_id] = found
         return found
 
@@ -136,7 +125,7 @@ class AdapterStore:
 
     def _make_room(self, n_bytes: int) -> None:
         """Delete what this process does not use until `n_bytes` more fit. Raises OSError."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_own_folder(self.folder)
         entries = [entry for entry in self.folder.iterdir() if entry.is_dir()]
         sizes = {entry: _size(entry) for entry in entries}
         share = DiskShare.of(
@@ -156,6 +145,22 @@ class AdapterStore:
                 f"{self.folder} has no room for {n_bytes} bytes of an adapter",
                 remedy="free some of that disk",
             )
+
+
+def _part_of(path: str, adapter: StoredAdapter, layer: int) -> tuple[LayerPart, bytes]:
+    """Read what an adapter has for a layer: what is said of its file, and the file.
+
+    Raises UnsupportedModelError for one that is too large.
+    """
+    content, n_weights = layer_file(adapter.read(layer))
+    if len(content) > MAX_LAYER_BYTES:
+        raise UnsupportedModelError(
+            f"{path}: layer {layer} has {len(content)} bytes, at most {MAX_LAYER_BYTES} are loaded",
+            remedy="use an adapter of a lower rank",
+        )
+    digest = hashlib.sha256(content).hexdigest()
+    part = LayerPart(layer=layer, size_bytes=len(content), n_weights=n_weights, sha256=digest)
+    return part, content
 
 
 def _size(folder: Path) -> int:

@@ -100,6 +100,10 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
         default_factory=list
     )
 
+    def asked_as(self, former: ModelChoice) -> ModelChoice:
+        """Return this choice for a request that was made with `former`: with its adapters."""
+        return msgspec.structs.replace(self, used_adapters=former.used_adapters)
+
 
 class PlanRequest(Tagged, frozen=True, kw_only=True):
     """Ask for the plan that would be used. Answered by PlanReply or Redirect.
