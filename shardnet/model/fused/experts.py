@@ -285,7 +285,15 @@ def _router_struct(router: Router, n_experts: int) -> RouterStruct | None:
             if router.bias is not None:
                 bias = check_memory("a router's bias", router.bias, 4 * n_experts, torch.float32)
                 struct.bias = bias.data_ptr()
-    return struct
+    return struct if _is_possible(struct) else None
+
+
+def _is_possible(struct: RouterStruct) -> bool:
+    """Whether there are as many experts as are chosen, in groups of one size, of two or more."""
+    size, left = divmod(struct.n_experts, struct.n_groups)
+    is_grouped = struct.n_groups == 1 or (left == 0 and size > 1)
+    has_groups = 0 < struct.top_groups <= struct.n_groups
+    return is_grouped and has_groups and 0 < struct.top_k <= struct.n_experts
 
 
 def _group(struct: RouterStruct, experts: Experts) -> None:

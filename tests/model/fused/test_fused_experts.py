@@ -197,6 +197,7 @@ def test_what_the_library_does_not_compute_is_left_to_torch() -> None:
     for mlp in (
         replace(plain.mlp, experts=experts),
         replace(plain.mlp, router=lambda hidden: plain.mlp.router(hidden)),
+        replace(plain.mlp, router=replace(plain.mlp.router, top_k=N_EXPERTS + 1)),  # type: ignore[type-var]
         replace(plain.mlp, shared=replace(experts[0], activation=Activation.GELU)),  # type: ignore[type-var]
     ):
         assert NativeExperts.of(plain.residual, mlp, kernels) is None

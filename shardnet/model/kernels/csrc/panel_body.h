@@ -34,7 +34,7 @@ INLINE TARGET NAME(panel_floats) NAME(some_scales)(const int kind, const uint8_t
     if (kind == SCALE_FLOAT8) {
         const NAME(panel_words) size = words & 0x7f, is_nan = (NAME(panel_words))(size == 0x7f);
         const NAME(panel_words) bits = (words & 0x80) << 24 | size << 20;
-        return (NAME(panel_floats))((is_nan & 0x7fc00000) | (~is_nan & bits)) * 0x1p120f;
+        return (NAME(panel_floats))(bits | (is_nan & 0x7fc00000)) * 0x1p120f;
     }
     if (kind == SCALE_INT8) return __builtin_convertvector((NAME(panel_ints))(words << 24) >> 24, NAME(panel_floats));
     return NAME(panel_numbers)(words);
@@ -109,25 +109,38 @@ INLINE TARGET void NAME(read_scales_of)(const int kind, const struct form *f, co
     }
 }
 
-/* The same where a block is a token group, whose scales and minimums are as they are stored. */
-INLINE TARGET void NAME(read_single_scales)(const int kind, const struct form *f, const struct stretch *s,
-                                            struct scales *out) {
+/* The same where groups are token groups, whose scales and minimums are as they are stored. */
+INLINE TARGET void NAME(read_plain_scales)(const int kind, const struct form *f, const struct stretch *s,
+                                           struct scales *out) {
+    const int64_t bytes = PANEL * bytes_of_scale(kind), n = f->block / f->group;
+    float(*scale)[PANEL] = out->scale, (*minimum)[PANEL] = out->minimum;
     for (int64_t b = 0; b < s->n_blocks; b++) {
         const uint8_t *block = s->blocks + b * f->block_bytes;
-        NAME(read_sixteen)(kind, block, f->factor, out->scale[b]);
-        if (f->minimum == STORED) NAME(read_sixteen)(kind, block + PANEL * bytes_of_scale(kind), 1, out->minimum[b]);
+        for (int64_t g = 0; g < n; g++) {
+            NAME(read_sixteen)(kind, block + g * bytes, f->factor, *scale++);
+            if (f->minimum == STORED) NAME(read_sixteen)(kind, block + (n + g) * bytes, 1, *minimum++);
+        }
     }
 }
 
+/* Reads the scales of a stretch. Most files have one float16 for each block. */
 static TARGET void NAME(read_scales)(const struct form *f, const struct stretch *s, struct scales *out) {
-    const int is_single = f->block == f->token_group && !f->block_scales && f->minimum != ZERO_POINT;
+    if (f->scale == SCALE_FLOAT16 && f->block == f->token_group && f->factor == 1 && f->minimum != ZERO_POINT) {
+        for (int64_t b = 0; b < s->n_blocks; b++) {
+            const uint8_t *block = s->blocks + b * f->block_bytes;
+            HALVES(block, out->scale[b]);
+            if (f->minimum == STORED) HALVES(block + 2 * PANEL, out->minimum[b]);
+        }
+        return;
+    }
+    const int as_stored = f->group == f->token_group && !f->block_scales && f->minimum != ZERO_POINT;
     switch (f->scale) {
-#define KIND(kind)                                      \
-    case kind:                                          \
-        if (is_single)                                  \
-            NAME(read_single_scales)(kind, f, s, out);  \
-        else                                            \
-            NAME(read_scales_of)(kind, f, s, out);      \
+#define KIND(kind)                                    \
+    case kind:                                        \
+        if (as_stored)                                \
+            NAME(read_plain_scales)(kind, f, s, out); \
+        else                                          \
+            NAME(read_scales_of)(kind, f, s, out);    \
         return;
         KIND(SCALE_FLOAT16)
         KIND(SCALE_BFLOAT16)

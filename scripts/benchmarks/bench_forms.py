@@ -1,0 +1,109 @@
+"""Benchmark the product of one row with weights in every form they are stored in, in the caches.
+
+Each form takes turns with a twin of the same codes whose groups are whole rows of inputs: what the
+form takes longer is its share for scales, reading and applying them. Times are the fastest of the
+rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shardnet.checkpoint.formats.gguf_codes import CODE_FORMS
+from shardnet.model.config.panel_form import GGUF_FORMS, Code, Minimum, PanelForm, Scale
+from shardnet.model.config.quantization import Quantization
+from shardnet.model.kernels.library import ISA_VARIABLE
+from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panels import Panels
+
+N_OUT, N_IN = 128, 4096
+_PUBLISHED = (
+    PanelForm(name="MXFP8", bits=8, group=32, scale=Scale.EXPONENT, code=Code.E4M3),
+    PanelForm(name="FP8, blocks", bits=8, group=128, scale=Scale.FLOAT32, code=Code.E4M3),
+    PanelForm(name="GPTQ", bits=4, group=128, minimum=Minimum.ZERO_POINT),
+    PanelForm(name="MLX", bits=4, group=64, scale=Scale.BFLOAT16, minimum=Minimum.STORED),
+)
+"""Some forms of safetensors files."""
+FORMS = (
+    *GGUF_FORMS.values(),
+    *CODE_FORMS.values(),
+    *_PUBLISHED,
+    *(kind.form for kind in Quantization),
+)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="scripts/bench forms")
+    parser.add_argument("forms", nargs="*", help=f"of {', '.join(form.name for form in FORMS)}")
+    parser.add_argument("--isa", default="", help="avx512, avx2, portable, ...")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--calls", type=int, default=100, help="products in a round")
+    arguments = parser.parse_args()
+    if arguments.isa:
+        os.environ[ISA_VARIABLE] = arguments.isa
+    torch.set_num_threads(1)
+    print("| form | µs | GB/s | for scales |\n|---|---|---|---|")
+    for form in FORMS:
+        if arguments.forms and form.name not in arguments.forms:
+            continue
+        own, twin = _product(form), _product(_twin(form))
+        rows = torch.randn(1, N_IN)
+        times = [
+            (_call_s(own, rows, arguments.calls), _call_s(twin, rows, arguments.calls))
+            for _ in range(arguments.rounds)
+        ]
+        taken, of_twin = (min(side) for side in zip(*times, strict=True))
+        share = 1 - of_twin / taken
+        speed = form.packed_bytes(N_OUT, N_IN) / taken / 1e9
+        print(
+            f"| {form.name} | {taken * 1e6:.1f} | {speed:.1f} | {max(0, share):.0%} |", flush=True
+        )
+
+
+def _twin(form: PanelForm) -> PanelForm:
+    """Return the form with one scale for all inputs of an output."""
+    one = replace(form, scale=Scale.FLOAT16, minimum=Minimum.NONE, block=0, factor=1.0)
+    return replace(one, group=N_IN)
+
+
+def _product(form: PanelForm) -> PanelLinear:
+    """Make a linear of random codes with scales of an ordinary size."""
+    generator = torch.Generator().manual_seed(1)
+    shape = form.packed_shape(N_OUT, N_IN)
+    packed = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    header = packed[..., : form.header_bytes]
+    header.copy_(_ordinary(form).repeat(-(-form.header_bytes // 4))[: form.header_bytes])
+    return PanelLinear([Panels(packed=packed, form=form, shape=(N_OUT, N_IN))], None)
+
+
+def _ordinary(form: PanelForm) -> Tensor:
+    """Return four bytes that, again and again, are scales of about 1/64, or integers of 30."""
+    match form.scale:
+        case Scale.FLOAT32:
+            return torch.tensor([1 / 64]).view(torch.uint8)
+        case Scale.BFLOAT16:
+            return torch.tensor([1 / 64, 1 / 64]).bfloat16().view(torch.uint8)
+        case Scale.FLOAT16:
+            return torch.tensor([1 / 64, 1 / 64]).half().view(torch.uint8)
+        case Scale.EXPONENT:
+            return torch.full((4,), 121, dtype=torch.uint8)
+        case _:
+            return torch.full((4,), 30, dtype=torch.uint8)
+
+
+def _call_s(product: PanelLinear, rows: Tensor, n_calls: int) -> float:
+    began = time.perf_counter()
+    for _ in range(n_calls):
+        product(rows)
+    return (time.perf_counter() - began) / n_calls
+
+
+if __name__ == "__main__":
+    main()
