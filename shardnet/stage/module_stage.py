@@ -168,10 +168,13 @@ class ModuleStage:
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
-        """Apply final norm and LM head, on the last stage: [R, E] to float32 [R, V]."""
+        """Apply final norm and LM head, on the last stage: [R, E] to float32 [R, V].
+
+        Row by row: torch's products of several would depend on how many there are.
+        """
         if rows.shape[0] == 0:
             return torch.empty(0, self.vocab_size, device=self.device)
-        return self._model.logits(rows)
+        return torch.cat([self._model.logits(row[None]) for row in rows])
 
     @torch.inference_mode()
     def normed(self, rows: Tensor) -> Tensor:
