@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch._dynamo  # before the processes are forked, as the modules below
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -31,7 +32,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import ShardnetError
 from shardnet.model.families.registry import FAMILIES
 from shardnet.model.families.wrappers import WRAPPERS
-from shardnet.model.modules import cut_model  # noqa: F401 - before the processes are forked
+from shardnet.model.modules import cut_model  # noqa: F401
 from shardnet.stage.module_stage import ModuleRoom, ModuleStage, load_module_stage
 from shardnet.stage.runs import Run
 from shardnet.types import Epoch, LayerRange, MicroBatch, RowGroup, SequenceId, SlotId, StepId
@@ -96,10 +97,11 @@ _MAMBA2: Final = {
     "mamba_d_ssm": 128,
 }
 _INDEXED: Final = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 64}
+_LATENT: Final = {"head_dim": 8, "num_key_value_heads": 4}
 OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "axk1": {"head_dim": 8},
-    "axk2": {**_INDEXED, "head_dim": 8},
-    "bailing_hybrid": {"head_dim": 8},
+    "axk1": _LATENT,
+    "axk2": {**_INDEXED, **_LATENT},
+    "bailing_hybrid": _LATENT,
     "bamba": {**_MAMBA2, "attn_layer_indices": [2, 5]},
     "bloom": {"n_layer": N_LAYERS, "n_head": 4},
     "codegen": {
@@ -110,7 +112,7 @@ OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
         "n_positions": 256,
     },
     "ctrl": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "dff": 96},
-    "deepseek_v32": {**_INDEXED, "head_dim": 8},
+    "deepseek_v32": {**_INDEXED, **_LATENT},
     "dots3_note_text": {"num_key_value_heads": 4},
     "dots1": {"layer_types": ["full_attention"] * N_LAYERS},
     "falcon_h1": _MAMBA2,
@@ -118,7 +120,7 @@ OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
         "layer_types": ["sliding_attention", "full_attention"] * (N_LAYERS // 2),
         "num_kv_shared_layers": 2,
     },
-    "glm_moe_dsa": {**_INDEXED, "head_dim": 8},
+    "glm_moe_dsa": {**_INDEXED, **_LATENT},
     "gpt-sw3": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "n_positions": 256},
     "gpt_bigcode": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "n_positions": 256},
     "gpt_neo": {
@@ -132,7 +134,10 @@ OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
     "jetmoe": {"kv_channels": 16},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"] * (N_LAYERS // 3)},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"] * (N_LAYERS // 3)},
-    "longcat_flash": {"num_layers": N_LAYERS // 2, "num_hidden_layers": N_LAYERS},
+    "longcat_flash": {**_LATENT, "num_layers": N_LAYERS // 2, "num_hidden_layers": N_LAYERS},
+    "minicpm3": _LATENT,
+    "sarvam_mla": _LATENT,
+    "youtu": _LATENT,
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16},
     "mpt": {"d_model": 64, "n_layers": N_LAYERS, "n_heads": 4, "max_seq_len": 256},
     "openai-gpt": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "n_positions": 256},
@@ -159,12 +164,13 @@ def tiny_model(family: str) -> Any:
     known = {*inspect.signature(kind.__init__).parameters, *fields}
     known |= set(getattr(kind, "attribute_map", {}))
     sizes = {key: value for key, value in SIZES.items() if key in known}
-    model = transformers.AutoModelForCausalLM.from_config(
-        kind(**(sizes | dict(OWN_SIZES.get(family, {}))))
-    )
-    n_parameters = sum(each.numel() for each in model.parameters())
+    config = kind(**(sizes | dict(OWN_SIZES.get(family, {}))))
+    with torch.device("meta"):
+        empty = transformers.AutoModelForCausalLM.from_config(config)
+    n_parameters = sum(each.numel() for each in empty.parameters())
     if n_parameters > MAX_PARAMETERS:
-        raise ValueError(f"{n_parameters / 1e6:.0f} million parameters")
+        raise ValueError(f"it would have {n_parameters / 1e6:.0f} million parameters")
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for each in model.parameters():
             if each.dim() > 1:
@@ -225,8 +231,10 @@ def split_tokens(stages: Sequence[ModuleStage]) -> list[int]:
 
 def check(family: str) -> Found:
     """Find out what computes a family."""
-    if family in FAMILIES or family in WRAPPERS:
+    if {family, CONFIG_MAPPING[family].model_type} & {*FAMILIES, *WRAPPERS}:
         return Found(family=family, how="native")
+    if {"text_config", "vision_config", "decoder"} & {*CONFIG_MAPPING[family].sub_configs}:
+        return Found(family=family, how="refused", why="it is multimodal")
     try:
         model = tiny_model(family)
         wanted = whole_tokens(model)

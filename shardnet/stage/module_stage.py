@@ -16,8 +16,9 @@ from torch import Tensor
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, RemoteProtocolError, UnsupportedModelError, UsageError
 from shardnet.model.families.stage_tensors import stage_tensors
-from shardnet.model.kernels.device_memory import capacity_error_for
+from shardnet.model.kernels.device_memory import capacity_error_for, is_out_of_memory
 from shardnet.model.modules.cut_model import CutModel
+from shardnet.model.modules.meta_model import MODULE_ERRORS, one_line
 from shardnet.model.modules.slot_cache import SlotCache
 from shardnet.output_params import RoutingShape
 from shardnet.stage.runs import Run
@@ -168,10 +169,13 @@ class ModuleStage:
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
-        """Apply final norm and LM head, on the last stage: [R, E] to float32 [R, V]."""
+        """Apply final norm and LM head, on the last stage: [R, E] to float32 [R, V].
+
+        Row by row: torch's products of several would depend on how many there are.
+        """
         if rows.shape[0] == 0:
             return torch.empty(0, self.vocab_size, device=self.device)
-        return self._model.logits(rows)
+        return torch.cat([self._model.logits(row[None]) for row in rows])
 
     @torch.inference_mode()
     def normed(self, rows: Tensor) -> Tensor:
@@ -207,7 +211,12 @@ class ModuleStage:
             given = None if hidden is None else hidden[rows]
             return self._model.run(token_ids[rows], given, slot)[-1].float()
 
-        whole, slot = run(slice(None), self._model.new_slot()), self._model.new_slot()
+        try:
+            whole, slot = run(slice(None), self._model.new_slot()), self._model.new_slot()
+        except MODULE_ERRORS as error:
+            if isinstance(error, RuntimeError) and is_out_of_memory(error):
+                raise
+            raise _cannot_be_cut(one_line(error)) from error
         if not bool(whole.isfinite().all()):
             raise _cannot_be_cut("they need more than the hidden state and the token ids")
         first, rest = slice(0, _FIRST_ROWS), slice(_FIRST_ROWS, None)

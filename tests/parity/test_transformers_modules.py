@@ -113,11 +113,15 @@ def rows(slot: int, position: int, ids: list[int]) -> Rows:
 
 @pytest.mark.parametrize("folder", FAMILIES, indirect=True)
 def test_logits_are_those_of_transformers_at_every_split(folder: Path) -> None:
-    """A prompt in chunks, beside another sequence, and single rows."""
+    """A prompt in chunks, beside another sequence, and single rows.
+
+    With the same bits at each split, and beside no other sequence.
+    """
     reference = load_reference(folder)
     one, other = random_prompt(30, VOCAB_SIZE, seed=1), random_prompt(9, VOCAB_SIZE, seed=2)
     wanted = [reference_logits(reference, ids) for ids in (one, other)]
     n_layers = Checkpoint.open(folder).config.n_layers
+    said: list[torch.Tensor] = []
     for cut in range(1, n_layers):
         stages = load(folder, [LayerRange(0, cut), LayerRange(cut, n_layers)])
         found = [
@@ -129,6 +133,10 @@ def test_logits_are_those_of_transformers_at_every_split(folder: Path) -> None:
         torch.testing.assert_close(mine, wanted[0], rtol=0, atol=CLOSE)
         theirs = torch.cat((found[0][20:], found[2][:1]))
         torch.testing.assert_close(theirs, wanted[1], rtol=0, atol=CLOSE)
+        said.append(torch.cat((mine, theirs)))
+        if all(stage.takes_chunks for stage in stages):  # else it depends on the stage's layers
+            assert torch.equal(said[-1], said[0])
+        assert torch.equal(step(stages, rows(2, 0, one[:20])), mine[:20])
 
 
 @pytest.mark.parametrize("folder", ["persimmon"], indirect=True)

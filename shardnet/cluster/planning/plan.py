@@ -292,7 +292,7 @@ class Plan:
                 self.dtype,
                 [wire for ring in self.rings for wire in ring.wires],
                 [wire for ring in self.rings for wire in ring.gathers],
-                by_modules=self.facts.config.outline is not None,
+                outline=self.facts.config.outline,
             ),
             standbys=[self._planned(standby) for standby in self.standbys],
             mtp_bytes=self._mtp_bytes(),

@@ -14,6 +14,7 @@ from shardnet.cluster.machine import kernels
 from shardnet.cluster.placement.figures import Links
 from shardnet.errors import UsageError
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.types import (
     PAIRS_ARITHMETIC,
     PORTABLE_ARITHMETIC,
@@ -140,12 +141,12 @@ def exactness(
     wires: Sequence[WireDType],
     gathers: Sequence[WireDType | None] = (),
     *,
-    by_modules: bool = False,
+    outline: ModuleOutline | None = None,
 ) -> RingExactness:
     """Tell what changes no bit of a ring's outputs (docs/exactness.md).
 
     `gathers` are the dtypes in which parts of each stage travel between its nodes, None for what
-    keeps their bits. `by_modules`: transformers' own modules compute, one sequence at a time.
+    keeps their bits. With an `outline` transformers' own modules compute, one sequence at a time.
     """
     kinds = list(dict.fromkeys(form.arithmetic for form in forms))
     by_library = all(form.by_library for form in forms)
@@ -161,6 +162,8 @@ def exactness(
         why = f"nodes compute unlike, so another split gives other bits: {', '.join(named[:8])}"
     elif is_rounded:
         why = "a narrower wire rounds on the way, so another split gives other bits"
+    elif outline is not None and outline.has_state:
+        why = "states go row by row in some stages, so another split may give other bits"
     else:
         why = "whatever the split"
     if by_library:
@@ -169,13 +172,13 @@ def exactness(
             why += ", on every CPU with the compiled kernels"
         elif len(kinds) == 1:
             why += ", on CPUs with AVX-512 bfloat16"
-    elif by_modules:
+    elif outline is not None:
         why += "; the same beside any others, not in other chunks: for that --deterministic"
     else:
         why += "; the same in a batch as far as a test at loading finds, else --deterministic"
-    return RingExactness(
-        split=len(kinds) == 1 and not is_rounded, batch=by_library, threads=by_library, why=why
-    )
+    is_anew = outline is not None and outline.has_state
+    is_same = len(kinds) == 1 and not is_rounded and not is_anew
+    return RingExactness(split=is_same, batch=by_library, threads=by_library, why=why)
 
 
 def settle_wires(

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.model.modules.meta_model import build_on_meta, parse_text
-from shardnet.model.modules.outline import run_module
 from shardnet.model.modules.slot_cache import SlotCache
 from shardnet.types import LayerRange
 
@@ -110,8 +109,7 @@ class CutModel:
         self._pass = _Pass(hidden=None if hidden is None else hidden[None])
         positions = torch.arange(slot.length, slot.length + len(token_ids), device=self._device)
         try:
-            run_module(
-                self._model,
+            self._model(
                 input_ids=torch.tensor([token_ids], device=self._device),
                 position_ids=positions[None],
                 cache=slot.cache,
@@ -135,8 +133,7 @@ class CutModel:
     def _behind_layers(self, model: Any, rows: Tensor) -> Any:
         """Run what comes after the layers."""
         self._pass = _Pass(hidden=rows[None].to(self._dtype), runs_layers=False)
-        return run_module(
-            model,
+        return model(
             input_ids=torch.zeros(1, len(rows), dtype=torch.long, device=self._device),
             position_ids=torch.arange(len(rows), device=self._device)[None],
             use_cache=False,

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 OLDEST: Final = (5, 24)
 """The version that calls a cache `cache`."""
+MODULE_ERRORS: Final = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)
+"""What a module raises that is called otherwise than its makers meant."""
 _NOT_A_MODEL: Final = ("auto_map", "quantization_config", "torch_dtype", "dtype")
 """Keys of config.json that name code of the folder, or how its weights are stored."""
 

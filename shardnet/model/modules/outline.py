@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from shardnet.errors import UnsupportedModelError
 from shardnet.model.config.module_outline import ModuleOutline, Shapes
-from shardnet.model.modules.meta_model import build_on_meta, one_line, read_module_config
+from shardnet.model.modules.meta_model import (
+    MODULE_ERRORS,
+    build_on_meta,
+    one_line,
+    read_module_config,
+)
 from shardnet.model.modules.slot_cache import cached_numbers, whole_cache
 
 if TYPE_CHECKING:
@@ -92,30 +97,24 @@ def layer_path(model: PreTrainedModel, n_layers: int) -> str:
     return min(found, key=lambda name: name.count("."))
 
 
-def run_module(model: PreTrainedModel, **inputs: Any) -> Any:
-    """Call a model; its errors come as UnsupportedModelError, as it is called as documented."""
-    try:
-        return model(**inputs)
-    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
-        raise UnsupportedModelError(
-            f"{model.config.model_type} is not called as other models are: {one_line(error)}"
-        ) from error
-
-
 def _try(
     model: PreTrainedModel, layers: nn.ModuleList, config: PreTrainedConfig
 ) -> tuple[_Trial, DynamicCache]:
     """Run a few rows through a model on the meta device."""
     config._experts_implementation = "batched_mm"  # the others look at what the router chose
     trial, cache = _Trial(), whole_cache(config)
-    with _watched(model, layers, trial, config.hidden_size), torch.inference_mode():
-        run_module(
-            model,
-            input_ids=torch.zeros(1, _TRIAL_ROWS, dtype=torch.long, device="meta"),
-            position_ids=torch.arange(_TRIAL_ROWS, device="meta")[None],
-            cache=cache,
-            use_cache=True,
-        )
+    try:
+        with _watched(model, layers, trial, config.hidden_size), torch.inference_mode():
+            model(
+                input_ids=torch.zeros(1, _TRIAL_ROWS, dtype=torch.long, device="meta"),
+                position_ids=torch.arange(_TRIAL_ROWS, device="meta")[None],
+                cache=cache,
+                use_cache=True,
+            )
+    except MODULE_ERRORS as error:
+        raise UnsupportedModelError(
+            f"{config.model_type} is not called as other models are: {one_line(error)}"
+        ) from error
     if trial.called != [*range(len(layers))]:
         raise UnsupportedModelError(
             f"{config.model_type} does not run its layers once each in order, so it cannot be cut"
