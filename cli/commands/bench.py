@@ -116,7 +116,7 @@ def bench(
     are scored. Compare results of the same file and --piece only.
     """
     job = _Job(
-        wanted=ring.wanted(access),
+        wanted=ring.wanted(access).adapted(),
         n_prompt=prompt,
         n_tokens=tokens,
         parallel=parallel or [1, 4],

@@ -98,7 +98,7 @@ def inspect(
         raise typer.BadParameter(f"there is no folder {path.parent}", param_hint="--out")
     job = _Job(
         prompt=parse_ids(token_ids) if token_ids else prompt or "",
-        wanted=ring.wanted(access),
+        wanted=ring.wanted(access).adapted(),
         outputs=_outputs(logits, hidden, rows, before_norm),
         max_tokens=max_tokens,
         path=path,

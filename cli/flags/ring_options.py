@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import typer
+from msgspec import structs
 
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import UsageError
 from shardnet.model.shards.cut import MAX_SHARDS
 from shardnet.slot_operations import MAX_ADAPTERS
 from shardnet.types import parse_layers, parse_wires
-from shardnet.wire.messages.plans import ModelChoice, NamedAdapter
+from shardnet.wire.messages.plans import AdapterScale, ModelChoice, NamedAdapter
 
 from .cluster_access import Access
 from .completion import model_names, one_of
@@ -56,6 +57,11 @@ class Wanted:
     mdns: bool
     access: Access
     prefix_cache_bytes: int = 0
+
+    def adapted(self) -> Wanted:
+        """Let every request have the adapters of --lora, for commands that cannot choose."""
+        used = [AdapterScale(adapter.name, 1.0) for adapter in self.choice.adapters]
+        return replace(self, choice=structs.replace(self.choice, used_adapters=used))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
