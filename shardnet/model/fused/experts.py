@@ -293,7 +293,7 @@ def _is_possible(struct: RouterStruct) -> bool:
     size, left = divmod(struct.n_experts, struct.n_groups)
     is_grouped = struct.n_groups == 1 or (left == 0 and size > 1)
     has_groups = 0 < struct.top_groups <= struct.n_groups
-    return is_grouped and has_groups and 0 < struct.top_k <= struct.n_experts
+    return is_grouped and has_groups and bool(0 < struct.top_k <= struct.n_experts)
 
 
 def _group(struct: RouterStruct, experts: Experts) -> None:
