@@ -40,6 +40,15 @@ CPU = torch.device("cpu")
 CONTEXT = 512
 CLOSE = 2e-4
 """Of logits about 1: transformers' own two ways through a state differ by a tenth of it."""
+GEMMA4_E: dict[str, Any] = {
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 16,
+    "num_kv_shared_layers": 0,
+    "head_dim": 8,
+    "global_head_dim": 8,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "persimmon": {},
     "bloom": {"n_layer": 4, "n_head": 6},
@@ -53,18 +62,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "phimoe": {"num_local_experts": 4, "sliding_window": 16},
-    "gemma4_text": {
-        "vocab_size_per_layer_input": VOCAB_SIZE,
-        "hidden_size_per_layer_input": 8,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 16,
-        "num_kv_shared_layers": 0,
-        "head_dim": 8,
-        "global_head_dim": 8,
-    },
+    "gemma4_text": GEMMA4_E,
+    "gemma4": GEMMA4_E | {"tie_word_embeddings": True},
 }
 """A plain one, one whose embedding is needed everywhere, states with experts and without, experts,
-and one whose layers need the token ids.
+and one whose layers need the token ids, alone and in a multimodal checkpoint.
 """
 STATES = ("jamba", "lfm2")
 

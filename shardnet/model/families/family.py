@@ -193,9 +193,11 @@ class Family:
     `model_type` is its name in config.json and `architecture` the only class of transformers that
     is implemented.
 
-    `read_config` reads config.json; what it leaves unread is refused. `layer_tensors`, given config
-    and absolute layer number, `embedding_tensors` and `head_tensors` name the parameters and their
-    shapes, under transformers' names. `load_stage` builds the forward pass.
+    `covers` says of a config whether it is computed here at all: where not, transformers' own
+    modules may do it. `read_config` reads config.json; what it leaves unread is refused.
+    `layer_tensors`, given config and absolute layer number, `embedding_tensors` and `head_tensors`
+    name the parameters and their shapes, under transformers' names. `load_stage` builds the forward
+    pass.
 
     `name_prefix` is left out of tensor names, where a checkpoint has it. `ignored_tensors` is a
     pattern of whole names that checkpoints may have and nobody needs. `mtp` says what the layer is
@@ -213,6 +215,7 @@ class Family:
     read_config: Callable[[Fields], ModelConfig]
     layer_tensors: Callable[[ModelConfig, int], Table]
     load_stage: StageLoader
+    covers: Callable[[Fields], bool] = _claims_all
     embedding_tensors: Callable[[ModelConfig], Table] = decoder_embedding
     head_tensors: Callable[[ModelConfig], Table] = decoder_head
     name_prefix: str = ""

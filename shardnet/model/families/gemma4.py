@@ -57,12 +57,7 @@ _EXPERT_NORMS: Final = (
 
 
 def read_config(fields: Fields) -> ModelConfig:
-    """Read a Gemma4TextConfig.
-
-    Raises UnsupportedModelError for the models with embeddings per layer (E2B, E4B), and for text
-    that attends to what follows it.
-    """
-    _refuse_small_models(fields)
+    """Read a Gemma4TextConfig. Raises UnsupportedModelError for text that sees what follows it."""
     if fields.take("use_bidirectional_attention", str, None) == "all":
         raise fields.unsupported("use_bidirectional_attention", "all", "null, vision")
     config = read_decoder(
@@ -96,12 +91,11 @@ def read_config(fields: Fields) -> ModelConfig:
     )
 
 
-def _refuse_small_models(fields: Fields) -> None:
-    for key, default in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0)):
-        value = fields.take(key, int, default)
-        if value:
-            raise fields.unsupported(key, value, _SUPPORTED)
+def covers(fields: Fields) -> bool:
+    """Whether a model has neither embeddings per layer nor layers that share keys and values."""
+    shared = fields.take("num_kv_shared_layers", int, 0)
     fields.ignore("vocab_size_per_layer_input", "use_double_wide_mlp")
+    return not (shared or fields.take("hidden_size_per_layer_input", int, 256))
 
 
 def _read_rope(kind: str, fields: Fields, max_positions: int, head_size: int) -> Rope:
@@ -362,6 +356,7 @@ FAMILY = Family(
     read_config=read_config,
     layer_tensors=layer_tensors,
     load_stage=decoder_stage(load_layer),
+    covers=covers,
     experts=EXPERTS,
     stacking=Stacking.CONCATENATED,
     gguf=GgufFormat(

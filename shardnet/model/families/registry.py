@@ -192,7 +192,9 @@ def _find_family(fields: Fields) -> Family:
     model_type = fields.take("model_type", str)
     if model_type in encoders.CLASSES:
         raise encoders.writes_nothing(fields.where)
-    family = FAMILIES.get(model_type) or find_modules_family(fields, model_type)
+    family = FAMILIES.get(model_type)
+    if family is None or not family.covers(fields):
+        family = find_modules_family(fields, model_type)
     if family is None:
         known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
         raise fields.unsupported("model_type", model_type, known)

@@ -616,11 +616,6 @@ def test_which_layers_of_qwen3_moe_have_experts() -> None:
         ("gemma3_text", {"model_type": "gemma3x"}, "'gemma3x'.*gemma3_text"),
         (
             "gemma3_text",
-            {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]},
-            "hidden_size_per_layer_input = 256",
-        ),
-        (
-            "gemma3_text",
             {"architectures": ["Gemma3ForConditionalGeneration"]},
             "Gemma3ForConditionalGeneration",
         ),
