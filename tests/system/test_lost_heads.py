@@ -191,7 +191,7 @@ async def hear_all(urls: Sequence[str], end: Callable[[], None] | None = None) -
         if stream.is_drawn_anew:
             whole = streams()[number]
             await hear(other, whole, key, resume=True)
-            assert whole.parts == stream.parts
+            assert whole.parts == stream.parts, (stream.path, whole.errors)
 
     await asyncio.gather(*(hear_one(*one) for one in enumerate(heard)))
     return heard
