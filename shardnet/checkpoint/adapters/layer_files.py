@@ -85,7 +85,7 @@ def open_adapter(path: Path, config: ModelConfig) -> StoredAdapter:
     Raises CheckpointError if there is none, or it does not fit the model of `config`,
     UnsupportedModelError for what is not implemented.
     """
-    if path.is_file() and is_gguf(path):
+    if is_gguf(path):
         return open_gguf_adapter(path, config)
     if has_file(path / CONFIG):
         return open_peft(path, config)

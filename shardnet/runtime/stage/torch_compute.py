@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import torch
 from msgspec.structs import replace
@@ -30,7 +30,6 @@ from shardnet.runtime.stage.routing import routing_table
 from shardnet.runtime.stage.row_outputs import layer_blocks
 from shardnet.runtime.stage.sampling_stage import SamplingStage
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
-from shardnet.stage.module_stage import ModuleStage
 from shardnet.stage.moves.slot_moves import SlotMoves
 from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
 from shardnet.stage.runs import Run
@@ -38,6 +37,9 @@ from shardnet.stage.stage_model import StageModel
 from shardnet.types import BLOCK_POSITIONS, MicroBatch, RowGroup, SequenceId, SlotId, WireDType
 from shardnet.wire.messages.extras import StageExperts
 from shardnet.wire.payloads.rows import RowBlock
+
+if TYPE_CHECKING:  # which imports transformers
+    from shardnet.stage.module_stage import ModuleStage
 
 
 class HeldActivations(Activations, frozen=True, kw_only=True):
@@ -91,7 +93,7 @@ class TorchCompute:
     def on_any_thread(self) -> bool:
         """See AnyThreadCompute. Not with several threads: each caller's would be others."""
         model = self._model
-        if isinstance(model, ModuleStage):
+        if not isinstance(model, StageModel):
             return False  # a step of these is never short
         is_plain = model.device.type == "cpu" and not model.streams and model.group is None
         return is_plain and torch.get_num_threads() == 1

@@ -20,7 +20,7 @@ from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelErro
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.kernels.linear import Linear, make_linear
 from shardnet.model.kernels.panel_linear import PanelLinear
-from shardnet.model.layers.attention import ForwardStep
+from shardnet.model.layers.attention import ForwardStep, plan_step
 from shardnet.runtime.loading import measuring
 from shardnet.runtime.loading.measuring import (
     Windows,
@@ -194,18 +194,23 @@ def test_the_threads_of_a_loaded_stage_stay_as_they_were() -> None:
 
 def test_steps_of_a_sample_visit_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Always the same few would stay in the cache, and the layer would look fast."""
-    visited: dict[int, set[int]] = {}
+    chosen: list[dict[int, torch.Tensor]] = []
 
-    def tell(step: ForwardStep, layer: int, experts: torch.Tensor) -> None:
-        visited.setdefault(layer, set()).update(experts.flatten().tolist())
+    def plan(*arguments: Any) -> ForwardStep:
+        chosen.append({})
+        return plan_step(*arguments, experts=chosen[-1])
 
-    monkeypatch.setattr(ForwardStep, "record_experts", tell)
+    monkeypatch.setattr(synthetic_model, "plan_step", plan)
     cpu = torch.device("cpu")
     sample = synthetic_config(config(QWEN3_MOE), WeightForm(dtype=DType.FLOAT32), GIB)
     assert sample is not None
     model = SyntheticModel(sample, probed(cpu, DType.FLOAT32, None), cpu, no_tick)
     for _ in range(80):
         model.step(1)
+    visited = {
+        layer: {expert for step in chosen for expert in step[layer].flatten().tolist()}
+        for layer in chosen[0]
+    }
     assert {layer: len(experts) for layer, experts in visited.items()} == {1: 16, 2: 16}
 
 
