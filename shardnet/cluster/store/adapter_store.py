@@ -69,10 +69,10 @@ class AdapterStore:
     def stamp(self, path: str) -> Stamp:
         """Return what changes when a file of the adapter at `path` does; () if there is none."""
         found = Path(path)
-        if found.is_file():
+        if os.path.isfile(found):  # unlike Path's, it raises nothing
             status = found.stat()
             return ((found.name, status.st_size, status.st_mtime_ns),)
-        return stamp(found) if found.is_dir() else ()
+        return stamp(found) if os.path.isdir(found) else ()
 
     def file(self, adapter: str, layer: int) -> Path:
         """Return where the file of a layer lies, or would."""

@@ -87,7 +87,7 @@ def find_encoder(path: Path) -> EncoderFacts | None:
 
     Raises CheckpointError if a file is damaged, UnsupportedModelError for what is not implemented.
     """
-    if not path.is_dir() or not has_file(path / "config.json"):
+    if not os.path.isdir(path) or not has_file(path / "config.json"):
         return None
     if not is_encoder(read_json(path / "config.json")):
         return None

@@ -18,8 +18,8 @@ from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
 DEADLINE_S = 90.0
-BACK_S = 5.0
-"""Within which a former head is a member."""
+BACK_S = 15.0
+"""Three times the seconds within which a former head is a member."""
 
 
 def leads(machine: Machine) -> bool:
