@@ -192,12 +192,14 @@ class StageHost:
 
         Returns the stage and whether it was there already. A stage of another order is freed first;
         for other wire dtypes, `sent` and `received`, it need not be. Raises what loading raises,
-        and PeerFailedError when another ring has taken this node meanwhile or this node shuts down;
-        then nothing of this order is left loaded.
+        BusyError or TakenError while another head has taken this node for its ring meanwhile, and
+        PeerFailedError when its ring has ended or this node shuts down; then nothing of this order
+        is left loaded.
         """
         async with self._changing:
             self.refusals.check_not_closing()
             if self.membership is not membership:
+                refuse_others(self.membership, membership.owner)  # which say where to go instead
                 raise PeerFailedError(
                     f"this node is no member of ring {membership.ring} any more", remedy="ask again"
                 )
@@ -462,15 +464,21 @@ class StageHost:
         """Take a data link. Raises UsageError if it is not from the stage before this one."""
         self._membership(link.peer.ring, link.peer.epoch).accept(link)
 
-    async def unload(self, owner: str) -> None:
-        """Leave the ring and free the weights.
+    async def unload(self, owner: str, ring: str = "") -> bool:
+        """Leave the ring and free the weights, unless this is a member of another than `ring`.
 
-        Raises BusyError while sequences of another head than `owner` are open.
+        "" stands for any. Returns whether it was done. Raises BusyError while sequences of another
+        head than `owner` are open.
         """
+        if self._has_joined_another(ring):  # whose loading keeps the lock for long
+            return False
         async with self._changing:
+            if self._has_joined_another(ring):
+                return False
             refuse_if_busy(self.membership, owner)
             await self._leave()
             await self._free()
+            return True
 
     async def close(self) -> None:
         """Leave the ring, free the weights and end the threads; what is loaded just now is not.
@@ -487,6 +495,10 @@ class StageHost:
                         await self._prefix_disk.settle(self.loaded)
                     self.loaded = None
             give_up()
+
+    def _has_joined_another(self, ring: str) -> bool:
+        """Say whether this node is a member of another ring than `ring`, "" for any."""
+        return ring != "" and self.membership is not None and self.membership.ring != ring
 
     def _membership(self, ring: str, epoch: int) -> RingMembership:
         if self.membership is None or (self.membership.ring, self.membership.epoch) != (

@@ -271,11 +271,9 @@ class StageOrders:
         What was loaded beside it for `ring` is freed in any case.
         """
         self._host.drop_prepared(ring)
-        if self._host.membership is not None and self._host.membership.ring != ring:
-            return
-        await self._host.unload(owner)
-        self._sharing.release()
-        self._log("freed the stage")
+        if await self._host.unload(owner, ring):
+            self._sharing.release()
+            self._log("freed the stage")
 
     async def _leave_ring(self, membership: RingMembership) -> None:
         await finish(self._host.leave_ring(membership))

@@ -272,6 +272,34 @@ def test_a_place_is_free_when_it_is_taken_back_or_its_head_is_gone() -> None:
     hosted(main)
 
 
+def test_a_head_that_gives_up_its_ring_does_not_end_the_one_that_came_first() -> None:
+    """Its order to free the stage may wait while this node joins the ring of another head."""
+
+    async def main(host: StageHost) -> None:
+        ours = await enter_ring(host)
+        await host.leave_ring(ours)
+        async with asyncio.timeout(60):
+            async with host._changing:  # as while a stage is freed
+                entering = asyncio.create_task(enter_ring(host, owner="other", ring="theirs"))
+                freeing = asyncio.create_task(host.unload("head", ours.ring))
+                await asyncio.sleep(0)
+            theirs = await entering
+            assert not await freeing
+        assert host.membership is theirs
+        with pytest.raises(TakenError, match="for other"):
+            await host.load(
+                ours,
+                STAGE_ORDER,
+                sent=WireDType.FLOAT32,
+                received=WireDType.FLOAT32,
+                threads=1,
+                memory_bytes=[1],
+                on_progress=lambda done, total: None,
+            )
+
+    hosted(main)
+
+
 def test_only_a_standby_is_dropped_where_a_node_rests() -> None:
     """What is ready for a ring to come is needed there soon, or dropped by its head."""
 
