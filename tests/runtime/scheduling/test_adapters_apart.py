@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from support.rings.answered_steps import operations, run
 
 from shardnet.runtime.scheduling.limits import RingLimits
 from shardnet.runtime.scheduling.prefix_keys import block_keys
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
-    Instruction,
-    OperateSlot,
-    SendStep,
     SequenceRequest,
 )
 from shardnet.slot_operations import AdapterUse, CloseSequence, OpenSequence
@@ -22,26 +18,6 @@ PROMPT = tuple(range(700))
 NONE: tuple[AdapterUse, ...] = ()
 A, B = (AdapterUse(adapter_id="a" * 64),), (AdapterUse(adapter_id="b" * 64),)
 HALF_A = (AdapterUse(adapter_id="a" * 64, scale=0.5),)
-
-
-def run(scheduler: Scheduler) -> list[Instruction]:
-    """Answer every step at once with token 7 until there is nothing to send."""
-    done: list[Instruction] = []
-    while instructions := scheduler.next_instructions():
-        done += instructions
-        for instruction in instructions:
-            if isinstance(instruction, SendStep):
-                batch = instruction.batch
-                scheduler.on_tokens(batch.step, [7] * batch.n_sampled)
-    return done
-
-
-def operations(instructions: list[Instruction], kind: type[Any]) -> list[Any]:
-    return [
-        each.operation
-        for each in instructions
-        if isinstance(each, OperateSlot) and isinstance(each.operation, kind)
-    ]
 
 
 def scheduler() -> Scheduler:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from support.rings.answered_steps import operations, run
+
 from shardnet.errors import CapacityError
 from shardnet.runtime.scheduling.prefix_keys import block_keys
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
-    Instruction,
-    OperateSlot,
     RestorePrefix,
     SendStep,
     SequenceRequest,
@@ -31,26 +31,6 @@ def wanted(sequence_id: SequenceId = ONE, n_stored: int = 512, **rest: Any) -> S
         sequence_id=sequence_id,
         **{"prompt": PROMPT, "max_tokens": 4, "n_stored": n_stored} | rest,
     )
-
-
-def run(scheduler: Scheduler) -> list[Instruction]:
-    """Answer every step at once with token 7 until there is nothing to send."""
-    done: list[Instruction] = []
-    while instructions := scheduler.next_instructions():
-        done += instructions
-        for instruction in instructions:
-            if isinstance(instruction, SendStep):
-                batch = instruction.batch
-                scheduler.on_tokens(batch.step, [7] * batch.n_sampled)
-    return done
-
-
-def operations(instructions: list[Instruction], kind: type[Any]) -> list[Any]:
-    return [
-        each.operation
-        for each in instructions
-        if isinstance(each, OperateSlot) and isinstance(each.operation, kind)
-    ]
 
 
 def test_a_sequence_sends_nothing_until_its_beginning_was_read() -> None:

@@ -1,0 +1,28 @@
+"""A scheduler whose steps are answered at once, and what it asked of slots meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardnet.runtime.scheduling.scheduler import Scheduler
+from shardnet.runtime.scheduling.sequences import Instruction, OperateSlot, SendStep
+
+
+def run(scheduler: Scheduler) -> list[Instruction]:
+    """Answer every step at once with token 7 until there is nothing to send."""
+    done: list[Instruction] = []
+    while instructions := scheduler.next_instructions():
+        done += instructions
+        for instruction in instructions:
+            if isinstance(instruction, SendStep):
+                batch = instruction.batch
+                scheduler.on_tokens(batch.step, [7] * batch.n_sampled)
+    return done
+
+
+def operations(instructions: list[Instruction], kind: type[Any]) -> list[Any]:
+    return [
+        each.operation
+        for each in instructions
+        if isinstance(each, OperateSlot) and isinstance(each.operation, kind)
+    ]
