@@ -10,7 +10,6 @@ Axes in shape comments: T rows of the micro-batch, H query heads, D head size, E
 from __future__ import annotations
 
 import ctypes
-from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +21,7 @@ from shardnet.model.fused.structs import (
     BEFORE,
     STORE,
     AttentionStruct,
+    NativeSublayer,
     ResidualStruct,
     aligned,
     check_shape,
@@ -63,8 +63,8 @@ class _AttentionScratch:
         return self.bytes[begin:end].view(self.dtype).view(self.n_rows, -1, self.head_size)
 
 
-class NativeAttention:
-    """An AttentionSublayer by the library. Not thread-safe: it holds the arguments of its calls."""
+class NativeAttention(NativeSublayer[AttentionStruct]):
+    """An AttentionSublayer by the library."""
 
     FIELD = "attention"
     """Of a LayerStruct."""
@@ -104,31 +104,6 @@ class NativeAttention:
     def linears(self) -> tuple[NativeLinear, NativeLinear]:
         """Its linear layers: queries, keys and values; output."""
         return self._qkv, self._output.linear
-
-    @property
-    def fusible_attention(self) -> None:
-        """None: it is fused already."""
-
-    @property
-    def fusible_mlp(self) -> None:
-        """None: it is no MLP."""
-
-    @property
-    def arguments(self) -> AttentionStruct:
-        """The arguments of its calls, valid as long as this object lives."""
-        return self._arguments
-
-    @property
-    def residual(self) -> ResidualStruct:
-        """Input, output and norms among the arguments."""
-        residual: ResidualStruct = self._arguments.residual
-        return residual
-
-    def with_own_arguments(self) -> NativeAttention:
-        """Return a copy with separate call arguments, which calls of this one do not change."""
-        other = copy(self)
-        other._arguments = AttentionStruct.from_buffer_copy(self._arguments)
-        return other
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E].

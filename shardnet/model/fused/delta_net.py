@@ -10,13 +10,12 @@ Axes in shape comments: T rows of the micro-batch, E hidden size.
 from __future__ import annotations
 
 import ctypes
-from copy import copy
 
 import torch
 from torch import Tensor
 
 from shardnet.model.cache.slot_state import SlotState
-from shardnet.model.fused.structs import ResidualStruct, aligned, check_shape
+from shardnet.model.fused.structs import NativeSublayer, ResidualStruct, aligned, check_shape
 from shardnet.model.kernels.library import SCRATCH, NativeKernels, check_memory
 from shardnet.model.kernels.linear import NativeLinear, is_native
 from shardnet.model.kernels.recurrence import RecurrenceStruct
@@ -61,8 +60,8 @@ class DeltaStruct(ctypes.Structure):
     )
 
 
-class NativeDeltaNet:
-    """The sub-layer by the library. Not thread-safe: it holds the arguments of its calls."""
+class NativeDeltaNet(NativeSublayer[DeltaStruct]):
+    """The sub-layer by the library."""
 
     FIELD = "delta"
     """Of a LayerStruct."""
@@ -118,31 +117,6 @@ class NativeDeltaNet:
     def linears(self) -> tuple[NativeLinear, ...]:
         """Its linear layers: queries, keys, values and gate; write and decay; output."""
         return self._linears
-
-    @property
-    def fusible_attention(self) -> None:
-        """None: it has no keys and values."""
-
-    @property
-    def fusible_mlp(self) -> None:
-        """None: it is no MLP."""
-
-    @property
-    def arguments(self) -> DeltaStruct:
-        """The arguments of its calls, valid as long as this object lives."""
-        return self._arguments
-
-    @property
-    def residual(self) -> ResidualStruct:
-        """Input, output and norms among the arguments."""
-        residual: ResidualStruct = self._arguments.residual
-        return residual
-
-    def with_own_arguments(self) -> NativeDeltaNet:
-        """Return a copy with separate call arguments, which calls of this one do not change."""
-        other = copy(self)
-        other._arguments = DeltaStruct.from_buffer_copy(self._arguments)
-        return other
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +23,7 @@ from shardnet.model.fused.structs import (
     ExpertsStruct,
     ExpertStruct,
     MlpStruct,
+    NativeSublayer,
     ResidualStruct,
     RouterStruct,
     Routing,
@@ -84,8 +84,8 @@ def _is_fixed(linear: Linear) -> bool:
     return is_native(linear) and linear.weights_stay
 
 
-class NativeExperts:
-    """An ExpertsSublayer by the library. Not thread-safe: it holds the arguments of its calls."""
+class NativeExperts(NativeSublayer[ExpertsStruct]):
+    """An ExpertsSublayer by the library."""
 
     FIELD = "experts"
     """Of a LayerStruct."""
@@ -167,29 +167,10 @@ class NativeExperts:
         return self._linears
 
     @property
-    def fusible_attention(self) -> None:
-        """None: it is no attention."""
-
-    @property
-    def fusible_mlp(self) -> None:
-        """None: it is fused already."""
-
-    @property
-    def arguments(self) -> ExpertsStruct:
-        """The arguments of its calls, valid as long as this object lives."""
-        return self._arguments
-
-    @property
     def residual(self) -> ResidualStruct:
         """Input, output and norms among the arguments."""
         residual: ResidualStruct = self._arguments.mlp.residual
         return residual
-
-    def with_own_arguments(self) -> NativeExperts:
-        """Return a copy with separate call arguments, which calls of this one do not change."""
-        other = copy(self)
-        other._arguments = ExpertsStruct.from_buffer_copy(self._arguments)
-        return other
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""

@@ -7,7 +7,6 @@ fused/sublayers.py does.
 from __future__ import annotations
 
 import ctypes
-from copy import copy
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from shardnet.model.arithmetic.row_functions import ACTIVATIONS
 from shardnet.model.config.model_config import Activation
 from shardnet.model.fused.structs import (
     MlpStruct,
+    NativeSublayer,
     ResidualStruct,
     aligned,
     check_shape,
@@ -28,8 +28,8 @@ from shardnet.model.layers.rotary import Rotary
 from shardnet.model.shards.gathered import NativeOutput
 
 
-class NativeMlp:
-    """An MlpSublayer by the library. Not thread-safe: it holds the arguments of its calls."""
+class NativeMlp(NativeSublayer[MlpStruct]):
+    """An MlpSublayer by the library."""
 
     FIELD = "mlp"
     """Of a LayerStruct."""
@@ -59,31 +59,6 @@ class NativeMlp:
     def linears(self) -> tuple[NativeLinear, NativeLinear]:
         """Its linear layers: gate and up, down."""
         return self._gate_up, self._down.linear
-
-    @property
-    def fusible_attention(self) -> None:
-        """None: it is no attention."""
-
-    @property
-    def fusible_mlp(self) -> None:
-        """None: it is fused already."""
-
-    @property
-    def arguments(self) -> MlpStruct:
-        """The arguments of its calls, valid as long as this object lives."""
-        return self._arguments
-
-    @property
-    def residual(self) -> ResidualStruct:
-        """Input, output and norms among the arguments."""
-        residual: ResidualStruct = self._arguments.residual
-        return residual
-
-    def with_own_arguments(self) -> NativeMlp:
-        """Return a copy with separate call arguments, which calls of this one do not change."""
-        other = copy(self)
-        other._arguments = MlpStruct.from_buffer_copy(self._arguments)
-        return other
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""

@@ -1,4 +1,4 @@
-"""The arguments of the library's sub-layers: mirrors of the structs of csrc/.
+"""The arguments of the library's sub-layers, mirrors of the structs of csrc/, and who holds them.
 
 Knows their fields and checks norms, rows and linears before passing their addresses. Must not know
 when a sub-layer is called.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import enum
 import math
-from typing import Final
+from copy import copy
+from typing import Final, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ storing keys and values; attention of decode rows; output projection and residua
 CLAMPED: Final = 3
 """gpt-oss's activation among those of csrc/sublayers.c, next to ACTIVATIONS."""
 _ALIGNMENT: Final = 64
+ArgumentsT = TypeVar("ArgumentsT", bound=ctypes.Structure)
 
 
 def norm_struct(norm: Norm | HeadNorm | None, *shape: int) -> NormStruct:
@@ -211,3 +213,37 @@ def check_shape(name: str, linear: Linear, n_out: int, n_in: int) -> None:
 def aligned(n_bytes: int) -> int:
     """Round `n_bytes` up to the alignment of the next buffer."""
     return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class NativeSublayer(Generic[ArgumentsT]):
+    """What sub-layers by the library share. Not thread-safe: one holds the arguments of its calls.
+
+    It is fused already, so that nothing else fuses it.
+    """
+
+    _arguments: ArgumentsT
+
+    @property
+    def fusible_attention(self) -> None:
+        """None."""
+
+    @property
+    def fusible_mlp(self) -> None:
+        """None."""
+
+    @property
+    def arguments(self) -> ArgumentsT:
+        """The arguments of its calls, valid as long as this object lives."""
+        return self._arguments
+
+    @property
+    def residual(self) -> ResidualStruct:
+        """Input, output and norms among the arguments."""
+        residual: ResidualStruct = self._arguments.residual
+        return residual
+
+    def with_own_arguments(self) -> Self:
+        """Return a copy with separate call arguments, which calls of this one do not change."""
+        other = copy(self)
+        other._arguments = type(self._arguments).from_buffer_copy(self._arguments)
+        return other
