@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardnet.errors import RemoteProtocolError
 from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.slot_operations import AdapterUse
 from shardnet.stage.adapters.adapted_linear import RowsOfAdapter
 from shardnet.types import MicroBatch
@@ -25,7 +26,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     `states` collects hidden states [T, E] by how many of the model's layers have computed them, for
     the numbers `kept_states` that this stage passes. Its keys and values are kept in `kv`, None for
-    the stage's own. `adapters` are those of each row group, () for none of any.
+    the stage's own. `adapters` are those of each row group, () for none of any. `pictures` are
+    those of its rows, None for none.
     """
 
     batch: MicroBatch
@@ -35,6 +37,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     kv: KvCache | None = None
     states: dict[int, Tensor] = msgspec.field(default_factory=dict)
     adapters: tuple[tuple[AdapterUse, ...], ...] = ()
+    pictures: PictureRows | None = None
 
     @property
     def is_adapted(self) -> bool:
@@ -63,6 +66,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             kv=self.kv,
             kept_states=self.kept_states,
             adapters=tuple(self.adapters[place] for place in places),
+            pictures=None if self.pictures is None else self.pictures.take(rows),
         )
 
     def _rows(self, kinds: Sequence[bool], kind: bool) -> list[int]:

@@ -371,6 +371,7 @@ class StageModel:
                 None if narrower is None else torch_dtype(narrower),
                 layer_by_layer=bool(run.kept_states),
                 is_adapted=run.is_adapted,
+                pictures=run.pictures,
             )
         except CapacityError as error:
             if self._followers is not None and error.__cause__ is not None:
@@ -378,6 +379,8 @@ class StageModel:
             raise
         if run.hidden is None:
             embedded = self._family.embed(step)
+            if run.pictures is not None:
+                embedded = run.pictures.put(embedded)
             keep_state(run, 0, embedded)
             return embedded, step
         return run.hidden.to(self.device, self.dtype), step

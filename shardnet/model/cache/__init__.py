@@ -1,1 +1,1 @@
-"""What a stage keeps of sequences: keys and values, quantised or not, and states."""
+"""What a stage keeps of sequences: keys and values, quantised or not, states; rows of pictures."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS
 from shardnet.model.layers.native_attention import AttentionKind, NativeSpans, native_attend
 from shardnet.slot_operations import MAX_DRAFTS
@@ -67,7 +68,8 @@ class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
     counted from 0 within the stage. `native_spans` are `spans` for the compiled library, None on
     devices other than the CPU. `hidden_dtype` is that of the ring where the device computes in a
     wider one. With `layer_by_layer` what each layer returns is looked at. With `is_adapted` linears
-    add adapters to rows, which calls that join several linears do not.
+    add adapters to rows, which calls that join several linears do not. `pictures` are those of the
+    rows, None for none.
     """
 
     token_ids: Tensor  # [T], int64
@@ -79,6 +81,7 @@ class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
     hidden_dtype: torch.dtype | None = None
     layer_by_layer: bool = False
     is_adapted: bool = False
+    pictures: PictureRows | None = None
 
     def after_layer(self, hidden: Tensor) -> Tensor:
         """Round what a layer returns to the ring's dtype: a border between stages rounds no more.
@@ -105,6 +108,7 @@ def plan_step(
     *,
     layer_by_layer: bool = False,
     is_adapted: bool = False,
+    pictures: PictureRows | None = None,
 ) -> ForwardStep:
     """Grow the slots of `batch` and prepare the inputs that its layers share.
 
@@ -129,6 +133,7 @@ def plan_step(
         hidden_dtype=hidden_dtype,
         layer_by_layer=layer_by_layer,
         is_adapted=is_adapted,
+        pictures=pictures,
     )
 
 
@@ -142,6 +147,7 @@ def step_over(
     hidden_dtype: torch.dtype | None = None,
     layer_by_layer: bool = False,
     is_adapted: bool = False,
+    pictures: PictureRows | None = None,
 ) -> ForwardStep:
     """Prepare a step over rows for which there is room in their slots; arguments as `plan_step`."""
     spans = []
@@ -172,6 +178,7 @@ def step_over(
         hidden_dtype=hidden_dtype,
         layer_by_layer=layer_by_layer,
         is_adapted=is_adapted,
+        pictures=pictures,
     )
 
 
