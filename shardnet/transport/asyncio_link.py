@@ -72,7 +72,8 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._peer_progress = (0, 0)
         self._came_step = 0
         self._frames: deque[tuple[Frame, int]] = deque()
-        self._arrived_ns = 0
+        self.arrived_ns = 0
+        """See `Link`; a plain attribute, as it is read for every frame."""
         self._error: ShardnetError | None = None
         self._was_cut_off = False
         self._was_left = False
@@ -83,7 +84,8 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._direct: DirectWriter | None = None
         self._drainers: list[asyncio.Future[None]] = []
         self._reading_paused = False
-        self._writing_paused = False
+        self.is_full = False
+        """See `Link`."""
         self._lingering = False
         self._timer: asyncio.TimerHandle | None = None
         self._silence_s = options.silence_s
@@ -114,11 +116,6 @@ class AsyncioLink(asyncio.BufferedProtocol):
         return self._peer_progress
 
     @property
-    def arrived_ns(self) -> int:
-        """See `Link`."""
-        return self._arrived_ns
-
-    @property
     def closed(self) -> bool:
         """See `Link`."""
         return self._error is not None
@@ -143,18 +140,14 @@ class AsyncioLink(asyncio.BufferedProtocol):
             with self._direct.lock:
                 self._write(self._packed(frames))
 
-    @property
-    def is_full(self) -> bool:
-        """See `Link`."""
-        return self._writing_paused
-
     def send_now(self, *frames: Frame) -> bool:
         """See `Link`."""
         direct = self._direct
         if direct is None:
             return False
         with direct.lock:
-            self._raise_if_ended()
+            if self._error is not None:
+                self._raise_if_ended()
             if self._lingering:
                 return False
             buffers = self._packed(frames)
@@ -171,7 +164,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
     async def drain(self, *, shared: bool = False) -> None:
         """See `Link`."""
         self._raise_if_ended()
-        if not self._writing_paused:
+        if not self.is_full:
             return
         waiter = self._loop.create_future()
         self._drainers.append(waiter)
@@ -196,7 +189,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
                 await self._receiver
             finally:
                 self._receiver = None
-        frame, self._arrived_ns = self._frames.popleft()
+        frame, self.arrived_ns = self._frames.popleft()
         if self._reading_paused and len(self._frames) <= self._options.receive_frames // 2:
             self._resume_reading()
         return frame
@@ -255,7 +248,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._meter.received_bytes += nbytes
         for event in self._connection.received(nbytes):
             self._handle(event)
-        if self._connection.has_outgoing:
+        if self._connection.outgoing:
             self._write(self._connection.take_outgoing())
         if self._error is not None:
             self._linger()
@@ -288,11 +281,11 @@ class AsyncioLink(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """Make `drain` wait."""
-        self._writing_paused = True
+        self.is_full = True
 
     def resume_writing(self) -> None:
         """Let `drain` return."""
-        self._writing_paused = False
+        self.is_full = False
         self._wake(*self._drainers)
 
     # --- events and the end
@@ -352,7 +345,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         receiver = self._receiver
         if self._take is None or receiver is None or receiver.done() or self._frames:
             return False
-        self._arrived_ns = arrived_ns
+        self.arrived_ns = arrived_ns
         try:
             return self._take(frame)
         except Exception as error:  # whoever receives handles it: this is the transport's call
@@ -423,7 +416,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         if self._idle.is_over(now, reading=not self._reading_paused, unsent_bytes=unsent_bytes):
             self._cut_for_silence()
             return
-        if not self._sent_since_tick and not self._writing_paused:
+        if not self._sent_since_tick and not self.is_full:
             epoch, step = self._options.progress()
             self._write(
                 self._connection.send(Frame(kind=FrameKind.HEARTBEAT, epoch=epoch, step=step))
@@ -471,7 +464,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
 
         The frame that is being sent is lost with the link; the next one raises why.
         """
-        if not self._writing_paused or self.peer.purpose is Purpose.DATA:
+        if not self.is_full or self.peer.purpose is Purpose.DATA:
             return
         if self._unsent_bytes() > self._options.unsent_bytes:
             most = self._options.unsent_bytes
@@ -479,6 +472,8 @@ class AsyncioLink(asyncio.BufferedProtocol):
             self._abort_transport()
 
     def _packed(self, frames: tuple[Frame, ...]) -> list[Buffer]:
+        if len(frames) == 1:
+            return self._connection.send(frames[0])
         return [part for frame in frames for part in self._connection.send(frame)]
 
     def _write(self, buffers: list[Buffer]) -> None:

@@ -60,7 +60,7 @@ class Executor:
         """
         self._n_queued += 1
         submitted = self._thread.submit(self._counted, job)
-        self._pause.queued()
+        self._pause.n_queued.value += 1
         return asyncio.wrap_future(submitted)
 
     @property
@@ -80,9 +80,10 @@ class Executor:
         when the loop has closed meanwhile.
         """
         self._n_queued += 1
-        self._pause.queues()
+        pause = self._pause
+        pause.seen_begun = pause.n_begun.value
         self._thread.post(partial(self._finish, job, done, failed, asyncio.get_running_loop()))
-        self._pause.queued()
+        pause.n_queued.value += 1
 
     @property
     def n_begun(self) -> int:
@@ -126,7 +127,7 @@ class Executor:
 
         Where the loop has closed meanwhile nobody is told.
         """
-        self._pause.begins()
+        self._pause.n_begun.value += 1
         try:
             result = job()
         except BaseException as error:  # as in a future: whoever waits for the result gets it
@@ -153,12 +154,14 @@ class Executor:
 class _Pause:
     """How a thread waits for its next job: asleep, or once in a while spinning without the GIL.
 
-    Two words in memory say that a job was queued, and that one has begun.
+    Two words in memory count the jobs that were queued, and those that have begun: who queues a job
+    adds to one, the thread to the other.
     """
 
     def __init__(self) -> None:
-        self._n_queued, self.n_begun = ctypes.c_int64(0), ctypes.c_int64(0)
-        self._seen_begun = 0
+        self.n_queued, self.n_begun = ctypes.c_int64(0), ctypes.c_int64(0)
+        self.seen_begun = 0
+        """`n_begun` before the job that was queued last."""
         self._spin_ns = 0
         self._wait: Callable[[int, int, int], object] | None = None
         self._has_looked = False
@@ -178,26 +181,14 @@ class _Pause:
     def __call__(self, has_none: Callable[[], bool]) -> None:
         """Spin, if that was asked for, until a job is queued or the time is over."""
         spin_ns, self._spin_ns = self._spin_ns, 0
-        seen = self._n_queued.value
+        seen = self.n_queued.value
         if spin_ns and self._wait is not None and has_none():
-            self._wait(ctypes.addressof(self._n_queued), seen, spin_ns)
-
-    def queues(self) -> None:
-        """Note that a job is about to be queued."""
-        self._seen_begun = self.n_begun.value
-
-    def queued(self) -> None:
-        """Note that a job was queued."""
-        self._n_queued.value += 1
-
-    def begins(self) -> None:
-        """Note that a job begins. On the thread."""
-        self.n_begun.value += 1
+            self._wait(ctypes.addressof(self.n_queued), seen, spin_ns)
 
     def wait_begun(self) -> None:
         """Wait until the job that was queued last has begun, _HAND_OVER_NS at most."""
         if self.can_spin and self._wait is not None:
-            self._wait(ctypes.addressof(self.n_begun), self._seen_begun, _HAND_OVER_NS)
+            self._wait(ctypes.addressof(self.n_begun), self.seen_begun, _HAND_OVER_NS)
 
 
 def _library_wait() -> Callable[[int, int, int], object] | None:

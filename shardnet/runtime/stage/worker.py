@@ -156,7 +156,7 @@ class StageWorker:
                 self._failure.exception()  # raised already, or not awaited
 
     async def _take_in(self) -> None:
-        self._source.offer(lambda: self._has_room() and not self._sink.is_full, self._take)
+        self._source.offer(self._can_take, self._take)
         try:
             while True:
                 arrived = await self._source.receive()
@@ -174,6 +174,10 @@ class StageWorker:
     def _has_room(self) -> bool:
         n_queued = self._n_taken - self._n_passed_on - self._n_sent_now
         return n_queued < self._limit
+
+    def _can_take(self) -> bool:
+        n_queued = self._n_taken - self._n_passed_on - self._n_sent_now  # every call counts here
+        return n_queued < self._limit and not self._sink.is_full
 
     def _take(self, arrived: StageInput) -> None:
         """Queue an input to the compute thread."""
@@ -203,7 +207,7 @@ class StageWorker:
         return (
             self._anywhere is not None
             and isinstance(arrived, StepArrived)
-            and arrived.batch.n_rows <= self._n_short_rows
+            and len(arrived.batch.token_ids) <= self._n_short_rows
             and self._n_taken == self._n_passed_on + self._n_sent_now
             and self._executor.is_idle
             and self._anywhere.on_any_thread
@@ -331,7 +335,7 @@ class StageWorker:
         if isinstance(result, ShardnetError):
             return StepFailed(step=arrived.batch.step, error=result)
         compute_us = (self._clock_ns() - started_ns) // 1000
-        n_rows = arrived.batch.n_rows
+        n_rows = len(arrived.batch.token_ids)
         if compute_us > _SHORT_US:
             self._n_short_rows = min(self._n_short_rows, n_rows - 1)
         elif n_rows > self._n_short_rows:

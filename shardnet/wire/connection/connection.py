@@ -155,7 +155,8 @@ class LinkConnection:
         self._state = LinkState.PREAMBLE
         self._allowed = _HANDSHAKE_KINDS
         self._said_last_word = False
-        self._outgoing: list[Buffer] = []
+        self.outgoing: list[Buffer] = []
+        """What `take_outgoing` would return."""
         self._received = ReceiveBuffer()
         self._target: ReceiveBuffer | FramePart = self._received
         self._header: Header | None = None
@@ -188,14 +189,9 @@ class LinkConnection:
         self._said_last_word = frame.kind is FrameKind.BYE
         return buffers
 
-    @property
-    def has_outgoing(self) -> bool:
-        """Whether `take_outgoing` has something."""
-        return bool(self._outgoing)
-
     def take_outgoing(self) -> list[Buffer]:
         """Return what the connection itself has to send by now: preambles, hellos, last words."""
-        outgoing, self._outgoing = self._outgoing, []
+        outgoing, self.outgoing = self.outgoing, []
         return outgoing
 
     # --- receiving
@@ -300,7 +296,7 @@ class LinkConnection:
         data = self._received.peek(len(PREAMBLE))
         if bytes(data[:1]) in TLS_RECORDS:
             if self._greeting is None:
-                self._outgoing.append(PREAMBLE)  # by which a holder of a key learns why
+                self.outgoing.append(PREAMBLE)  # by which a holder of a key learns why
             raise AuthenticationError(
                 "the peer speaks TLS, as holders of a cluster key do, and this side holds none",
                 remedy="run `shardnet key join` here",
@@ -318,7 +314,7 @@ class LinkConnection:
         version = int.from_bytes(data[len(PREAMBLE_MAGIC) :], "little")
         self._received.take(len(PREAMBLE))
         if self._greeting is None:
-            self._outgoing.append(PREAMBLE)
+            self.outgoing.append(PREAMBLE)
         if version != PROTOCOL_VERSION:
             raise VersionMismatchError(
                 f"the peer speaks protocol version {version}, we speak {PROTOCOL_VERSION}",
@@ -402,7 +398,7 @@ class LinkConnection:
         return HelloReceived(hello=peer)
 
     def _say(self, frame: Frame) -> None:
-        self._outgoing.extend(pack_frame(frame, self._limits, checked=self._checked))
+        self.outgoing.extend(pack_frame(frame, self._limits, checked=self._checked))
 
     def _fail(self, error: ShardnetError, events: list[Event]) -> None:
         if self._state in (LinkState.HELLO, LinkState.UP):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Final
 
 import msgspec
+from msgspec.structs import astuple
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
@@ -26,7 +28,7 @@ _GROUP: Final = struct.Struct("<QIIII")
 _ONE_ROW: Final = struct.Struct("<HBBIIQIIIII")
 """The meta of a step of one row, up to its timings: head, group and token id in one call."""
 _TIMING: Final = struct.Struct("<4Q")
-"""rank, and microseconds: computing, queued, when it arrived."""
+"""The fields of a StageTiming: rank, and microseconds: computing, queued, when it arrived."""
 TOKEN_BYTES: Final = 4
 """What the tail sends the head for each sampled row."""
 
@@ -72,7 +74,7 @@ def data_frame(step: StepData) -> Frame:
         for g in batch.groups:
             parts.append(_GROUP.pack(g.sequence_id, g.slot, g.position, g.n_rows, g.n_sampled))
         parts.append(_pack_tokens(batch.token_ids))
-        parts += map(_pack_timing, step.timings)
+        parts += starmap(_TIMING.pack, map(astuple, step.timings))
     except struct.error as error:
         raise LocalProtocolError(f"step {batch.step}: a number does not fit: {error}") from error
     return Frame(
@@ -116,7 +118,7 @@ def tokens_frame(
     """
     try:
         payload = _pack_tokens(token_ids)
-        meta = b"".join(map(_pack_timing, timings))
+        meta = b"".join(starmap(_TIMING.pack, map(astuple, timings)))
     except struct.error as error:
         raise LocalProtocolError(f"step {step}: a number does not fit: {error}") from error
     return Frame(kind=FrameKind.TOKENS, epoch=epoch, step=step, meta=meta, payload=payload)
@@ -168,7 +170,7 @@ def _one_row_frame(step: StepData, code: int) -> Frame | None:
             batch.token_ids[0],
         )
         for timing in step.timings:
-            meta += _pack_timing(timing)
+            meta += _TIMING.pack(*astuple(timing))
     except struct.error:
         return None
     return Frame(
@@ -265,10 +267,6 @@ def _timings(data: Buffer) -> tuple[StageTiming, ...]:
             raise _MalformedMeta(f"a timing of rank {fields[0]} is out of range")
         timings.append(StageTiming(*fields))
     return tuple(timings)
-
-
-def _pack_timing(timing: StageTiming) -> bytes:
-    return _TIMING.pack(timing.rank, timing.compute_us, timing.queue_us, timing.arrived_us)
 
 
 def _fault(batch: MicroBatch, dtype: WireDType, width: int, payload_bytes: int) -> str | None:

@@ -79,7 +79,7 @@ class FakeCompute:
         passed = 0.0
         if activations is not None:
             assert (activations.dtype, activations.width) == (WireDType.FLOAT32, WIDTH)
-            rows = struct.unpack(f"<{batch.n_rows * WIDTH}f", activations.payload)
+            rows = struct.unpack(f"<{len(batch.token_ids) * WIDTH}f", activations.payload)
             assert len(set(rows)) == 1
             passed = rows[0]
         assert passed == self.rank
@@ -93,7 +93,7 @@ class FakeCompute:
             ids += [next_token(history)] * group.n_sampled
         if self.rank == self.n_stages - 1:
             return Samples(token_ids=ids, logprobs=[None] * len(ids))
-        payload = struct.pack("<f", passed + 1) * (batch.n_rows * WIDTH)
+        payload = struct.pack("<f", passed + 1) * (len(batch.token_ids) * WIDTH)
         return Activations(payload=payload, dtype=WireDType.FLOAT32, width=WIDTH)
 
 
