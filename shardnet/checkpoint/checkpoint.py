@@ -34,6 +34,7 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     FileHead,
     FileState,
     StoredTensor,
+    TensorFile,
     check_unchanged,
     hash_ranges,
     prefetch_stored,
@@ -206,6 +207,17 @@ class Checkpoint:
         """Return the same with these parameters in place of its own, also those yet to be added."""
         other = copy(self)
         other.tensors = ChainMap(tensors, dict(self.tensors))
+        return other
+
+    def beside(self, folder: Path, file: TensorFile, tensors: dict[str, ModelTensor]) -> Checkpoint:
+        """Return one whose parameters are in a `file` of their own, in place of its own ones."""
+        other = copy(self)
+        other.folder, other.journal = folder, None
+        other.config = replace(self.config, wrapper="mmproj")
+        other._files = {file.name: file}
+        other._opened = {file.name: FileState.of(folder / file.name)}
+        other._bytes_read = {file.name: 0}
+        other.stored, other.tensors = file.tensors, tensors
         return other
 
     @property

@@ -33,6 +33,8 @@ ID_FILES: Final = (
     "tokenizer.model.v7",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 """Files besides the tensors that decide a model's output: part of its id if present."""
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
+from shardnet.model.vision import pixtral
+from shardnet.model.vision.vision_family import VisionFamily
 
 TEXT: Final = "text_config"
 
@@ -49,7 +51,8 @@ class Wrapper:
     `others` are further text types, each with the family that its language model is of.
     `defaults` are keys that published configs leave out and the family insists on.
     `has_position_axes`: rotary positions have an axis each for time, height and width (M-RoPE). Of
-    text all three are equal, and rotate as one position does.
+    text all three are equal, and rotate as one position does. `vision` is its tower, None where
+    pictures are not implemented.
     """
 
     model_type: str
@@ -59,6 +62,7 @@ class Wrapper:
     others: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     has_position_axes: bool = False
+    vision: VisionFamily | None = None
 
     def unwrap(self, fields: Fields, raw: Mapping[str, Any]) -> Fields:
         """Return the language model's own config, as its family reads it.
@@ -138,6 +142,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             family="mistral",
             text_types=("mistral",),
             others={"ministral3": "ministral3", "mistral4": "mistral4"},
+            vision=pixtral.VISION,
         ),
         Wrapper(
             model_type="qwen2_vl",
@@ -185,3 +190,6 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
     )
 }
 """By `model_type`."""
+
+VISIONS: Final = (pixtral.VISION,)
+"""All kinds of towers."""

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.model.fused.decode_graphs import Capture
 from shardnet.model.kernels.codec import pack_rows, torch_dtype, unpack_rows
 from shardnet.model.kernels.linear import KernelChoice, probe
 from shardnet.model.shards.group import ShardGroup
 from shardnet.stage.load import load_stage
+from shardnet.stage.runs import Run, sampled_rows
 from shardnet.stage.stage_model import StageModel
 from shardnet.types import (
     PREFILL_CHUNK_ROWS,
@@ -111,7 +113,9 @@ class StageChain:
             ]
         )
 
-    def step(self, *groups: Rows, hidden: Tensor | None = None) -> Tensor:
+    def step(
+        self, *groups: Rows, hidden: Tensor | None = None, pictures: PictureRows | None = None
+    ) -> Tensor:
         """Send one micro-batch through the stages: float32 logits of the sampled rows.
 
         A chain that does not begin at the first stage takes `hidden`, one that does not end at the
@@ -121,7 +125,9 @@ class StageChain:
         for stage in self.stages:
             if hidden is not None:  # as the wire does
                 hidden = hidden.to(torch_dtype(stage.choice.hidden_dtype or stage.choice.dtype))
-            hidden = stage.forward(batch, hidden)
+            hidden = stage.run_alone(Run(batch=batch, hidden=hidden, pictures=pictures))
+            if stage.last:
+                hidden = stage.logits(sampled_rows(hidden, batch))
         assert hidden is not None
         return hidden
 

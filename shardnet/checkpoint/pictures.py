@@ -1,0 +1,320 @@
+"""The part of a checkpoint that takes pictures: its tower, projector and processor.
+
+Knows where they are: among the tensors of a multimodal checkpoint, or in a GGUF of their own beside
+that of the language model. Reads headers only, and imports no torch. Must not know towers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from shardnet.checkpoint.checkpoint import Checkpoint, gguf_file
+from shardnet.checkpoint.formats.gguf import read_tensor_file
+from shardnet.checkpoint.formats.gguf_header import MetadataValue, read_gguf_header
+from shardnet.checkpoint.formats.gguf_types import PLAIN, packing_of, unpack
+from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file
+from shardnet.checkpoint.tensors.json_files import read_json
+from shardnet.checkpoint.tensors.model_tensor import ModelTensor, rotary_halves, unchanged
+from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
+from shardnet.errors import CheckpointError, UnsupportedModelError
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.wrappers import VISIONS, WRAPPERS
+from shardnet.model.vision.picture import PictureProcessor
+from shardnet.model.vision.vision_config import VisionConfig
+from shardnet.model.vision.vision_family import GGUF_KEYS, Table, TokenId, VisionFamily
+from shardnet.types import DType
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
+_HARMLESS: Final = (
+    *("auto_map", "backend", "crop_size", "data_format", "default_to_square", "device", "do_pad"),
+    *("disable_grouping", "feature_extractor_type", "image_processor_type", "image_seq_length"),
+    *("image_token", "input_data_format", "num_additional_image_tokens", "pad_size"),
+    *("processor_class", "return_tensors", "video_processor_type", "max_pixels", "min_pixels"),
+    *("pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size"),
+    *("pan_and_scan_min_ratio_to_activate", "size_divisor", "_valid_processor_keys"),
+)
+"""Keys of processors' configs that change no picture."""
+_RUNNING: Final = (
+    *("attention_dropout", "dtype", "head_dim", "initializer_range", "model_type", "torch_dtype"),
+    *("architectures", "initializer_factor", "vocab_size"),
+)
+"""Keys of towers' configs that say nothing of what they compute, or what the others say too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pictures:
+    """What a checkpoint has for pictures.
+
+    `checkpoint` has the parameters of the tower, by the names of its `family`.
+    """
+
+    family: VisionFamily
+    config: VisionConfig
+    processor: PictureProcessor
+    checkpoint: Checkpoint
+
+    @property
+    def table(self) -> Table:
+        """The parameters with their shapes."""
+        return self.family.tensors(self.config)
+
+    def weight_bytes(self, dtype: DType) -> int:
+        """Return the bytes of the tower's weights where it computes in `dtype`."""
+        total = 0
+        for name, shape in self.table.items():
+            tensor = self.checkpoint.tensors.get(name)
+            if tensor is not None and tensor.packed is not None:
+                total += tensor.size_bytes
+            else:
+                total += math.prod(shape) * dtype.size_bytes
+        return total
+
+
+def open_pictures(
+    checkpoint: Checkpoint, token_id: TokenId, mmproj: Path | None = None
+) -> Pictures:
+    """Find what takes pictures. `mmproj` is a GGUF of it, None for one beside the model's.
+
+    Raises UnsupportedModelError, which says what is missing, for a model that takes none,
+    CheckpointError for files that are damaged.
+    """
+    path = checkpoint.path
+    if mmproj is not None or gguf_file(path) is not None:
+        return _open_gguf(checkpoint, token_id, mmproj or _find_projector(path))
+    wrapper = WRAPPERS.get(checkpoint.config.wrapper)
+    if wrapper is None:
+        raise UnsupportedModelError(
+            f"{path}: this {checkpoint.config.family} model takes no pictures: it has no vision "
+            "tower",
+            remedy="use a model that has one, or leave the pictures out",
+        )
+    if wrapper.vision is None:
+        raise UnsupportedModelError(
+            f"{path}: pictures are not implemented for {wrapper.model_type} models",
+            remedy="leave the pictures out",
+        )
+    raw = json.loads(checkpoint.config_text)
+    where = str(checkpoint.folder / "config.json")
+    config = _read_config(wrapper.vision, raw, where, checkpoint.config)
+    own = _read_processor(checkpoint.folder)
+    stored = {name.removeprefix("model."): info for name, info in checkpoint.stored.items()}
+    made = {
+        name: unchanged(name, _as_matrix(stored[name], shape))
+        for name, shape in wrapper.vision.tensors(config).items()
+        if name in stored
+    }
+    return Pictures(
+        family=wrapper.vision,
+        config=config,
+        processor=_processor(wrapper.vision, config, own, token_id),
+        checkpoint=checkpoint.with_tensors(made),
+    )
+
+
+def _read_config(
+    family: VisionFamily, raw: Mapping[str, Any], where: str, text: ModelConfig
+) -> VisionConfig:
+    outer = Fields(raw, where)
+    own = outer.inner("vision_config", outer.take("vision_config", dict))
+    own.ignore(*_RUNNING)
+    for key in ("num_channels", "in_channels"):
+        own.require(key, 3)
+    config = family.read_config(outer, own, text)
+    own.note_the_rest()
+    outer.refuse_unknown()
+    return config
+
+
+def _read_processor(folder: Path) -> Fields:
+    """Read the config of the makers' processor: what it says of pictures."""
+    for name in PROCESSOR_FILES:
+        path = folder / name
+        if has_file(path):
+            raw = read_json(path)
+            if name == PROCESSOR_FILES[0] or "image_processor" in raw:
+                return Fields(raw.get("image_processor", raw), str(path))
+    raise CheckpointError(
+        f"{folder}: neither {PROCESSOR_FILES[0]} nor {PROCESSOR_FILES[1]} is here, which say how "
+        "pictures are prepared",
+        remedy="fetch the checkpoint again",
+    )
+
+
+def _processor(
+    family: VisionFamily, config: VisionConfig, own: Fields, token_id: TokenId
+) -> PictureProcessor:
+    processor = family.make_processor(config, own, token_id)
+    own.ignore(*_HARMLESS)
+    own.note_the_rest()
+    own.refuse_unknown()
+    return processor
+
+
+def _as_matrix(info: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
+    """Describe the kernel of a convolution as the matrix that patches are multiplied with."""
+    is_kernel = len(info.shape) > 2 and info.strides is None
+    if is_kernel and math.prod(info.shape) == math.prod(shape):
+        return replace(info, shape=shape)
+    return info
+
+
+def _find_projector(path: Path) -> Path:
+    """Find the GGUF of a projector in the folder of the model's."""
+    folder = path if path.is_dir() else path.parent
+    try:
+        names = [name for name in folder_entries(folder) if name.endswith(".gguf")]
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror}", remedy="check the path") from error
+    found = [folder / name for name in names if "mmproj" in name.lower()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = ", ".join(sorted(file.name for file in found))
+        raise UnsupportedModelError(
+            f"{folder} has {len(found)} projectors: {listed}", remedy="name one with --mmproj FILE"
+        )
+    raise UnsupportedModelError(
+        f"{path}: no projector (mmproj) for pictures is beside this GGUF",
+        remedy="fetch the mmproj file of the same repository into the folder, or name it with "
+        "--mmproj FILE",
+    )
+
+
+def _open_gguf(checkpoint: Checkpoint, token_id: TokenId, path: Path) -> Pictures:
+    """Open the GGUF of a projector."""
+    header = read_gguf_header(path)
+    family = _family_of(header.metadata, str(path))
+    gguf = family.gguf
+    assert gguf is not None, "it was found by its name there"
+    file = read_tensor_file(path, header)
+    raw = _config_of_metadata(header.metadata, family, file.tensors, str(path))
+    row_id = token_id(gguf.row_token)
+    if row_id is None:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: its tokenizer has no {gguf.row_token}, which stands for pictures",
+            remedy="use the projector of this very model",
+        )
+    raw |= {"image_token_id": row_id}
+    config = _read_config(family, raw, f"{path}, as config.json", checkpoint.config)
+    own = Fields(_processor_of_metadata(header.metadata, family, raw), f"{path}, as JSON")
+    made = _gguf_tensors(family, config, file.tensors)
+    return Pictures(
+        family=family,
+        config=config,
+        processor=_processor(family, config, own, token_id),
+        checkpoint=checkpoint.beside(path.parent, file, made),
+    )
+
+
+def _family_of(metadata: Mapping[str, MetadataValue], where: str) -> VisionFamily:
+    own = Fields(metadata, where)
+    arch = own.take("general.architecture", str)
+    if arch != "clip":
+        raise own.unsupported("general.architecture", arch, "clip")
+    key = "clip.projector_type"
+    if own.missing(key):
+        key = "clip.vision.projector_type"
+    kind = own.take(key, str)
+    known = {name: vision for vision in VISIONS if vision.gguf for name in vision.gguf.projectors}
+    if kind not in known:
+        raise own.unsupported(key, kind, ", ".join(sorted(known)))
+    return known[kind]
+
+
+def _vision_keys(metadata: Mapping[str, MetadataValue]) -> dict[str, MetadataValue]:
+    prefix = "clip.vision."
+    return {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
+
+
+def _config_of_metadata(
+    metadata: Mapping[str, MetadataValue],
+    family: VisionFamily,
+    stored: Container[str],
+    where: str,
+) -> dict[str, Any]:
+    """Convert the metadata of a projector to the keys and values of config.json."""
+    assert family.gguf is not None
+    keys = _vision_keys(metadata)
+    vision: dict[str, Any] = {GGUF_KEYS[key]: keys[key] for key in GGUF_KEYS if key in keys}
+    is_silu = metadata.get("clip.use_silu") is True
+    is_erf = metadata.get("clip.use_gelu") is True
+    vision["hidden_act"] = "silu" if is_silu else "gelu" if is_erf else "gelu_pytorch_tanh"
+    read = family.gguf.read(Fields(keys, where, "clip.vision."), stored)
+    vision |= read.pop("vision_config", {})
+    return {"vision_config": vision} | read
+
+
+def _processor_of_metadata(
+    metadata: Mapping[str, MetadataValue], family: VisionFamily, raw: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Convert the metadata of a projector to the keys and values of a processor's config."""
+    assert family.gguf is not None
+    keys = _vision_keys(metadata)
+    levels = {key: list(keys[key]) for key in ("image_mean", "image_std") if key in keys}  # type: ignore[arg-type]
+    size = family.gguf.size(raw["vision_config"])
+    return levels | ({"size": size} if size else {})
+
+
+def _gguf_tensors(
+    family: VisionFamily, config: VisionConfig, stored: Mapping[str, StoredTensor]
+) -> dict[str, ModelTensor]:
+    from gguf.constants import MODEL_ARCH
+    from gguf.tensor_mapping import get_tensor_name_map
+
+    gguf = family.gguf
+    assert gguf is not None
+    names = get_tensor_name_map(MODEL_ARCH.MMPROJ, max(config.n_layers, 3))
+    made = {}
+    for name, shape in family.tensors(config).items():
+        stem, dot, suffix = name.rpartition(".")
+        found = gguf.names.get(stem) or names.get_name(stem) or names.get_name(f"model.{stem}")
+        info = stored.get(f"{found}{dot}{suffix}")
+        if info is None:
+            continue
+        info = _as_matrix(info, shape)
+        is_turned = gguf.has_rotary_pairs and stem.endswith(("q_proj", "k_proj"))
+        made[name] = _gguf_tensor(
+            name,
+            info,
+            n_heads=config.n_heads if is_turned else None,
+            is_transposed=name in gguf.transposed,
+            added=gguf.added.get(name, 0.0),
+        )
+    return made
+
+
+def _gguf_tensor(
+    name: str, info: StoredTensor, *, n_heads: int | None, is_transposed: bool, added: float
+) -> ModelTensor:
+    """Make a parameter of a stored tensor, and undo what the converter has changed."""
+    is_plain = info.dtype in PLAIN
+
+    def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        (rows,) = stored
+        if n_heads is not None:
+            rows = rotary_halves(rows, n_heads)
+        values = rows if is_plain else unpack(rows, info.dtype, info.shape, dtype)
+        if added:
+            values = values.float() - added
+        return values.T.contiguous() if is_transposed else values
+
+    if is_plain and n_heads is None and not is_transposed and not added:
+        return unchanged(name, info)
+    return ModelTensor(
+        name=name,
+        shape=info.shape[::-1] if is_transposed else info.shape,
+        dtype=info.dtype if is_plain and not added else None,
+        sources=(info,),
+        make=make,
+        packed=None if is_transposed else packing_of([info], n_heads),
+    )

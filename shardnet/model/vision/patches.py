@@ -1,0 +1,215 @@
+"""Pictures to patches: resized, normalised, cut, and the tokens that stand for them.
+
+Knows arrays of bytes, what the makers' processors do to them, and the keys that their configs have
+in common. Must not know files or torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardnet.errors import UsageError
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import SCALES, Range
+from shardnet.model.vision.picture import PreparedPicture
+from shardnet.model.vision.resampling import Filter, resize
+from shardnet.model.vision.vision_family import TokenId
+
+MAX_RATIO: Final = 200
+"""How much longer one side of a picture may be than the other."""
+LOW_PIXELS: Final = 512
+"""A side of the pictures that are asked for with low detail."""
+
+_LEVELS: Final = Range(0.0, 1.0)
+
+
+class SizeRule(Protocol):
+    """How large a picture is before it is cut into patches."""
+
+    def __call__(self, height: int, width: int, *, is_low: bool) -> tuple[int, int]:
+        """Return height and width in pixels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongestEdge:
+    """At most `longest` pixels on a side, rounded up to whole rows of `multiple` pixels."""
+
+    longest: int
+    multiple: int
+
+    def __call__(self, height: int, width: int, *, is_low: bool) -> tuple[int, int]:
+        """Return height and width in pixels."""
+        longest = min(self.longest, LOW_PIXELS) if is_low else self.longest
+        ratio = max(height / longest, width / longest)
+        if ratio > 1:
+            height, width = math.floor(height / ratio), math.floor(width / ratio)
+        n_high, n_wide = ((side - 1) // self.multiple + 1 for side in (height, width))
+        return n_high * self.multiple, n_wide * self.multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedSize:
+    """Always the same."""
+
+    height: int
+    width: int
+
+    def __call__(self, height: int, width: int, *, is_low: bool) -> tuple[int, int]:
+        """Return height and width in pixels."""
+        return self.height, self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelCount:
+    """About as the picture is, from `fewest` to `most` pixels, in multiples of `multiple`."""
+
+    fewest: int
+    most: int
+    multiple: int
+
+    def __call__(self, height: int, width: int, *, is_low: bool) -> tuple[int, int]:
+        """Return height and width in pixels."""
+        most = max(self.fewest, min(self.most, LOW_PIXELS**2)) if is_low else self.most
+        sides = height, width
+        rounded = [round(side / self.multiple) * self.multiple for side in sides]
+        if rounded[0] * rounded[1] > most:
+            beta = math.sqrt((height * width) / most)
+            rounded = [
+                max(self.multiple, math.floor(side / beta / self.multiple) * self.multiple)
+                for side in sides
+            ]
+        elif rounded[0] * rounded[1] < self.fewest:
+            beta = math.sqrt(self.fewest / (height * width))
+            rounded = [math.ceil(side * beta / self.multiple) * self.multiple for side in sides]
+        return rounded[0], rounded[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """The tokens of a picture: `row` for each row, `line` between lines, and those around all."""
+
+    row: int
+    before: tuple[int, ...] = ()
+    line: int | None = None
+    after: tuple[int, ...] = ()
+
+    def of(self, n_high: int, n_wide: int) -> tuple[int, ...]:
+        """Return the tokens of a picture of `n_high` lines of `n_wide` rows."""
+        line = (self.row,) * n_wide
+        lines = (line if self.line is None else (*line, self.line)) * n_high
+        return (*self.before, *(lines if self.line is None else lines[:-1]), *self.after)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchProcessor:
+    """Prepares pictures for towers that read patches.
+
+    Patches are in the order of the language model's rows: the `merge` x `merge` of a row stand
+    together. `mean` and `deviation` are those of numbers from 0 to 1. `around` is text that stands
+    before and behind a placeholder in a prompt.
+    """
+
+    size: SizeRule
+    filter: Filter
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    patch: int
+    merge: int
+    marks: Marks
+    placeholder: str
+    placeholder_id: int
+    n_frames: int = 1
+    around: tuple[str, str] = ("", "")
+    see_each_other: bool = False
+
+    @property
+    def key(self) -> str:
+        """What stands for all of its settings."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+    def surround(self, prompt: str) -> str:
+        """Write what belongs around each placeholder into a prompt that is not tokenised yet."""
+        return prompt.replace(self.placeholder, self.placeholder.join(self.around))
+
+    def prepare(self, rgb: NDArray[np.uint8], detail: str = "auto") -> PreparedPicture:
+        """Prepare a picture [H, W, 3]; see PictureProcessor."""
+        height, width = rgb.shape[:2]
+        if max(height, width) > MAX_RATIO * min(height, width):
+            raise UsageError(
+                f"a picture of {width} x {height} pixels: one side may be at most {MAX_RATIO} "
+                "times as long as the other",
+                remedy="crop the picture",
+            )
+        height, width = self.size(height, width, is_low=detail == "low")
+        resized = resize(rgb, height, width, self.filter)
+        side = self.patch * self.merge
+        grid = (1, height // side, width // side)
+        tokens = self.marks.of(grid[1], grid[2])
+        return PreparedPicture(
+            pixels=self._patches(resized),
+            grid=grid,
+            token_ids=tokens,
+            is_row=np.array(tokens) == self.marks.row,
+            see_each_other=self.see_each_other,
+        )
+
+    def _patches(self, picture: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Cut a picture [H, W, 3] into normalised patches [N, 3 x frames x patch x patch]."""
+        n_high, n_wide = (side // (self.patch * self.merge) for side in picture.shape[:2])
+        shape = (n_high, self.merge, self.patch, n_wide, self.merge, self.patch, 3)
+        cut = picture.reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5)  # rows, merged, C, P, P
+        levels = np.arange(256, dtype=np.float32)[:, None] / np.float32(255)
+        mean, deviation = (np.array(own, np.float32) for own in (self.mean, self.deviation))
+        table = (levels - mean) / deviation  # [256, 3]
+        patches = np.empty((*cut.shape[:5], self.n_frames, *cut.shape[5:]), np.float32)
+        for colour in range(3):
+            patches[..., colour, :, :, :] = table[:, colour][cut[..., colour, None, :, :]]
+        return patches.reshape(-1, 3 * self.n_frames * self.patch * self.patch)
+
+
+def read_levels(
+    own: Fields, mean: tuple[float, ...], deviation: tuple[float, ...]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Read mean and deviation of each colour; those given where the config says nothing.
+
+    Raises UnsupportedModelError where pixels are not scaled from 0 to 1 and normalised by them.
+    """
+    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        own.require(key, True)
+    for key in ("do_center_crop", "do_pan_and_scan"):
+        own.require(key, False)
+    factor = own.number("rescale_factor", 1 / 255)
+    if abs(factor * 255 - 1) > 1e-6:
+        raise own.unsupported("rescale_factor", factor, "1 / 255")
+    if not own.missing("image_mean"):
+        mean = own.numbers("image_mean", 3, within=_LEVELS)
+    if not own.missing("image_std"):
+        deviation = own.numbers("image_std", 3, within=SCALES)
+    return mean, deviation
+
+
+def read_filter(own: Fields, default: Filter) -> Filter:
+    """Read the filter that pictures are resized by."""
+    number = own.take("resample", int, default.value)
+    try:
+        return Filter(number)
+    except ValueError:
+        numbers = ", ".join(str(kind.value) for kind in Filter)
+        raise own.unsupported("resample", number, numbers) from None
+
+
+def required_id(own: Fields, token_id: TokenId, token: str) -> int:
+    """Return the id of a token that stands in every picture.
+
+    Raises UnsupportedModelError where the tokenizer lacks it.
+    """
+    found = token_id(token)
+    if found is None:
+        raise own.unsupported("tokenizer", f"one without {token}", "those of the model's makers")
+    return found

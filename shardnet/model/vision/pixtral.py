@@ -1,0 +1,226 @@
+"""Pixtral's tower in Mistral 3 and Ministral 3 (transformers, modeling_pixtral.py, _mistral3.py).
+
+Pictures of any shape, rotary positions by line and column, and a break token behind each line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardnet.model.config.decoder_config import read_activation
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import NORM_EPS, THETAS
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.vision.patches import (
+    LongestEdge,
+    Marks,
+    PatchProcessor,
+    read_filter,
+    read_levels,
+    required_id,
+)
+from shardnet.model.vision.picture import EncodedPicture, PictureProcessor
+from shardnet.model.vision.resampling import Filter
+from shardnet.model.vision.vision_config import VisionConfig
+from shardnet.model.vision.vision_family import (
+    Table,
+    TokenId,
+    VisionFamily,
+    VisionGguf,
+    linear_tensors,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from shardnet.model.kernels.linear import Linear
+    from shardnet.model.layers.norms import Norm
+    from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.vision.tower import TowerLayer
+
+_EPS = 1e-5
+_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
+
+
+def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
+    """Read a PixtralVisionConfig, and what Mistral3Config says of the projector."""
+    layer = outer.take("vision_feature_layer", int, -1)
+    if layer != -1:
+        raise outer.unsupported("vision_feature_layer", layer, "-1")
+    n_heads, hidden_size = (
+        own.positive("num_attention_heads", 16),
+        own.positive("hidden_size", 1024),
+    )
+    own.ignore("image_size")  # pictures are of any
+    rope = own.inner("rope_parameters", own.take("rope_parameters", dict, {}))
+    theta = own.number("rope_theta", 10000.0, within=THETAS)
+    return VisionConfig(
+        n_layers=own.positive("num_hidden_layers", 24),
+        hidden_size=hidden_size,
+        intermediate_size=own.positive("intermediate_size", 4096),
+        n_heads=n_heads,
+        patch=own.positive("patch_size", 14),
+        merge=outer.positive("spatial_merge_size", 2),
+        out_size=text.hidden_size,
+        norm_eps=own.number("layer_norm_eps", _EPS, within=NORM_EPS),
+        activation=read_activation(own, "hidden_act", "gelu"),
+        row_id=outer.take("image_token_index", int, outer.take("image_token_id", int, 10)),
+        rope_theta=rope.number("rope_theta", theta, within=THETAS),
+        projector_activation=read_activation(outer, "projector_hidden_act", "gelu"),
+        projector_bias=outer.take("multimodal_projector_bias", bool, False),
+        projector_eps=text.norm_eps,
+    )
+
+
+def tensors(config: VisionConfig) -> Table:
+    """Name the parameters."""
+    width, inner = config.hidden_size, config.intermediate_size
+    made: Table = {
+        "vision_tower.patch_conv.weight": (width, config.patch_width),
+        "vision_tower.ln_pre.weight": (width,),
+        "multi_modal_projector.norm.weight": (width,),
+        "multi_modal_projector.patch_merger.merging_layer.weight": (width, config.merged_width),
+    }
+    shapes = {"linear_1": (config.out_size, width), "linear_2": (config.out_size, config.out_size)}
+    made |= linear_tensors("multi_modal_projector", shapes, with_bias=config.projector_bias)
+    for number in range(config.n_layers):
+        layer = f"vision_tower.transformer.layers.{number}"
+        square = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), (width, width))
+        mlp = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+        made |= {f"{layer}.{norm}.weight": (width,) for norm in ("attention_norm", "ffn_norm")}
+        made |= linear_tensors(f"{layer}.attention", square)
+        made |= linear_tensors(f"{layer}.feed_forward", mlp)
+    return made
+
+
+def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> PictureProcessor:
+    """Read a PixtralImageProcessor."""
+    own.ignore("patch_size", "num_channels")  # as the tower's
+    size = own.inner("size", own.take("size", dict, {"longest_edge": 1024}))
+    mean, deviation = read_levels(own, _MEAN, _DEVIATION)
+    placeholder = "[IMG]"
+    line, end = (required_id(own, token_id, mark) for mark in ("[IMG_BREAK]", "[IMG_END]"))
+    return PatchProcessor(
+        size=LongestEdge(
+            longest=size.positive("longest_edge"), multiple=config.patch * config.merge
+        ),
+        filter=read_filter(own, Filter.BICUBIC),
+        mean=mean,
+        deviation=deviation,
+        patch=config.patch,
+        merge=config.merge,
+        marks=Marks(row=config.row_id, line=line, after=(end,)),
+        placeholder=placeholder,
+        placeholder_id=config.row_id,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixtralTower:
+    """The forward pass."""
+
+    config: VisionConfig
+    patches: Linear
+    first_norm: Norm
+    layers: tuple[TowerLayer, ...]
+    norm: Norm
+    merging: Linear
+    linear_1: Linear
+    linear_2: Linear
+
+    @classmethod
+    def load(
+        cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> PixtralTower:
+        """Take the parameters."""
+        from shardnet.model.layers.modules import GatedMlp
+        from shardnet.model.vision.tower import TowerLayer
+
+        def layer(number: int) -> TowerLayer:
+            prefix = f"vision_tower.transformer.layers.{number}"
+            parts = (f"{prefix}.attention.{name}_proj" for name in "qkv")
+            mlp = f"{prefix}.feed_forward"
+            return TowerLayer(
+                n_heads=config.n_heads,
+                attention_norm=weights.norm(f"{prefix}.attention_norm", config.norm_eps),
+                qkv_proj=weights.linear(*parts),
+                o_proj=weights.linear(f"{prefix}.attention.o_proj"),
+                mlp_norm=weights.norm(f"{prefix}.ffn_norm", config.norm_eps),
+                mlp=GatedMlp(
+                    activation=config.activation,
+                    gate_up_proj=weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                    down_proj=weights.linear(f"{mlp}.down_proj"),
+                ),
+            )
+
+        projector = "multi_modal_projector"
+        return cls(
+            config=config,
+            patches=weights.linear("vision_tower.patch_conv"),
+            first_norm=weights.norm("vision_tower.ln_pre", config.norm_eps),
+            layers=tuple(layer(number) for number in range(config.n_layers)),
+            norm=weights.norm(f"{projector}.norm", config.projector_eps),
+            merging=weights.linear(f"{projector}.patch_merger.merging_layer"),
+            linear_1=weights.linear(f"{projector}.linear_1"),
+            linear_2=weights.linear(f"{projector}.linear_2"),
+        )
+
+    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> Iterator[EncodedPicture | None]:
+        """Encode patches; see Tower."""
+        from shardnet.model.vision.tower import (
+            axial_rotary,
+            frequencies,
+            in_pieces,
+            patch_places,
+        )
+
+        config = self.config
+        by_turns = frequencies(config.rope_theta, config.head_size // 2)
+        places = patch_places(grid, config.merge)
+        rotary = axial_rotary(places, by_turns[0::2], by_turns[1::2], pixels.dtype, pixels.device)
+        hidden = yield from in_pieces(lambda part: self.first_norm(self.patches(part)), pixels)
+        for layer in self.layers:
+            hidden = yield from layer.walk(hidden, rotary)
+        yield EncodedPicture(rows=(yield from in_pieces(self._project, self._merged(hidden))))
+
+    def _merged(self, hidden: Tensor) -> Tensor:
+        """Join the patches of a row, in the order of the linear's inputs: [N, merge^2 x W]."""
+        n_merged = self.config.merge**2
+        return hidden.view(-1, n_merged * hidden.shape[1])
+
+    def _project(self, merged: Tensor) -> Tensor:
+        from shardnet.model.vision.tower import activated
+
+        n_rows, width = len(merged), self.config.hidden_size
+        normed = self.norm(merged.view(-1, width))  # each patch by itself
+        joined = normed.view(n_rows, -1, width).transpose(1, 2).reshape(n_rows, -1)
+        inner = self.linear_1(self.merging(joined))
+        return self.linear_2(activated(self.config.projector_activation, inner))
+
+
+def read_gguf(own: Fields, stored: Container[str]) -> dict[str, Any]:
+    """Read the metadata of a projector."""
+    return {
+        "spatial_merge_size": own.positive("spatial_merge_size", 1),
+        "multimodal_projector_bias": "mm.1.bias" in stored,
+    }
+
+
+VISION = VisionFamily(
+    read_config=read_config,
+    tensors=tensors,
+    make_processor=make_processor,
+    load=PixtralTower.load,
+    gguf=VisionGguf(
+        projectors=("pixtral",),
+        read=read_gguf,
+        size=lambda own: {"longest_edge": own["image_size"]},
+        row_token="[IMG]",
+        names={"multi_modal_projector.linear_2": "mm.2"},
+        has_rotary_pairs=True,
+    ),
+)

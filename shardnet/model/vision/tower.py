@@ -1,0 +1,152 @@
+"""The transformer of a tower: patches attend to all patches of their picture.
+
+Knows the parts that towers are made of, and cuts their work into pieces, between which other steps
+run. Must not know how a family names its parameters.
+
+Axes in shape comments: T patches of a picture, H heads, D head size, W width of the tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardnet.model.arithmetic.elementary import cosine_sine, power
+from shardnet.model.config.model_config import Activation
+from shardnet.model.kernels.linear import Linear
+from shardnet.model.layers.modules import GatedMlp
+from shardnet.model.layers.norms import Norm, activate
+from shardnet.model.layers.rotary import Rotary
+from shardnet.model.vision.picture import EncodedPicture, PictureProcessor, PreparedPicture
+
+PIECE_ROWS: Final = 64
+"""Patches that are computed at a time on a CPU: a few milliseconds of a layer."""
+
+Walk = Generator[None, None, Tensor]
+"""Computes in pieces: yields between them, and returns the result."""
+
+
+def in_pieces(compute: Callable[[Tensor], Tensor], rows: Tensor) -> Walk:
+    """Compute rows [T, N] some at a time: those of a piece do not depend on the others."""
+    if rows.device.type != "cpu":
+        yield
+        return compute(rows)
+    parts = []
+    for part in torch.split(rows, PIECE_ROWS):
+        parts.append(compute(part))
+        yield
+    return torch.cat(parts)
+
+
+def activated(kind: Activation, rows: Tensor) -> Tensor:
+    """Apply a nonlinearity to [T, N]. The rows beside one are always the same here."""
+    return F.gelu(rows) if kind is Activation.GELU else activate(kind, rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerMlp:
+    """An MLP without a gate, on rows that are always computed together."""
+
+    activation: Activation
+    up_proj: Linear
+    down_proj: Linear
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Transform [T, N], row by row."""
+        return self.down_proj(activated(self.activation, self.up_proj(hidden)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerLayer:
+    """Attention among all patches of a picture, then an MLP, each with a norm and a residual."""
+
+    n_heads: int
+    attention_norm: Norm
+    qkv_proj: Linear
+    o_proj: Linear
+    mlp_norm: Norm
+    mlp: GatedMlp | TowerMlp
+
+    def walk(self, hidden: Tensor, rotary: Rotary | None) -> Walk:
+        """Run hidden states [T, W] through the layer."""
+        projected = yield from in_pieces(
+            lambda part: self.qkv_proj(self.attention_norm(part)), hidden
+        )
+        queries, keys, values = projected.view(len(hidden), 3, self.n_heads, -1).unbind(1)
+        if rotary is not None:
+            queries, keys = rotary.rotate(queries), rotary.rotate(keys)
+        attended = yield from _attended(queries, keys, values)
+        both = torch.cat((hidden, attended), -1)
+        return (yield from in_pieces(self._after_attention, both))
+
+    def _after_attention(self, both: Tensor) -> Tensor:
+        """Compute what follows from rows and what they attended to, side by side: [T, 2 W]."""
+        hidden, attended = both.chunk(2, -1)
+        hidden = hidden + self.o_proj(attended.contiguous())
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+def _attended(queries: Tensor, keys: Tensor, values: Tensor) -> Walk:
+    """Attend with [T, H, D] each: [T, H x D]."""
+    keys, values = (part.transpose(0, 1).contiguous()[None] for part in (keys, values))
+
+    def attend(part: Tensor) -> Tensor:
+        own = part.transpose(0, 1)[None]
+        attended = F.scaled_dot_product_attention(own, keys, values)  # [1, H, T, D]
+        return attended[0].transpose(0, 1).flatten(1)
+
+    return (yield from in_pieces(attend, queries))
+
+
+def patch_places(grid: tuple[int, int, int], merge: int) -> Tensor:
+    """Return line and column of every patch, int64 [T, 2], in the order of `pixels`."""
+    _, n_high, n_wide = grid
+    shape = n_high, n_wide, merge, merge
+    lines = torch.arange(n_high * merge).view(n_high, 1, merge, 1).expand(shape)
+    columns = torch.arange(n_wide * merge).view(1, n_wide, 1, merge).expand(shape)
+    return torch.stack((lines.flatten(), columns.flatten()), -1)
+
+
+def frequencies(theta: float, n: int) -> Tensor:
+    """Return the frequencies of `n` pairs of columns, float32."""
+    return 1.0 / power(theta, torch.arange(0, 2 * n, 2, dtype=torch.float32) / (2 * n))
+
+
+def axial_rotary(
+    places: Tensor, by_line: Tensor, by_column: Tensor, dtype: torch.dtype, device: torch.device
+) -> Rotary:
+    """Make the tables [T, 1, D] of patches: a quarter of the pairs each, by line and by column."""
+    lines, columns = places[:, :1].float() * by_line, places[:, 1:].float() * by_column
+    cos, sin = cosine_sine(torch.cat((lines, columns), -1).double())  # [T, D / 2]
+    tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    cosines, sines = (table[:, None].to(device, torch.float32).to(dtype) for table in tables)
+    return Rotary(cos=cosines, sin=sines)
+
+
+class Tower(Protocol):
+    """The forward pass of one family's tower and projector."""
+
+    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> Iterator[EncodedPicture | None]:
+        """Encode patches [T, P] of a picture: yields None between pieces, and the rows at last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerEncoder:
+    """A PictureEncoder of a tower."""
+
+    tower: Tower
+    processor: PictureProcessor
+    weight_bytes: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def encode(self, pictures: Sequence[PreparedPicture]) -> Iterator[EncodedPicture | None]:
+        """Encode pictures, one after the other; see PictureEncoder."""
+        for picture in pictures:
+            pixels = torch.from_numpy(picture.pixels).to(self.device, self.dtype)
+            yield from self.tower.walk(pixels, picture.grid)

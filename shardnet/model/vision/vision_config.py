@@ -1,0 +1,57 @@
+"""The maths of one tower with its projector, whatever file it came from. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardnet.model.config.model_config import Activation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionConfig:
+    """The maths of a tower.
+
+    A patch is `patch` pixels high and wide, and `n_frames` copies of them deep. `merge` x `merge`
+    patches become one row of the language model, of `out_size` columns. `grid` is the side, in
+    patches, of the pictures that learned positions are for, 0 where there are none. `row_id` is the
+    token that stands for a row. `projector_eps` is what the projector's norm adds, and
+    `deep_layers` are those behind which DeepStack takes what it adds in the language model.
+    """
+
+    n_layers: int
+    hidden_size: int
+    intermediate_size: int
+    n_heads: int
+    patch: int
+    merge: int
+    out_size: int
+    norm_eps: float
+    activation: Activation
+    row_id: int
+    n_frames: int = 1
+    grid: int = 0
+    rope_theta: float = 10000.0
+    projector_activation: Activation = Activation.GELU
+    projector_bias: bool = False
+    projector_eps: float = 1e-6
+    deep_layers: tuple[int, ...] = ()
+
+    @property
+    def head_size(self) -> int:
+        """Columns of a head."""
+        return self.hidden_size // self.n_heads
+
+    @property
+    def patch_width(self) -> int:
+        """Numbers of a patch, in three colours."""
+        return 3 * self.n_frames * self.patch * self.patch
+
+    @property
+    def merged_width(self) -> int:
+        """Columns of the patches that become one row."""
+        return self.hidden_size * self.merge * self.merge
+
+    @property
+    def row_pixels(self) -> int:
+        """Pixels on a side of what becomes one row of the language model."""
+        return self.patch * self.merge

@@ -1,0 +1,180 @@
+"""Tiny multimodal checkpoints with towers of odd sizes, and what the makers' processors say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from support.models.checkpoints import make_tokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+Picture = NDArray[np.uint8]
+TOKENS = {"[IMG]": 300, "[IMG_BREAK]": 301, "[IMG_END]": 302}
+"""Ids of the tokens that stand for pictures: the padding of the tiny models' vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionCase:
+    """A multimodal model: its tower, and what its processor's config says.
+
+    `processor` is transformers' class, `outer` what config.json says beside the two inner configs.
+    """
+
+    wrapper: str
+    text: Mapping[str, Any]
+    tower: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    processor: Any
+    outer: Mapping[str, Any] = field(default_factory=dict)
+    wide: Mapping[str, Any] = field(default_factory=dict)
+    """The sizes of a tower whose columns are whole blocks of Q8_0."""
+
+    @property
+    def multiple(self) -> int:
+        """Pixels on a side of what becomes one row."""
+        merge = self.outer.get("spatial_merge_size", self.tower.get("spatial_merge_size", 1))
+        return int(self.tower["patch_size"] * merge)
+
+    def make(self, folder: Path, *, seed: int = 0, **tower: Any) -> Path:
+        """Write a random checkpoint, its tower changed by `tower`. Return `folder`."""
+        torch.manual_seed(seed)
+        text = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 80} | {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            **self.text,
+        }
+        whole = {"text_config": text, "vision_config": {**self.tower, **tower}, **self.outer}
+        config = AutoConfig.for_model(self.wrapper, tie_word_embeddings=False, **whole)
+        model = AutoModelForImageTextToText.from_config(config)
+        for parameter in model.parameters():  # biases and learned positions are zeros as made
+            if parameter.ndim < 2 or not parameter.any():
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+        model.save_pretrained(folder)
+        make_tokenizer(folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps(dict(self.settings)))
+        return folder
+
+    def prepared(self, picture: Picture) -> Mapping[str, Any]:
+        """Prepare a picture as the makers' processor does."""
+        made: Mapping[str, Any] = self.processor(**self.settings)(
+            [picture], return_tensors="pt", **self.arguments
+        )
+        return made
+
+    @property
+    def merged(self) -> int:
+        """Patches that become one row."""
+        return int(self.multiple // self.tower["patch_size"]) ** 2
+
+    def patches(self, prepared: Mapping[str, Any]) -> Picture:
+        """Return a prepared picture as patches, those of a row together."""
+        pixels = np.asarray(prepared["pixel_values"])
+        if pixels.ndim == 2:
+            return pixels
+        side, merge = self.tower["patch_size"], self.multiple // self.tower["patch_size"]
+        _, _, height, width = pixels.shape
+        shape = (3, height // self.multiple, merge, side, width // self.multiple, merge, side)
+        cut = pixels.reshape(shape).transpose(1, 4, 2, 5, 0, 3, 6)
+        return cut.reshape(-1, 3 * side * side)
+
+    def features(
+        self, reference: Any, prepared: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Return what transformers' tower and projector make of a picture, and DeepStack's."""
+        with torch.inference_mode():
+            made = reference.model.get_image_features(**self.inputs([prepared]))
+        rows = made.pooler_output
+        rows = torch.cat([*rows]) if isinstance(rows, list | tuple) else rows
+        return rows.reshape(-1, rows.shape[-1]), getattr(made, "deepstack_features", None) or ()
+
+    def inputs(self, prepared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return what transformers' model takes of several pictures."""
+        pixels = [torch.as_tensor(one["pixel_values"]) for one in prepared]
+        if self.wrapper == "mistral3":
+            high, wide = (max(one.shape[axis] for one in pixels) for axis in (2, 3))
+            padded = [
+                torch.nn.functional.pad(one, (0, wide - one.shape[3], 0, high - one.shape[2]))
+                for one in pixels
+            ]
+            sizes = torch.cat([torch.as_tensor(one["image_sizes"]) for one in prepared])
+            return {"pixel_values": torch.cat(padded), "image_sizes": sizes}
+        more = {}
+        if "image_grid_thw" in prepared[0]:
+            more["image_grid_thw"] = torch.cat([one["image_grid_thw"] for one in prepared])
+        return {"pixel_values": torch.cat(pixels), **more}
+
+    def kinds(self, ids: torch.Tensor) -> dict[str, Any]:
+        """Return what transformers wants to be told of each token beside its id."""
+        return {}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the makers' processors give their image processor."""
+        if self.wrapper == "mistral3":
+            return {"patch_size": {"height": self.multiple, "width": self.multiple}}
+        return {}
+
+
+def token_id(token: str) -> int | None:
+    """The tokenizer's ids."""
+    return TOKENS.get(token)
+
+
+def random_picture(height: int, width: int, seed: int = 0) -> Picture:
+    """Draw blots that are larger than a pixel, with edges."""
+    generator = np.random.default_rng(seed)
+    coarse = generator.integers(0, 256, (-(-height // 3), -(-width // 3), 3), dtype=np.uint8)
+    whole = coarse.repeat(3, 0).repeat(3, 1)
+    return np.ascontiguousarray(whole[:height, :width])
+
+
+CASES = {
+    "mistral3": VisionCase(
+        wrapper="mistral3",
+        text={"model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        tower={
+            "model_type": "pixtral",
+            "hidden_size": 24,
+            "intermediate_size": 44,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "head_dim": 8,
+            "patch_size": 5,
+            "image_size": 60,
+            "hidden_act": "silu",
+        },
+        outer={"spatial_merge_size": 2, "image_token_index": 300},
+        settings={"size": {"longest_edge": 60}},
+        processor=PixtralImageProcessorPil,
+        wide={"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4},
+    ),
+}
+CASES["mistral3-ministral3"] = VisionCase(
+    wrapper="mistral3",
+    text={"model_type": "ministral3", "head_dim": 8}
+    | {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+    tower=dict(CASES["mistral3"].tower) | {"hidden_act": "gelu"},
+    outer=dict(CASES["mistral3"].outer) | {"multimodal_projector_bias": True},
+    settings=CASES["mistral3"].settings,
+    processor=PixtralImageProcessorPil,
+    wide=CASES["mistral3"].wide,
+)
