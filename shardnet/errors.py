@@ -28,7 +28,7 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
     │           └── DamagedFrameError bytes that changed on their way
     ├── NumericalError                the model computed something that is not a number
     │   └── WrongValuesError          the same, and which stage has computed it
-    │       └── ChangedWeightsError   weights in memory are not what they were
+    │       └── ChangedMemoryError    weights, keys or values in memory are not what they were
     ├── PeerFailedError               a node of the ring was lost or reported a failure
     │   ├── SupersededError           another node leads the ring by now
     │   └── LostShardError            a shard of a stage ended or does not answer
@@ -39,7 +39,7 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
 from __future__ import annotations
 
 from reprlib import Repr
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, Final, Self, TypeVar
 
 E = TypeVar("E", bound=BaseException)
 
@@ -280,8 +280,17 @@ class WrongValuesError(NumericalError):
         return error
 
 
-class ChangedWeightsError(WrongValuesError):
-    """The weights of a stage are not what they were when they were loaded: memory has changed."""
+CHECK_MACHINE: Final = (
+    "test that machine's memory (memtest86+), and set the clocks of its processor and memory back "
+    "to what their makers say"
+)
+"""What to do about a machine that computes or keeps wrong bits."""
+
+
+class ChangedMemoryError(WrongValuesError):
+    """Weights of a stage are not what they were when loaded, or keys and values not what they were
+    when computed: memory has changed.
+    """
 
     code = 52
 

@@ -202,7 +202,7 @@ def _audit_lines(report: NodeReport) -> list[str]:
     if audit is None:
         return []
     lines = [
-        f"audits   {audit.n_audits}, {size(audit.looked_bytes)} of weights looked at, "
+        f"audits   {audit.n_audits}, {size(audit.looked_bytes)} of memory looked at, "
         f"{counted(audit.n_confirmed, 'layer')} computed alike by others"
     ]
     for found in audit.findings:

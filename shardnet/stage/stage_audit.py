@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from shardnet.errors import ChangedWeightsError, UsageError, WrongValuesError
+from shardnet.errors import CHECK_MACHINE, ChangedMemoryError, UsageError, WrongValuesError
 from shardnet.model.kernels.codec import pack_rows, to_bytes, torch_dtype, unpack_rows
 from shardnet.model.kernels.device_memory import capacity_error_for
 from shardnet.stage.stage_model import StageModel
-from shardnet.stage.weight_digests import CHECK_MACHINE
 from shardnet.types import ANY_ROWS, DType, WireDType
 
 TRIAL_ROWS: Final = 4
@@ -52,14 +51,15 @@ class StageAudit:
         """Bytes of weights that are looked at, each in its turn."""
         return self._model.digests.size_bytes if self._model.digests is not None else 0
 
-    def look_at_weights(self) -> int:
-        """Look at a piece of the weights; return its bytes, 0 for none.
+    def look_at_memory(self) -> int:
+        """Look at a piece of the weights and a block of keys and values; return their bytes.
 
-        Raises ChangedWeightsError.
+        Raises ChangedMemoryError.
         """
         try:
-            return self._model.digests.look() if self._model.digests is not None else 0
-        except ChangedWeightsError:
+            n_bytes = self._model.digests.look() if self._model.digests is not None else 0
+            return n_bytes + self._model.kv.look()
+        except ChangedMemoryError:
             self.is_wrong = True
             raise
 
@@ -69,7 +69,7 @@ class StageAudit:
         They are in the ring's dtype, which loses nothing; those before the model's first layer are
         b"": the same token ids are embedded everywhere. Raises WrongValuesError, which names the
         first layer at fault, if any of them are not what they were the first time; that is a
-        ChangedWeightsError where weights have changed. CapacityError where no memory is left.
+        ChangedMemoryError where weights have changed. CapacityError where no memory is left.
         """
         with capacity_error_for("no memory is left for an audit", remedy="lower --memory there"):
             states = self._model.trial(self._hidden, self._n_rows)

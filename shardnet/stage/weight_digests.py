@@ -13,16 +13,11 @@ from typing import Final
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from shardnet.errors import ChangedWeightsError
+from shardnet.errors import CHECK_MACHINE, ChangedMemoryError
 from shardnet.model.kernels.codec import to_bytes
 
 PIECE_BYTES: Final = 4 << 20
 """Looked at without a pause: about a millisecond."""
-
-CHECK_MACHINE: Final = (
-    "test that machine's memory (memtest86+), and set the clocks of its processor and memory back "
-    "to what their makers say"
-)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,7 +83,7 @@ class WeightDigests:
     def look(self) -> int:
         """Look at the next piece and return its bytes, 0 where there is none.
 
-        Raises ChangedWeightsError, which names the parameter, if it is not what it was: twice, so
+        Raises ChangedMemoryError, which names the parameter, if it is not what it was: twice, so
         that it is no slip of the look.
         """
         if not self._pieces:
@@ -102,7 +97,7 @@ class WeightDigests:
         if piece.digest is None:
             piece.digest = digest
         elif piece.digest not in (digest, xxh3_64_intdigest(now)):
-            raise ChangedWeightsError(
+            raise ChangedMemoryError(
                 f"bytes {piece.begin} to {piece.end} of {piece.name} have changed in its memory "
                 "since they were loaded",
                 remedy=CHECK_MACHINE,

@@ -18,7 +18,7 @@ from support.soak import cases, is_soak
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import (
     CapacityError,
-    ChangedWeightsError,
+    ChangedMemoryError,
     CheckpointError,
     RemoteProtocolError,
     WrongValuesError,
@@ -31,7 +31,7 @@ from shardnet.runtime.loading.loading import load
 from shardnet.runtime.loading.one_layer import compute_layer
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.stage_audit import StageAudit
-from shardnet.types import Arith, DType, KvDType, LayerRange
+from shardnet.types import BLOCK_POSITIONS, Arith, DType, KvDType, LayerRange, SlotId
 
 pytestmark = needs_library
 
@@ -66,7 +66,7 @@ def loaded(order: StageOrder) -> tuple[LoadedStage, StageAudit]:
 def a_turn(audit: StageAudit) -> int:
     """Look at all weights once; return the bytes of those that are there still."""
     n_pieces = len(audit._model.digests._pieces)  # type: ignore[union-attr]
-    return sum(audit.look_at_weights() for _ in range(n_pieces))
+    return sum(audit.look_at_memory() for _ in range(n_pieces))
 
 
 def flip(audit: StageAudit, name: str) -> None:
@@ -131,11 +131,22 @@ def test_a_bit_that_flips_is_found_and_its_parameter_named(name: str, tmp_path: 
     assert not stage.is_lost
     assert stage.kept
     flip(audit, name)
-    with pytest.raises(ChangedWeightsError, match=rf"of {name} have changed.*memtest86"):
+    with pytest.raises(ChangedMemoryError, match=rf"of {name} have changed.*memtest86"):
         a_turn(audit)
     assert stage.is_lost
     assert not stage.fits(order)
     assert not stage.kept
+
+
+def test_a_bit_of_a_key_that_flips_is_found(tmp_path: Path) -> None:
+    stage, audit = loaded(order_of(make_llama(tmp_path / "llama"), context=512))
+    kv = audit._model.kv
+    kv.ensure(SlotId(0), BLOCK_POSITIONS, BLOCK_POSITIONS)
+    a_turn(audit)
+    kv.layer(SlotId(0), 1)[0].view(-1).view(torch.uint8)[3] ^= 4
+    with pytest.raises(ChangedMemoryError, match="keys or values of positions 0 to 256"):
+        a_turn(audit)
+    assert stage.is_lost
 
 
 def test_rows_that_come_out_unlike_name_the_weights_that_changed(tmp_path: Path) -> None:
@@ -143,7 +154,7 @@ def test_rows_that_come_out_unlike_name_the_weights_that_changed(tmp_path: Path)
     a_turn(audit)
     audit.compute(0)
     flip(audit, "model.layers.1.mlp.down_proj")
-    with pytest.raises(ChangedWeightsError, match="down_proj have changed"):
+    with pytest.raises(ChangedMemoryError, match="down_proj have changed"):
         audit.compute(0)
 
 

@@ -17,11 +17,11 @@ from shardnet.runtime.loading.one_layer import compute_layer
 from shardnet.wire.messages.stages import AuditStage, ComputeLayer, LayerComputed, StageAudited
 
 WEIGHTS_S = 0.02
-"""How long weights are looked at where no rows are computed, which else say how long."""
+"""How long memory is looked at where no rows are computed, which else say how long."""
 
 
 async def audit_stage(host: StageHost, message: AuditStage) -> StageAudited:
-    """Look at weights and compute rows, between steps.
+    """Look at memory and compute rows, between steps.
 
     Raises WrongValuesError for what is wrong, UsageError where nothing can be said.
     """
@@ -37,7 +37,7 @@ async def audit_stage(host: StageHost, message: AuditStage) -> StageAudited:
 
     def look() -> tuple[float, int]:
         began_s = time.perf_counter()
-        n_bytes = audit.look_at_weights()
+        n_bytes = audit.look_at_memory()
         return time.perf_counter() - began_s, n_bytes
 
     rows_s, before, after = WEIGHTS_S, b"", b""

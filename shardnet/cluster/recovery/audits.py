@@ -17,7 +17,7 @@ from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.ring.ring import Ring
-from shardnet.errors import ChangedWeightsError, ShardnetError, WrongValuesError
+from shardnet.errors import ChangedMemoryError, ShardnetError, WrongValuesError
 from shardnet.types import NodeId
 from shardnet.wire.messages.diagnostics import MAX_FINDINGS, AuditFinding, AuditState
 from shardnet.wire.messages.handshake import explanation
@@ -209,7 +209,7 @@ class Audits:
 
         Then it is more likely a bug of ours than bad machines.
         """
-        if isinstance(error, ChangedWeightsError):
+        if isinstance(error, ChangedMemoryError):
             return False
         is_again = is_head and node in self._unlike
         self._unlike.add(node)

@@ -17,9 +17,9 @@ quantised on write and dequantised on read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_quantization import dequantize_rows, quantize_rows
-from shardnet.model.cache.slot_blocks import SlotContents, first_block
+from shardnet.model.cache.slot_blocks import BlockDigests, SlotContents, first_block
 from shardnet.model.cache.slot_state import SlotState
 from shardnet.model.config.model_config import HeadShape, StateShape
 from shardnet.model.kernels.device_memory import capacity_error_for
@@ -54,6 +54,7 @@ class _Slot:
     firsts: list[int]
     addresses: SlotAddresses
     states: dict[int, SlotState]
+    digests: BlockDigests = field(default_factory=BlockDigests)
 
 
 class KvCache:
@@ -103,6 +104,7 @@ class KvCache:
         self._room_blocks = room_blocks
         self._slots: dict[SlotId, _Slot] = {}
         self._blocks_used = 0
+        self._turn: Iterator[tuple[_Slot, int, int]] = iter(())
         self.before_write: Callable[[SlotId, int, Sequence[Tensor]], None] | None = None
         """Called before rows are written: slot, first position, and the slot's keys by layer."""
 
@@ -110,7 +112,7 @@ class KvCache:
         """Make an empty cache of the same form, with room for so many blocks."""
         made = copy.copy(self)
         made._slots, made._blocks_used, made._room_blocks = {}, 0, room_blocks
-        made.before_write = None
+        made.before_write, made._turn = None, iter(())
         return made
 
     @property
@@ -213,6 +215,8 @@ class KvCache:
         if not begin:
             for state in self._slots[slot].states.values():
                 state.reset()
+        if n_positions:
+            self._slots[slot].digests.writes(begin, n_positions)
         if self.before_write is not None:
             self.before_write(slot, begin, self._slots[slot].keys)
 
@@ -225,6 +229,9 @@ class KvCache:
         if slot not in self._slots:
             return
         self._rewind_states(slot, n_positions)
+        digests = self._slots[slot].digests
+        if n_positions < digests.end:
+            digests.writes(n_positions, n_positions)
         wanted = blocks_for(n_positions)
         if wanted == 0:
             self.free(slot)
@@ -271,6 +278,7 @@ class KvCache:
             firsts=list(held.firsts),
             addresses=held.addresses.copy(),
             states=states,
+            digests=held.digests.cut(n_positions),
         )
         try:
             self._resize(target, wanted, n_positions - REWIND_ROWS)  # to tensors of its own
@@ -344,8 +352,35 @@ class KvCache:
                 (layer, state.to(self._device)) for layer, state in contents.states.items()
             )
         held.blocks = n_blocks
+        held.digests.end = n_blocks * BLOCK_POSITIONS  # a row behind a part of the last one says so
         self._blocks_used += n_blocks
         self._slots[slot] = held
+
+    def look(self) -> int:
+        """Look at the next whole block of a layer: has it changed since it was written?
+
+        Returns its bytes, 0 where there is none. Raises ChangedMemoryError.
+        """
+        for turn in (self._turn, self._blocks()):
+            self._turn = turn
+            for held, layer, block in turn:
+                begin = block * BLOCK_POSITIONS - held.firsts[layer]
+                if begin >= 0 and (block + 1) * BLOCK_POSITIONS <= held.digests.end:
+                    rows = slice(begin, begin + BLOCK_POSITIONS)
+                    keys, values = held.keys[layer][:, rows], held.values[layer][:, rows]
+                    return held.digests.look(layer, block, keys, values)
+        return 0
+
+    def _blocks(self) -> Iterator[tuple[_Slot, int, int]]:
+        """Go through slots, layers and blocks, as they are when their turn comes."""
+        is_looked_at = self._device.type == "cpu"
+        for slot in [*self._slots] if is_looked_at else ():
+            for layer in range(self._n_layers):
+                block = 0
+                while (held := self._slots.get(slot)) and block < held.blocks:
+                    if layer not in self._states:
+                        yield held, layer, block
+                    block += 1
 
     def clear(self) -> None:
         """Free all slots."""

@@ -1,4 +1,4 @@
-"""The keys and values of one slot apart from its cache, and their rows as plain bytes.
+"""The keys and values of one slot apart from its cache, their rows as plain bytes, their digests.
 
 Knows tensors, layers and blocks of 256 positions. Must not know files, links, sequences or room.
 """
@@ -9,8 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from xxhash import xxh3_64
 
+from shardnet.errors import CHECK_MACHINE, ChangedMemoryError
 from shardnet.model.cache.slot_state import SlotState
+from shardnet.model.kernels.codec import to_bytes
 from shardnet.types import BLOCK_POSITIONS
 
 
@@ -82,3 +85,54 @@ class SlotContents:
             for tensor in (self.keys[layer], self.values[layer]):
                 if tensor.shape[2]:
                     yield tensor, self.firsts[layer]
+
+
+class BlockDigests:
+    """Digests of the blocks of one slot, which holds its first `end` positions."""
+
+    def __init__(self, end: int = 0) -> None:
+        self.end = end
+        self._digests: dict[tuple[int, int], int] = {}  # by block and layer
+        self._n_blocks = 0  # no digest is of a block behind these
+
+    def cut(self, n_positions: int) -> BlockDigests:
+        """Return those of a copy of the first `n_positions`."""
+        copied = BlockDigests(self.end)
+        copied._digests, copied._n_blocks = dict(self._digests), self._n_blocks
+        copied.writes(n_positions, n_positions)
+        return copied
+
+    def writes(self, begin: int, end: int) -> None:
+        """Note that positions `[begin, end)` are written next, and are the slot's last."""
+        self.end = end
+        n_whole = begin // BLOCK_POSITIONS
+        if n_whole < self._n_blocks:
+            self._digests = {key: had for key, had in self._digests.items() if key[0] < n_whole}
+            self._n_blocks = n_whole
+
+    def look(self, layer: int, block: int, *rows: Tensor) -> int:
+        """Note the digest of a block in a layer, or compare it with the one that was noted.
+
+        `rows` are its keys and values, [KV heads, 256, W] each. Returns their bytes. Raises
+        ChangedMemoryError if they are not what they were: twice, so that it is no slip of the look.
+        """
+        digest = _digest(rows)
+        known = self._digests.setdefault((block, layer), digest)
+        self._n_blocks = max(self._n_blocks, block + 1)
+        if known != digest and known != _digest(rows):
+            begin = block * BLOCK_POSITIONS
+            raise ChangedMemoryError(
+                f"keys or values of positions {begin} to {begin + BLOCK_POSITIONS} of a sequence "
+                f"have changed in its memory since they were computed, in layer {layer} of its "
+                "stage",
+                remedy=CHECK_MACHINE,
+            )
+        return sum(tensor.nbytes for tensor in rows)
+
+
+def _digest(rows: tuple[Tensor, ...]) -> int:
+    digest = xxh3_64()
+    for tensor in rows:
+        for head in tensor if tensor.numel() else ():  # a block of one head is contiguous
+            digest.update(to_bytes(head))
+    return digest.intdigest()

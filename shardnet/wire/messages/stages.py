@@ -293,9 +293,9 @@ class KvMoved(Tagged, frozen=True, kw_only=True):
 
 
 class AuditStage(Tagged, frozen=True, kw_only=True):
-    """Have a stage look at some of its weights, and compute rows that it computes each time.
+    """Have a stage look at some of its memory, and compute rows that it computes each time.
 
-    It looks at weights for as long as the rows have taken. Those before and after `layer` are asked
+    It looks at memory for as long as the rows have taken. Those before and after `layer` are asked
     for; without `with_rows` it computes none. Failed says what is wrong with rows by code 51, by 52
     what is wrong with weights.
     """

@@ -330,7 +330,7 @@ def test_what_was_found_is_told_by_doctor_status_dashboard_and_metrics() -> None
     assert anna.info is not None
     assert anna.report is not None
     shown = "\n".join(_as_lines(anna.info, anna.report))
-    assert "audits   5, 3.00 GiB of weights looked at, 2 layers computed alike by others" in shown
+    assert "audits   5, 3.00 GiB of memory looked at, 2 layers computed alike by others" in shown
     assert "wrong    bert computed wrong bits in layer 7 5 min ago, and was left out: the" in shown
     assert _as_json(anna.info, anna.report)["audit"]["findings"][0]["name"] == "bert"
     book = NodeBook()
