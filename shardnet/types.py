@@ -31,6 +31,15 @@ def blocks_for(n_positions: int) -> int:
     return -(-n_positions // BLOCK_POSITIONS)
 
 
+def is_noted(position: int, n_rows: int, n_noted: int) -> bool:
+    """Say whether stages note the state of a slot before rows `[position, position + n_rows)`.
+
+    They do before prompt rows, a block at least behind the state after `n_noted` positions, which
+    was noted last and is forgotten. The head counts along, to know what a slot can be rewound to.
+    """
+    return n_rows > MAX_STATE_DRAFTS + 1 and position - n_noted >= BLOCK_POSITIONS
+
+
 def block_spans(begin: int, end: int) -> Iterator[tuple[int, int]]:
     """Cut positions `[begin, end)` at the ends of blocks."""
     while begin < end:

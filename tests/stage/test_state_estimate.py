@@ -44,9 +44,12 @@ def test_it_is_what_the_slots_hold(config: ModelConfig) -> None:
         states=[config.state(layer) for layer in layers],
     )
     for slot in range(STATE_SLOTS):
-        kv.ensure(SlotId(slot), 300, 300)
+        kv.ensure(SlotId(slot), 290, 290)
+        kv.assume_end(SlotId(slot), 290)
+        kv.ensure(SlotId(slot), 300, 10)  # notes the state before its rows
     states = [kv.state(SlotId(slot), layer) for slot in range(STATE_SLOTS) for layer in (0, 1)]
-    held = sum(state.recent.nbytes + state.recurrent.nbytes for state in states)
+    noted = [state.noted for state in states if state.noted is not None]
+    held = sum(state.recent.nbytes + state.recurrent.nbytes for state in (*states, *noted))
     assert state_bytes(config, layers, DTYPE) == held
     assert kv_block_bytes(config, layers, DTYPE) == kv.block_bytes
     keys, values = kv.layer(SlotId(0), 2)

@@ -196,6 +196,7 @@ def ring_spec(plan: Plan) -> RingSpec:
         vocab_size=plan.facts.config.vocab_size,
         window=plan.facts.config.smallest_window,
         has_state=plan.facts.config.has_state,
+        notes_states=plan.facts.config.notes_states,
         has_movable_slots=plan.facts.config.has_movable_slots,
         routing=plan.facts.config.routing,
         ariths=tuple(node_ariths(plan.choice.arith, plan.arith, plan.nodes).values()),

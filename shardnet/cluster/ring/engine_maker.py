@@ -68,7 +68,10 @@ class EngineMaker:
             epoch=self.epoch,
             n_stages=self.spec.n_parts,
             room_blocks=min(stage.room_blocks for stage in ready),
-            limits=StepLimits(exact_rows=max(1, min(stage.exact_rows for stage in ready))),
+            limits=StepLimits(
+                exact_rows=max(1, min(stage.exact_rows for stage in ready)),
+                notes_states=self.spec.notes_states,
+            ),
             prefix_seed=prefixes.seed if prefixes else None,
         )
 

@@ -39,6 +39,8 @@ class RingSpec:
     """The smallest sliding window of the model's layers."""
     has_state: bool
     """Whether layers keep a state, which cannot be rewound."""
+    notes_states: bool
+    """Whether they note it on the way, to be rewound to that."""
     has_movable_slots: bool
     """Whether what slots hold is moved to other nodes, and kept on disk."""
     routing: RoutingShape | None

@@ -8,7 +8,8 @@ and before it the rows of the largest frame, which may have to be written again.
 are dropped as the slot grows, so such a slot can be rewound by at most `REWIND_ROWS` rows.
 
 A layer with a recurrence keeps no positions but its state after the last one (slot_state.py), of a
-fixed size: such a slot cannot be rewound but to its beginning, and to before rows that were drafts.
+fixed size: such a slot cannot be rewound but to its beginning, to before rows that were drafts, and
+to the state that was noted last on the way through a prompt.
 
 Rows are stored in the compute dtype, or quantised one by one (cache/kv_quantization.py): rows are
 quantised on write and dequantised on read.
@@ -212,8 +213,10 @@ class KvCache:
         if wanted > held:
             self._check_room(slot, wanted - held, n_positions)
             self._resize(slot, wanted, n_positions - max(n_rows, REWIND_ROWS))
-        if not begin:
-            for state in self._slots[slot].states.values():
+        for state in self._slots[slot].states.values() if n_positions else ():
+            if begin:
+                state.note_before(n_rows)
+            else:
                 state.reset()
         if n_positions:
             self._slots[slot].digests.writes(begin, n_positions)

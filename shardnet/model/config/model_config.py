@@ -374,6 +374,11 @@ class ModelConfig:
         return self.delta_net is not None or self.short_conv is not None
 
     @property
+    def notes_states(self) -> bool:
+        """Whether such layers note their state on the way, to be rewound to it."""
+        return self.has_state and self.outline is None
+
+    @property
     def has_movable_slots(self) -> bool:
         """Whether what slots hold is moved to other nodes while it grows."""
         return not self.has_state and self.outline is None

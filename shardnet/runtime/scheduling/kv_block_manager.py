@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardnet.slot_operations import AdapterUse
-from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, SlotId, blocks_for
+from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, SlotId, blocks_for, is_noted
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -24,7 +24,8 @@ class Slot:
     `n_chunked` of them were computed in whole prompt chunks. `n_written` is the highest position
     ever written plus one, rejected drafts included. `n_shared` counts the sequences that were
     started with a copy of it. The rows of the first `n_answered` positions were answered: every
-    stage has computed them. All were computed with the same `adapters`.
+    stage has computed them. All were computed with the same `adapters`. Stages have noted the state
+    of layers that keep one after `n_noted` positions, 0 for none.
     """
 
     slot: SlotId
@@ -34,6 +35,7 @@ class Slot:
     n_chunked: int = 0
     n_written: int = 0
     n_answered: int = 0
+    n_noted: int = 0
     n_blocks: int = 0
     n_shared: int = 0
     is_warm: bool = False
@@ -43,6 +45,15 @@ class Slot:
         """Note that rows `[position, end)` were answered. Rows are answered in their order."""
         if position <= self.n_answered:
             self.n_answered = end
+
+    def note_state(self, position: int, n_rows: int) -> None:
+        """Note that stages note the state before rows, as their caches decide it too."""
+        if is_noted(position, n_rows, self.n_noted):
+            self.n_noted = position
+
+    def known_states(self) -> tuple[int, ...]:
+        """Positions after which stages know the states of its layers."""
+        return (self.n_noted, self.n_held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +92,8 @@ class KvBlockManager:
     `window` is the smallest sliding window of the model's layers, None where none has one: such
     layers drop old positions (design decision 6), and a slot cannot be rewound below its `floor`.
     `state_slots` is the most slots, warm ones included, of a model whose layers keep a state, None
-    where none does: such a slot can be continued from its end only. Warm slots hold at most
-    `most_warm_blocks` together, None for all of the room.
+    where none does: such a slot can be continued only from where its state is known. Warm slots
+    hold at most `most_warm_blocks` together, None for all of the room.
     """
 
     room_blocks: int
@@ -131,7 +142,12 @@ class KvBlockManager:
             n_kept = (
                 min(common, slot.n_chunked) // chunk_rows * chunk_rows if chunk_rows else common
             )
-            if n_kept < self.floor(slot):
+            if self.state_slots is not None:
+                known = (
+                    n for n in slot.known_states() if n <= n_kept and n % (chunk_rows or 1) == 0
+                )
+                n_kept = max(known, default=0)
+            elif n_kept < self.floor(slot):
                 continue
             found = Prefix(slot=slot, n_kept=n_kept, is_whole=common == slot.n_held)
             if n_kept and (best is None or found.rank > best.rank):
@@ -142,11 +158,8 @@ class KvBlockManager:
         """Return the fewest positions to which the slot can be rewound, other than 0.
 
         A layer with a sliding window keeps at least the window and the last `REWIND_ROWS` rows
-        (model/cache/kv_cache.py); earlier positions may be gone. A state is that after the last,
-        rejected drafts aside.
+        (model/cache/kv_cache.py); earlier positions may be gone.
         """
-        if self.state_slots is not None:
-            return slot.n_held
         if self.window is None or slot.n_written <= self.window + REWIND_ROWS:
             return 0
         return slot.n_written - REWIND_ROWS
@@ -170,7 +183,8 @@ class KvBlockManager:
             return self.start_empty(n_blocks)
         source = prefix.slot
         room_beside = self.available_blocks - (source.n_blocks if source.is_warm else 0)
-        if source.is_warm and (prefix.is_whole or n_blocks > room_beside):
+        has_slot = self.state_slots is None or self._n_kept_slots(source) < self.state_slots
+        if source.is_warm and (prefix.is_whole or n_blocks > room_beside or not has_slot):
             return self._continue(prefix, n_blocks)
         if n_blocks > room_beside:
             return self.start_empty(n_blocks)
@@ -242,6 +256,8 @@ class KvBlockManager:
         slot.is_warm = False
         slot.n_chunked = min(slot.n_chunked, prefix.n_kept)
         slot.n_answered = min(slot.n_answered, prefix.n_kept)
+        if slot.n_noted >= prefix.n_kept:  # it has become the state
+            slot.n_noted = 0
         given_up = self._make_room(n_blocks - slot.n_blocks)
         self._book(slot, n_blocks)
         return Start(slot=slot, n_kept=prefix.n_kept, given_up=given_up)
@@ -259,6 +275,10 @@ class KvBlockManager:
                 given_up.append(slot)
         assert self._has_room(n_blocks, n_slots)
         return tuple(given_up)
+
+    def _n_kept_slots(self, source: Slot) -> int:
+        """Count the slots that cannot be given up: those in use, and `source`."""
+        return sum(not slot.is_warm or slot is source for slot in self._slots.values())
 
     def _has_room(self, n_blocks: int, n_slots: int) -> bool:
         is_full = self.state_slots is not None and len(self._slots) + n_slots > self.state_slots

@@ -17,13 +17,15 @@ class StepLimits:
     `chunk_rows` prompt rows while no sequence decodes, at most `mixed_rows` beside decode rows. A
     step of up to `cheap_rows` rows costs about as much as one row, so drafts fill it up to there.
     `exact_rows` limits the batches of deterministic sequences (design decision 4); with ANY_ROWS
-    nothing needs to be limited.
+    nothing needs to be limited. Where layers keep a state, stages with `notes_states` note it on
+    the way through a prompt (`is_noted`).
     """
 
     chunk_rows: int = PREFILL_CHUNK_ROWS
     mixed_rows: int = MIXED_ROWS[-1]
     cheap_rows: int = 32
     exact_rows: int = 1
+    notes_states: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -331,6 +331,8 @@ class Scheduler:
         self._queue.note_ready(sequence)
         slot.n_held = group.position + group.n_rows - len(rows.drafts)
         slot.n_written = max(slot.n_written, group.position + group.n_rows)
+        if self.limits.notes_states:
+            slot.note_state(group.position, group.n_rows)
         is_whole_chunk = is_alone and group.n_rows == self.limits.chunk_rows
         if is_whole_chunk and slot.n_chunked == group.position and not rows.drafts:
             slot.n_chunked = slot.n_held

@@ -227,12 +227,12 @@ def kv_block_bytes(
 def state_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
     """Return the bytes of the states of all slots over the stage's layers.
 
-    Where drafts are verified there is one more before each of them.
+    Each slot has one more, noted on the way, and where drafts are verified one before each of them.
     """
     if config.outline is not None:
         return STATE_SLOTS * config.outline.slot_bytes(layers)
     shapes = (config.state(layer) for layer in layers)
-    n_states = STATE_SLOTS * (1 + MAX_STATE_DRAFTS if config.has_mtp else 1)
+    n_states = STATE_SLOTS * (2 + MAX_STATE_DRAFTS if config.has_mtp else 2)
     return n_states * sum(shape.size_bytes(dtype) for shape in shapes if shape is not None)
 
 

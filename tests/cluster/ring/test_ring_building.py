@@ -39,6 +39,7 @@ SPEC = RingSpec(
     threads=1,
     vocab_size=8,
     has_state=False,
+    notes_states=False,
     has_movable_slots=True,
     window=None,
     routing=None,

@@ -71,6 +71,20 @@ def test_a_copy_has_a_state_of_its_own(cache: KvCache) -> None:
     assert cache.state(SLOT, 0).recurrent.eq(30).all()
 
 
+def test_a_state_is_noted_on_the_way_through_a_prompt(cache: KvCache) -> None:
+    """The one before the last prompt rows, a block behind the one before; copies begin there."""
+    for position in range(0, 700, 100):
+        write(cache, SLOT, position, 100)
+    cache.copy(SLOT, OTHER, 600)
+    for slot in (SLOT, OTHER):
+        with pytest.raises(CapacityError, match="cannot be rewound"):
+            cache.ensure(slot, 310, 10)
+        cache.trim(slot, 600)
+        assert cache.state(slot, 0).recurrent.eq(600).all()
+        write(cache, slot, 600, 5)
+        assert cache.state(slot, 0).recurrent.eq(605).all()
+
+
 def test_a_state_is_rewound_to_what_was_noted(cache: KvCache) -> None:
     """As before drafts, of which the first is right and the second is not."""
     write(cache, SLOT, 0, 10)

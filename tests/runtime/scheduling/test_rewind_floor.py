@@ -61,6 +61,21 @@ def test_a_slot_with_a_state_is_continued_from_its_end_only() -> None:
     assert kept(book, 600, chunk_rows=256) == 512
 
 
+def test_a_slot_with_a_state_is_continued_from_what_was_noted_on_the_way() -> None:
+    book = KvBlockManager(room_blocks=64, state_slots=2)
+    slot = warm_slot(book, 700, 700)
+    steps = ((0, 256, 0), (255, 9, 0), (256, 5, 0), (256, 9, 256), (511, 99, 256))
+    for position, n_rows, noted in steps:
+        slot.note_state(position, n_rows)
+        assert slot.n_noted == noted
+    assert [kept(book, n_common) for n_common in (255, 256, 699, 701)] == [0, 256, 256, 700]
+    assert [kept(book, 699, chunk_rows=rows) for rows in (128, 100)] == [256, 0]
+    book.start_empty(1)
+    start = book.start([*range(600), 7], 4)  # there is no slot for a copy
+    assert (start.slot, start.n_kept, start.source) == (slot, 256, None)
+    assert slot.n_noted == 0
+
+
 def test_slots_with_states_are_few_whatever_they_hold() -> None:
     """A warm slot is given up for each new one; a running one is copied at its end."""
     book = KvBlockManager(room_blocks=64, state_slots=2)

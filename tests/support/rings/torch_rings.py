@@ -191,7 +191,10 @@ def run(
             state_slots=stages.state_slots,
             max_slots=8,
             limits=StepLimits(
-                chunk_rows=chunk_rows, mixed_rows=chunk_rows // 2, exact_rows=stages.exact_rows
+                chunk_rows=chunk_rows,
+                mixed_rows=chunk_rows // 2,
+                exact_rows=stages.exact_rows,
+                notes_states=stages.state_slots is not None,
             ),
             prefix_seed=prefixes.seed if prefixes else None,
         )
