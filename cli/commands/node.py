@@ -126,7 +126,7 @@ async def _run(
         from shardnet.cluster.node.node import listening
         from shardnet.cluster.node.settings import NodeSettings
 
-        devices = find_devices(options.device)
+        devices = find_devices(options.device, say)
     local_nodes = LocalNodes(runtime_dir(os.environ))
     settings = NodeSettings(
         node=make_node_id(),

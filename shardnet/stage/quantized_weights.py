@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.config.quantization import Quantization
-from shardnet.model.kernels.linear import Linear, join_biases
+from shardnet.model.kernels.linear import KernelChoice, Linear, join_biases, linear_of_panels
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.model.kernels.quantized_linear import pack_all
@@ -29,6 +29,7 @@ class QuantizedWeights:
     def __init__(
         self,
         *,
+        choice: KernelChoice,
         reader: TensorReader,
         plain: PlainWeights,
         packs: PackCache | None,
@@ -37,6 +38,7 @@ class QuantizedWeights:
         device: torch.device,
     ) -> None:
         """Take what reads weights, what keeps them packed, and the `stream` of layers on disk."""
+        self._choice = choice
         self._reader = reader
         self._plain = plain
         self._packs = packs
@@ -52,7 +54,7 @@ class QuantizedWeights:
         layer: int | None,
         *,
         transposed: bool,
-    ) -> tuple[PanelLinear, Linear]:
+    ) -> tuple[Linear, Linear]:
         """Make a quantised linear; with a streamed `layer` its weights stay in the cache.
 
         Returns one with weights in memory, of which batch invariance can be tested, and the one to
@@ -67,9 +69,10 @@ class QuantizedWeights:
         )
         bias = join_biases(biases, self._device, torch.float32)
         own = Panels(packed=packed.to(self._device), form=kind.form, shape=shape)
-        made = PanelLinear([own], bias)
         if layer is None:
-            return made, made
+            whole = linear_of_panels(self._choice, [own], bias)
+            return whole, whole
+        made = PanelLinear([own], bias)
         part, packed_shape = self._cached_part(names, kind, packed), packed.shape
 
         def make(read: Tensor) -> PanelLinear:

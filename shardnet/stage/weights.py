@@ -22,12 +22,13 @@ from shardnet.model.kernels.linear import (
     KernelChoice,
     Linear,
     join_biases,
+    linear_of_panels,
     make_linear,
     probe,
 )
 from shardnet.model.kernels.packing import FLOAT_FORMS
 from shardnet.model.kernels.panel_linear import PanelLinear
-from shardnet.model.kernels.panels import Panels
+from shardnet.model.kernels.panels import Panels, unpack_whole
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PanelTable, PlainTable, Table
 from shardnet.model.shards.cut import Axis
@@ -81,6 +82,7 @@ class StageWeights:
         self._plain = PlainWeights(self._reader)
         self._tests = BatchInvarianceTests(choice.exact_rows, device)
         self._quantized = QuantizedWeights(
+            choice=choice,
             reader=self._reader,
             plain=self._plain,
             packs=packs,
@@ -227,7 +229,7 @@ class StageWeights:
         """Make a linear of weights all of which are stored packed."""
         bias = join_biases(biases, self._device, torch.float32)
         if layer is None:
-            made = PanelLinear(self._panels(names), bias)
+            made = linear_of_panels(self._choice, self._panels(names), bias)
             self._tests.test(names[0], made, self._choice)
             return made
         linear = stream_panels(self._reader, names, bias, self.stream, layer, self._device)
@@ -297,6 +299,8 @@ class StageWeights:
         self.digests.add(name, panels.packed)
         if weight in self._head and self._choice.weight_quantization(is_head=True) is None:
             self._tables[weight] = panels
+        if self._choice.unpacks:
+            return PlainTable(unpack_whole([panels], torch_dtype(self._choice.dtype)))
         return PanelTable(panels, torch_dtype(self._choice.dtype))
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:

@@ -18,15 +18,18 @@ from support.simulated_device import simulated_device
 from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.config.panel_form import GGUF_FORMS, NVFP4, Code, PanelForm, Scale
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels import panel_linear
-from shardnet.model.kernels.linear import Kernel, probe
+from shardnet.model.kernels.linear import Kernel, PlainLinear, linear_of_panels, probe
+from shardnet.model.kernels.panels import Panels, unpack_whole
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import DType, KvDType
 
 MPS, ROCM = torch.device("mps"), torch.device("cuda")
 PROMPTS = [random_prompt(length, 300, seed=length) for length in (5, 40)]
+FP8 = PanelForm(name="FP8", bits=8, group=128, scale=Scale.FLOAT32, code=Code.E5M2)
 USUAL = ["llama4_text", "qwen3_5_text"]
 
 
@@ -74,6 +77,21 @@ def test_quantised_weights_and_keys_stay_on_the_device(
             chain = StageChain.load(folder, layers, choice, kv_dtype=KvDType.INT8, device=place)
             found[place] = chain.generate(PROMPTS, 2)[1].cpu()
     torch.testing.assert_close(*found.values(), atol=1e-4, rtol=1e-4)
+
+
+def test_stored_forms_are_read_without_float8() -> None:
+    """Apple's GPUs have none: their values, and those of books, come from tables made once."""
+    forms = [NVFP4, GGUF_FORMS["MXFP4"], GGUF_FORMS["IQ4_XS"], GGUF_FORMS["Q4_K"], FP8]
+    for form in forms:
+        codes = torch.randint(256, form.packed_shape(32, 256), generator=torch.Generator(),
+                              dtype=torch.uint8)  # fmt: skip
+        panels = Panels(packed=codes, form=form, shape=(32, 256))
+        expected = unpack_whole([panels], torch.bfloat16)
+        with simulated_device(torch.float64, torch.float8_e4m3fn, torch.float8_e5m2):
+            choice = probe(MPS, DType.BFLOAT16, None)
+            linear = linear_of_panels(choice, [panels.to(MPS)], None)
+            assert isinstance(linear, PlainLinear)
+            assert torch.equal(linear.weights[0].cpu().nan_to_num(), expected.nan_to_num())
 
 
 def test_a_device_computes_in_what_it_computes_right() -> None:

@@ -11,7 +11,7 @@ import platform
 import socket
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -35,6 +35,7 @@ from shardnet.cluster.machine.local_nodes import this_network
 from shardnet.errors import ConfigurationError, UsageError
 from shardnet.runtime.stage.plugin import ComputePlugin, installed_compute, installed_computes
 from shardnet.types import PORTABLE_ARITHMETIC, Arith, DType, NodeId
+from shardnet.wire.framing.schema import MAX_DEVICES
 
 MEMORY_SHARE = 0.85
 """Share of the available memory that a node without --memory uses."""
@@ -117,14 +118,16 @@ class Device:
         return self.kind if self.plugin is None else CPU
 
 
-def find_devices(requested: str) -> tuple[Device, ...]:
-    """Find the devices that --device names, in its order; `auto` takes a GPU if there is one.
+def find_devices(
+    requested: str, log: Callable[[str], None] = lambda line: None
+) -> tuple[Device, ...]:
+    """Find the devices that --device names, in its order.
 
-    Raises ConfigurationError for a list that makes no sense, for a device that does not exist here,
-    is of an unknown kind, or is a plug-in's that cannot be used.
+    `auto` takes the GPUs that compute here and the CPU behind them: plans take what is measured to
+    be faster of these, or both. Why a GPU is left out, `log` is told in a line. Raises
+    ConfigurationError for a list that makes no sense, for a device that does not exist here, does
+    not compute, is of an unknown kind, or is a plug-in's that cannot be used.
     """
-    import torch
-
     plugins = installed_computes()
     try:
         names = parse_devices(requested, plugins)
@@ -132,18 +135,9 @@ def find_devices(requested: str) -> tuple[Device, ...]:
         raise ConfigurationError(f"--device {error.message}", remedy=error.remedy) from error
     if names[0].kind in plugins:
         return (Device.of_plugin(installed_compute(names[0].kind)),)
-    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if names[0].kind == AUTO:
-        names = (DeviceName(CUDA if n_gpus else CPU),)
-    for name in names:
-        if name.kind == CUDA and (name.index or 0) >= n_gpus:
-            few = "no CUDA device" if not n_gpus else f"{n_gpus}, numbered from cuda:0,"
-            raise ConfigurationError(
-                f"--device {name}: torch finds {few} here",
-                remedy="use --device cpu" if not n_gpus else "name one of those",
-            )
-    found = {name: _find_gpu(name) for name in names if name.kind == CUDA}
-    found |= {name: _find_mps(name) for name in names if name.kind == MPS}
+        return (*_usable_gpus(log), _find_cpu())
+    found = {name: _FINDERS[name.kind](name) for name in names if name.kind != CPU}
     groups = [name for name in names if name.kind == CPU]
     if groups:
         cpu = _find_cpu()
@@ -154,11 +148,34 @@ def find_devices(requested: str) -> tuple[Device, ...]:
     return tuple(found[name] for name in names)
 
 
-def _find_gpu(name: DeviceName) -> Device:
+def _usable_gpus(log: Callable[[str], None]) -> Iterator[Device]:
+    """Find all GPUs that compute; tell `log` why another one is left out."""
     import torch
 
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [DeviceName(CUDA, index) for index in range(min(n_gpus, MAX_DEVICES - 1))]
+    if torch.backends.mps.is_available():
+        names.append(DeviceName(MPS))
+    for name in names:
+        try:
+            yield _FINDERS[name.kind](name)
+        except ConfigurationError as error:
+            log(f"{error.message}; this node computes without it")
+
+
+def _find_cuda(name: DeviceName) -> Device:
+    import torch
+
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (name.index or 0) >= n_gpus:
+        few = "no CUDA device" if not n_gpus else f"{n_gpus}, numbered from cuda:0,"
+        raise ConfigurationError(
+            f"--device {name}: torch finds {few} here",
+            remedy="use --device cpu" if not n_gpus else "name one of those",
+        )
     found = Device(kind=CUDA, index=name.index, description="", dtypes=())
     model = torch.cuda.get_device_name(name.index or 0)
+    _check_computes(name, model, found.for_torch)
     return replace(
         found,
         description=f"{name} ({model})",
@@ -169,7 +186,7 @@ def _find_gpu(name: DeviceName) -> Device:
 
 
 def _find_mps(name: DeviceName) -> Device:
-    """Find Apple's GPU. `auto` does not choose it: nobody compared it with the CPU."""
+    """Find Apple's GPU."""
     import torch
 
     if not torch.backends.mps.is_available():
@@ -177,6 +194,7 @@ def _find_mps(name: DeviceName) -> Device:
             f"--device {name}: torch finds no GPU of Apple's here", remedy="use --device cpu"
         )
     chip = platform.processor() or platform.machine()
+    _check_computes(name, chip, MPS)
     return Device(
         kind=MPS,
         description=f"{name} ({chip})",
@@ -184,6 +202,23 @@ def _find_mps(name: DeviceName) -> Device:
         torch=torch.__version__,
         arithmetic=f"{name} of {chip}, torch {torch.__version__}",
     )
+
+
+_FINDERS = {CUDA: _find_cuda, MPS: _find_mps}
+
+
+def _check_computes(name: DeviceName, model: str, torch_name: str) -> None:
+    """Raise ConfigurationError for a GPU that torch sees but has no kernels for."""
+    import torch
+
+    from shardnet.model.kernels.devices import why_unusable
+
+    why = why_unusable(torch.device(torch_name))
+    if why:
+        raise ConfigurationError(
+            f"--device {name}: torch {torch.__version__} cannot compute on {model}: {why}",
+            remedy="install a torch build with kernels for it, or use --device cpu",
+        )
 
 
 def _find_cpu() -> Device:
@@ -306,6 +341,11 @@ class MemoryBudget:
             own = torch.device(device.for_torch)
             kept = torch.cuda.memory_reserved(own) - torch.cuda.memory_allocated(own)
             return int(torch.cuda.mem_get_info(own)[0]) + kept  # torch keeps what was freed
+        if device.kind == MPS:  # beyond that Metal moves buffers to and fro
+            import torch
+
+            left = torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+            return max(0, min(self.system_bytes()[0], int(left)))
         return self.system_bytes()[0]
 
     def system_bytes(self) -> tuple[int, int]:

@@ -84,7 +84,9 @@ class StageHost:
         self._packs = packs
         self._prefix_disk = PrefixDisk()
         self._compute = ComputeThreads(devices)
-        self._loader = StageLoader(packs=packs, plugin=plugin, prefixes=prefixes)
+        self._loader = StageLoader(
+            packs=packs, plugin=plugin, prefixes=prefixes, compute=self._compute
+        )
         self._changing = asyncio.Lock()
         self.refusals = Refusals(node=node)
         """What this node refuses now, and of whom."""

@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from shardnet.cluster.machine.device_list import MPS
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import PeerFailedError, ShardnetError
 from shardnet.runtime.loading.joined import Progress, join, load_by_device
 from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
 from shardnet.runtime.loading.loading import load, release_freed_memory
+from shardnet.runtime.stage.compute_threads import ComputeThreads
 from shardnet.runtime.stage.plugin import ComputePlugin
 from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.runtime.stage.stage_order import StageOrder
@@ -29,11 +31,17 @@ LOAD_SILENCE_S = 30.0
 
 
 class StageLoader:
-    """Loads one stage at a time. For what it takes see StageHost."""
+    """Loads one stage at a time. For what it takes see StageHost; `compute` are its threads."""
 
     def __init__(
-        self, *, packs: Path | None, plugin: ComputePlugin | None, prefixes: PrefixStore | None
+        self,
+        *,
+        packs: Path | None,
+        plugin: ComputePlugin | None,
+        prefixes: PrefixStore | None,
+        compute: ComputeThreads,
     ) -> None:
+        self._compute = compute
         self._packs = packs
         self._plugin = plugin
         self._prefixes = prefixes
@@ -68,9 +76,12 @@ class StageLoader:
             part: StageOrder, n_bytes: int, progress: Progress, kept: KeptWeights | None
         ) -> LoadedStage:
             held = held_bytes[part.place] if held_bytes else 0
-            return load(
-                part, n_bytes, progress, self._packs, self._plugin, self._prefixes, held, kept
+            loading = partial(
+                load, part, n_bytes, progress, self._packs, self._plugin, self._prefixes, held, kept
             )
+            if part.device == MPS:  # which two threads at once would end the process with
+                return self._compute.of(part.place).call(loading)
+            return loading()
 
         try:
             return await self.to_its_end(

@@ -6,7 +6,7 @@ head. Must not plan, nor know clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.sharing.sharing import Sharing
-from shardnet.errors import ShardnetError
+from shardnet.errors import CapacityError, ShardnetError
 from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.stage.stage_order import (
@@ -80,6 +80,8 @@ class StageOrders:
         self._stop_watching: Callable[[], None] = lambda: None
         self._stop_standing_by: Callable[[], None] = lambda: None
         self._log = log
+        self._overfull: set[int] = set()
+        """Places of GPUs that ran out of memory while they had some left by their drivers' word."""
         self.encoder_bytes = 0
         """What encoders take of the first device (head/encoders.py)."""
 
@@ -135,6 +137,8 @@ class StageOrders:
         found = self._budget.device_bytes(
             self._host.weight_bytes_by_device, n_nodes_here=len(self._local_nodes.list())
         )
+        for place in self._overfull:
+            found[place] = 0
         if self._budget.asked_bytes is not None:  # else it is not among what is available
             found[0] = max(0, found[0] - self.encoder_bytes)
         return found
@@ -232,15 +236,23 @@ class StageOrders:
             folder = await self._sharing.folder(message, partial(progress, "fetching"))
             adapters = await self._adapters(message, progress)
             threads = message.threads or self.threads
-            loaded, reused = await self._host.load(
-                membership,
-                self._order(message, folder, adapters),
-                sent=sent,
-                received=received,
-                threads=threads,
-                memory_bytes=self.device_bytes(),
-                on_progress=partial(progress, "loading"),
-            )
+            order = self._order(message, folder, adapters)
+
+            def loading(order: StageOrder) -> Awaitable[tuple[LoadedStage, bool]]:
+                return self._host.load(
+                    membership,
+                    order,
+                    sent=sent,
+                    received=received,
+                    threads=threads,
+                    memory_bytes=self.device_bytes(),
+                    on_progress=partial(progress, "loading"),
+                )
+
+            try:
+                loaded, reused = await loading(order)
+            except CapacityError as error:
+                loaded, reused = await loading(self._on_cpu(order, error))
             unless_it_is_loaded.pop_all()
         self._log(
             f"{'kept' if reused else 'loaded'} {loaded.order.layers.words} of {message.model} "
@@ -287,6 +299,7 @@ class StageOrders:
         self, message: LoadStage, folder: Path, adapters: tuple[StageAdapter, ...]
     ) -> StageOrder:
         devices = stage_devices(self.devices)
+        cpu = next((device for device in self.devices if device.kind == CPU), self.device)
         parts = [
             StagePart(
                 layers=LayerRange(*part.layers),
@@ -308,7 +321,7 @@ class StageOrders:
             kv_dtype=KvDType(message.kv_dtype),
             n_streamed=message.streamed_layers,
             ignore_unknown=message.ignore_unknown_config,
-            arith=self.device.arith(Arith(message.arith)),
+            arith=cpu.arith(Arith(message.arith)),
             mtp=message.mtp,
             shard=message.shard,
             n_nodes=len(message.shard_nodes) or 1,
@@ -318,6 +331,20 @@ class StageOrders:
         if len(parts) == 1:
             return order.on(parts[0])
         return replace(order, parts=tuple(parts))
+
+    def _on_cpu(self, order: StageOrder, error: CapacityError) -> StageOrder:
+        """Return the order for the CPU alone where a GPU of this node ran out of memory.
+
+        Raises `error` unless it did, and the CPU is one of its devices.
+        """
+        places = {part.place for part in order.by_device}
+        gpus = {place for place in places if self.devices[place].kind != CPU}
+        cpu = next((each for each in stage_devices(self.devices) if each.torch == CPU), None)
+        if not isinstance(error.__cause__, RuntimeError) or not gpus or cpu is None:
+            raise error
+        self._overfull |= gpus
+        self._log(f"{error.message}: the CPU computes from now on")
+        return order.on(StagePart(layers=order.layers, devices=(cpu,)))
 
 
 def stage_devices(devices: Sequence[Device]) -> list[StageDevice]:

@@ -22,7 +22,6 @@ from shardnet.cluster.planning.model_shape import QuantizationChoice, model_shap
 from shardnet.cluster.planning.node_devices import node_devices
 from shardnet.cluster.planning.ring_dtypes import NodeForm, node_ariths, node_form
 from shardnet.cluster.sharing.replica_sources import ReplicaSource
-from shardnet.model.config.quantization import Quantization
 from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.stage.estimate.memory_estimate import graph_bytes
 from shardnet.stage.estimate.stored_dtype import is_streamable
@@ -59,14 +58,14 @@ class Shapes:
     gather: WireDType | None = None
     quantization: QuantizationChoice
     narrow_hops: Mapping[tuple[NodeId, NodeId], int]
-    _known: dict[tuple[DType, DType], ModelShape] = field(default_factory=dict)
+    _known: dict[tuple[DType, DType, bool], ModelShape] = field(default_factory=dict)
 
     def of(self, form: NodeForm) -> ModelShape:
         """Return the sizes on a node that holds the model so."""
-        dtypes = (form.dtype, form.linear)
-        if dtypes not in self._known:
-            self._known[dtypes] = self._made(form)
-        return self._known[dtypes]
+        key = (form.dtype, form.linear, form.unpacks)
+        if key not in self._known:
+            self._known[key] = self._made(form)
+        return self._known[key]
 
     def _made(self, form: NodeForm) -> ModelShape:
         facts = self.facts
@@ -75,9 +74,9 @@ class Shapes:
             form.dtype,
             self.context,
             self.wire,
-            self.quantization,
+            self.quantization if not form.unpacks else self.quantization.unpacked,
             form.linear,
-            facts.packed,
+            None if form.unpacks else facts.packed,
             self.gather,
         )
         is_quantised = self.quantization.weights is not None
@@ -89,7 +88,6 @@ class Shapes:
 def candidates_of(
     facts: ModelFacts,
     dtype: DType,
-    quantization: Quantization | None,
     nodes: Sequence[NodeInfo],
     measured: Measured,
     disks: Mapping[str, float | None],
@@ -99,9 +97,7 @@ def candidates_of(
     objective: Objective = Objective.LATENCY,
 ) -> list[CandidateNode]:
     """Describe the nodes to the planner. A GPU keeps memory for CUDA graphs."""
-    graphs_bytes = graph_bytes(
-        facts.config, dtype, quantization, is_packed=facts.packed is not None
-    )
+    graphs_bytes = graph_bytes(facts.config, dtype)
 
     def held(node: NodeInfo) -> HeldModel:
         memory_bytes = max(0, node.memory_bytes - graphs_bytes * node.device.startswith("cuda"))

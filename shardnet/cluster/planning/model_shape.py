@@ -45,10 +45,17 @@ class QuantizationChoice:
 
     weights: Quantization | None = None
     kv_dtype: KvDType = KvDType.AUTO
+    is_unpacked: bool = False
+    """Whether what is quantised is unpacked when it is loaded: it saves no memory then."""
+
+    @property
+    def unpacked(self) -> QuantizationChoice:
+        """The same on a device that multiplies no packed weights."""
+        return replace(self, weights=None, is_unpacked=True)
 
     def more(self) -> Iterator[tuple[tuple[str, ...], QuantizationChoice]]:
         """List every further quantisation with its flags: first one flag, then two at once."""
-        kinds = [] if self.weights else list(Quantization)
+        kinds = [] if self.weights or self.is_unpacked else list(Quantization)
         weights = [((f"--quant {kind.value}",), replace(self, weights=kind)) for kind in kinds]
         yield from weights
         if self.kv_dtype is KvDType.AUTO:

@@ -115,7 +115,6 @@ def make_plan(
         for candidate in candidates_of(
             facts,
             dtype,
-            quantization.weights,
             nodes,
             measured,
             disks,
@@ -312,7 +311,7 @@ def fits(facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
         narrow_hops={},
     )
     forms = forms_of(facts, nodes, dtype, "auto", arith)
-    candidates = candidates_of(facts, dtype, None, nodes, NOTHING_MEASURED, {}, shapes, forms)
+    candidates = candidates_of(facts, dtype, nodes, NOTHING_MEASURED, {}, shapes, forms)
     shape = shapes.of(NodeForm(dtype=dtype, linear=dtype, arithmetic="", by_library=False))
     return fits_somehow([candidate.held(shape) for candidate in candidates])
 

@@ -309,11 +309,12 @@ class Plan:
 
     def _mtp_bytes(self) -> int:
         """Return what the layer weighs that predicts further tokens, 0 without it."""
+        last = self.forms[-1]
         form = WeightForm(
-            dtype=self.forms[-1].dtype,
-            quantization=Quantization.named(self.choice.quant),
-            linear_dtype=self.forms[-1].linear,
-            packed=self.facts.packed,
+            dtype=last.dtype,
+            quantization=None if last.unpacks else Quantization.named(self.choice.quant),
+            linear_dtype=last.linear,
+            packed=None if last.unpacks else self.facts.packed,
         )
         return mtp_weight_bytes(self.facts.config, form)
 

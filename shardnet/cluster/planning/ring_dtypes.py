@@ -11,6 +11,7 @@ from itertools import pairwise, permutations
 from typing import Final
 
 from shardnet.cluster.machine import kernels
+from shardnet.cluster.machine.device_list import CUDA, MPS
 from shardnet.cluster.placement.figures import Links
 from shardnet.errors import UsageError
 from shardnet.model.config.model_config import ModelConfig
@@ -46,6 +47,8 @@ class NodeForm:
     linear: DType
     arithmetic: str
     by_library: bool
+    unpacks: bool = False
+    """Whether packed weights are unpacked when they are loaded: nothing multiplies them there."""
 
 
 def settle_dtype(requested: str, config: ModelConfig, nodes: Sequence[NodeInfo]) -> DType:
@@ -124,7 +127,13 @@ def node_form(
         )
     if computes is not DType.FLOAT32 or not is_cpu:
         pairs = is_cpu and arithmetic == PAIRS_ARITHMETIC
-        return NodeForm(dtype=computes, linear=computes, arithmetic=arithmetic, by_library=pairs)
+        return NodeForm(
+            dtype=computes,
+            linear=computes,
+            arithmetic=arithmetic,
+            by_library=pairs,
+            unpacks=node.device.startswith((CUDA, MPS)),
+        )
     keeps = has_library and own in _HALVES and linear_dtype is own
     return NodeForm(
         dtype=DType.FLOAT32,

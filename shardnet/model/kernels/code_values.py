@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardnet.model.config.panel_form import Code, PanelForm, Scale
+from shardnet.model.kernels.devices import table_of_bytes, table_of_numbers
 
 
 def scale_values(raw: Tensor, scale: Scale) -> Tensor:
@@ -24,7 +25,7 @@ def scale_values(raw: Tensor, scale: Scale) -> Tensor:
             bits = (raw.int() << 23).masked_fill_(raw == 0, 0x400000)  # 2 ** -127 is subnormal
             return bits.view(torch.float32)
         case Scale.FLOAT8:
-            return raw.view(torch.float8_e4m3fn).float()
+            return _float8(raw, torch.float8_e4m3fn)
         case Scale.UINT8 | Scale.NIBBLES:
             return raw.float()
     return raw.view(torch.int8).float()
@@ -36,7 +37,14 @@ def code_values(codes: Tensor, form: PanelForm) -> Tensor:
         case Code.LINEAR:
             return codes.float() - form.offset
         case Code.BOOK | Code.FLOAT_BOOK:
-            return torch.tensor(form.book, device=codes.device)[codes.int()].float()
+            return table_of_numbers(form.book, codes.device)[codes.int()].float()
         case Code.E4M3:
-            return codes.contiguous().view(torch.float8_e4m3fn).float()
-    return codes.contiguous().view(torch.float8_e5m2).float()
+            return _float8(codes, torch.float8_e4m3fn)
+    return _float8(codes, torch.float8_e5m2)
+
+
+def _float8(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read bytes as 8-bit floats, which not every GPU has."""
+    if codes.device.type == "cpu":
+        return codes.contiguous().view(dtype).float()
+    return table_of_bytes(dtype, codes.device)[codes.int()]

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 
 from shardnet.errors import CapacityError
+
+_WORDS: Final = (
+    "can't allocate memory",
+    "error: out of memory",
+    "backend out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 @contextmanager
@@ -27,9 +35,9 @@ def capacity_error_for(message: str, *, remedy: str = "") -> Iterator[None]:
 def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
     """Say whether `error` says that the device has no memory left.
 
-    Accelerators have an exception class for it; the CPU's allocator has only a message, and so has
-    memory of the host that CUDA should pin.
+    CUDA has an exception class for it; the CPU's allocator has only a message, and so have Apple's
+    GPUs, cuBLAS, and memory of the host that CUDA should pin.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return any(words in str(error) for words in ("can't allocate memory", "error: out of memory"))
+    return any(words in str(error) for words in _WORDS)

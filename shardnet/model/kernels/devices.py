@@ -5,6 +5,8 @@ Knows cpu, cuda (NVIDIA's, and AMD's as ROCm shows them) and mps (Apple's). Must
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,8 +29,34 @@ def release_cached() -> None:
     """Return the memory to the system that torch keeps of GPUs and does not use."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
-    if torch.backends.mps.is_available():
-        torch.mps.empty_cache()
+
+
+def multiplies_packed(device: torch.device) -> bool:
+    """Whether kernels of ours multiply packed weights on `device`; else they are unpacked once."""
+    return device.type == "cpu"
+
+
+def why_unusable(device: torch.device) -> str:
+    """Say why torch cannot compute on a GPU that it finds: one line, "" where it can."""
+    try:
+        if computes(device, torch.float32):
+            return ""
+        F.linear(torch.ones(1, 1, device=device), torch.ones(1, 1, device=device)).cpu()
+    except (RuntimeError, TypeError, AssertionError) as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return "it computes wrong numbers"
+
+
+@cache
+def table_of_bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the float32 of each byte of an 8-bit float `dtype`, which `device` may lack: [256]."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float().to(device)
+
+
+@cache
+def table_of_numbers(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return `numbers` on `device`: made once, so that no product waits for a copy."""
+    return torch.tensor(numbers, device=device)
 
 
 def computes(device: torch.device, dtype: torch.dtype) -> bool:

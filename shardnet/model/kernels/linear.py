@@ -18,12 +18,12 @@ from torch import Tensor
 
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels.codec import torch_dtype
-from shardnet.model.kernels.devices import computes
+from shardnet.model.kernels.devices import computes, multiplies_packed
 from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import Isa, NativeMatmul, native_kernels
 from shardnet.model.kernels.packing import FLOAT_FORMS
 from shardnet.model.kernels.panel_linear import PanelLinear
-from shardnet.model.kernels.panels import Panels
+from shardnet.model.kernels.panels import Panels, unpack_whole
 from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.types import PAIRS_ARITHMETIC, PORTABLE_ARITHMETIC, Arith, DType
 
@@ -71,9 +71,16 @@ class KernelChoice:
     native_dtype: DType = DType.BFLOAT16
     """With the compiled library, the dtype of the checkpoint's weights: it is kept in memory."""
 
+    by_text: str = ""
+    """The device on which the kernel text computes the layers, "" for none."""
     hidden_dtype: DType | None = None
     """What hidden states are rounded to after each layer, if that is not `dtype`: the dtype of the
     ring, where this device computes in a wider one."""
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether weights that are packed are unpacked to `dtype` when they are loaded."""
+        return not multiplies_packed(torch.device(self.device))
 
     @property
     def stored_dtype(self) -> DType:
@@ -93,9 +100,11 @@ class KernelChoice:
         if self.quantization is not None:
             weights = self.quantization.value
         if not weights:
-            return f"{self.kernel.value} {self.dtype.value}"
-        native = native_kernels() if self.device == "cpu" else None
-        path = native.isa.name.lower() if native is not None else "torch"
+            return f"{self.by_text or self.kernel.value} {self.dtype.value}"
+        native = None if self.unpacks else native_kernels()
+        path = "unpacked" if self.unpacks else "torch"
+        if native is not None:
+            path = self.by_text or native.isa.name.lower()
         return f"{self.dtype.value} with {weights} weights, {path}"
 
 
@@ -227,7 +236,9 @@ def make_linear(
     if quantization is not None:
         n_out = sum(weight.shape[0] for weight in weights)
         shape = (n_out, weights[0].shape[1])
-        return make_quantized(pack_all(weights, quantization), shape, biases, device, quantization)
+        packed = pack_all(weights, quantization).to(device)
+        panels = Panels(packed=packed, form=quantization.form, shape=shape)
+        return linear_of_panels(choice, [panels], join_biases(biases, device, torch.float32))
     bias = join_biases(biases, device, dtype)
     native = native_kernels() if choice.kernel is Kernel.NATIVE else None
     if native is not None:
@@ -249,17 +260,16 @@ def join_biases(
     return torch.cat(list(biases)).to(device, dtype, copy=True) if biases else None
 
 
-def make_quantized(
-    packed: Tensor,
-    shape: tuple[int, int],
-    biases: Sequence[Tensor],
-    device: torch.device,
-    quantization: Quantization,
-) -> Linear:
-    """Make a linear layer of packed, quantised weights of `shape` (N, K) on `device`."""
-    bias = join_biases(biases, device, torch.float32)
-    panels = Panels(packed=packed.to(device), form=quantization.form, shape=shape)
-    return PanelLinear([panels], bias)
+def linear_of_panels(choice: KernelChoice, panels: Sequence[Panels], bias: Tensor | None) -> Linear:
+    """Make a linear layer of packed weights, unpacked now where nothing of ours multiplies them.
+
+    torch would else unpack them for every step, which moves ten times their bytes.
+    """
+    if not choice.unpacks:
+        return PanelLinear(panels, bias)
+    dtype = torch_dtype(choice.dtype)
+    whole = unpack_whole(panels, dtype)
+    return PlainLinear(whole, None if bias is None else bias.to(dtype), choice.min_rows)
 
 
 def probe(

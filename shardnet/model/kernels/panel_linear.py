@@ -56,6 +56,11 @@ class PanelLinear:
         return self._parts
 
     @property
+    def bias(self) -> Tensor | None:
+        """[N], float32."""
+        return self._bias
+
+    @property
     def weights(self) -> tuple[Tensor, ...]:
         """The packed weights, and the bias."""
         packed = tuple(part.packed for part in self._parts)

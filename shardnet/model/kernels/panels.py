@@ -6,7 +6,7 @@ checkpoint/formats gives rows as `Codes` or as the blocks of a GGUF type.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.config.panel_form import PANEL, UNIT, Code, Minimum, PanelForm, Scale
+from shardnet.model.config.quantization import UNPACKED_PANELS
 from shardnet.model.kernels.code_values import code_values, scale_values
 from shardnet.model.kernels.codes import Codes
 from shardnet.model.kernels.gguf_blocks import gguf_codes
@@ -143,6 +144,22 @@ def _plane(quads: Tensor, bits: int) -> Tensor:
     for place in range(1, each):
         line = line | parts[..., place, :, :] << bits * place
     return line
+
+
+def unpack_whole(parts: Sequence[Panels], dtype: torch.dtype) -> Tensor:
+    """Compute the weights of all parts [N, K] in `dtype`, columns in the order of the rows'."""
+    first, begin = parts[0].packed, 0
+    n_in = parts[0].shape[1]
+    whole = torch.empty(sum(p.shape[0] for p in parts), n_in, dtype=dtype, device=first.device)
+    for part in parts:
+        for some in part.split(UNPACKED_PANELS):
+            rows = whole[begin : begin + some.shape[0]]
+            begin += some.shape[0]
+            if some.input_order is None:
+                rows.copy_(unpack(some, dtype))
+            else:
+                rows[:, some.input_order.long()] = unpack(some, dtype)
+    return whole
 
 
 def unpack(panels: Panels, dtype: torch.dtype) -> Tensor:

@@ -191,6 +191,8 @@ def _load_with_torch(
     """Load a stage as a plug-in does, with linears that were `had`; return its prefixes on disk,
     its arithmetic and its model, too.
     """
+    import torch
+
     from shardnet.runtime.shards.link_group import LinkGroup, SpanningCompute
     from shardnet.runtime.stage.torch_compute import StreamingCompute, TorchCompute
 
@@ -206,6 +208,8 @@ def _load_with_torch(
         packs = (None, packs[1])
     model, room_blocks = _load_model(job, packs, had, group)
     release_freed_memory()  # quantising leaves some behind
+    if order.device == "mps":
+        torch.mps.empty_cache()  # on the thread that uses it alone
     make_compute = StreamingCompute if model.streams else TorchCompute
     arithmetic, kept = _prefixes(order, model, prefixes)
     compute = make_compute(model, job.sampler, WireDType.own(order.dtype), kept)
@@ -388,9 +392,7 @@ def kv_room_blocks(
     if n_streamed:
         activations += waiting_bytes(config, rows, dtype, context)
     if device == "cuda":
-        activations += graph_bytes(
-            config, dtype, form.quantization, is_packed=form.packed is not None
-        )
+        activations += graph_bytes(config, dtype)
     fixed = weights + activations + state_bytes(config, layers, dtype)
     block_bytes = kv_block_bytes(config, layers, dtype, kv_dtype)
     needed = blocks_for(context) * block_bytes

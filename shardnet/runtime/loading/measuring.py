@@ -142,9 +142,11 @@ def measure_stage(
     with _threads(threads):
         choice = probe(torch.device(device), dtype, config.checkpoint_dtype, quantization, arith)
         if device == "cuda":
-            memory_bytes -= graph_bytes(config, choice.dtype, quantization)
+            memory_bytes -= graph_bytes(config, choice.dtype)
         form = WeightForm(
-            dtype=choice.dtype, quantization=quantization, linear_dtype=choice.stored_dtype
+            dtype=choice.dtype,
+            quantization=None if choice.unpacks else quantization,
+            linear_dtype=choice.stored_dtype,
         )
         sample = synthetic_config(config, form, memory_bytes, kv_dtype)
         if sample is None:

@@ -110,6 +110,10 @@ class Executor:
         """Run `job` on the thread and return its result, or raise what it raised."""
         return await self.submit(job)
 
+    def call(self, job: Callable[[], T]) -> T:
+        """Run `job` on the thread, and wait for it on the calling one, which is no loop's."""
+        return self._thread.submit(job).result()
+
     def _counted(self, job: Callable[[], T]) -> T:
         try:
             return job()

@@ -280,30 +280,21 @@ def waiting_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) ->
     return 2 * hidden + n_masks * rows * context * dtype.size_bytes
 
 
-def graph_bytes(
-    config: ModelConfig,
-    dtype: DType,
-    quantization: Quantization | None = None,
-    *,
-    is_packed: bool = False,
-) -> int:
+def graph_bytes(config: ModelConfig, dtype: DType) -> int:
     """Return an upper bound of the bytes that CUDA graphs of a stage with all layers hold.
 
-    On CUDA quantised weights, and those that stay packed, are unpacked for every step, even without
-    graphs: that is counted here. Static buffers and the largest graph's own memory follow from the
-    shapes; the memory of driver and libraries is a margin, not measured yet.
+    Static buffers and the largest graph's own memory follow from the shapes, and so does what
+    unpacking weights takes while they are loaded; the memory of driver and libraries is a margin,
+    not measured yet.
     """
     rows = GRAPH_BUCKETS[-1]
     queries = config.n_heads * config.key_size
     keys = _key_columns(config)
     buffers = config.hidden_size + 2 * queries + 2 * keys + 4 * config.key_size
     inside = 4 * config.hidden_size + 3 * (queries + 2 * keys) + 4 * config.intermediate_size
-    unpacking = 0
-    if quantization is not None or is_packed:
-        n_in = max(config.hidden_size, queries, config.intermediate_size)
-        weight = 2 + 2 * dtype.size_bytes  # its byte twice; itself, and that of the previous panels
-        weight += 4 * 4 * is_packed  # codes, their place in a book, and products in float32
-        unpacking = 2 * UNPACKED_PANELS * PANEL * n_in * weight  # in graphs, and out of them
+    n_in = max(config.hidden_size, queries, config.intermediate_size)
+    weight = 2 + dtype.size_bytes + 4 * 4  # its byte twice, itself, place and products in float32
+    unpacking = UNPACKED_PANELS * PANEL * n_in * weight
     n_graphs = len(GRAPH_BUCKETS) * (config.n_layers + 1)
     return (
         rows * (buffers + inside) * dtype.size_bytes

@@ -71,6 +71,8 @@ def _is_packed(checkpoint: Checkpoint, name: str) -> bool:
 
 def weight_form(checkpoint: Checkpoint, choice: KernelChoice) -> WeightForm:
     """Return the form of the checkpoint's weights in memory with the kernel `choice`."""
+    if choice.unpacks:
+        return WeightForm(dtype=choice.dtype)
     stays = linear_dtype(checkpoint) is choice.stored_dtype
     return WeightForm(
         dtype=choice.dtype,

@@ -8,6 +8,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.nn.functional as F
+from support.simulated_device import simulated_device
 
 from shardnet.cluster.machine import cores as system_cores
 from shardnet.cluster.machine import profile
@@ -15,6 +17,7 @@ from shardnet.cluster.machine.cores import Core, group_cores, read_cores
 from shardnet.cluster.machine.device_list import parse_devices, parse_tensor_parallel
 from shardnet.cluster.machine.profile import MEMORY_SHARE, Device, MemoryBudget, find_devices
 from shardnet.errors import ConfigurationError, UsageError
+from shardnet.model.kernels import devices
 
 GIB = 2**30
 
@@ -122,18 +125,51 @@ def test_devices_that_are_named_are_found_in_order(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"H{index}")
     monkeypatch.setattr(profile, "_good_dtypes", lambda torch_name: ())
+    monkeypatch.setattr(profile, "_check_computes", lambda *of_gpu: None)
     two = find_devices("cuda:1,cpu")
     assert [(each.for_torch, each.description) for each in two] == [
         ("cuda:1", "cuda:1 (H1)"),
         ("cpu", "cpu"),
     ]
-    assert [each.name for each in find_devices("auto")] == ["cuda"]
+    assert [each.name for each in find_devices("auto")] == ["cuda:0", "cuda:1", "cpu"]
     with pytest.raises(ConfigurationError, match="--device mps: torch finds no GPU of Apple's"):
         find_devices("mps,cpu")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert [each.for_torch for each in find_devices("mps,cpu")] == ["mps", "cpu"]
     with pytest.raises(ConfigurationError, match="--device cuda:2: torch finds 2, numbered from"):
         find_devices("cuda:0,cuda:2")
+
+
+def test_a_gpu_without_kernels_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GTX 1080 with a torch of today: torch finds it, and launches nothing there."""
+    linear = F.linear
+
+    def launch(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if rows.device.type == "cuda":
+            raise RuntimeError("CUDA error: no kernel image is available\nCompile with ...")
+        return linear(rows, weight)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GTX 1080")
+    monkeypatch.setattr(devices.F, "linear", launch)
+    told: list[str] = []
+    with simulated_device():
+        [cpu] = find_devices("auto", told.append)
+        with pytest.raises(ConfigurationError, match="cannot compute on GTX 1080: CUDA error: no"):
+            find_devices("cuda:0")
+    assert cpu.name == "cpu"
+    [line] = told
+    assert "GTX 1080: CUDA error: no kernel image is available; this node computes without" in line
+
+
+def test_apples_gpu_gets_what_metal_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory: Any = type("", (), {"available": 12 * GIB, "total": 16 * GIB})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10 * GIB)
+    monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 2 * GIB)
+    mps = Device(kind="mps", description="", dtypes=())
+    assert MemoryBudget(device=mps, asked_bytes=None).free_bytes(mps) == 8 * GIB
 
 
 def test_memory_is_divided_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:

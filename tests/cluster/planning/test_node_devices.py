@@ -47,7 +47,7 @@ def test_a_gpu_and_a_cpu_of_another_dtype_divide_the_layers() -> None:
     model = facts()
     alone = make_plan(CHOICE, model, [node("a")]).placement.stages[0]
     n_layers = alone.layers.end
-    graphs = graph_bytes(model.config, DType.BFLOAT16, None)
+    graphs = graph_bytes(model.config, DType.BFLOAT16)
     sizes = range(0, 16 << 20, 1 << 16)
     whole = next(size for size in sizes if fits(model, [node("a", memory=size)]))
     small = graphs + whole - (alone.weight_bytes + alone.kv_bytes) // 3

@@ -197,4 +197,4 @@ def test_the_compiled_library_is_named_where_it_computes() -> None:
         quantization=Quantization.INT4,
     )
     assert choice.name != "bfloat16 with int4 weights, torch"
-    assert replace(choice, device="cuda").name == "bfloat16 with int4 weights, torch"
+    assert replace(choice, device="cuda").name == "bfloat16 with int4 weights, unpacked"
