@@ -28,7 +28,6 @@ from cuda_device import FULL, SMALL, Gpu
 from cuda_logits import SHORT_TRIAL, WHOLE_TRIAL, small_model
 from cuda_speed import decoding, limits, loading, overhead, products
 
-from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.registry import parse_config
 
 LLAMA_3_8B = {
@@ -91,16 +90,10 @@ def _parse_options() -> argparse.Namespace:
 def _speed(gpu: Gpu, options: argparse.Namespace) -> list[Part]:
     raw = LLAMA_3_8B | (TINY if options.small else {}) | {"num_hidden_layers": options.layers}
     config = parse_config(raw, "Llama-3-8B")
-    what = f"{options.layers} layers of Llama-3-8B, {{}}: rows, time, share"
+    what = f"{options.layers} layers of Llama-3-8B: rows, time, share"
     return [
         ("limits", partial(limits, gpu)),
-        *(
-            (
-                what.format("bfloat16" if kind is None else kind.value),
-                partial(decoding, gpu, config, kind),
-            )
-            for kind in (None, *Quantization)
-        ),
+        (what, partial(decoding, gpu, config)),
         ("one product: rows, time, share of reading", partial(products, gpu, config)),
         ("what a tiny layer costs: rows, time", partial(overhead, gpu, config)),
         ("loading and streaming", partial(loading, gpu)),

@@ -20,8 +20,7 @@ from shardnet.model.config.quantization import Quantization
 from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
-from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, make_quantized, probe
-from shardnet.model.kernels.quantized_linear import quantized
+from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PlainTable
 from shardnet.model.sampling.sampler import Sampler, SampleRow
@@ -53,7 +52,6 @@ class NoiseWeights:
         self._shapes, self._head = tensors.all, tensors.head.keys()
         self._choice = choice
         self._device = device
-        self._packed: dict[tuple[tuple[int, int], Quantization], Tensor] = {}
 
     def linear(
         self,
@@ -68,11 +66,7 @@ class NoiseWeights:
         shapes = [self._shapes[f"{name}.weight"] for name in names]
         shape = (sum(one[0] for one in shapes), shapes[0][1])
         kind = self._choice.weight_quantization(is_head=f"{names[0]}.weight" in self._head)
-        if kind is None:
-            return make_linear(self._choice, [self._noise(*shape)], [], self._device)
-        if (shape, kind) not in self._packed:
-            self._packed[shape, kind] = quantized(self._noise(*shape), kind).packed
-        return make_quantized(self._packed[shape, kind].clone(), shape, [], self._device, kind)
+        return make_linear(self._choice, [self._noise(*shape)], [], self._device, kind)
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of ones."""

@@ -21,8 +21,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels.codec import torch_dtype
-from shardnet.model.kernels.linear import make_quantized, probe
-from shardnet.model.kernels.quantized_linear import quantized
+from shardnet.model.kernels.linear import probe
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     graph_bytes,
@@ -58,10 +57,6 @@ def products(gpu: Gpu, config: ModelConfig) -> Iterator[Cells]:
 
 def _products(weight: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor], int]]:
     yield "bfloat16", lambda rows: F.linear(rows, weight), weight.nbytes
-    for kind in Quantization:
-        packed = quantized(weight, kind).packed
-        shape = (weight.shape[0], weight.shape[1])
-        yield kind.value, make_quantized(packed, shape, [], weight.device, kind), packed.nbytes
     if weight.device.type == "cuda":
         low = torch.randint(0, 255, (weight.shape[0], weight.shape[1] // 2), device=weight.device)
         tiles = torch.ops.aten._convert_weight_to_int4pack(low.to(torch.uint8), 8)
@@ -74,10 +69,10 @@ def _products(weight: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor],
         yield "torch's int4pack", tinygemm, tiles.nbytes + scales.nbytes
 
 
-def decoding(gpu: Gpu, config: ModelConfig, kind: Quantization | None) -> Iterator[Cells]:
+def decoding(gpu: Gpu, config: ModelConfig) -> Iterator[Cells]:
     """Measure decode steps by rows, with graphs and without, and a prompt of 512 tokens."""
     before = gpu.taken_bytes()
-    model = Decoder(gpu, config, kind)
+    model = Decoder(gpu, config)
     gpu.wait()
     loaded = gpu.taken_bytes() - before
     read_bytes = read_bytes_per_step(model.config, model.layers, model.form)
@@ -91,7 +86,7 @@ def decoding(gpu: Gpu, config: ModelConfig, kind: Quantization | None) -> Iterat
     kv_bytes = model.stage.kv.blocks_used * kv_block_bytes(
         model.config, model.layers, model.choice.dtype
     )
-    graphs = graph_bytes(model.config, model.choice.dtype, kind)
+    graphs = graph_bytes(model.config, model.choice.dtype)
     model.prefill()
     peak = gpu.peak_bytes(model.prefill)
     took_s = gpu.seconds(model.prefill)
@@ -104,7 +99,7 @@ def decoding(gpu: Gpu, config: ModelConfig, kind: Quantization | None) -> Iterat
         "",
     )
     del model
-    model = without_graphs(lambda: Decoder(gpu, config, kind))
+    model = without_graphs(lambda: Decoder(gpu, config))
     for n_rows in (1, 8, 32):
         model.step(n_rows)
         took_s = gpu.seconds(partial(model.step, n_rows))
