@@ -27,7 +27,7 @@ def imported(path: Path) -> Iterator[str]:
 def test_the_declared_dependencies_are_the_imported_ones() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["transformers"]]
+    lines = [*project["dependencies"], *extras["transformers"], *extras["opencl"]]
     names = [re.match(r"[\w-]+", line)[0] for line in lines]  # type: ignore[index]
     declared = {name.replace("-", "_") for name in names}
     files = [*ROOT.glob("shardnet/**/*.py"), *ROOT.glob("cli/**/*.py")]

@@ -59,13 +59,14 @@ class NodeOptions:
     device: Annotated[
         str,
         option(
-            "--device auto|cpu|cuda|mps|A,B",
+            "--device auto|cpu|cuda|mps|opencl|A,B",
             "Compute device, or a list of them: cuda:0,cuda:1 or cuda:0,cpu, or cpu:0,cpu:1 for "
-            "equal groups of cores; auto takes a GPU where there is one. Also the name of a "
-            "plug-in.",
+            "equal groups of cores; auto takes what is faster of GPUs and CPU, or both. Also the "
+            "name of a plug-in.",
             env=True,
             words=one_of(
-                "auto", "cpu", "cuda", "mps", "cuda:0,cuda:1", "cuda:0,cpu", "cpu:0,cpu:1"
+                *("auto", "cpu", "cuda", "mps", "opencl:0"),
+                *("cuda:0,cuda:1", "cuda:0,cpu", "cpu:0,cpu:1"),
             ),
         ),
     ] = "auto"

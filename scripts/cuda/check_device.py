@@ -2,6 +2,7 @@
 
     python scripts/cuda/check_device.py                   # the GPU if torch has one, else the CPU
     python scripts/cuda/check_device.py --device mps
+    python scripts/cuda/check_device.py --device opencl:0 --model FILE.gguf
     python scripts/cuda/check_device.py --quick           # small trials, rough times
 
 It needs shardnet's sources and packages, and nothing else: CPUs, CUDA, ROCm, MPS; Linux, macOS,
@@ -21,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import torch
@@ -32,6 +34,7 @@ from check_cuda import Part, run_parts
 from cpu_promises import promises, shares
 from cuda_device import FULL, SMALL, Gpu
 from cuda_logits import SHORT_TRIAL, WHOLE_TRIAL, small_model
+from text_device import text_parts
 
 from shardnet import __version__
 from shardnet.assets import DEFAULT_MODEL_PATH
@@ -53,14 +56,19 @@ def main() -> None:
     """Print the report and exit with what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="check_device")
     parser.add_argument("--device", default="auto", help="as of shardnet node; one device")
+    parser.add_argument("--model", default="", help="also this file, where the device is opencl")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0: as torch chooses")
     parser.add_argument("--quick", action="store_true", help="small trials, rough times")
     parser.add_argument("--seconds", type=float, default=300, help="no part begins after so many")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    device = torch.device(find_devices(options.device)[0].for_torch)
+    found = find_devices(options.device, print)[0]
+    device = torch.device(found.for_torch)
     gpu = Gpu(device, SMALL if options.quick else FULL)
+    if found.driver:
+        own = text_parts(found, gpu, options.model, is_quick=options.quick)
+        end(run_parts([("the machine", partial(machine, device)), *own], options.seconds))
     with small_model(device, SHORT_TRIAL if options.quick else WHOLE_TRIAL) as model:
         parts: list[Part] = [
             ("the machine", partial(machine, device)),
@@ -80,6 +88,11 @@ def main() -> None:
             parts.insert(5, ("streamed layers against resident", model.streamed_against_resident))
             parts.insert(5, ("graphs against eager steps", model.graphs_against_eager))
         is_good = run_parts(parts, options.seconds)
+    end(is_good)
+
+
+def end(is_good: bool) -> NoReturn:
+    """Print the last line, and exit."""
     print(f"\n{'all is right' if is_good else 'something is WRONG or failed'}")
     raise SystemExit(0 if is_good else 1)
 

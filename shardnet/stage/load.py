@@ -16,13 +16,17 @@ import torch
 
 from shardnet.checkpoint.adapters.layer_files import with_adapters
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.errors import CapacityError, UsageError
+from shardnet.errors import CapacityError, ConfigurationError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.devices.device_kv import DeviceKvCache
+from shardnet.model.devices.device_layers import Device
+from shardnet.model.families.family import FamilyStage
 from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.registry import family_of
 from shardnet.model.families.stage_tensors import StageTensors, stage_tensors
 from shardnet.model.fused.decode_graphs import Capture
+from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.device_memory import capacity_error_for
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS, KernelChoice
@@ -66,6 +70,7 @@ def load_stage(
     group: ShardGroup | None = None,
     followers: Followers | None = None,
     adapters: Sequence[LoadedAdapter] = (),
+    on: Device | None = None,
 ) -> StageModel:
     """Load `layers` onto `device`, with the embedding in the first stage and the head in the last.
 
@@ -75,7 +80,8 @@ def load_stage(
     stay on disk. `capture` is that of load_family_stage. `kept` are linears of a stage of the same
     model, loaded with the same choice: they are taken from there. With a `group` this is a shard of
     the stage, with the heads of its own, and with `followers` the first one, as which others do; a
-    shard has no `adapters`.
+    shard has no `adapters`. With `on`, the kernel text computes there what it can of a stage whose
+    `device` is the CPU.
     `progress` is called with (bytes done, bytes in total) after every part; an exception it raises
     aborts the loading and releases everything.
 
@@ -113,7 +119,10 @@ def load_stage(
             family = load_family_stage(own, layers, source, context, dtype, device, capture)
         if adapted is not None:
             adapted.check_all_used()
-    kv = _kv_cache(own, layers, dtype, device, room_blocks, kv_dtype, cut, followers)
+    kv = _kv_cache(own, layers, dtype, device, room_blocks, kv_dtype, cut, followers, on)
+    if on is not None:
+        with capacity_error_for(f"{on.driver.description} has no memory for {layers.words}"):
+            choice = replace(choice, by_text=_compute_on(on, family, kv, layers))
     most = weights.exact_rows if family.is_exact(kv) else MAX_EXACT_ROWS
     weights.stream.start()
     form = weight_form(checkpoint, choice)
@@ -188,6 +197,7 @@ def _kv_cache(
     kv_dtype: KvDType,
     cut: Cut | None,
     followers: Followers | None,
+    on: Device | None,
 ) -> KvCache:
     has_mtp = config.has_mtp and layers.end == config.n_layers
     numbers = [*layers, config.n_layers] if has_mtp else [*layers]
@@ -206,8 +216,23 @@ def _kv_cache(
         config.uneven_heads(numbers),
     )
     if cut is None or followers is None:
-        return KvCache(*arguments)
+        return KvCache(*arguments) if on is None else DeviceKvCache(*arguments)
     return LeadingKvCache(*arguments, cut=cut, followers=followers)
+
+
+def _compute_on(on: Device, family: FamilyStage, kv: KvCache, layers: LayerRange) -> str:
+    """Have a device compute a stage; return its name, "" if the CPU has to."""
+    assert isinstance(kv, DeviceKvCache)
+    why = "this family"
+    try:
+        if isinstance(family, DecoderStage):
+            why = family.compute_on(on, kv)
+    except ConfigurationError as error:
+        why = error.message
+    if not why:
+        return on.driver.description
+    log.warning("%s: the kernel text does not compute %s yet: the CPU does", layers.words, why)
+    return ""
 
 
 def _check_streamed(

@@ -18,8 +18,11 @@ from torch import Tensor
 
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.devices.device_kv import DeviceKvCache
+from shardnet.model.devices.device_layers import Device
 from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.stage_tensors import Shape, stage_tensors
+from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import synchronize
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
@@ -149,12 +152,13 @@ class SyntheticModel:
         device: torch.device,
         tick: Callable[[], None],
         kv_dtype: KvDType = KvDType.AUTO,
+        on: Device | None = None,
     ) -> None:
         dtype, layers = torch_dtype(choice.dtype), LayerRange(0, sample.n_layers)
         weights = _Noise(sample, choice, device, tick)
         self._family = load_family_stage(sample, layers, weights, CONTEXT, dtype, device)
         self._sampler = Sampler(sample.vocab_size)
-        self._kv = KvCache(
+        self._kv = (KvCache if on is None else DeviceKvCache)(
             sample.n_layers,
             sample.usual_heads.n_kv_heads,
             sample.usual_heads.key_size,
@@ -166,6 +170,9 @@ class SyntheticModel:
             states=[sample.state(layer) for layer in layers],
             heads=sample.uneven_heads(layers),
         )
+        if on is not None and isinstance(self._family, DecoderStage):
+            assert isinstance(self._kv, DeviceKvCache)
+            self._family.compute_on(on, self._kv)
         self._kv.ensure(_SLOT, CONTEXT, CONTEXT)
         for layer in layers:
             for cached in self._kv.layer(_SLOT, layer):

@@ -23,6 +23,7 @@ ROOMS: dict[str, list[str]] = {
         "shards",
         "layers",
         "vision",
+        "devices",
         "fused",
         "modules",
         "families",

@@ -17,17 +17,25 @@ AUTO: Final = "auto"
 CPU: Final = "cpu"
 CUDA: Final = "cuda"
 MPS: Final = "mps"
-KINDS: Final = (AUTO, CPU, CUDA, MPS)
+OPENCL: Final = "opencl"
+HOST: Final = "host"
+NVIDIA: Final = "nvidia"
+AMD: Final = "amd"
+METAL: Final = "metal"
+BY_TEXT: Final = (OPENCL, NVIDIA, AMD, METAL, HOST)
+"""What the kernel text computes on; host is this machine's CPU in that guise, to test it."""
+KINDS: Final = (AUTO, CPU, CUDA, MPS, OPENCL)
 """What there is without plug-ins: AMD's GPUs are cuda to torch, Apple's are mps."""
 _MOST_INDEX: Final = 1023
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """One device: its kind (auto, cpu, cuda, mps or a plug-in's name) and its number.
+    """One device: its kind (as in KINDS, host or a plug-in's name) and its number.
 
-    cuda's number is torch's. cpu's is that of a group of cores, of as many equal ones as the list
-    names; None is the whole CPU, the first GPU, Apple's, or a plug-in.
+    cuda's number is torch's, nvidia's and amd's their drivers', opencl's counts all platforms.
+    cpu's is that of a group of cores, of as many equal ones as the list names; None is the whole
+    CPU, the first GPU, Apple's, or a plug-in.
     """
 
     kind: str
@@ -47,11 +55,12 @@ def parse_devices(text: str, plugins: Sequence[str] = ()) -> tuple[DeviceName, .
     names = tuple(_parse(word, text, plugins) for word in words)
     if len(names) > MAX_DEVICES:
         raise _wrong(text, f"{len(names)} devices", f"name at most {MAX_DEVICES}")
-    alone = [str(name) for name in names if name.kind not in (CPU, CUDA, MPS)]
+    alone = [str(name) for name in names if name.kind not in (CPU, CUDA, MPS, *BY_TEXT)]
     if alone and len(names) > 1:
         raise _wrong(text, f"{alone[0]} is no part of a list", "name it alone, or leave it out")
     cuda = [name.index or 0 for name in names if name.kind == CUDA]
-    if len(set(cuda)) < len(cuda) or sum(name.kind == MPS for name in names) > 1:
+    others = [(name.kind, name.index or 0) for name in names if name.kind in (MPS, *BY_TEXT)]
+    if len(set(cuda)) < len(cuda) or len(set(others)) < len(others):
         raise _wrong(text, "a GPU is named twice", "name each once: cuda:0,cuda:1")
     if any(name.index is None for name in names if name.kind == CUDA) and len(cuda) > 1:
         raise _wrong(text, "which GPU is cuda", "give each its number: cuda:0,cuda:1")
@@ -95,9 +104,9 @@ def parse_tensor_parallel(text: str, n_devices: int) -> int:
 
 def _parse(word: str, text: str, plugins: Sequence[str]) -> DeviceName:
     kind, colon, number = word.partition(":")
-    if word in (AUTO, MPS, *plugins):
+    if word in (AUTO, MPS, METAL, HOST, *plugins):
         return DeviceName(word)
-    if kind not in (CPU, CUDA):
+    if kind not in (CPU, CUDA, OPENCL, NVIDIA, AMD):
         *others, last = (*KINDS, *plugins)
         raise _wrong(text, f"'{word}' is unknown", f"choose {', '.join(others)} or {last}")
     if not colon:

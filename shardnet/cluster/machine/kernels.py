@@ -19,6 +19,8 @@ PLAIN_C: Final = "portable"
 """The instruction set of kernels without vectors, which are many times slower than torch."""
 VECTORS: Final = ("avx2", "avx512", "neon", "neon_plain")
 """The other instruction sets of the kernels."""
+TEXT: Final = "kernel text"
+"""Reported of a device that computes by the kernel text (model/devices)."""
 
 SLOWER: Final = "quantised weights are computed many times slower, others up to twice"
 REMEDY: Final = (

@@ -25,6 +25,7 @@ from shardnet.cluster.machine.container import (
 from shardnet.cluster.machine.cores import group_cores, read_cores
 from shardnet.cluster.machine.device_list import (
     AUTO,
+    BY_TEXT,
     CPU,
     CUDA,
     MPS,
@@ -68,8 +69,8 @@ def available_cores() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A compute device: `kind` is cpu, cuda, mps or a plug-in's name, `dtypes` those it computes
-    natively, best first.
+    """A compute device: `kind` is one of device_list.py or a plug-in's name, `dtypes` those it
+    computes natively, best first.
 
     `name` is how `--device` names it, and `index` which of its kind it is: of torch's GPUs, or of
     the groups of cores that the CPU is divided into, None for all of it. Its threads run on
@@ -101,7 +102,12 @@ class Device:
         )
 
     def arith(self, asked: Arith) -> Arith:
-        """Return what of `asked` makes a difference here: FAST where both are the same."""
+        """Return what of `asked` makes a difference here: FAST where both are the same.
+
+        The kernel text has the bits of portable arithmetic alone.
+        """
+        if self.kind in BY_TEXT:
+            return Arith.PORTABLE
         is_plain = asked is Arith.PORTABLE and self.arithmetic == PORTABLE_ARITHMETIC
         return Arith.FAST if self.kind != CPU or is_plain else asked
 
@@ -111,11 +117,16 @@ class Device:
         return str(DeviceName(self.kind, self.index))
 
     @property
+    def driver(self) -> str:
+        """By what name the kernel text computes on it, "" where that does not."""
+        return self.name if self.kind in BY_TEXT else ""
+
+    @property
     def for_torch(self) -> str:
         """What torch calls it: also where it computes what a plug-in does not, draft models."""
         if self.kind == CUDA:
             return self.name
-        return self.kind if self.plugin is None else CPU
+        return self.kind if self.plugin is None and self.kind not in BY_TEXT else CPU
 
 
 def find_devices(
@@ -204,7 +215,35 @@ def _find_mps(name: DeviceName) -> Device:
     )
 
 
-_FINDERS = {CUDA: _find_cuda, MPS: _find_mps}
+def _find_by_text(name: DeviceName) -> Device:
+    """Find a device of the kernel text, and see whether it gives the library's bits."""
+    from shardnet.model.devices.bits import error_of, open_device
+    from shardnet.model.kernels.library import native_kernels
+
+    if native_kernels() is None:
+        raise ConfigurationError(
+            f"--device {name}: the compiled kernels are missing, with which it is compared",
+            remedy=kernels.REMEDY,
+        )
+    driver = open_device(str(name)).driver
+    try:
+        error = error_of(driver)
+    except ConfigurationError as failed:
+        raise ConfigurationError(
+            f"--device {name}: {failed.message}", remedy="use --device cpu"
+        ) from failed
+    unlike = f"{driver.description}, {error:.1g} from the compiled kernels"
+    return Device(
+        kind=name.kind,
+        index=name.index,
+        description=driver.description,
+        dtypes=(DType.FLOAT32,),
+        isa=kernels.TEXT,
+        arithmetic=unlike if error else PORTABLE_ARITHMETIC,
+    )
+
+
+_FINDERS = {CUDA: _find_cuda, MPS: _find_mps, **dict.fromkeys(BY_TEXT, _find_by_text)}
 
 
 def _check_computes(name: DeviceName, model: str, torch_name: str) -> None:
@@ -346,6 +385,10 @@ class MemoryBudget:
 
             left = torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
             return max(0, min(self.system_bytes()[0], int(left)))
+        if device.driver:  # what is there is in the system's memory too
+            from shardnet.model.devices.bits import open_device
+
+            return min(self.system_bytes()[0], open_device(device.driver).driver.free_bytes)
         return self.system_bytes()[0]
 
     def system_bytes(self) -> tuple[int, int]:
@@ -363,4 +406,4 @@ class MemoryBudget:
 
 def _has_host_memory(device: Device) -> bool:
     plugin = device.plugin
-    return device.kind in (CPU, MPS) if plugin is None else plugin.free_bytes is None
+    return device.kind in (CPU, MPS, *BY_TEXT) if plugin is None else plugin.free_bytes is None

@@ -113,7 +113,7 @@ class NodeBenchmark:
         ):
             return known
         memory_bytes = self._orders.free_bytes(place)
-        device = self._orders.devices[place].for_torch
+        device, driver = self._orders.devices[place].for_torch, self._orders.devices[place].driver
 
         def measure(tick: Callable[[], None]) -> StageFigures:
             return measure_stage(
@@ -123,12 +123,13 @@ class NodeBenchmark:
                 kv_dtype,
                 arith,
                 device=device,
+                driver=driver,
                 threads=key.threads,
                 memory_bytes=memory_bytes,
                 tick=tick,
                 drive=partial(
                     rehearse,
-                    on_any_thread=device == "cpu" and key.threads == 1,
+                    on_any_thread=device == "cpu" and not driver and key.threads == 1,
                     set_up=lambda: set_compute_threads(key.threads),
                 ),
             )

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from shardnet.cluster.machine.device_list import MPS
+from shardnet.cluster.machine.device_list import METAL, MPS
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import PeerFailedError, ShardnetError
 from shardnet.runtime.loading.joined import Progress, join, load_by_device
@@ -79,7 +79,7 @@ class StageLoader:
             loading = partial(
                 load, part, n_bytes, progress, self._packs, self._plugin, self._prefixes, held, kept
             )
-            if part.device == MPS:  # which two threads at once would end the process with
+            if part.device == MPS or part.driver == METAL:  # two threads there end the process
                 return self._compute.of(part.place).call(loading)
             return loading()
 

@@ -317,11 +317,12 @@ class StageOrders:
             is_tail=message.rank == message.n_stages - 1,
             device=devices[0].torch,
             cores=devices[0].cores,
+            driver=devices[0].driver,
             quantization=Quantization.named(message.quant),
             kv_dtype=KvDType(message.kv_dtype),
             n_streamed=message.streamed_layers,
             ignore_unknown=message.ignore_unknown_config,
-            arith=cpu.arith(Arith(message.arith)),
+            arith=(self.device if devices[0].driver else cpu).arith(Arith(message.arith)),
             mtp=message.mtp,
             shard=message.shard,
             n_nodes=len(message.shard_nodes) or 1,
@@ -350,7 +351,13 @@ class StageOrders:
 def stage_devices(devices: Sequence[Device]) -> list[StageDevice]:
     """Describe the devices of a node to those who load stages and compute."""
     return [
-        StageDevice(place=place, name=device.name, torch=device.for_torch, cores=device.cores)
+        StageDevice(
+            place=place,
+            name=device.name,
+            torch=device.for_torch,
+            cores=device.cores,
+            driver=device.driver,
+        )
         for place, device in enumerate(devices)
     ]
 

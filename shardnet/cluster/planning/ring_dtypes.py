@@ -109,10 +109,12 @@ def node_form(
     weights of 16 bits.
     """
     is_cpu, is_portable = _is_cpu(node), arith is Arith.PORTABLE
-    has_vectors = is_cpu and node.isa in kernels.VECTORS
+    has_vectors = is_cpu and node.isa in (*kernels.VECTORS, kernels.TEXT)
     has_library = has_vectors or (is_cpu and is_portable and node.isa == kernels.PLAIN_C)
     arithmetic = node.arithmetic
-    if has_vectors and arith is Arith.ONEDNN:  # no two are known to give equal bits
+    if (
+        has_vectors and arith is Arith.ONEDNN and node.isa != kernels.TEXT
+    ):  # no two are known to give equal bits
         has_library, arithmetic = False, f"oneDNN of {node.name}"
     own = config.checkpoint_dtype
     is_wider = is_portable or (has_library and own is DType.FLOAT16)
@@ -138,7 +140,11 @@ def node_form(
     return NodeForm(
         dtype=DType.FLOAT32,
         linear=own if keeps and own is not None else DType.FLOAT32,
-        arithmetic=PORTABLE_ARITHMETIC if has_library else arithmetic,
+        arithmetic=arithmetic
+        if node.isa == kernels.TEXT
+        else PORTABLE_ARITHMETIC
+        if has_library
+        else arithmetic,
         by_library=has_library,
     )
 
@@ -178,7 +184,7 @@ def exactness(
     if by_library:
         why += "; the same in any batch, chunks and threads"
         if kinds == [PORTABLE_ARITHMETIC]:
-            why += ", on every CPU with the compiled kernels"
+            why += ", on every CPU with the compiled kernels and every GPU with their bits"
         elif len(kinds) == 1:
             why += ", on CPUs with AVX-512 bfloat16"
     elif outline is not None:
@@ -263,4 +269,5 @@ def _wire(
 
 
 def _is_cpu(node: NodeInfo) -> bool:
-    return node.device == "cpu"
+    """Whether it computes as the compiled library does: a CPU, or what has the kernel text."""
+    return node.device == "cpu" or node.isa == kernels.TEXT

@@ -7,7 +7,7 @@ scheduling.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,11 +15,14 @@ from torch import Tensor
 from shardnet.model.arithmetic.row_functions import capped_rows
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import Activation, ModelConfig, Rope
+from shardnet.model.devices.device_kv import DeviceKvCache
+from shardnet.model.devices.device_layers import Device, DeviceLayers, DeviceLinear, why_not
 from shardnet.model.fused.decode_graphs import Capture, DecodeGraphs
 from shardnet.model.fused.layers import NativeLayers
 from shardnet.model.fused.sublayers import NativeSublayers
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear
+from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import Layer
 from shardnet.model.layers.mtp import MtpLayer
@@ -87,9 +90,26 @@ class DecoderStage:
             )
         self._is_native = kernels is not None and _has_native_states(config, layers)
         self._key_size = config.key_size
+        self._on_device: DeviceLayers | None = None
         self._graphs: DecodeGraphs | None = None
         if capture is not None:  # steps of few rows replay graphs of the layers that allow it
             self._graphs = DecodeGraphs(self._layers, self._tables, capture)
+
+    def compute_on(self, device: Device, kv: DeviceKvCache) -> str:
+        """Have the kernel text compute layers and LM head on a device, to the library's bits.
+
+        Returns "", or what the text does not compute: then all stays as it is. Raises CapacityError
+        if the device has no memory for the weights, ConfigurationError.
+        """
+        if self.mtp is not None:
+            return "the layer that predicts further tokens"
+        why = why_not(self._by_linears, kv)
+        if not why:
+            self._on_device = DeviceLayers(device, self._by_linears, kv)
+            if self._head is not None and isinstance(self._head.lm_head, PanelLinear):
+                on_device = DeviceLinear(device, self._head.lm_head)
+                self._head = replace(self._head, lm_head=on_device)
+        return why
 
     def embed(self, step: ForwardStep) -> Tensor:
         """Embed the step's token ids: [T, E] in the compute dtype."""
@@ -99,6 +119,13 @@ class DecoderStage:
     def walk(self, hidden: Tensor, step: ForwardStep) -> Iterator[Tensor]:
         """Run hidden states [T, E] through the stage's layers: yields [T, E] after each, lazily."""
         rotaries = [table.at(step.positions) for table in self._tables]
+        if self._on_device is not None and not (step.layer_by_layer or step.is_adapted):
+            whole = self._on_device(hidden, [rotaries[rope] for _, rope in self._layers], step)
+            if whole is not None:
+                yield from [whole] * len(self._layers)
+                return
+        if isinstance(step.kv, DeviceKvCache):
+            step.kv.give_back(step.spans)
         if step.is_adapted:
             yield from self._walk_by_linears(hidden, rotaries, step)
             return

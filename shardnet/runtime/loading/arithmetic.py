@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 
 import torch
 
@@ -24,7 +25,7 @@ def arithmetic_of(model: StageModel) -> str:
         __version__,
         torch.__version__,
         choice.kernel.value,
-        choice.name,
+        replace(choice, by_text="").name,  # whose bits are those of the library
         choice.dtype.value,
         choice.native_dtype.value,
         choice.exact_rows,

@@ -44,6 +44,7 @@ from shardnet.types import (
 )
 
 if TYPE_CHECKING:
+    from shardnet.model.devices.device_layers import Device
     from shardnet.model.sampling.sampler import Sampler
     from shardnet.model.shards.group import ShardGroup
     from shardnet.stage.kept_linears import KeptLinears
@@ -301,8 +302,18 @@ def _load_model(
         kept=had,
         group=group,
         adapters=adapters,
+        on=_device_of(order) if group is None else None,
     )
     return model, room_blocks
+
+
+def _device_of(order: StageOrder) -> Device | None:
+    """Return the device on which the kernel text computes a stage, None for none."""
+    if not order.driver:
+        return None
+    from shardnet.model.devices.bits import open_device
+
+    return open_device(order.driver)
 
 
 def cut_of(config: ModelConfig, index: int, size: int) -> Cut:

@@ -118,13 +118,15 @@ def measure_stage(
     memory_bytes: int,
     tick: Callable[[], None],
     drive: Drive = in_a_row,
+    driver: str = "",
 ) -> StageFigures:
     """Measure a model of the shape of `config` in random weights, with `threads` threads.
 
     `dtype`, `quantization`, `kv_dtype` and `arith` are the ring's; the compute dtype is chosen as
-    in loading. It takes one to three seconds for usual models and at most `memory_bytes`. `tick` is
-    called between the parts; an error that it raises ends the measurement. Decode steps are run by
-    `drive`, which tells what a token takes beside them.
+    in loading; with a `driver` the kernel text computes there. It takes one to three seconds for
+    usual models and at most `memory_bytes`. `tick` is called between the parts; an error that it
+    raises ends the measurement. Decode steps are run by `drive`, which tells what a token takes
+    beside them.
 
     Each figure is the median of the means of time windows, which ignores single disturbances and
     includes a limited share of the processor. Where other programs took processors meanwhile, it is
@@ -134,6 +136,7 @@ def measure_stage(
     """
     import torch
 
+    from shardnet.model.devices.bits import open_device
     from shardnet.model.kernels.device_memory import capacity_error_for
     from shardnet.model.kernels.linear import probe
     from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes
@@ -156,7 +159,8 @@ def measure_stage(
                 remedy="give the node more --memory",
             )
         with capacity_error_for(f"{device} has no memory left to measure in"):
-            model = SyntheticModel(sample, choice, torch.device(device), tick, kv_dtype)
+            on = open_device(driver) if driver else None
+            model = SyntheticModel(sample, choice, torch.device(device), tick, kv_dtype, on)
             model.step(1)  # the first one only warms up
             before = ProcessorUse.now()
             singles = Windows(lambda: model.step(1), at_least=3, tick=tick)

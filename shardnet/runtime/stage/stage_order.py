@@ -13,13 +13,15 @@ from shardnet.types import Arith, DType, KvDType, LayerRange, WireDType
 class StageDevice:
     """A device of a node: the one at `place` in its list, called `name` there and `torch` by torch.
 
-    Its threads run on `cores`, on any where there are none.
+    By `driver` the kernel text computes there, and torch's device is its host. Its threads run on
+    `cores`, on any where there are none.
     """
 
     place: int
     name: str
     torch: str = "cpu"
     cores: tuple[int, ...] = ()
+    driver: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,8 @@ class StageOrder:
     """Which of the node's devices it is."""
     cores: tuple[int, ...] = ()
     """Cores that its threads run on, none for any."""
+    driver: str = ""
+    """By what the kernel text computes, "" where torch's device does."""
     shards: tuple[StageDevice, ...] = ()
     """The devices that share each layer, where there are several; the first is `device`."""
     parts: tuple[StagePart, ...] = ()
@@ -96,6 +100,8 @@ class StageOrder:
             device=first.torch,
             place=first.place,
             cores=first.cores,
+            driver=first.driver,
+            arith=Arith.PORTABLE if first.driver else self.arith,
             shards=part.devices if len(part.devices) > 1 else (),
             parts=(),
             adapters=self.adapters_within(part.layers),

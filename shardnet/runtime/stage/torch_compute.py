@@ -96,6 +96,7 @@ class TorchCompute:
         if not isinstance(model, StageModel):
             return False  # a step of these is never short
         is_plain = model.device.type == "cpu" and not model.streams and model.group is None
+        is_plain = is_plain and not model.choice.by_text  # one thread uses a device
         return is_plain and torch.get_num_threads() == 1
 
     @property

@@ -63,9 +63,10 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     """What a node reports of itself. `host_id` is equal for nodes on one machine.
 
     `isa` is the instruction set of the compiled kernels on its CPU, `none` where they were not
-    built, `off` where they are switched off, "" where it has no use for them. `arithmetic` stands
-    for how it computes: nodes of equal ones give equal bits. It has run for `uptime_s`. A node that
-    `is_draining` takes no more stages, and ends when it is empty; one that `rests` takes none for
+    built, `off` where they are switched off, `kernel text` where that computes, "" where it has no
+    use for them. `arithmetic` stands for how it computes: nodes of equal ones give equal bits. It
+    has run for `uptime_s`. A node that `is_draining` takes no more stages, and ends when it is
+    empty; one that `rests` takes none for
     the reason given, until it does not any more. A node of several `devices` has the memory of all
     of them, and is otherwise as its first; `tensor_parallel` of them share each layer, 0 for as
     the plan decides.

@@ -1,0 +1,145 @@
+"""Whether a device gives the compiled library's bits: found out when it starts, and for each form.
+
+Knows what has to be compared. Must not know who acts on it.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardnet.errors import ConfigurationError
+from shardnet.model.config.model_config import Activation
+from shardnet.model.config.quantization import Quantization
+from shardnet.model.devices.device_kv import DeviceKvCache
+from shardnet.model.devices.device_layers import Device, DeviceLayers
+from shardnet.model.devices.driver import Driver
+from shardnet.model.devices.gpu import CUDA, HIP, GpuDriver
+from shardnet.model.devices.host import HostDriver
+from shardnet.model.devices.metal import MetalDriver
+from shardnet.model.devices.opencl import OpenClDriver
+from shardnet.model.kernels.float_linear import float_linear
+from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panels import Panels
+from shardnet.model.kernels.quantized_linear import pack_all
+from shardnet.model.layers.attention import step_over
+from shardnet.model.layers.decoder_layer import AttentionSublayer, Layer, MlpSublayer, Residual
+from shardnet.model.layers.modules import GatedMlp, SelfAttention
+from shardnet.model.layers.native_attention import AttentionKind
+from shardnet.model.layers.norms import HeadNorm, Norm
+from shardnet.model.layers.rotary import Rotary
+from shardnet.types import RowGroup, SequenceId, SlotId
+
+HOST: Final = "host"
+OPENCL: Final = "opencl"
+METAL: Final = "metal"
+_WIDTH, _HEADS, _KV_HEADS, _SIZE = 128, 4, 2, 32
+_SLOT: Final = SlotId(0)
+
+
+@cache
+def open_device(name: str) -> Device:
+    """Return a device by the name that `--device` has for it; one for the whole process.
+
+    Raises ConfigurationError if it is not here.
+    """
+    kind, _, index = name.partition(":")
+    if kind == HOST:
+        return Device(HostDriver())
+    if kind == OPENCL:
+        return Device(OpenClDriver(int(index or 0)))
+    if kind == METAL:
+        return Device(MetalDriver())
+    for maker in (CUDA, HIP):
+        if kind == maker.kind:
+            return Device(GpuDriver(maker, int(index or 0)))
+    raise ConfigurationError(f"--device {name}: nothing here computes by the kernel text on that")
+
+
+@torch.inference_mode()
+def error_of(driver: Driver) -> float:
+    """Compute a layer on a device; return how far it is from the library's, 0.0 for equal bits.
+
+    In parts of the largest value. It has a decode step behind a prompt of more than one block, all
+    activations in float32, and weights of 4 and 8 bits. Raises ConfigurationError.
+    """
+    device, layer = Device(driver), _layer()
+    found, expected = (_steps(layer, on) for on in (device, None))
+    error = 0.0
+    for one, other in zip(found, expected, strict=True):
+        if not torch.equal(one, other):
+            difference = float((one - other).abs().max() / other.abs().max())
+            error = max(error, difference if math.isfinite(difference) else math.inf)
+    return error
+
+
+def _steps(layer: Layer, on: Device | None) -> list[Tensor]:
+    """Run a prompt of 130 rows and a row behind it: [T, E] each."""
+    kv = DeviceKvCache(1, _KV_HEADS, _SIZE, torch.float32, torch.device("cpu"), 1)
+    layers = None if on is None else DeviceLayers(on, [layer], kv)
+    found, position = [], 0
+    for n_rows in (130, 1):
+        group = RowGroup(
+            sequence_id=SequenceId(1), slot=_SLOT, position=position, n_rows=n_rows, n_sampled=0
+        )
+        kv.ensure(_SLOT, position + n_rows, n_rows)
+        step = step_over([group], [0] * n_rows, kv, torch.float32)
+        hidden, rotary = _numbers(n_rows, _WIDTH), _rotary(n_rows)
+        whole = None if layers is None else layers(hidden, [rotary], step)
+        found.append(layer(hidden, 0, rotary, step) if whole is None else whole)
+        position += n_rows
+    return found
+
+
+def _layer() -> Layer:
+    """Make a layer of random numbers."""
+    n_looking = (_HEADS + 2 * _KV_HEADS) * _SIZE
+    weight = 1 + 0.1 * _numbers(_HEADS + _KV_HEADS, _SIZE)
+    self_attn = SelfAttention(
+        n_heads=_HEADS,
+        n_kv_heads=_KV_HEADS,
+        head_size=_SIZE,
+        kind=AttentionKind(soft_cap=20.0),
+        qkv_proj=_linear(Quantization.INT4, n_looking, _WIDTH),
+        o_proj=_float_linear(_WIDTH, _HEADS * _SIZE),
+        qk_norm=HeadNorm(weight=weight, eps=1e-6),
+    )
+    mlp = GatedMlp(
+        gate_up_proj=_linear(Quantization.INT8, 4 * _WIDTH, _WIDTH),
+        down_proj=_linear(Quantization.INT4, _WIDTH, 2 * _WIDTH),
+        activation=Activation.SILU,
+    )
+    norm = Norm(weight=1 + 0.1 * _numbers(1, _WIDTH)[0], bias=None, eps=1e-5)
+    residual = Residual(before=norm, after=norm)
+    return Layer(
+        attention=AttentionSublayer(residual=residual, self_attn=self_attn),
+        mlp=MlpSublayer(residual=Residual(before=norm), mlp=mlp),
+    )
+
+
+def _linear(kind: Quantization, n_out: int, n_in: int) -> PanelLinear:
+    packed = pack_all([_numbers(n_out, n_in) / n_in**0.5], kind)
+    return PanelLinear([Panels(packed=packed, form=kind.form, shape=(n_out, n_in))], None)
+
+
+def _float_linear(n_out: int, n_in: int) -> PanelLinear:
+    """Make a linear that does not round rows: it hides no bit of theirs."""
+    native = native_kernels()
+    assert native is not None, "whoever compares bits has the library"
+    return float_linear([_numbers(n_out, n_in) / n_in**0.5], None, native)
+
+
+def _rotary(n_rows: int) -> Rotary:
+    """Make tables of some angles."""
+    angles = _numbers(n_rows, _SIZE).view(n_rows, 1, _SIZE)
+    return Rotary(cos=angles, sin=-angles)
+
+
+def _numbers(n_rows: int, width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(n_rows * 100_003 + width)
+    return torch.randn(n_rows, width, generator=generator)

@@ -1,0 +1,159 @@
+"""A router and its experts on a device: experts are gathered by id, and nobody waits in between.
+
+Knows which routers and experts the text computes, and the order of launches. Must not know the
+layer around them.
+
+Axes in shape comments: T rows of the micro-batch, E hidden size, X experts, K experts per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from shardnet.model.arithmetic.row_functions import ACTIVATIONS
+from shardnet.model.devices.driver import THREADS, Buffer
+from shardnet.model.devices.products import DeviceProduct, Gating, Rows, Visits
+from shardnet.model.kernels.linear import Linear
+from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.layers.experts import (
+    ClampedMlp,
+    Router,
+    SharedExpert,
+    SigmoidRouter,
+    SoftmaxRouter,
+    SparseMlp,
+)
+from shardnet.model.layers.modules import GatedMlp, Mlp
+
+MakeProduct = Callable[[Sequence[PanelLinear]], DeviceProduct]
+"""Uploads linears that are alike, one or one for each expert."""
+Launch = Callable[..., None]
+"""Launches a kernel by name: groups, buffers, numbers."""
+_CLAMPED: Final = 3
+
+
+def why_no_experts(mlp: SparseMlp, is_multiplied: Callable[[Linear], bool]) -> str:
+    """Say what the text does not compute of experts, "" for nothing."""
+    if _routing(mlp.router) is None or mlp.weighs_inputs:
+        return "this router"
+    shared = _shared(mlp)
+    known = [each for each in (*mlp.experts, *shared) if isinstance(each, GatedMlp | ClampedMlp)]
+    if len(known) < len(mlp.experts) + len(shared) or any(gating_of(one) is None for one in known):
+        return "these experts"
+    linears = [linear for one in known for linear in (one.gate_up_proj, one.down_proj)]
+    if not all(map(is_multiplied, [*_gates(mlp), *linears])):
+        return "linears whose weights do not stay packed in memory"
+    alike = {(_shape(one.gate_up_proj), _shape(one.down_proj)) for one in known[: len(mlp.experts)]}
+    return "experts of unlike forms" if len(alike) > 1 else ""
+
+
+def gating_of(mlp: Mlp) -> Gating | None:
+    """Return the activation of an MLP, None if it has no number."""
+    if isinstance(mlp, ClampedMlp):
+        return Gating(activation=_CLAMPED, limit=mlp.limit, alpha=mlp.alpha)
+    if isinstance(mlp, GatedMlp) and mlp.activation in ACTIVATIONS:
+        return Gating(activation=ACTIVATIONS[mlp.activation])
+    return None
+
+
+class DeviceExperts:
+    """The experts of one layer, of which `why_no_experts` says nothing."""
+
+    def __init__(self, mlp: SparseMlp, make: MakeProduct, scratch: Rows, launch: Launch) -> None:
+        self._scratch, self._launch = scratch, launch
+        routing = _routing(mlp.router)
+        assert routing is not None
+        self._routing, self._top_k = routing
+        experts, gating = [_linears(expert) for expert in mlp.experts], gating_of(mlp.experts[0])
+        assert gating is not None
+        self._gating = gating
+        router, *gates = (make([_panels(gate)]) for gate in _gates(mlp))
+        self._router, self._gate = router, gates[0] if gates else None
+        self._gate_up = make([gate_up for gate_up, _ in experts])
+        self._down = make([down for _, down in experts])
+        self._shared = [make([linear]) for one in _shared(mlp) for linear in _linears(one)]
+
+    def __call__(self, rows: Buffer, n_rows: int, inner: Buffer) -> None:
+        """Run normalised rows [T, E] through their experts: `inner` [T, E]."""
+        of, top_k, width = self._scratch.of, self._top_k, self._down.shape[0]
+        n_experts, n_visits = self._router.shape[0], n_rows * top_k
+        scores, best = of("scores", 4 * n_rows * n_experts), of("best", 4 * n_visits)
+        ids, weights = of("ids", 4 * n_visits), of("weights", 4 * n_visits)
+        both, outputs = (
+            of("gates", 4 * n_visits * self._gate_up.shape[0]),
+            of("outputs", 4 * n_visits * width),
+        )
+        self._router(rows, n_rows, scores)
+        self._launch(
+            "route",
+            (-(-n_rows // THREADS), 1),
+            [scores, ids, weights, best],
+            *(n_rows, n_experts, top_k, self._routing),
+        )
+        self._gate_up(rows, n_rows, both, visits=Visits(ids=ids, each=top_k))
+        self._down(both, n_visits, outputs, self._gating, Visits(ids=ids, each=1))
+        of_shared, gates = outputs, weights
+        if self._shared:
+            gate_up, down = self._shared
+            of_shared = of("shared", 4 * n_rows * width)
+            both = of("shared gates", 4 * n_rows * gate_up.shape[0])
+            gate_up(rows, n_rows, both)
+            down(both, n_rows, of_shared, self._gating)
+        if self._gate is not None:
+            gates = of("gate of shared", 4 * n_rows)
+            self._gate(rows, n_rows, gates)
+        self._launch(
+            "combine",
+            (-(-n_rows * width // THREADS), 1),
+            [outputs, weights, of_shared, gates, inner],
+            *(n_rows, width, top_k, bool(self._shared) + (self._gate is not None)),
+        )
+
+
+def _routing(router: Router) -> tuple[int, int] | None:
+    """Return how a router weighs, as the text numbers it, and how many experts a row has."""
+    if isinstance(router, SoftmaxRouter):
+        return (0 if router.normalize else 1), router.top_k
+    return (2, router.top_k) if isinstance(router, SigmoidRouter) else None
+
+
+def _gates(mlp: SparseMlp) -> list[Linear]:
+    """Return the gate of the router, and that of the shared expert, if it has one."""
+    each = (mlp.router, mlp.shared)
+    return [
+        one.gate for one in each if isinstance(one, SoftmaxRouter | SigmoidRouter | SharedExpert)
+    ]
+
+
+def _shared(mlp: SparseMlp) -> list[Mlp]:
+    """Return the expert that all rows visit, if there is one."""
+    own = mlp.shared.expert if isinstance(mlp.shared, SharedExpert) else mlp.shared
+    return [] if own is None else [own]
+
+
+def _linears(mlp: Mlp) -> tuple[PanelLinear, PanelLinear]:
+    assert isinstance(mlp, GatedMlp | ClampedMlp)
+    return _panels(mlp.gate_up_proj), _panels(mlp.down_proj)
+
+
+def _panels(linear: Linear) -> PanelLinear:
+    assert isinstance(linear, PanelLinear)
+    return linear
+
+
+def _shape(linear: Linear) -> object:
+    """Return what must be equal in all experts, so that one launch multiplies by any of them."""
+    own = _panels(linear)
+    parts = tuple((part.form, part.shape, part.input_order is None) for part in own.parts)
+    return parts, own.bias is None
+
+
+def bias_of(linears: Sequence[PanelLinear]) -> np.ndarray | None:
+    """Return the biases of linears: [N], or [X, N] of several; None if they have none."""
+    rows = [linear.bias.numpy() for linear in linears if linear.bias is not None]
+    if not rows:
+        return None
+    return rows[0] if len(linears) == 1 else np.stack(rows)

@@ -1,0 +1,202 @@
+"""The KV cache of a stage on a device: pages there, and what the machine's own memory has of them.
+
+Each position of a slot is in pages on the device, in the host's tensors, or in both: whoever needs
+it brings it over. So whatever reads slots or gives them their contents works as on a CPU: copies,
+moves, prefixes on disk. Must not know layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+import numpy as np
+import torch
+
+from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.cache.slot_blocks import SlotContents
+from shardnet.model.devices.driver import Array, Buffer, Driver
+from shardnet.model.layers.attention import Span
+from shardnet.types import BLOCK_POSITIONS, SlotId, blocks_for
+
+PAGE: Final = BLOCK_POSITIONS
+"""Positions of a page."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    """What a slot has: its pages, and the positions that are valid on either side, from the first.
+
+    A window's earlier positions count as valid: nobody attends to them.
+    """
+
+    pages: list[int] = field(default_factory=list)
+    n_device: int = 0
+    n_host: int = 0
+
+
+class DeviceKvCache(KvCache):
+    """Slots whose keys and values a driver's kernels write and attend to.
+
+    Only for slots of float32 without states, all layers alike. `compute_on` says on which driver;
+    without one it is a KvCache of the host.
+    """
+
+    _driver: Driver | None = None
+
+    def compute_on(self, driver: Driver) -> None:
+        """Keep pages on a device from now on."""
+        self._driver = driver
+        self._held: dict[SlotId, _Held] = {}
+        self._free_pages: list[int] = []
+        self._n_pages = 0
+        self._buffers: list[tuple[Buffer, Buffer]] = []
+        """Keys and values of each layer: [pages, KV heads, PAGE, head size] each."""
+
+    def pages_of(self, layer: int) -> tuple[Buffer, Buffer]:
+        """Return the keys and values of a layer; valid until the next `bring`."""
+        return self._buffers[layer]
+
+    def bring(self, spans: Sequence[Span]) -> tuple[Array, Array]:
+        """Have the device hold all that comes before the rows of a step, which it then writes.
+
+        Returns for each row its position and where its slot's pages begin, uint32 [T, 2], and
+        these pages' numbers. Raises CapacityError if the device has no memory left.
+        """
+        places: list[tuple[int, int]] = []
+        pages: list[int] = []
+        for span in spans:
+            held = self._held.setdefault(span.slot, _Held())
+            end = span.position + span.end - span.start
+            self._grow(held, blocks_for(end))
+            self._move(span.slot, held, held.n_device, span.position, self._up)
+            held.n_device, held.n_host = end, min(held.n_host, span.position)
+            places += [(position, len(pages)) for position in range(span.position, end)]
+            pages += held.pages
+        return np.array(places, np.uint32), np.array(pages, np.uint32)
+
+    def give_back(self, spans: Sequence[Span]) -> None:
+        """Have the host hold all that comes before the rows of a step, which it then writes."""
+        for span in spans:
+            held = self._held.setdefault(span.slot, _Held()) if self._driver else _Held()
+            self._move(span.slot, held, held.n_host, min(span.position, held.n_device), self._down)
+            held.n_host = span.position + span.end - span.start
+            held.n_device = min(held.n_device, span.position)
+
+    def _pull(self, slot: SlotId) -> None:
+        held = self._held.get(slot) if self._driver else None
+        if held is not None and held.n_host < held.n_device:
+            self._move(slot, held, held.n_host, held.n_device, self._down)
+            held.n_host = held.n_device
+
+    def contents(self, slot: SlotId) -> SlotContents:
+        """See KvCache."""
+        self._pull(slot)
+        return super().contents(slot)
+
+    def copy(self, source: SlotId, target: SlotId, n_positions: int) -> None:
+        """See KvCache."""
+        self._pull(source)
+        super().copy(source, target, n_positions)
+        if self._driver and source != target:
+            self._forget(target)
+            self._held[target] = _Held(n_host=n_positions)
+
+    def adopt(self, slot: SlotId, contents: SlotContents, n_blocks: int) -> None:
+        """See KvCache."""
+        super().adopt(slot, contents, n_blocks)
+        if self._driver:
+            self._forget(slot)
+            self._held[slot] = _Held(n_host=n_blocks * PAGE)
+
+    def trim(self, slot: SlotId, n_positions: int) -> None:
+        """See KvCache."""
+        super().trim(slot, n_positions)
+        held = self._held.get(slot) if self._driver else None
+        if held is not None:
+            held.n_host, held.n_device = (min(n, n_positions) for n in (held.n_host, held.n_device))
+            n_pages = blocks_for(n_positions)
+            self._free_pages += held.pages[n_pages:]
+            del held.pages[n_pages:]
+
+    def look(self) -> int:
+        """See KvCache: at none whose rows are written elsewhere."""
+        return 0 if self._driver else super().look()
+
+    def free(self, slot: SlotId) -> None:
+        """See KvCache."""
+        super().free(slot)
+        if self._driver:
+            self._forget(slot)
+
+    def clear(self) -> None:
+        """See KvCache."""
+        super().clear()
+        for slot in [*self._held] if self._driver else []:
+            self._forget(slot)
+
+    def alike(self, room_blocks: int) -> Self:
+        """See KvCache: one of the host alone."""
+        made = super().alike(room_blocks)
+        assert isinstance(made, type(self))
+        made._driver = None
+        return made
+
+    def _forget(self, slot: SlotId) -> None:
+        held = self._held.pop(slot, None)
+        if held is not None:
+            self._free_pages += held.pages
+
+    def _grow(self, held: _Held, n_pages: int) -> None:
+        """Give a slot pages up to so many. Raises CapacityError."""
+        missing = n_pages - len(held.pages)
+        if missing > len(self._free_pages):
+            self._add_pages(missing)
+        held.pages += [self._free_pages.pop() for _ in range(missing)]
+
+    def _add_pages(self, missing: int) -> None:
+        """Move to twice as many pages, or as are needed."""
+        assert self._driver is not None
+        before, driver = self._n_pages, self._driver
+        n_pages = max(2 * before, before + missing)
+        for layer, heads in enumerate(self._heads):
+            n_bytes = 4 * heads.n_kv_heads * heads.key_size * PAGE
+            both = driver.empty(n_pages * n_bytes), driver.empty(n_pages * n_bytes)
+            if before:
+                for old, new in zip(self._buffers[layer], both, strict=True):
+                    driver.copy(old, new, before * n_bytes)
+                self._buffers[layer] = both
+            else:
+                self._buffers.append(both)
+        self._free_pages += range(n_pages - 1, before - 1, -1)
+        self._n_pages = n_pages
+
+    def _move(
+        self,
+        slot: SlotId,
+        held: _Held,
+        begin: int,
+        end: int,
+        way: Callable[[Buffer, torch.Tensor, int], None],
+    ) -> None:
+        """Copy positions `[begin, end)` of all layers between pages and tensors."""
+        for layer, heads in enumerate(self._heads) if begin < end else ():
+            first, size = self.first(slot, layer), heads.key_size
+            for stored, buffer in zip(self.layer(slot, layer), self._buffers[layer], strict=True):
+                at = max(begin, first)
+                while at < end:
+                    stop = min(end, (at // PAGE + 1) * PAGE)
+                    page = held.pages[at // PAGE] * heads.n_kv_heads
+                    for head in range(heads.n_kv_heads):
+                        place = 4 * size * ((page + head) * PAGE + at % PAGE)
+                        way(buffer, stored[head, at - first : stop - first], place)
+                    at = stop
+
+    def _up(self, buffer: Buffer, rows: torch.Tensor, place: int) -> None:
+        assert self._driver is not None
+        self._driver.upload(buffer, rows.numpy(), place)
+
+    def _down(self, buffer: Buffer, rows: torch.Tensor, place: int) -> None:
+        assert self._driver is not None
+        self._driver.download(buffer, rows.numpy(), place)

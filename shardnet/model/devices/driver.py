@@ -1,0 +1,89 @@
+"""What a device is to those who compute on it: memory, compiled kernel texts and launches in order.
+
+Knows how a text is put together: the words of a dialect, the macros of a kernel, the kernels. Must
+not know models, nor what any kernel computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+THREADS: Final = 256
+"""Threads of a group, in all kernels."""
+Array = npt.NDArray[Any]
+Buffer = Any
+"""Memory of a device, as its driver has it."""
+Kernel = Any
+Argument = Buffer | np.uint32 | np.float32
+
+
+class Driver(Protocol):
+    """A device. Not thread-safe: the compute thread owns it. Launches run in their order."""
+
+    name: str
+    """As `--device` has it: opencl:0."""
+    description: str
+    dialect: str
+    """Whose words the text has: a file in text/."""
+    n_launches: int
+    n_waits: int
+    """How often kernels were launched, and how often the device was waited for."""
+
+    def compile(self, text: str, names: Sequence[str]) -> Mapping[str, Kernel]:
+        """Compile a whole text; return its kernels by name. Raises ConfigurationError."""
+
+    def empty(self, n_bytes: int) -> Buffer:
+        """Allocate memory. Raises CapacityError."""
+
+    def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
+        """Copy contiguous `array` to `offset` bytes behind the beginning of a buffer."""
+
+    def download(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
+        """Wait for all launches, and copy from a buffer into contiguous `array`."""
+
+    def copy(self, source: Buffer, target: Buffer, n_bytes: int) -> None:
+        """Copy the beginning of a buffer to that of another."""
+
+    def launch(
+        self, kernel: Kernel, groups: tuple[int, int], arguments: Sequence[Argument]
+    ) -> None:
+        """Launch so many groups of THREADS threads."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that is free, by the driver's word."""
+
+
+@cache
+def part_of_text(name: str) -> str:
+    """Read one file of the text."""
+    return (Path(__file__).with_name("text") / f"{name}.h").read_text(encoding="utf-8")
+
+
+def whole_text(dialect: str, macros: Mapping[str, object], *parts: str) -> str:
+    """Put a text together; a macro is defined before the words of the dialect."""
+    head = [f"#define {name} {value}" for name, value in {"THREADS": THREADS, **macros}.items()]
+    return "\n".join([*head, part_of_text(dialect), *map(part_of_text, parts)])
+
+
+class Kernels:
+    """Compiled texts of one driver, each once."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._known: dict[str, Mapping[str, Kernel]] = {}
+
+    def of(
+        self, macros: Mapping[str, object], parts: Sequence[str], names: Sequence[str]
+    ) -> Mapping[str, Kernel]:
+        """Return kernels of a text."""
+        text = whole_text(self._driver.dialect, macros, *parts)
+        if text not in self._known:
+            self._known[text] = self._driver.compile(text, names)
+        return self._known[text]

@@ -1,0 +1,293 @@
+"""NVIDIA's and AMD's GPUs: the driver and the runtime compiler of each, by ctypes.
+
+Both makers' functions are alike but for their names: `--device nvidia:0` and `amd:0`. libcuda comes
+with NVIDIA's driver, NVRTC with torch's CUDA build or by itself (`pip install nvidia-cuda-nvrtc`);
+libamdhip64 and HIPRTC come with ROCm. Texts were compiled without a GPU; nothing was run on one,
+since none was at hand. Must not know what is computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from shardnet.errors import CapacityError, ConfigurationError
+from shardnet.model.devices.driver import THREADS, Argument, Array, Buffer, Kernel
+
+_OUT_OF_MEMORY: Final = 2
+"""The code of it, of either maker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Maker:
+    """How one maker's functions are called, and where their libraries are."""
+
+    kind: str
+    dialect: str
+    driver: tuple[str, ...]
+    compiler: tuple[str, ...]
+    compiler_prefix: str
+    options: tuple[str, ...]
+    names: Mapping[str, str]
+
+
+CUDA: Final = Maker(
+    kind="nvidia",
+    dialect="cuda",
+    driver=("libcuda.so.1", "nvcuda.dll"),
+    compiler=("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "nvrtc64_120_0.dll"),
+    compiler_prefix="nvrtc",
+    options=("--std=c++17", "--fmad=false"),
+    names={
+        "init": "cuInit",
+        "count": "cuDeviceGetCount",
+        "name": "cuDeviceGetName",
+        "free": "cuMemGetInfo_v2",
+        "alloc": "cuMemAlloc_v2",
+        "release": "cuMemFree_v2",
+        "up": "cuMemcpyHtoD_v2",
+        "down": "cuMemcpyDtoH_v2",
+        "across": "cuMemcpyDtoD_v2",
+        "load": "cuModuleLoadData",
+        "function": "cuModuleGetFunction",
+        "launch": "cuLaunchKernel",
+    },
+)
+HIP: Final = Maker(
+    kind="amd",
+    dialect="hip",
+    driver=("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"),
+    compiler=("libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6"),
+    compiler_prefix="hiprtc",
+    options=("-O3", "-ffp-contract=off"),
+    names={
+        "init": "hipInit",
+        "count": "hipGetDeviceCount",
+        "name": "hipDeviceGetName",
+        "free": "hipMemGetInfo",
+        "alloc": "hipMalloc",
+        "release": "hipFree",
+        "up": "hipMemcpyHtoD",
+        "down": "hipMemcpyDtoH",
+        "across": "hipMemcpyDtoD",
+        "load": "hipModuleLoadData",
+        "function": "hipModuleGetFunction",
+        "launch": "hipModuleLaunchKernel",
+    },
+)
+
+
+@cache
+def _library(names: tuple[str, ...]) -> ctypes.CDLL | None:
+    """Load the first of these libraries that is here: in the system, or in a package of pip's."""
+    packages = Path(torch.__file__).parents[1] / "nvidia"
+    for name in names:
+        inside = [str(path) for path in packages.glob(f"*/lib/{name}*")]
+        for place in (name, *sorted(inside)):
+            try:
+                return ctypes.CDLL(place)
+            except OSError:
+                continue
+    return None
+
+
+def compiled(
+    maker: Maker, text: str, architecture: str, more: Sequence[str] = ()
+) -> tuple[bytes, str]:
+    """Compile a whole text for an architecture (sm_86), by the maker's runtime compiler.
+
+    Returns the code, and what the compiler says; `more` are further options.
+
+    Raises ConfigurationError for what it does not compile, and where it is not installed.
+    """
+    library, prefix = _library(maker.compiler), maker.compiler_prefix
+    if library is None:
+        raise ConfigurationError(
+            f"--device {maker.kind}: {maker.compiler[0]} is not installed, which compiles kernels",
+            remedy="install torch's build for the card, or that library",
+        )
+    program = ctypes.c_void_p()
+    options = [*maker.options, *more]
+    if architecture:
+        flag = "--gpu-architecture=" if maker is CUDA else "--offload-arch="
+        options.append(f"{flag}{architecture}")
+    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    library[f"{prefix}CreateProgram"](
+        ctypes.byref(program), text.encode(), b"shardnet.cu", 0, None, None
+    )
+    failed = library[f"{prefix}CompileProgram"](program, len(options), given)
+
+    def got(what: str) -> bytes:
+        size = ctypes.c_size_t()
+        library[f"{prefix}Get{what}Size"](program, ctypes.byref(size))
+        found = ctypes.create_string_buffer(size.value)
+        library[f"{prefix}Get{what}"](program, found)
+        return found.raw
+
+    log = got("ProgramLog").rstrip(b"\0").decode(errors="replace")
+    code = b"" if failed else got("CUBIN" if maker is CUDA else "Code")
+    library[f"{prefix}DestroyProgram"](ctypes.byref(program))
+    if failed:
+        why = " ".join(log.split())[:400]
+        raise ConfigurationError(f"{architecture or maker.kind} compiles no kernel: {why}")
+    return code, log
+
+
+class GpuDriver:
+    """A GPU of a maker by its own driver. See Driver. Launches and copies are in one stream."""
+
+    def __init__(self, maker: Maker, index: int) -> None:
+        """Take GPU `index`. Raises ConfigurationError if it is not here."""
+        self._maker, self.dialect, self.name = maker, maker.dialect, f"{maker.kind}:{index}"
+        library = _library(maker.driver)
+        count = ctypes.c_int(0)
+        if library is not None and self._is_fine(library, "init", 0):
+            self._is_fine(library, "count", ctypes.byref(count))
+        if library is None or index >= count.value:
+            few = f"{count.value} GPUs, numbered from 0," if count.value else "no GPU"
+            raise ConfigurationError(
+                f"--device {self.name}: {maker.driver[0]} finds {few} here",
+                remedy="install the card's driver, or use --device cpu",
+            )
+        self._library = library
+        self._context = ctypes.c_void_p()
+        self._index = index
+        device = ctypes.c_int(index)
+        if maker is CUDA:
+            library["cuDeviceGet"](ctypes.byref(device), index)
+            self._must(library["cuDevicePrimaryCtxRetain"](ctypes.byref(self._context), device))
+        self._enter()
+        name = ctypes.create_string_buffer(256)
+        self._call("name", name, 256, device)
+        self.description = f"{self.name} ({name.value.decode(errors='replace')})"
+        self._architecture = self._find_architecture(device)
+        self._lock = threading.Lock()
+        self.n_launches = self.n_waits = 0
+
+    def _is_fine(self, library: ctypes.CDLL, what: str, *arguments: object) -> bool:
+        return not library[self._maker.names[what]](*arguments)
+
+    def _find_architecture(self, device: ctypes.c_int) -> str:
+        """Name NVIDIA's architecture; AMD's compiler takes that of the current device."""
+        if self._maker is not CUDA:
+            return ""
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        for number, value in ((75, major), (76, minor)):  # compute capability
+            self._library["cuDeviceGetAttribute"](ctypes.byref(value), number, device)
+        return f"sm_{major.value}{minor.value}"
+
+    def _enter(self) -> None:
+        """Have the calling thread use this GPU."""
+        if self._maker is CUDA:
+            self._must(self._library["cuCtxSetCurrent"](self._context))
+        else:
+            self._must(self._library["hipSetDevice"](self._index))
+
+    def _must(self, code: int, what: str = "") -> None:
+        if code:
+            raise ConfigurationError(
+                f"{self.name}: {what or 'a function of the driver'} failed ({code})"
+            )
+
+    def _call(self, what: str, *arguments: object) -> None:
+        self._must(self._library[self._maker.names[what]](*arguments), what)
+
+    def compile(self, text: str, names: Sequence[str]) -> Mapping[str, Kernel]:
+        """See Driver."""
+        self._enter()
+        module = ctypes.c_void_p()
+        code, _ = compiled(self._maker, text, self._architecture)
+        self._call("load", ctypes.byref(module), code)
+        found: dict[str, Kernel] = {}
+        for name in names:
+            found[name] = ctypes.c_void_p()
+            self._call("function", ctypes.byref(found[name]), module, name.encode())
+        return found
+
+    def empty(self, n_bytes: int) -> Buffer:
+        """See Driver."""
+        self._enter()
+        address = ctypes.c_void_p()
+        function = self._library[self._maker.names["alloc"]]
+        code = function(ctypes.byref(address), ctypes.c_size_t(max(4, n_bytes)))
+        if code == _OUT_OF_MEMORY:
+            raise CapacityError(
+                f"{self.description} has no memory for {n_bytes} bytes",
+                remedy="give the node fewer layers, or less --context",
+            )
+        self._must(code, "alloc")
+        return _Memory(self, address)
+
+    def release(self, address: ctypes.c_void_p) -> None:
+        """Give memory back."""
+        self._enter()
+        self._library[self._maker.names["release"]](address)
+
+    def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
+        """See Driver."""
+        self._enter()
+        source, n_bytes = ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
+        self._call("up", buffer.at(offset), source, n_bytes)
+
+    def download(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
+        """See Driver."""
+        self._enter()
+        self.n_waits += 1
+        target, n_bytes = ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
+        self._call("down", target, buffer.at(offset), n_bytes)
+
+    def copy(self, source: Buffer, target: Buffer, n_bytes: int) -> None:
+        """See Driver."""
+        self._enter()
+        self._call("across", target.at(0), source.at(0), ctypes.c_size_t(n_bytes))
+
+    def launch(
+        self, kernel: Kernel, groups: tuple[int, int], arguments: Sequence[Argument]
+    ) -> None:
+        """See Driver."""
+        values = [_as_c(argument) for argument in arguments]
+        places = [ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values]
+        given = (ctypes.c_void_p * len(places))(*places)
+        with self._lock:
+            self._enter()
+            self.n_launches += 1
+            self._call("launch", kernel, *groups, 1, THREADS, 1, 1, 0, None, given, None)
+
+    @property
+    def free_bytes(self) -> int:
+        """See Driver."""
+        self._enter()
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._call("free", ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
+
+class _Memory:
+    """Memory of a GPU, given back when nobody has it any more."""
+
+    def __init__(self, driver: GpuDriver, address: ctypes.c_void_p) -> None:
+        self._driver, self.address = driver, address
+
+    def at(self, offset: int) -> ctypes.c_void_p:
+        """Return an address in it."""
+        return ctypes.c_void_p((self.address.value or 0) + offset)
+
+    def __del__(self) -> None:
+        self._driver.release(self.address)
+
+
+def _as_c(argument: Argument) -> Any:
+    if isinstance(argument, np.float32):
+        return ctypes.c_float(float(argument))
+    if isinstance(argument, np.uint32):
+        return ctypes.c_uint32(int(argument))
+    return argument.address

@@ -1,0 +1,231 @@
+"""Products of rows with panels of any form on a device, by the kernel text.
+
+Knows a form's macros, and how rows are quantised for it. Must not know layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from shardnet.model.config.panel_form import PANEL, UNIT, Code, PanelForm
+from shardnet.model.devices.driver import THREADS, Array, Buffer, Driver, Kernels
+from shardnet.model.kernels.panels import Panels
+
+ROWS: Final = (1, 2, 8)
+"""Rows that a group of threads multiplies a panel with: a text for each."""
+PRODUCT_PARTS: Final = ("vectors", "linear")
+"""Of the text."""
+_NAMES: Final = ("quantise", "multiply")
+NO_ACTIVATION: Final = 4
+
+
+def form_macros(form: PanelForm, rows: int) -> dict[str, object]:
+    """Return what the text must know of a form, for groups of so many rows."""
+    is_whole = form.code is Code.BOOK
+    book = [int(value) if is_whole else float(value).hex() + "f" for value in form.book]
+    return {
+        "ROWS": rows,
+        "BITS": form.bits,
+        "CODE": int(form.code),
+        "OFFSET": form.offset,
+        "SIZE_OF_GROUP": form.group,
+        "BLOCK": form.block_inputs,
+        "BLOCK_SCALES": form.block_scales,
+        "BLOCK_BYTES": form.block_bytes,
+        "HEADER": form.header_bytes,
+        "TOKEN_GROUP": form.token_group,
+        "SCALE": int(form.scale),
+        "MINIMUM": int(form.minimum),
+        "FACTOR": f"{float(form.factor).hex()}f",
+        "LEVELS": int(form.has_levels),
+        "HAS_MINIMUM": int(form.has_minimum),
+        "IS_FLOAT": int(form.is_float),
+        "BOOK_VALUES": "{" + ", ".join(str(value) for value in book or [0] * 16) + "}",
+    }
+
+
+def can_multiply(form: PanelForm) -> bool:
+    """Say whether the text multiplies panels of a form, as the library does."""
+    return form.is_plain or form.has_kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    form: PanelForm
+    n_out: int
+    first: int
+    weights: Buffer
+    order: Buffer | None
+    bias: Buffer | None
+    n_blocks: int
+    expert_words: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gating:
+    """An activation as numbered in ACTIVATIONS, 3 for gpt-oss's with `limit` and `alpha`."""
+
+    activation: int = NO_ACTIVATION
+    limit: float = 0.0
+    alpha: float = 0.0
+
+
+NOT_GATED: Final = Gating()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visits:
+    """By which experts rows are multiplied: `each` ids a row, uint32 on the device."""
+
+    ids: Buffer
+    each: int
+
+
+@dataclass(slots=True)
+class Rows:
+    """Scratch for quantised rows, shared by all products of a device: grown as needed."""
+
+    driver: Driver
+    sizes: dict[str, int]
+    buffers: dict[str, Buffer]
+
+    @classmethod
+    def on(cls, driver: Driver) -> Rows:
+        """Make an empty one."""
+        return cls(driver, {}, {})
+
+    def of(self, name: str, n_bytes: int) -> Buffer:
+        """Return scratch of at least so many bytes under a name."""
+        if self.sizes.get(name, 0) < n_bytes:
+            self.sizes[name] = n_bytes
+            self.buffers.pop(name, None)
+            self.buffers[name] = self.driver.empty(n_bytes)
+        return self.buffers[name]
+
+
+class DeviceProduct:
+    """A matmul with packed weights on a device: parts one behind the other in the outputs."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        driver: Driver,
+        scratch: Rows,
+        experts: Sequence[Sequence[Panels]],
+        bias: Array | None,
+    ) -> None:
+        """Upload weights, of one linear or of several that are chosen by id; `bias` [..., N].
+
+        Parts of the same place must be alike in all of them. Raises CapacityError.
+        """
+        self._kernels, self._driver, self._scratch = kernels, driver, scratch
+        parts = experts[0]
+        self.shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+        self._parts: list[_Part] = []
+        first = 0
+        for place, part in enumerate(parts):
+            n_out = part.shape[0]
+            some = None if bias is None else bias[..., first : first + n_out].astype(np.float32)
+            packed = [expert[place].packed.numpy().reshape(-1) for expert in experts]
+            order = part.input_order
+            self._parts.append(
+                _Part(
+                    form=part.form,
+                    n_out=n_out,
+                    first=first,
+                    weights=self._put(packed[0] if len(packed) == 1 else np.concatenate(packed)),
+                    expert_words=packed[0].nbytes // 4 if len(packed) > 1 else 0,
+                    order=None if order is None else self._put(order.numpy().astype(np.uint32)),
+                    bias=None if some is None else self._put(some),
+                    n_blocks=part.form.packed_shape(*part.shape)[1],
+                )
+            )
+            first += n_out
+
+    def _put(self, array: np.ndarray) -> Buffer:
+        array = np.ascontiguousarray(array)
+        buffer = self._driver.empty(array.nbytes)
+        self._driver.upload(buffer, array)
+        return buffer
+
+    def __call__(
+        self,
+        rows: Buffer,
+        n_rows: int,
+        out: Buffer,
+        gating: Gating = NOT_GATED,
+        visits: Visits | None = None,
+    ) -> None:
+        """Multiply float32 rows [n_rows, K] on the device: [n_rows, N], in launches.
+
+        With a `gating` rows are gates and others, [n_rows, 2 K]. With `visits` it is by an expert
+        for each: [visits, N].
+        """
+        before: _Part | None = None
+        for part in self._parts:
+            if before is None or not _shares_rows(before, part):
+                self._quantise(part, rows, n_rows, gating)
+            self._multiply(part, n_rows, out, visits)
+            before = part
+
+    def _quantise(self, part: _Part, rows: Buffer, n_rows: int, gating: Gating) -> None:
+        form = part.form
+        n_groups = part.n_blocks * (form.block_inputs // form.token_group)
+        kernel = self._kernels.of(form_macros(form, 1), PRODUCT_PARTS, _NAMES)["quantise"]
+        buffers = self._rows_of(part, n_rows)
+        numbers = [n_rows, self.shape[1], n_groups, int(part.order is not None)]
+        numbers.append(gating.activation)
+        clamps = np.float32(gating.limit), np.float32(gating.alpha)
+        order = rows if part.order is None else part.order
+        self._driver.launch(
+            kernel,
+            (-(-n_rows * n_groups // THREADS), 1),
+            [rows, order, *buffers, *map(np.uint32, numbers), *clamps],
+        )
+
+    def _rows_of(self, part: _Part, n_rows: int) -> list[Buffer]:
+        """Return the scratch of quantised, wide rows, scales, sums, and sums of groups."""
+        form = part.form
+        n_inputs = n_rows * part.n_blocks * form.block_inputs
+        n_groups = n_inputs // form.token_group
+        sizes = {"quantised": n_inputs, "wide": 4, "scales": 4 * n_groups, "sums": 4 * n_groups}
+        sizes["group_sums"] = 2 * n_inputs // min(form.group, UNIT)
+        if form.is_float:
+            sizes = dict.fromkeys(sizes, 4) | {"wide": 4 * n_inputs}
+        return [self._scratch.of(name, n_bytes) for name, n_bytes in sizes.items()]
+
+    def _multiply(self, part: _Part, n_rows: int, out: Buffer, visits: Visits | None) -> None:
+        form, buffers = part.form, self._rows_of(part, n_rows)
+        repeats = 1 if visits is None else visits.each
+        n_rows *= repeats
+        rows = 1 if visits else next(n for n in ROWS if n_rows <= n or n == ROWS[-1])
+        kernel = self._kernels.of(form_macros(form, rows), PRODUCT_PARTS, _NAMES)["multiply"]
+        n_panels = -(-part.n_out // PANEL)
+        if form.is_plain:
+            n_panels = -(-n_panels // (THREADS // PANEL))
+        numbers = [part.n_blocks, part.n_out, n_rows, self.shape[0], part.first]
+        numbers += [int(part.bias is not None), part.expert_words, repeats]
+        bias = out if part.bias is None else part.bias
+        ids = out if visits is None else visits.ids
+        self._driver.launch(
+            kernel,
+            (n_panels, -(-n_rows // rows)),
+            [part.weights, *buffers, bias, ids, out, *map(np.uint32, numbers)],
+        )
+
+
+def _shares_rows(before: _Part, part: _Part) -> bool:
+    """Whether two parts take rows that were quantised alike."""
+    if before.order is not part.order or before.n_blocks != part.n_blocks:
+        return False
+    one, other = before.form, part.form
+    same = (one.block_inputs, one.token_group, one.is_float) == (
+        other.block_inputs,
+        other.token_group,
+        other.is_float,
+    )
+    return same and min(one.group, UNIT) == min(other.group, UNIT)

@@ -1,0 +1,32 @@
+/* The words of the kernel text in CUDA C++, which NVRTC compiles without headers; --fmad=false keeps sums as written. */
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+typedef unsigned char uint8_t;
+typedef signed char int8_t;
+typedef short int16_t;
+typedef unsigned short uint16_t;
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
+#define INLINE static __device__ __forceinline__
+#define GLOBAL
+#define TABLE __constant__
+#define SHARED __shared__
+#define GROUP_X blockIdx.x
+#define GROUP_Y blockIdx.y
+#define THREAD threadIdx.x
+#define WHERE /* a kernel is told where it runs */
+#define PHASE for (int once = (__syncthreads(), 1); once; once = 0)
+#define FMA __fmaf_rn
+#define MUL __fmul_rn
+#define ADD __fadd_rn
+#define DIV __fdiv_rn
+#define SQRT __fsqrt_rn
+#define AS_FLOAT __uint_as_float
+#define AS_INT __float_as_int
+#define INFINITY __int_as_float(0x7f800000)
+#define NOT_A_NUMBER __int_as_float(0x7fc00000)
+INLINE int DOT4(uint32_t a, uint32_t b, int c) { return __dp4a((int)a, (int)b, c); } /* from sm_61 on */
+INLINE float HALF(uint32_t bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
+    return value;
+}

@@ -1,0 +1,100 @@
+/* What is done to rows between products: norms, residuals, rotations. A group of threads has one row. */
+
+#define LINE 2048 /* columns of a row that a group holds at a time */
+
+/* Adds what is in `line` to the 16 parts of a sum of squares. */
+#define ADD_SQUARES(n)                                                      \
+    if (THREAD < PARTS) {                                                   \
+        float sum = parts[THREAD];                                          \
+        for (uint32_t i = THREAD; i < (n); i += PARTS) sum = FMA(line[i], line[i], sum); \
+        parts[THREAD] = sum;                                                \
+    }
+
+/* From the parts of a sum of squares to what a row is multiplied by. */
+#define NORM_SCALE(width, eps)                                                                 \
+    if (THREAD == 0) {                                                                    \
+        for (int step = PARTS / 2; step; step /= 2)                                       \
+            for (int i = 0; i < step; i++) parts[i] = ADD(parts[i], parts[i + step]);     \
+        parts[0] = DIV(1.0f, SQRT(ADD(DIV(parts[0], (float)(width)), eps)));              \
+    }
+
+#define ADDS 1   /* hidden += multiplier * inner */
+#define AFTER 2  /* inner is normed before that */
+#define ROUNDS 4 /* what hidden states become is rounded to bfloat16 */
+#define BEFORE 8 /* normed = RMSNorm(hidden), for the sub-layer that follows */
+
+/* What stands between two sub-layers: the residual of one, the norm before the other. */
+KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL const float *after,
+                    GLOBAL const float *before, GLOBAL float *normed, uint32_t width, uint32_t what, float multiplier,
+                    float eps_after, float eps_before WHERE) {
+    SHARED float line[LINE], parts[PARTS];
+    const uint64_t row = (uint64_t)GROUP_X * width;
+    const uint32_t n_after = what & AFTER ? width : 0, n_before = what & BEFORE ? width : 0;
+    PHASE { if (THREAD < PARTS) parts[THREAD] = 0; }
+    for (uint32_t begin = 0; begin < n_after; begin += LINE) {
+        const uint32_t n = n_after - begin < LINE ? n_after - begin : LINE;
+        PHASE { for (uint32_t i = THREAD; i < n; i += THREADS) line[i] = inner[row + begin + i]; }
+        PHASE { ADD_SQUARES(n) }
+    }
+    PHASE { NORM_SCALE(width, eps_after) }
+    PHASE {
+        for (uint32_t i = THREAD; i < (what & ADDS ? width : 0); i += THREADS) {
+            float own = inner[row + i];
+            if (what & AFTER) own = MUL(MUL(own, parts[0]), after[i]);
+            const float sum = FMA(own, multiplier, hidden[row + i]);
+            hidden[row + i] = what & ROUNDS ? rounded(sum) : sum;
+        }
+    }
+    PHASE { if (THREAD < PARTS) parts[THREAD] = 0; }
+    for (uint32_t begin = 0; begin < n_before; begin += LINE) {
+        const uint32_t n = n_before - begin < LINE ? n_before - begin : LINE;
+        PHASE { for (uint32_t i = THREAD; i < n; i += THREADS) line[i] = hidden[row + begin + i]; }
+        PHASE { ADD_SQUARES(n) }
+    }
+    PHASE { NORM_SCALE(width, eps_before) }
+    PHASE {
+        for (uint32_t i = THREAD; i < n_before; i += THREADS)
+            normed[row + i] = MUL(MUL(hidden[row + i], parts[0]), before[i]);
+    }
+}
+
+/* A group has head GROUP_Y of row GROUP_X, which has `n_heads` queries, then `n_kv_heads` keys and as many values.
+ * Queries and keys are normed with `has_norm`, and rotated; keys and values go to their slot: of a row, `places` has
+ * position and where the numbers of its slot's pages begin, and a page is `page_size` positions of all KV heads. */
+KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL const float *cosines, GLOBAL const float *sines,
+              GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages, GLOBAL float *keys, GLOBAL float *values,
+              uint32_t n_heads, uint32_t n_kv_heads, uint32_t size, uint32_t n_rotated, uint32_t page_size,
+              uint32_t has_norm, float eps WHERE) {
+    SHARED float line[LINE], parts[PARTS];
+    const uint32_t row = GROUP_X, head = GROUP_Y, half_size = n_rotated / 2, position = places[2 * row];
+    const uint64_t own = ((uint64_t)row * (n_heads + 2 * n_kv_heads) + head) * size;
+    const uint32_t page = pages[places[2 * row + 1] + position / page_size];
+    const uint32_t kv_head = head < n_heads ? 0 : (head - n_heads) % n_kv_heads;
+    const uint64_t slot = ((uint64_t)(page * n_kv_heads + kv_head) * page_size + position % page_size) * size;
+    const int is_value = head >= n_heads + n_kv_heads;
+    PHASE {
+        if (THREAD < PARTS) parts[THREAD] = 0;
+        for (uint32_t i = THREAD; i < size; i += THREADS) line[i] = heads[own + i];
+    }
+    if (has_norm && !is_value) {
+        PHASE { ADD_SQUARES(size) }
+        PHASE { NORM_SCALE(size, eps) }
+        PHASE {
+            for (uint32_t i = THREAD; i < size; i += THREADS)
+                line[i] = MUL(MUL(line[i], parts[0]), weight[head * size + i]);
+        }
+    }
+    PHASE {
+        for (uint32_t i = THREAD; i < size; i += THREADS) {
+            float turned = line[i];
+            if (!is_value && i < n_rotated) {
+                const float other = line[i < half_size ? i + half_size : i - half_size];
+                const uint64_t at = (uint64_t)row * n_rotated + i;
+                turned = FMA(other, sines[at], MUL(line[i], cosines[at]));
+            }
+            if (head < n_heads) heads[own + i] = turned;
+            else if (is_value) values[slot + i] = turned;
+            else keys[slot + i] = turned;
+        }
+    }
+}

@@ -1,0 +1,63 @@
+/* Functions of single numbers, step by step as csrc/vectors_body.h has them, and sums over a row in 16 parts. */
+#define PARTS 16
+
+INLINE float more_of(float a, float b) { return a > b ? a : b; }
+INLINE float less_of(float a, float b) { return a < b ? a : b; }
+
+/* e^x; x is clamped to [-87.3, 88]. */
+INLINE float exponential(float x) {
+    x = more_of(-87.3f, less_of(88.0f, x));
+    const float shifted = FMA(x, 1.44269504f, 12582912.0f);
+    const int power = AS_INT(shifted) - 0x4b400000;
+    const float whole = ADD(shifted, -12582912.0f);
+    float rest = FMA(whole, -0.693359375f, x);
+    rest = FMA(whole, 2.12194440e-4f, rest);
+    float y = 0.00019899334f;
+    y = FMA(y, rest, 0.0013933688f);
+    y = FMA(y, rest, 0.008333298f);
+    y = FMA(y, rest, 0.041666463f);
+    y = FMA(y, rest, 0.16666667f);
+    y = FMA(y, rest, 0.5f);
+    y = ADD(FMA(y, MUL(rest, rest), rest), 1.0f);
+    return MUL(y, AS_FLOAT((uint32_t)(power + 127) << 23));
+}
+
+INLINE float sigmoid(float x) { return DIV(1.0f, ADD(1.0f, exponential(-x))); }
+
+INLINE float hyperbolic_tangent(float x) {
+    const float square = MUL(x, x);
+    float y = 0.0035921280f;
+    y = FMA(y, square, -0.0088632355f);
+    y = FMA(y, square, 0.021869488f);
+    y = FMA(y, square, -0.053968254f);
+    y = FMA(y, square, 0.13333333f);
+    y = FMA(y, square, -0.33333333f);
+    const float near = FMA(MUL(y, square), x, x);
+    const float far = ADD(1.0f, -DIV(2.0f, ADD(1.0f, exponential(MUL(2.0f, x)))));
+    return square < 0.25f ? near : far;
+}
+
+/* The nearest bfloat16, as a float. */
+INLINE float rounded(float x) {
+    const uint32_t bits = (uint32_t)AS_INT(x);
+    if (x != x) return AS_FLOAT((bits | 0x400000u) & 0xffff0000u);
+    return AS_FLOAT((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
+}
+
+/* 0: SiLU, 1: GELU by tanh, 2: ReLU. */
+INLINE float activated(float x, uint32_t activation) {
+    if (activation == 0) return DIV(x, ADD(1.0f, exponential(-x)));
+    if (activation == 1) {
+        const float inner = MUL(FMA(0.044715f, MUL(MUL(x, x), x), x), 0.797884561f); /* sqrt(2 / pi) */
+        return ADD(x, -DIV(x, ADD(1.0f, exponential(MUL(2.0f, inner)))));
+    }
+    return x < 0 ? 0.0f : x;
+}
+
+/* A gate, activated, times the other; 3: gpt-oss's activation, which clamps both to `limit`. */
+INLINE float gated(float gate, float up, uint32_t activation, float limit, float alpha) {
+    if (activation != 3) return MUL(activated(gate, activation), up);
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return MUL(MUL(sigmoid(MUL(gate, alpha)), gate), ADD(up, 1.0f));
+}

@@ -1,0 +1,52 @@
+"""The kernel text in Metal's words, read by a C++ compiler that is told what these words are."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from support.models.random_panels import FORMS
+
+from shardnet.model.devices.device_layers import LAYER_PARTS
+from shardnet.model.devices.driver import whole_text
+from shardnet.model.devices.metal import as_metal
+from shardnet.model.devices.products import PRODUCT_PARTS, form_macros
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+SHIM = """
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#define device
+#define constant const
+#define threadgroup static
+#define kernel
+typedef unsigned int uint; typedef unsigned long ulong; typedef unsigned char uchar;
+typedef unsigned short ushort; typedef _Float16 half;
+struct uint3 { uint x, y, z; };
+struct char4 { signed char x, y, z, w; };
+template <class T, class S> T as_type(S from) { T to; memcpy(&to, &from, sizeof to); return to; }
+namespace precise { using std::sqrt; }
+namespace mem_flags { const int mem_threadgroup = 1, mem_device = 2; }
+inline void threadgroup_barrier(int) {}
+namespace metal {}
+"""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_metals_words_make_sense() -> None:
+    """Numbers are references, buffers are not; what only Apple's compiler knows is not seen."""
+    wanted = ("Q2_K", "Q4_K", "NVFP4", "F16", "NF4")
+    macros = [form_macros(form, 8) for form in FORMS if form.name in wanted]
+    texts = [whole_text("metal", own, *PRODUCT_PARTS) for own in macros]
+    for text in (whole_text("metal", {}, *LAYER_PARTS), *texts):
+        turned = as_metal(text)
+        assert "constant uint32_t &n_rows" in turned
+        assert "constant const" not in turned
+        read = SHIM + turned.replace("#include <metal_stdlib>", "")
+        found = subprocess.run(
+            [str(COMPILER), "-std=c++17", "-fsyntax-only", "-w", "-x", "c++", "-"],
+            input=read, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert found.returncode == 0, found.stderr[:1500]

@@ -1,0 +1,121 @@
+"""Products by the kernel text have the library's bits: on the host, and by OpenCL where it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from support.devices import HOST, OPENCL, device_of
+from support.models.random_panels import FORMS, random_panels
+from support.soak import cases
+from torch import Tensor
+
+from shardnet.errors import ConfigurationError
+from shardnet.model.config.panel_form import FLOAT16, GGUF_FORMS
+from shardnet.model.devices import driver as drivers
+from shardnet.model.devices.device_layers import Device
+from shardnet.model.devices.host import HostDriver
+from shardnet.model.devices.products import DeviceProduct
+from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panels import Panels
+
+pytestmark = pytest.mark.skipif(native_kernels() is None, reason="it is compared with the library")
+REVERSE, SHUFFLED = "(255 - (i))", "((i) * 5 + 3) % 256"
+Q4_K, Q6_K = GGUF_FORMS["Q4_K"], GGUF_FORMS["Q6_K"]
+BY_OPENCL = [f"{form.name}-{OPENCL}" for form in (Q4_K,)]
+ALL = [f"{form.name}-{kind}" for kind in (HOST, OPENCL) for form in FORMS]
+
+
+def multiplied(
+    device: Device, parts: Sequence[Panels], rows: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Multiply rows on a device, without a test of its bits before."""
+    product = DeviceProduct(
+        device.kernels,
+        device.driver,
+        device.scratch,
+        [parts],
+        None if bias is None else bias.numpy(),
+    )
+    out = torch.empty(len(rows), product.shape[0])
+    taken = device.driver.empty(out.nbytes)
+    product(device.put(rows.numpy()), len(rows), taken)
+    device.driver.download(taken, out.numpy())
+    return out
+
+
+def random_rows(n_rows: int, n_in: int) -> Tensor:
+    return torch.randn(n_rows, n_in, generator=torch.Generator().manual_seed(n_rows))
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Whether all bits are equal; NaN are all alike."""
+    alike = (found.isnan() == expected.isnan()).all()
+    return bool(alike) and torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize(
+    "case",
+    cases([name for name in ALL if HOST in name] + BY_OPENCL, [n for n in ALL if OPENCL in n]),
+)
+def test_every_form_has_the_librarys_bits(case: str) -> None:
+    """Of 1, 2, 8 and 33 rows with odd sizes; values that are no number come through."""
+    name, _, kind = case.rpartition("-")
+    form = next(form for form in FORMS if form.name == name)
+    n_out, n_in = 40, 300 if form.block_inputs < 256 else 2 * form.block_inputs
+    panels, device = random_panels(form, n_out, n_in), device_of(kind)
+    linear = PanelLinear([panels], None)
+    assert linear.is_native
+    for n_rows in (1, 2, 8, 33):
+        rows = random_rows(n_rows, n_in)
+        rows[n_rows // 2, 7] = math.nan if n_rows == 8 else 1e-30
+        assert same(multiplied(device, [panels], rows, None), linear(rows)), n_rows
+
+
+@pytest.mark.parametrize("order", [HOST, REVERSE, SHUFFLED])
+def test_threads_may_run_in_any_order(order: str) -> None:
+    """Parts of unlike forms, a bias, an order of inputs and rows that are not finite."""
+    torch.manual_seed(1)
+    inputs = torch.randperm(512).int()
+    parts = [
+        random_panels(Q4_K, 48, 512),
+        random_panels(Q6_K, 20, 512, seed=1),
+        random_panels(GGUF_FORMS["Q5_0"], 16, 512, seed=2),
+        replace(random_panels(GGUF_FORMS["Q5_0"], 16, 512, seed=3), input_order=inputs),
+        random_panels(FLOAT16, 7, 512, seed=4),
+    ]
+    bias, rows = torch.randn(107), random_rows(9, 512)
+    rows[3, 100], rows[5, 0] = math.inf, math.nan
+    expected = PanelLinear(parts, bias)(rows)
+    assert same(multiplied(device_of(order), parts, rows, bias), expected)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("quad / 4 * 16 + o] >> quad % 4 * 2 & 0x03030303u) << 4", "o] & 0x03030303u) << 4"),
+        ("- LESS * of_group", ""),
+        ("FMA(part[at + g * 16], factor[at + g * 16], sum)", "sum + part[at + g * 16]"),
+        ("PHASE {\n            if (THREAD < ROWS * 16) {", "{ uint32_t turn = 255; if (0) {"),
+        ("DIV(largest, 127.0f)", "MUL(largest, 1.0f / 127.0f)"),
+    ],
+    ids=["plane", "offset", "fused", "phase", "reciprocal"],
+)
+def test_a_wrong_text_is_found_out(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By these tests, and by a device that holds its products against the library's."""
+    text = drivers.part_of_text("linear")
+    assert text.count(before) == 1
+    wrong = text.replace(before, after)
+    monkeypatch.setattr(
+        drivers, "part_of_text", lambda name, own=drivers.part_of_text: wrong
+        if name == "linear" else own(name)
+    )  # fmt: skip
+    linear = PanelLinear([random_panels(Q6_K, 16, 1024)], None)
+    with pytest.raises(ConfigurationError, match="has other bits for Q6_K"):
+        Device(HostDriver()).product(linear)

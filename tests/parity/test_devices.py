@@ -1,0 +1,139 @@
+"""Whole stages on a device of the kernel text: logits have the bits of the compiled library."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.devices import HOST, OPENCL, compared, device_of
+from support.models.checkpoints import make_decoder
+from support.models.family_cases import CASES
+from support.rings import stage_chain
+from support.rings.stage_chain import StageChain, even_split, random_prompt
+from support.soak import cases
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.config.quantization import Quantization
+from shardnet.model.devices import bits
+from shardnet.model.devices import driver as drivers
+from shardnet.model.devices.driver import Driver
+from shardnet.model.devices.host import HostDriver
+from shardnet.model.kernels.linear import probe
+from shardnet.stage.load import load_stage
+from shardnet.stage.stage_model import StageModel
+from shardnet.types import Arith, DType
+
+pytestmark = compared
+PROMPTS = [random_prompt(length, 300, seed=length) for length in (5, 150)]
+USUAL = ["qwen3-host", "gemma2-host", "gpt_oss-host", "qwen2_moe-host", f"qwen2-windows-{OPENCL}"]
+ALL = [f"{case}-{kind}" for case in CASES for kind in (HOST, OPENCL)]
+
+
+@pytest.mark.parametrize("case", cases(USUAL, [case for case in ALL if case not in USUAL]))
+def test_a_stage_on_a_device_has_the_librarys_bits(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the text does not compute of a family the library does: the words are the same."""
+    name, _, kind = case.rpartition("-")
+    folder = make_decoder(tmp_path, name.split("-")[0], **CASES[name])
+    n_layers = Checkpoint.open(folder).config.n_layers
+    choice = probe(
+        torch.device("cpu"), DType.FLOAT32, None, Quantization.INT4, arith=Arith.PORTABLE
+    )
+    whole = StageChain.load(folder, even_split(n_layers, 1), choice).generate(PROMPTS, 3)
+    device = device_of(kind)
+    monkeypatch.setattr(stage_chain, "load_stage", functools.partial(load_stage, on=device))
+    chain = StageChain.load(folder, even_split(n_layers, 2), choice)
+    before = device.driver.n_launches
+    found = chain.generate(PROMPTS, 3)
+    for logits, expected in zip(found, whole, strict=True):
+        assert torch.equal(logits, expected)
+    are_computed = [bool(stage.choice.by_text) for stage in chain.stages]
+    assert case not in USUAL or all(are_computed)
+    assert any(are_computed) == (device.driver.n_launches > before)
+    if case in USUAL:
+        _count(chain.stages[0], device.driver)
+
+
+def _count(first: StageModel, driver: Driver) -> None:
+    """Hold a decode step to 12 launches a layer, 22 with experts, and to one wait."""
+    first.kv.clear()
+    rows = stage_chain.Rows(slot=1, position=0, ids=[7], n_sampled=0)
+    before = driver.n_launches, driver.n_waits
+    first.forward(stage_chain.batch_of([rows]), None)
+    most = 22 if first.routing else 12
+    assert driver.n_launches - before[0] <= most * len(first.layers) + 1  # a norm before them
+    assert driver.n_waits - before[1] == 1
+
+
+def test_the_host_may_compute_any_step_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values go to and fro, those of slots that are copied, rewound and adopted too."""
+    folder = make_decoder(tmp_path, "qwen3", **CASES["qwen3"])
+    choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
+    n_layers = Checkpoint.open(folder).config.n_layers
+    expected = _script(StageChain.load(folder, even_split(n_layers, 1), choice), lambda _: None)
+    monkeypatch.setattr(
+        stage_chain, "load_stage", functools.partial(load_stage, on=device_of(HOST))
+    )
+    chain = StageChain.load(folder, even_split(n_layers, 1), choice)
+    [stage] = chain.stages
+    family: Any = stage._family
+    layers = family._on_device
+
+    def leave_to_host(step: int) -> None:
+        family._on_device = None if step % 3 == 1 else layers
+
+    found = _script(chain, leave_to_host)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def _script(chain: StageChain, before: Any) -> list[torch.Tensor]:
+    """Run steps of two slots, between which slots are copied, rewound, adopted and freed."""
+    [stage] = chain.stages
+    kv, found = stage.kv, []
+
+    def run(step: int, slot: int, position: int, ids: list[int]) -> None:
+        before(step)
+        rows = stage_chain.Rows(slot=slot, position=position, ids=ids, n_sampled=1)
+        found.append(stage.forward(stage_chain.batch_of([rows]), None))
+
+    prompt = random_prompt(280, 300, seed=7)
+    run(0, 1, 0, prompt[:270])
+    run(1, 1, 270, prompt[270:275])
+    run(2, 1, 275, prompt[275:])
+    kv.copy(stage_chain.SlotId(1), stage_chain.SlotId(2), 272)
+    run(3, 2, 272, [5])
+    run(4, 2, 273, [6, 7])
+    kv.trim(stage_chain.SlotId(1), 100)
+    run(5, 1, 100, prompt[100:140])
+    contents = kv.contents(stage_chain.SlotId(2))
+    copied = type(contents)(
+        keys=[each.clone() for each in contents.keys],
+        values=[each.clone() for each in contents.values],
+        firsts=contents.firsts,
+        states={},
+    )
+    kv.free(stage_chain.SlotId(2))
+    kv.adopt(stage_chain.SlotId(3), copied, 2)
+    for step in range(6, 10):
+        run(step, 3, 269 + step, [step])
+    kv.clear()
+    run(10, 1, 0, prompt[:3])
+    assert isinstance(stage, StageModel)
+    return found
+
+
+def test_a_device_with_other_bits_is_a_class_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bits.error_of(HostDriver()) == 0
+    own = drivers.part_of_text
+    monkeypatch.setattr(
+        drivers,
+        "part_of_text",
+        lambda name: own(name).replace("FMA(y, rest, 0.5f)", "FMA(y, rest, 0.50001f)"),
+    )
+    assert 0 < bits.error_of(HostDriver()) < 1e-2

@@ -1,0 +1,45 @@
+"""A node that computes by the kernel text in a ring with one that computes by the library."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+from support.devices import HOST, OPENCL, compared, device_of
+from support.soak import cases
+from support.system.nodes import Crew, Machine
+
+PROMPT = ["generate", "It is a truth universally acknowledged", "--json", "--arith", "portable"]
+LONG = ["--max-tokens", "96", "--ignore-eos"]
+
+
+@compared
+@pytest.mark.parametrize("device", cases([HOST], [OPENCL]))
+def test_a_ring_of_a_device_and_a_cpu_says_what_cpus_say(
+    device: str, trio: Crew, machine: Machine
+) -> None:
+    """Word by word, with equal log-probabilities; also when the device's node leaves meanwhile, and
+    its keys and values move to the CPU.
+    """
+    device_of(device)
+    name = "opencl:0" if device == OPENCL else device
+    [node] = machine.start_nodes("odette", arguments=["--device", name])
+    alone, both = trio.addresses(0), f"{node.address},{trio.addresses(0)}"
+
+    def said(nodes: str, *arguments: str) -> Any:
+        answer = trio.machine.call(*PROMPT, "--nodes", nodes, *arguments).json
+        return answer["token_ids"], answer["logprobs"]
+
+    asked = ["--max-tokens", "8", "--logprobs", "2"]
+    layers = ["--layers", "0-3,3-8"]
+    assert said(both, *asked, *layers) == said(alone, *asked)
+    plan = trio.machine.call("plan", "--nodes", both, *layers, "--json").json
+    assert plan["exact"]["split"]
+    assert plan["exact"]["batch"]
+    expected, _ = said(alone, *LONG)
+    running = trio.machine.begin(*PROMPT, "--nodes", f"{alone},{node.address}", *LONG)
+    running.stderr.wait_for("ring: ")
+    node.signal(signal.SIGTERM)
+    node.stop()
+    assert running.wait().json["token_ids"] == expected
