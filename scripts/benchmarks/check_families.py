@@ -85,6 +85,11 @@ SIZES: Final[Mapping[str, Any]] = {
     "use_mamba_kernels": False,
     "routed_scaling_factor": 1.0,
     "vocab_size_per_layer_input": VOCABULARY,
+    "unpadded_vocab_size": VOCABULARY,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "d_inner": 96,
+    "d_head": 16,
     "hidden_size_per_layer_input": 8,
 }
 """What a config of any family is given, as far as it has such keys."""
@@ -104,6 +109,16 @@ OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
     "bailing_hybrid": _LATENT,
     "bamba": {**_MAMBA2, "attn_layer_indices": [2, 5]},
     "bloom": {"n_layer": N_LAYERS, "n_head": 4},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": N_LAYERS,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "codegen": {
         "n_embd": 64,
         "n_layer": N_LAYERS,
@@ -113,12 +128,17 @@ OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "ctrl": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "dff": 96},
     "deepseek_v32": {**_INDEXED, **_LATENT},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_text": {**_INDEXED, **_LATENT, "num_key_value_heads": 4},
     "dots1": {"layer_types": ["full_attention"] * N_LAYERS},
     "falcon_h1": _MAMBA2,
     "gemma4_text": {
         "layer_types": ["sliding_attention", "full_attention"] * (N_LAYERS // 2),
         "num_kv_shared_layers": 2,
+    },
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * (N_LAYERS // 2),
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [96] * N_LAYERS,
     },
     "glm_moe_dsa": {**_INDEXED, **_LATENT},
     "gpt-sw3": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "n_positions": 256},
@@ -132,6 +152,7 @@ OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
     "gptj": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "rotary_dim": 8, "n_positions": 256},
     "granitemoehybrid": {**_MAMBA2, "layer_types": ["mamba", "attention"] * (N_LAYERS // 2)},
     "jetmoe": {"kv_channels": 16},
+    "kimi_linear": {**_LATENT, "linear_num_heads": 4, "linear_head_dim": 16},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"] * (N_LAYERS // 3)},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"] * (N_LAYERS // 3)},
     "longcat_flash": {**_LATENT, "num_layers": N_LAYERS // 2, "num_hidden_layers": N_LAYERS},
@@ -142,6 +163,8 @@ OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
     "mpt": {"d_model": 64, "n_layers": N_LAYERS, "n_heads": 4, "max_seq_len": 256},
     "openai-gpt": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "n_positions": 256},
     "xglm": {"d_model": 64, "ffn_dim": 96, "num_layers": N_LAYERS, "attention_heads": 4},
+    "xlnet": {"d_model": 64, "n_head": 4, "n_layer": N_LAYERS},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * (N_LAYERS // 2)},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What some families ask for beside that."""

@@ -256,6 +256,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "glm4_moe_lite": ({"num_hidden_layers": 3}, {}),
     "gpt2": ({}, {}),
+    "gemma": ({"num_hidden_layers": 2}, {}),
+    "olmo": ({"num_hidden_layers": 2}, {}),
+    "jais2": ({"num_hidden_layers": 2}, {}),
+    "cohere": ({"num_hidden_layers": 2, "use_qk_norm": True}, {}),
+    "cohere2": ({"num_hidden_layers": 4, "sliding_window": 20}, {}),
+    "stablelm": ({"num_hidden_layers": 2, "use_parallel_residual": True}, {}),
+    "phi": ({"num_hidden_layers": 2}, {}),
+    "gpt_neox": ({"num_hidden_layers": 2}, {}),
+    "granitemoe": ({"num_hidden_layers": 2}, {}),
+    "granitemoeshared": ({"num_hidden_layers": 2}, {}),
+    "phimoe": ({"num_hidden_layers": 2, "attention_bias": True, "lm_head_bias": True}, {}),
+    "hunyuan_v1_moe": ({"num_hidden_layers": 2}, {}),
+    "dots1": ({"num_hidden_layers": 3}, {}),
+    "exaone": ({"num_hidden_layers": 2}, {}),
+    "granitemoehybrid": ({"num_hidden_layers": 4}, {}),
+    "granitemoehybrid-dense": ({"num_hidden_layers": 4, "num_local_experts": 0}, {}),
+    "nemotron_h": ({}, {}),
 }
 
 SELDOM = ["llama4_text"]

@@ -26,10 +26,10 @@ from shardnet.stage.runs import Run
 from shardnet.types import Epoch, LayerRange, LiveState, SequenceId
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2"])
+@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2", "nemotron_h"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family: str = request.param
-    config = CASES[family] | {"num_hidden_layers": 4}
+    config = {} if family == "nemotron_h" else CASES[family] | {"num_hidden_layers": 4}
     return make_decoder(tmp_path_factory.mktemp(family), family, **config)
 
 

@@ -8,6 +8,7 @@ files or kernels.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,6 +67,12 @@ def arrange(
             for source in halves.sources:
                 left.pop(source.name)
             continue
+        parts = [stored.get(part) for part in _joined_names(family, name)]
+        if parts and (sources := [part for part in parts if part is not None]):
+            made[name] = _joined(name, sources)
+            for source in sources:
+                left.pop(source.name, None)
+            continue
         found = _mtp_name(config, name) or _block_name(family, name)
         known = _renamed(family, name)
         for spelled in (family.name_prefix + known, known):
@@ -73,8 +80,9 @@ def arrange(
         info = stored.get(found) or stored.get(f"{found}.weight") if found is not None else None
         if info is not None:
             left.pop(info.name, None)
-            if [n for n in info.shape if n > 1] == [n for n in shape if n > 1]:
-                info = replace(info, shape=shape)  # the converter leaves axes of one out
+            is_vector = len(shape) == 1 and math.prod(info.shape) == shape[0]
+            if is_vector or [n for n in info.shape if n > 1] == [n for n in shape if n > 1]:
+                info = replace(info, shape=shape)  # axes of one are left out, vectors grouped
             made[name] = _parameter(name, info, _changes(config, name, info))
     return made | {
         name: unchanged(name, info)
@@ -102,6 +110,13 @@ def _block_name(family: Family, name: str) -> str | None:
         if part == own:
             return f"blk.{layer}.{stored}"
     return None
+
+
+def _joined_names(family: Family, name: str) -> list[str]:
+    """Return what is stored as the rows of one parameter of a layer, where the family says it."""
+    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    joined = dict(family.gguf.joined_names) if family.gguf is not None else {}
+    return [f"blk.{layer}.{stored}" for stored in joined.get(part, ())]
 
 
 def _latent_halves(
@@ -204,6 +219,11 @@ def _expert_tensor(
         else:
             one = info.rows(expert.number, expert.number + 1)
             sources.append(replace(one, shape=info.shape[1:]))
+    return _joined(name, sources)
+
+
+def _joined(name: str, sources: Sequence[StoredTensor]) -> ModelTensor:
+    """Make a parameter of the rows of one or more tensors."""
     n_rows = sum(source.shape[0] for source in sources)
     kinds = {source.dtype for source in sources}
     return ModelTensor(

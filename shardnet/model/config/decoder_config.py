@@ -22,13 +22,14 @@ SLIDING = "sliding_attention"
 def read_decoder(
     fields: Fields,
     *,
+    n_layers: int | None = None,
     n_kv_heads: int | None = None,
     max_positions: int = 2048,
     norm_eps: float = 1e-6,
     norm_key: str = "rms_norm_eps",
     head_size: int | None = None,
     intermediate_size: int | None = None,
-    activation_key: str = "hidden_act",
+    activation_key: str | None = "hidden_act",
     activation: str = "silu",
     is_tied: bool = False,
     rope: Callable[[Fields, int, int], Rope] = read_rope,
@@ -37,9 +38,10 @@ def read_decoder(
 
     The arguments are names of keys, and what transformers takes where one is missing. `n_kv_heads`
     None stands for as many as heads, `head_size` None for the hidden size divided by the heads,
-    `intermediate_size` None for no default. `rope` reads the rotary positions, given `fields`, the
-    number of positions and the head size. Raises CheckpointError for a missing or malformed key,
-    UnsupportedModelError for a value that is not implemented.
+    `n_layers` and `intermediate_size` None for no default, `activation_key` None where no key
+    counts. `rope` reads the rotary positions, given `fields`, the number of positions and the head
+    size. Raises CheckpointError for a missing or malformed key, UnsupportedModelError for a value
+    that is not implemented.
     """
     hidden_size = fields.positive("hidden_size")
     n_heads = fields.positive("num_attention_heads")
@@ -53,7 +55,9 @@ def read_decoder(
     rotary = rope(fields, positions, size)
     return ModelConfig(
         family=fields.take("model_type", str),
-        n_layers=fields.positive("num_hidden_layers", at_most=MAX_LAYERS),
+        n_layers=n_layers
+        if n_layers and fields.missing("num_hidden_layers")
+        else fields.positive("num_hidden_layers", at_most=MAX_LAYERS),
         hidden_size=hidden_size,
         n_heads=n_heads,
         n_kv_heads=kv_heads,
@@ -64,7 +68,9 @@ def read_decoder(
         vocab_size=fields.positive("vocab_size"),
         max_positions=reach(rotary, positions),
         norm_eps=fields.number(norm_key, norm_eps, within=NORM_EPS),
-        activation=read_activation(fields, activation_key, activation),
+        activation=read_activation(fields, activation_key, activation)
+        if activation_key
+        else Activation(activation),
         attention_bias=False,
         mlp_bias=False,
         rope=rotary,

@@ -39,13 +39,18 @@ def read_delta_net(fields: Fields, n_layers: int) -> DeltaNet | None:
             f"linear_num_value_heads {read.n_value_heads} is no multiple of linear_num_key_heads "
             f"{read.n_key_heads}"
         )
+    check_state_size(fields, read)
+    return read if layers else None
+
+
+def check_state_size(fields: Fields, read: DeltaNet) -> None:
+    """Raise CheckpointError for states that would fill the memory."""
     n_columns = max(read.key_size * read.value_width, read.n_taps * read.mixed_width)
     if n_columns > MAX_STATE_COLUMNS:
         raise fields.damaged(
             f"linear attention claims {n_columns} numbers of state in a layer, expected at most "
             f"{MAX_STATE_COLUMNS}"
         )
-    return read if layers else None
 
 
 def _read_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any, Final
 
+from shardnet.errors import shown
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import NORM_EPS, THETAS
 
@@ -74,6 +75,18 @@ def read_gguf_sizes(
         "rope_theta": fields.number("rope.freq_base", 10000.0, within=THETAS),
         "rope_scaling": _read_scaling(fields, factors),
     }
+
+
+def read_gguf_kv_heads(fields: Fields, n_layers: int) -> tuple[int, list[bool]]:
+    """Read the heads of keys of a hybrid: how many there are, and which layers have them."""
+    each = fields.take("attention.head_count_kv", list)
+    of_attention = {count for count in each if count}
+    if len(each) != n_layers or len(of_attention) != 1 or type(each[0]) is not int:
+        raise fields.damaged(
+            f"attention.head_count_kv is {shown(each)}, expected one number in layers with "
+            f"attention and 0 in the others, for {n_layers} layers"
+        )
+    return of_attention.pop(), [bool(count) for count in each]
 
 
 def has_gguf_experts(fields: Fields) -> bool:

@@ -30,6 +30,19 @@ class Activation(enum.Enum):
     RELU_SQUARED = "relu2"
 
 
+class NormKind(enum.Enum):
+    """What the norms over the hidden size are, where what is stored does not say it."""
+
+    STORED = "stored"
+    """RMSNorm, or LayerNorm where a bias is stored."""
+    CENTRED = "centred"
+    """LayerNorm without a bias."""
+    BARE = "bare"
+    """RMSNorm, of which nothing is stored."""
+    BARE_CENTRED = "bare centred"
+    """LayerNorm, of which nothing is stored."""
+
+
 class RopeKind(enum.Enum):
     """How the rotary frequencies are scaled. The value is transformers' `rope_type`."""
 
@@ -158,6 +171,10 @@ class StateShape:
         return math.prod(self.recent) * dtype.size_bytes + 4 * math.prod(self.recurrent)
 
 
+NOTHING = StateShape(recent=(0, 0), recurrent=(0, 0, 0))
+"""The state of layers that have neither attention nor a recurrence."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet:
     """Gated DeltaNet (arXiv 2412.06464), which replaces attention in some layers.
@@ -166,6 +183,9 @@ class DeltaNet:
     `takes_turns` every `n_key_heads`-th. Queries, keys and values pass a convolution over `n_taps`
     positions. `layers` are the absolute numbers of the layers that have it. With
     `has_split_gate` the gate is no part of the linear of queries, keys and values.
+
+    Or it is Mamba-2 (arXiv 2405.21060): then queries are its C, keys its B, values its x, and
+    key heads its groups.
     """
 
     n_key_heads: int
@@ -242,7 +262,12 @@ class ModelConfig:
     to nothing. `norm_offset` is added to every norm's stored weight. `checkpoint_dtype` is the
     dtype that the config names for the stored weights, None for none; `eos_token_ids` may be empty.
 
-    With `has_pairs` the columns of a head that are rotated together are adjacent.
+    With `has_parallel_mlp` the MLP sees what attention sees, and both outputs are added at once;
+    with `has_embedding_norm` embeddings are normed as the last hidden state is. With
+    `has_head_bias` the LM head has a bias.
+
+    With `has_pairs` the columns of a head that are rotated together are adjacent, with
+    `has_joined_heads` the outputs of a joined linear are query, key and value of each head in turn.
     `nope_layers` are the absolute numbers of the layers without rotary positions. `temperature` is
     that of queries: in families with such layers of theirs alone. With `has_unit_heads` heads of
     queries and keys are divided by their root mean square after the rotation.
@@ -253,7 +278,8 @@ class ModelConfig:
     With `latent` attention `head_size` is the rotated part of a head, and there is one KV head.
     With `has_gates` each head's output is multiplied by the sigmoid of a gate of its width, with
     `has_head_norms` each head of queries and keys is normalised, in families that leave it open.
-    Attention is in all layers but those of `delta_net` and `short_conv`.
+    Attention is in all layers but those of `delta_net`, `short_conv` and `mixerless_layers`, which
+    keep nothing of a slot.
 
     `full_heads` are those of layers without a window, None where they are as all others. With
     `is_value_key` such layers have no projection of values: those are the projected keys.
@@ -290,6 +316,10 @@ class ModelConfig:
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     norm_offset: float = 0.0
+    norm_kind: NormKind = NormKind.STORED
+    has_head_bias: bool = False
+    has_parallel_mlp: bool = False
+    has_embedding_norm: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_divisor: float = 1.0
@@ -300,7 +330,9 @@ class ModelConfig:
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
     short_conv: ShortConv | None = None
+    mixerless_layers: tuple[int, ...] = ()
     has_pairs: bool = False
+    has_joined_heads: bool = False
     nope_layers: tuple[int, ...] = ()
     temperature: Temperature | None = None
     has_unit_heads: bool = False
@@ -371,7 +403,8 @@ class ModelConfig:
         """Whether layers keep a state that cannot be rewound."""
         if self.outline is not None:
             return self.outline.has_state
-        return self.delta_net is not None or self.short_conv is not None
+        has_own = self.delta_net is not None or self.short_conv is not None
+        return has_own or bool(self.mixerless_layers)
 
     @property
     def notes_states(self) -> bool:
@@ -388,7 +421,7 @@ class ModelConfig:
         for own in (self.delta_net, self.short_conv):
             if own is not None and layer in own.layers:
                 return own.state
-        return None
+        return NOTHING if layer in self.mixerless_layers else None
 
     def layer_experts(self, layer: int) -> Experts | None:
         """The experts of the absolute `layer`, None where it has an MLP.
@@ -441,6 +474,9 @@ class ModelConfig:
             windows=windows,
             experts=experts,
             nope_layers=tuple(n for n, layer in enumerate(kept) if layer in self.nope_layers),
+            mixerless_layers=tuple(
+                n for n, layer in enumerate(kept) if layer in self.mixerless_layers
+            ),
             delta_net=delta_net,
             short_conv=short_conv,
         )

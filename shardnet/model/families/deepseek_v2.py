@@ -79,12 +79,14 @@ def read_latent_attention(
     rope: Callable[[Fields, int, int], Rope] = read_rope,
     has_whole_heads: bool = False,
     scaling: Mapping[str, Any] = MappingProxyType({}),
+    is_tied: bool = False,
 ) -> ModelConfig:
     """Read what V2 and V3 say alike, but for the experts.
 
-    `interleaved`: pairs that are rotated together stand side by side. `max_positions`, `norm_eps`
-    and `defaults` are defaults, `rope` is that of `read_decoder`. With `has_whole_heads` a
-    `head_dim` counts all of a key's columns, else the rotated ones. `scaling` is as in `read_rope`.
+    `interleaved`: pairs that are rotated together stand side by side. `max_positions`, `norm_eps`,
+    `is_tied` and `defaults` are defaults, `rope` is that of `read_decoder`. With `has_whole_heads`
+    a `head_dim` counts all of a key's columns, else the rotated ones. `scaling` is as in
+    `read_rope`.
     """
     fields.require("moe_layer_freq", 1)
     query_rank = fields.optional("q_lora_rank")
@@ -99,7 +101,12 @@ def read_latent_attention(
     whole = latent.nope_size + latent.rope_size
     head_size = whole if has_whole_heads else latent.rope_size
     config = read_decoder(
-        fields, max_positions=max_positions, norm_eps=norm_eps, head_size=head_size, rope=rope
+        fields,
+        max_positions=max_positions,
+        norm_eps=norm_eps,
+        head_size=head_size,
+        is_tied=is_tied,
+        rope=rope,
     )
     sizes = {"head_dim": (config.head_size, head_size)}
     sizes["qk_head_dim"] = (fields.positive("qk_head_dim", whole), whole)

@@ -136,7 +136,8 @@ class GgufFormat:
     except those whose names end in `plain_norm`. Names end in `decay` where minus the exponential
     is stored. `renamed` has endings of names that the converter replaces before it looks names up.
     `block_names` are what parameters of a layer are called that the `gguf` package does not name,
-    each below `model.layers.N` and below `blk.N`.
+    each below `model.layers.N` and below `blk.N`; `joined_names` are those whose rows several
+    tensors have.
     """
 
     architecture: str
@@ -149,6 +150,7 @@ class GgufFormat:
     decay: str | None = None
     renamed: tuple[tuple[str, str], ...] = ()
     block_names: tuple[tuple[str, str], ...] = ()
+    joined_names: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +193,7 @@ class Family:
     """One model family: config, tensors, forward pass, and how file formats write it.
 
     `model_type` is its name in config.json and `architecture` the only class of transformers that
-    is implemented.
+    is implemented; `same_architectures` are other names of it.
 
     `covers` says of a config whether it is computed here at all: where not, transformers' own
     modules may do it. `read_config` reads config.json; what it leaves unread is refused.
@@ -199,7 +201,8 @@ class Family:
     name the parameters and their shapes, under transformers' names. `load_stage` builds the forward
     pass.
 
-    `name_prefix` is left out of tensor names, where a checkpoint has it. `ignored_tensors` is a
+    `name_prefix` is left out of tensor names, where a checkpoint has it; then the first of each
+    pair of `renamed_tensors` is replaced by the second. `ignored_tensors` is a
     pattern of whole names that checkpoints may have and nobody needs. `mtp` says what the layer is
     called that predicts a further token, None where it is not implemented. `experts` says what the
     parameters of experts are called and `stacking` how transformers may stack them; None where it
@@ -215,10 +218,12 @@ class Family:
     read_config: Callable[[Fields], ModelConfig]
     layer_tensors: Callable[[ModelConfig, int], Table]
     load_stage: StageLoader
+    same_architectures: tuple[str, ...] = ()
     covers: Callable[[Fields], bool] = _claims_all
     embedding_tensors: Callable[[ModelConfig], Table] = decoder_embedding
     head_tensors: Callable[[ModelConfig], Table] = decoder_head
     name_prefix: str = ""
+    renamed_tensors: tuple[tuple[str, str], ...] = ()
     ignored_tensors: str = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     mtp: MtpNames | None = None
     experts: ExpertNames | None = None

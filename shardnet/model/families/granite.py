@@ -25,14 +25,19 @@ def read_config(fields: Fields) -> ModelConfig:
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
-    """Read the metadata, in which every multiplier has to stand."""
-    multipliers = {
+    """Read the metadata."""
+    config = read_gguf_decoder(fields, tensors, factors) | gguf_biases(tensors)
+    return config | read_gguf_multipliers(fields)
+
+
+def read_gguf_multipliers(fields: Fields) -> dict[str, Any]:
+    """Read the multipliers, every one of which has to stand in the metadata."""
+    return {
         "attention_multiplier": fields.number("attention.scale"),
         "embedding_multiplier": fields.number("embedding_scale"),
         "residual_multiplier": fields.number("residual_scale"),
         "logits_scaling": fields.number("logit_scale"),
     }
-    return read_gguf_decoder(fields, tensors, factors) | gguf_biases(tensors) | multipliers
 
 
 FAMILY = Family(

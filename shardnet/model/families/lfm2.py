@@ -7,10 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from shardnet.errors import shown
 from shardnet.model.config.decoder_config import FULL, read_decoder
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_sizes
+from shardnet.model.config.gguf_keys import Factors, read_gguf_kv_heads, read_gguf_sizes
 from shardnet.model.config.model_config import ModelConfig, ShortConv
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families.family import Family, GgufFormat, decoder_stage
@@ -191,18 +190,11 @@ def _load_conv(conv: ShortConv, weights: WeightSource, prefix: str) -> Attention
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata: layers without heads of keys have a convolution."""
     config = read_gguf_sizes(fields, factors, norm=_GGUF_NORM)
-    n_layers = config["num_hidden_layers"]
-    each = fields.take("attention.head_count_kv", list)
-    of_attention = {count for count in each if count}
-    if len(each) != n_layers or len(of_attention) != 1 or type(each[0]) is not int:
-        raise fields.damaged(
-            f"attention.head_count_kv is {shown(each)}, expected one number in layers with "
-            f"attention and 0 in the others, for {n_layers} layers"
-        )
+    n_heads, has_heads = read_gguf_kv_heads(fields, config["num_hidden_layers"])
     fields.ignore("attention.key_length", "attention.value_length", "rope.dimension_count")
     return config | {
-        "num_key_value_heads": of_attention.pop(),
-        "layer_types": [FULL if count else CONV for count in each],
+        "num_key_value_heads": n_heads,
+        "layer_types": [FULL if has_own else CONV for has_own in has_heads],
         "conv_L_cache": fields.positive("shortconv.l_cache"),
         "block_auto_adjust_ff_dim": False,
     }

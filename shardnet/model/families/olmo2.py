@@ -25,12 +25,12 @@ def read_config(fields: Fields) -> ModelConfig:
 
 def layer_tensors(config: ModelConfig, layer: int) -> Table:
     """Name Llama's linears, norms over all queries and all keys, and norms after sub-layers."""
-    return (
-        attention(config, layer)
-        | whole_norms(config, layer)
-        | mlp(config, layer)
-        | post_norms(config, layer)
-    )
+    return whole_attention(config, layer) | mlp(config, layer) | post_norms(config, layer)
+
+
+def whole_attention(config: ModelConfig, layer: int) -> Table:
+    """Name Llama's attention, and norms over all queries and all keys."""
+    return attention(config, layer) | whole_norms(config, layer)
 
 
 def post_norms(config: ModelConfig, layer: int) -> Table:

@@ -16,6 +16,7 @@ from shardnet.model.families import (
     arcee,
     deepseek_v2,
     deepseek_v3,
+    dense_table,
     encoders,
     ernie4_5,
     ernie4_5_moe,
@@ -34,12 +35,14 @@ from shardnet.model.families import (
     lfm2_moe,
     llama,
     llama4,
+    mamba2,
     minimax_m2,
     ministral3,
     mistral,
     mistral4,
     mixtral,
     nemotron,
+    nemotron_h,
     olmo2,
     olmo3,
     olmoe,
@@ -53,6 +56,7 @@ from shardnet.model.families import (
     qwen3_next,
     seed_oss,
     smollm3,
+    sparse_table,
     starcoder2,
 )
 from shardnet.model.families.family import Family
@@ -60,48 +64,52 @@ from shardnet.model.families.transformers_modules import family_by_modules, find
 from shardnet.model.families.wrappers import WRAPPERS
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (
-        llama,
-        llama4,
-        mistral,
-        ministral3,
-        qwen2,
-        qwen3,
-        phi3,
-        gemma2,
-        gemma3,
-        gemma4,
-        granite,
-        olmo2,
-        olmo3,
-        exaone4,
-        ernie4_5,
-        glm4,
-        hunyuan_v1_dense,
-        seed_oss,
-        smollm3,
-        arcee,
-        starcoder2,
-        nemotron,
-        mixtral,
-        olmoe,
-        ernie4_5_moe,
-        minimax_m2,
-        qwen2_moe,
-        qwen3_moe,
-        qwen3_next,
-        qwen3_5,
-        qwen3_5_moe,
-        gpt_oss,
-        deepseek_v2,
-        deepseek_v3,
-        mistral4,
-        glm4_moe,
-        glm4_moe_lite,
-        lfm2,
-        lfm2_moe,
-        gpt2,
+    family.model_type: family
+    for family in (
+        llama.FAMILY,
+        llama4.FAMILY,
+        mistral.FAMILY,
+        ministral3.FAMILY,
+        qwen2.FAMILY,
+        qwen3.FAMILY,
+        phi3.FAMILY,
+        gemma2.FAMILY,
+        gemma3.FAMILY,
+        gemma4.FAMILY,
+        granite.FAMILY,
+        olmo2.FAMILY,
+        olmo3.FAMILY,
+        exaone4.FAMILY,
+        ernie4_5.FAMILY,
+        glm4.FAMILY,
+        hunyuan_v1_dense.FAMILY,
+        seed_oss.FAMILY,
+        smollm3.FAMILY,
+        arcee.FAMILY,
+        starcoder2.FAMILY,
+        nemotron.FAMILY,
+        mixtral.FAMILY,
+        olmoe.FAMILY,
+        ernie4_5_moe.FAMILY,
+        minimax_m2.FAMILY,
+        qwen2_moe.FAMILY,
+        qwen3_moe.FAMILY,
+        qwen3_next.FAMILY,
+        qwen3_5.FAMILY,
+        qwen3_5_moe.FAMILY,
+        gpt_oss.FAMILY,
+        deepseek_v2.FAMILY,
+        deepseek_v3.FAMILY,
+        mistral4.FAMILY,
+        glm4_moe.FAMILY,
+        glm4_moe_lite.FAMILY,
+        lfm2.FAMILY,
+        lfm2_moe.FAMILY,
+        gpt2.FAMILY,
+        *dense_table.FAMILIES,
+        *sparse_table.FAMILIES,
+        *mamba2.FAMILIES,
+        nemotron_h.FAMILY,
     )
 }
 """By `model_type`."""
@@ -198,11 +206,11 @@ def _find_family(fields: Fields) -> Family:
     if family is None:
         known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
         raise fields.unsupported("model_type", model_type, known)
-    _check_architecture(fields, family.architecture)
+    _check_architecture(fields, family.architecture, family.same_architectures)
     return family
 
 
-def _check_architecture(fields: Fields, only: str) -> None:
+def _check_architecture(fields: Fields, only: str, same: tuple[str, ...] = ()) -> None:
     architectures = fields.take("architectures", list, [only])
-    if architectures != [only]:
+    if architectures != [only] and architectures not in [[name] for name in same]:
         raise fields.unsupported("architectures", architectures, f'["{only}"]')

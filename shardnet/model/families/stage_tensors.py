@@ -149,7 +149,10 @@ def canonical_name(config: ModelConfig, name: str) -> str | None:
     family = family_of(config)
     if family.mtp is MtpNames.PREFIX and inner.startswith("mtp."):
         return _mtp_name(config.n_layers, inner.removeprefix("mtp."))
-    return inner.removeprefix(family.name_prefix)
+    inner = inner.removeprefix(family.name_prefix)
+    for stored, own in family.renamed_tensors:
+        inner = inner.replace(stored, own)
+    return inner
 
 
 def _mtp_name(n_layers: int, name: str) -> str:

@@ -47,7 +47,14 @@ def find_modules_family(fields: Fields, model_type: str) -> Family | None:
         ) from error
     if architecture is None:
         return None
-    return replace(_FAMILY, model_type=model_type, architecture=architecture)
+    named = fields.take("architectures", list, [])
+    is_causal = len(named) == 1 and isinstance(named[0], str) and named[0].endswith("ForCausalLM")
+    return replace(
+        _FAMILY,
+        model_type=model_type,
+        architecture=architecture,
+        same_architectures=(named[0],) if is_causal else (),  # its makers' own class
+    )
 
 
 def _read_config(fields: Fields) -> ModelConfig:

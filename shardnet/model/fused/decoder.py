@@ -27,10 +27,10 @@ from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import Layer
 from shardnet.model.layers.mtp import MtpLayer
 from shardnet.model.layers.native_attention import can_attend
-from shardnet.model.layers.norms import Norm
+from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary, rotary_tables
 from shardnet.model.layers.tables import Table
-from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.layers.weight_source import WeightSource, load_norm
 from shardnet.types import LayerRange
 
 LoadLayer = Callable[[ModelConfig, WeightSource, int], Layer]
@@ -185,21 +185,24 @@ def _rope(config: ModelConfig, layer: int) -> tuple[Rope, int]:
 class _Embedding:
     table: Table  # [V, E]
     multiplier: float
+    norm: Norm | BareNorm | None
 
     @classmethod
     def load(cls, config: ModelConfig, weights: WeightSource, dtype: torch.dtype) -> _Embedding:
         """Load the table. The multiplier is rounded to the compute dtype, as in Gemma's code."""
         multiplier = torch.tensor(config.embedding_multiplier).to(dtype).item()
-        return cls(table=weights.table("model.embed_tokens"), multiplier=multiplier)
+        norm = load_norm(config, weights, "") if config.has_embedding_norm else None
+        return cls(table=weights.table("model.embed_tokens"), multiplier=multiplier, norm=norm)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         rows = self.table.rows(token_ids)
-        return rows if self.multiplier == 1 else rows.mul_(self.multiplier)
+        rows = rows if self.multiplier == 1 else rows.mul_(self.multiplier)
+        return rows if self.norm is None else self.norm(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Head:
-    norm: Norm
+    norm: Norm | BareNorm
     lm_head: Linear
     divisor: float
     soft_cap: float | None
@@ -208,7 +211,7 @@ class _Head:
     def load(cls, config: ModelConfig, weights: WeightSource, final_norm: str) -> _Head:
         table = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         return cls(
-            norm=weights.norm(final_norm, config.norm_eps, config.norm_offset),
+            norm=load_norm(config, weights, final_norm),
             lm_head=weights.linear(table),
             divisor=config.logit_divisor,
             soft_cap=config.logit_soft_cap,

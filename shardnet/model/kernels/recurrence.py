@@ -1,4 +1,4 @@
-"""The recurrence of a gated DeltaNet by the compiled library.
+"""The recurrence of a gated DeltaNet or of Mamba-2 by the compiled library.
 
 Knows the struct of csrc/recurrence.c and checks every address in it. Must not know slots, parameter
 names or linear layers.
@@ -38,6 +38,8 @@ class RecurrenceStruct(ctypes.Structure):
         ("rate", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
+        ("taps_bias", ctypes.c_void_p),
+        ("skip", ctypes.c_void_p),
         ("state", ctypes.c_void_p),
         ("mixed", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
@@ -56,13 +58,22 @@ class RecurrenceStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrenceParameters:
-    """What the recurrence of a layer was trained with, all in float32."""
+    """What the recurrence of a layer was trained with, all in float32.
+
+    With a `skip` it is that of Mamba-2. Outputs are not normed without a `norm_weight`.
+    """
 
     taps: Tensor  # [taps, C]: the oldest position first
     decay_rate: Tensor  # [H], negative
     decay_bias: Tensor  # [H]
-    norm_weight: Tensor  # [V]
+    norm_weight: Tensor | None  # [V]
     norm_eps: float
+    taps_bias: Tensor | None = None  # [C]
+    skip: Tensor | None = None  # [H]
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 class NativeRecurrence:
@@ -78,8 +89,11 @@ class NativeRecurrence:
             ("decay rates", own.decay_rate, config.n_value_heads),
             ("decay biases", own.decay_bias, config.n_value_heads),
             ("a norm", own.norm_weight, config.value_size),
+            ("biases of taps", own.taps_bias, config.mixed_width),
+            ("skips", own.skip, config.n_value_heads),
         ):
-            check_memory(what, tensor, 4 * n_values, torch.float32)
+            if tensor is not None:
+                check_memory(what, tensor, 4 * n_values, torch.float32)
         self._config = config
         self._kept = parameters
         self._call = kernels.function("shardnet_recurrence", ctypes.POINTER(RecurrenceStruct))
@@ -87,7 +101,9 @@ class NativeRecurrence:
             taps=own.taps.data_ptr(),
             rate=own.decay_rate.data_ptr(),
             bias=own.decay_bias.data_ptr(),
-            weight=own.norm_weight.data_ptr(),
+            weight=_address(own.norm_weight),
+            taps_bias=_address(own.taps_bias),
+            skip=_address(own.skip),
             team=kernels.team,
             n_taps=config.n_taps,
             n_key_heads=config.n_key_heads,

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.experts import SparseMlp
 from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp, SelfAttention
-from shardnet.model.layers.norms import Norm
+from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary
 
 
@@ -38,14 +38,17 @@ class Sublayer(Protocol):
 class Residual:
     """The norms before and after a sub-layer, and the factor of its residual addition."""
 
-    before: Norm | None = None
-    after: Norm | None = None
+    before: Norm | BareNorm | None = None
+    after: Norm | BareNorm | None = None
     multiplier: float = 1.0
 
     @property
     def is_rms(self) -> bool:
-        """Whether each norm, if any, is an RMSNorm."""
-        return all(norm is None or norm.bias is None for norm in (self.before, self.after))
+        """Whether each norm, if any, is an RMSNorm with a weight."""
+        return all(
+            norm is None or (isinstance(norm, Norm) and norm.bias is None)
+            for norm in (self.before, self.after)
+        )
 
     def normalize(self, hidden: Tensor) -> Tensor:
         """Apply the norm before the sub-layer to hidden states [T, E]."""
@@ -172,6 +175,58 @@ class ParallelExpertsSublayer:
         inner, experts = self.experts(self.around_experts.normalize(hidden), routed_by=hidden)
         step.record_experts(index, experts)
         return self.residual.add(hidden, self.around_experts.add(dense, inner))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSublayer:
+    """Attention and an MLP that see the same hidden states: the whole of a layer.
+
+    With an `mlp_norm` the MLP has a norm of its own, else it sees what attention sees.
+    """
+
+    residual: Residual
+    self_attn: Attention
+    mlp: GatedMlp | PlainMlp
+    mlp_norm: Norm | BareNorm | None = None
+
+    @property
+    def fusible_attention(self) -> None:
+        """None: its output is not added by itself."""
+
+    @property
+    def fusible_mlp(self) -> None:
+        """None: its output is not added by itself."""
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Run hidden states [T, E] through both in layer `index` within the stage: [T, E]."""
+        normed = self.residual.normalize(hidden)
+        attended = self.self_attn(normed, index, rotary, step)
+        inner = self.mlp(normed if self.mlp_norm is None else self.mlp_norm(hidden))
+        return self.residual.add(hidden, attended + inner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoSublayer:
+    """What stands beside a sub-layer that is a whole layer.
+
+    With `has_slot` it is in the place of what keeps a state, and counts the positions.
+    """
+
+    has_slot: bool = False
+
+    @property
+    def fusible_attention(self) -> None:
+        """None: there is none."""
+
+    @property
+    def fusible_mlp(self) -> None:
+        """None: there is none."""
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Return the hidden states."""
+        for span in step.spans if self.has_slot else ():
+            step.kv.state(span.slot, index).end += span.end - span.start
+        return hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.recurrence import NativeRecurrence, RecurrenceParameters
 from shardnet.model.layers.attention import ForwardStep
-from shardnet.model.layers.norms import activate
+from shardnet.model.layers.norms import HeadNorm, activate
 from shardnet.model.layers.rotary import Rotary
 
 UNIT_EPS = 1e-6
@@ -84,8 +84,27 @@ class Projections:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MambaProjection:
+    """One linear for gate, values, keys, queries and steps, as Mamba-2 has them."""
+
+    config: DeltaNet
+    in_proj: Linear
+
+    def __call__(self, hidden: Tensor) -> Projected:
+        """Project hidden states [T, E]."""
+        own = self.config
+        widths = [own.value_width, own.value_width, own.key_width, own.key_width, own.n_value_heads]
+        gate, values, keys, queries, steps = torch.split(self.in_proj(hidden), widths, -1)
+        mixed = torch.cat((queries, keys, values), -1)
+        return Projected(mixed=mixed, gate=gate, write=steps, decay=steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaNet:
-    """The sub-layer that takes the place of attention. Its memory is a slot's SlotState."""
+    """The sub-layer that takes the place of attention. Its memory is a slot's SlotState.
+
+    A `group_norm` normalizes outputs [T, groups, columns] behind their gates (Mamba-2).
+    """
 
     config: DeltaNet
     activation: Activation
@@ -94,6 +113,7 @@ class GatedDeltaNet:
     out_proj: Linear
     native: NativeRecurrence | None
     """The recurrence by the library, None where torch computes it."""
+    group_norm: HeadNorm | None = None
 
     @classmethod
     def of(
@@ -103,6 +123,7 @@ class GatedDeltaNet:
         project: Project,
         parameters: RecurrenceParameters,
         out_proj: Linear,
+        group_norm: HeadNorm | None = None,
     ) -> GatedDeltaNet:
         """Put it together, with the library's recurrence if it can compute this one here."""
         kernels = native_kernels() if parameters.taps.device.type == "cpu" else None
@@ -116,6 +137,7 @@ class GatedDeltaNet:
             parameters=parameters,
             out_proj=out_proj,
             native=native,
+            group_norm=group_norm,
         )
 
     @property
@@ -140,7 +162,11 @@ class GatedDeltaNet:
                 parts.append(compute(rows, gate, write[own], decay[own], state.recurrent))
                 state.recent.copy_(rows[end - start :])
                 state.end += end - start
-        return self.out_proj(torch.cat(parts) if len(parts) > 1 else parts[0])
+        outputs = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if self.group_norm is not None:
+            n_groups = self.group_norm.weight.shape[0]
+            outputs = self.group_norm(outputs.view(len(outputs), n_groups, -1)).flatten(1)
+        return self.out_proj(outputs)
 
     def _compute(
         self, rows: Tensor, gate: Tensor, write: Tensor, decay: Tensor, state: Tensor
@@ -150,9 +176,12 @@ class GatedDeltaNet:
         opened = _by_row(torch.sigmoid, write)
         steps = _by_row(F.softplus, decay + own.decay_bias)
         kept = _by_row(torch.exp, steps * own.decay_rate)  # [T, H]
-        outputs = self._recur(self._convolve(rows), kept, opened, state)  # [T, H, V]
-        normed = F.rms_norm(outputs, outputs.shape[-1:], None, own.norm_eps)
-        weighted = normed.mul_(own.norm_weight).flatten(1)
+        written = opened if own.skip is None else steps
+        outputs = self._recur(self._convolve(rows), kept, written, state)  # [T, H, V]
+        if own.norm_weight is not None:
+            outputs = F.rms_norm(outputs, outputs.shape[-1:], None, own.norm_eps)
+            outputs.mul_(own.norm_weight)
+        weighted = outputs.flatten(1)
         gates = _by_row(lambda row: activate(self.activation, row), gate.float())
         return weighted.mul_(gates).to(gate.dtype)
 
@@ -164,6 +193,8 @@ class GatedDeltaNet:
         total = wide[:n_rows] * taps[0]
         for tap in range(1, len(taps)):
             total += wide[tap : tap + n_rows] * taps[tap]
+        if self.parameters.taps_bias is not None:
+            total += self.parameters.taps_bias
         return _by_row(lambda row: activate(self.activation, row), total)
 
     def _recur(self, mixed: Tensor, decay: Tensor, write: Tensor, matrix: Tensor) -> Tensor:
@@ -171,24 +202,29 @@ class GatedDeltaNet:
 
         `decay` and `write` are [T, H]. Updates the `matrix` [H, K, V] of each head.
         """
-        own = self.config
+        own, skip = self.config, self.parameters.skip
         shared = own.n_value_heads // own.n_key_heads
         widths = [own.key_width, own.key_width, own.value_width]
         queries, keys, values = torch.split(mixed, widths, -1)
         queries, keys = (
-            _unit(heads.reshape(-1, own.n_key_heads, own.key_size)) for heads in (queries, keys)
+            heads.reshape(-1, own.n_key_heads, own.key_size) for heads in (queries, keys)
         )
+        if skip is None:
+            queries, keys = _unit(queries) * own.key_size**-0.5, _unit(keys)
         spread = torch.arange(own.n_value_heads, device=mixed.device)
         spread = spread % own.n_key_heads if own.takes_turns else spread // shared
-        queries, keys = queries[:, spread] * own.key_size**-0.5, keys[:, spread]  # [T, H, K]
+        queries, keys = queries[:, spread], keys[:, spread]  # [T, H, K]
         values = values.reshape(-1, own.n_value_heads, 1, own.value_size)
         outputs = torch.empty_like(values)  # [T, H, 1, V]
         for row in range(len(mixed)):
             matrix.mul_(decay[row, :, None, None])
-            held = torch.bmm(keys[row, :, None], matrix)  # [H, 1, V]
-            difference = (values[row] - held).mul_(write[row, :, None, None])
-            matrix.baddbmm_(keys[row, :, :, None], difference)
+            written = values[row]  # [H, 1, V]
+            if skip is None:
+                written = written - torch.bmm(keys[row, :, None], matrix)
+            matrix.baddbmm_(keys[row, :, :, None], written * write[row, :, None, None])
             torch.bmm(queries[row, :, None], matrix, out=outputs[row])
+            if skip is not None:
+                outputs[row].addcmul_(values[row], skip[:, None, None])
         return outputs.squeeze(2)
 
 

@@ -8,6 +8,7 @@ Axes in shape comments: T rows of the micro-batch, E hidden size, X experts, K e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from shardnet.model.config.model_config import Experts
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.experts import ExpertChoice, best_experts, best_groups
 from shardnet.model.layers.norms import row_sigmoid, row_softmax
+
+_CLOSE: Final = 0.02
+"""Twice the jitter that Phi-3.5-MoE is trained with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,29 @@ class BestTwoRouter:
         if config.normalize_top_k:
             weights = weights / (_row_sum(weights) + 1e-20)
         return ExpertChoice(experts=experts, weights=weights * config.output_scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseMixerRouter:
+    """Choose the best expert, then the best of the others (Phi-3.5-MoE, arXiv 2409.12136).
+
+    Each one's weight is its share among those whose scores are close to it.
+    """
+
+    gate: Linear
+
+    def __call__(self, hidden: Tensor) -> ExpertChoice:
+        """Choose two experts for each row of the hidden states [T, E]."""
+        scores = self.gate(hidden).float()  # [T, X]
+        left, experts, weights = scores, [], []
+        for _ in range(2):
+            best, expert = best_experts(left, 1)  # [T, 1] each
+            is_far = (best - scores) / scores.abs().maximum(best) > _CLOSE
+            shares = row_softmax(left.masked_fill(is_far, -torch.inf))
+            experts.append(expert)
+            weights.append(shares.gather(-1, expert))
+            left = left.scatter(-1, expert, -torch.inf)
+        return ExpertChoice(experts=torch.cat(experts, -1), weights=torch.cat(weights, -1))
 
 
 def _row_sum(weights: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep, attention
 from shardnet.model.layers.native_attention import AttentionKind
-from shardnet.model.layers.norms import HeadNorm, activate
+from shardnet.model.layers.norms import HeadNorm, Xielu, activate
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.model.shards.cut import HEADS_EACH, INNER_EACH, Axis
@@ -52,7 +52,7 @@ class SelfAttention:
     `qk_norm`, if any, is applied before the rotation, or after it with `norms_rotated`; with
     `norms_values` it is one of values too. With `is_value_key` the linear has no values: they are
     the keys before norm and rotation. With `has_pairs` columns that are rotated together are
-    adjacent.
+    adjacent, with `is_joined` query, key and value of each head stand side by side.
     """
 
     n_heads: int
@@ -66,6 +66,7 @@ class SelfAttention:
     norms_values: bool = False
     is_value_key: bool = False
     has_pairs: bool = False
+    is_joined: bool = False
 
     @classmethod
     def load(
@@ -76,16 +77,18 @@ class SelfAttention:
         *,
         with_head_norm: bool = False,
         norm_names: tuple[str, str] = ("q_norm", "k_norm"),
+        output: str = "o_proj",
     ) -> SelfAttention:
         """Load the parameters of the absolute `layer` by Llama's names.
 
-        `norm_names` are those of the norms over heads of queries and keys.
+        `norm_names` are those of the norms over heads of queries and keys, `output` is that of the
+        last linear.
         """
         attn = f"model.layers.{layer}.self_attn"
         qkv_proj = weights.linear(
             f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj", outputs=HEADS_EACH
         )
-        o_proj = weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS)
+        o_proj = weights.linear(f"{attn}.{output}", inputs=Axis.HEADS)
         qk_norm = None
         if with_head_norm:
             queries, keys = (
@@ -115,6 +118,7 @@ class SelfAttention:
             o_proj=o_proj,
             qk_norm=qk_norm,
             has_pairs=config.has_pairs,
+            is_joined=config.has_joined_heads,
         )
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
@@ -124,13 +128,15 @@ class SelfAttention:
     @property
     def fusible(self) -> SelfAttention | None:
         """This attention, unless its rotation is not as most families have it."""
-        is_other = self.has_pairs or self.norms_rotated or self.norms_values
+        is_other = self.has_pairs or self.is_joined or self.norms_rotated or self.norms_values
         return None if is_other or self.is_value_key else self
 
     def heads(self, hidden: Tensor, rotary: Rotary) -> Heads:
         """Project hidden states [T, E] to rotated queries and keys, and values."""
         n_rotated = self.n_heads + self.n_kv_heads
         heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.head_size)  # [T, Q+K+V, D]
+        if self.is_joined:
+            heads = heads.view(-1, self.n_heads, 3, self.head_size).transpose(1, 2).flatten(1, 2)
         if self.is_value_key:
             heads = torch.cat((heads, heads[:, self.n_heads :]), 1)
         if self.qk_norm is not None and self.norms_values:
@@ -203,7 +209,7 @@ class GatedMlp:
 class PlainMlp:
     """An MLP without a gate: one linear up, the activation, another down."""
 
-    activation: Activation
+    activation: Activation | Xielu
     up_proj: Linear
     down_proj: Linear
 

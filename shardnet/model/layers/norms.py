@@ -8,6 +8,7 @@ Axes in shape comments: T rows of the micro-batch, H query heads, D head size, E
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -47,15 +48,46 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BareNorm:
+    """RMSNorm, or LayerNorm if `is_centred`, of which nothing is stored: [..., E] in and out."""
+
+    eps: float
+    is_centred: bool = False
+
+    @property
+    def per_head(self) -> None:
+        """None: it has no weights for a fused sub-layer."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Normalize every row; of heads [T, H, D] every head."""
+        rows, width = hidden.reshape(-1, hidden.shape[-1]), hidden.shape[-1]
+        weight, bias = _ones_zeros(width, rows.device) if self.is_centred else (None, None)
+        native = normed_rows(rows, weight, self.eps, bias)
+        if native is not None:
+            return native.view(hidden.shape)
+        if self.is_centred:
+            normed = F.layer_norm(rows.float(), (width,), None, None, self.eps)
+        else:
+            normed = F.rms_norm(rows.float(), (width,), None, self.eps)
+        return normed.to(hidden.dtype).view(hidden.shape)
+
+
+@lru_cache(maxsize=8)
+def _ones_zeros(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.ones(width, device=device), torch.zeros(width, device=device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorm:
     """RMSNorm over each head of concatenated queries and keys: [T, H + KV heads, D].
 
     With weights for 2 KV heads each it normalizes values too. A weight of a wider dtype than the
-    rows is applied before the result is rounded (Gemma).
+    rows is applied before the result is rounded (Gemma). If `is_centred` it is LayerNorm.
     """
 
     weight: Tensor  # [H + KV heads, D]
     eps: float
+    is_centred: bool = False
 
     @classmethod
     def join(cls, queries: Norm, keys: Norm, n_heads: int, n_kv_heads: int) -> HeadNorm:
@@ -64,12 +96,15 @@ class HeadNorm:
         return cls(weight=torch.cat(parts), eps=queries.eps)
 
     @property
-    def per_head(self) -> HeadNorm:
-        """This norm."""
-        return self
+    def per_head(self) -> HeadNorm | None:
+        """This norm, unless it is LayerNorm."""
+        return None if self.is_centred else self
 
     def __call__(self, heads: Tensor) -> Tensor:
         """Normalize every head."""
+        if self.is_centred:
+            wide = BareNorm(eps=self.eps, is_centred=True)(heads.float())
+            return wide.mul_(self.weight).to(heads.dtype)
         native = normed_rows(heads.reshape(-1, heads.shape[-1]), self.weight, self.eps)
         if native is not None:
             return native.view(heads.shape)
@@ -97,8 +132,35 @@ class WholeNorm:
         return torch.cat((queries, keys), -1).view_as(heads)
 
 
-def activate(kind: Activation, hidden: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Xielu:
+    """The nonlinearity of arXiv 2411.13010, whose numbers are a layer's own (Apertus)."""
+
+    above: float
+    below: float
+    slope: float
+    eps: float
+
+    @classmethod
+    def of(cls, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Xielu:
+        """Take the stored numbers."""
+        slope = beta.item()
+        above, below = (F.softplus(alpha).item() for alpha in (alpha_p, alpha_n))
+        return cls(above=above, below=slope + below, slope=slope, eps=eps.item())
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Apply it to [T, N], in float32, row by row: see row_sigmoid."""
+        return torch.stack([self._row(row.float()) for row in hidden]).to(hidden.dtype)
+
+    def _row(self, x: Tensor) -> Tensor:
+        below = (torch.expm1(x.clamp(max=self.eps)) - x) * self.below
+        return torch.where(x > 0, x * x * self.above, below) + x * self.slope
+
+
+def activate(kind: Activation | Xielu, hidden: Tensor) -> Tensor:
     """Apply the MLP's nonlinearity, elementwise, to [T, N]."""
+    if isinstance(kind, Xielu):
+        return kind(hidden)
     native = activated_rows(kind, hidden)
     if native is not None:
         return native

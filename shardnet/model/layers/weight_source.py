@@ -6,12 +6,14 @@ Knows what a layer may ask for. Must not know files, dtypes of kernels or where 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
 
+from shardnet.model.config.model_config import ModelConfig, NormKind
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.norms import Norm
+from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.tables import Table
 from shardnet.model.shards.cut import Axis
 
@@ -52,3 +54,14 @@ class WeightSource(Protocol):
 
     def parameter(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Return the parameter with the full name `name`, in float32; of a shard as `matrix`."""
+
+
+def load_norm(config: ModelConfig, weights: WeightSource, name: str) -> Norm | BareNorm:
+    """Take the norm `name` over the hidden size, of the kind that the config says."""
+    kind = config.norm_kind
+    if kind in (NormKind.BARE, NormKind.BARE_CENTRED):
+        return BareNorm(eps=config.norm_eps, is_centred=kind is NormKind.BARE_CENTRED)
+    norm = weights.norm(name, config.norm_eps, config.norm_offset)
+    if kind is NormKind.CENTRED:
+        return replace(norm, bias=norm.weight.new_zeros(norm.weight.shape))
+    return norm

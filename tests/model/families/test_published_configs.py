@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 
-from shardnet.model.config.model_config import Activation, HeadShape, Rope, RopeKind, Temperature
+from shardnet.model.config.model_config import (
+    Activation,
+    DeltaNet,
+    HeadShape,
+    NormKind,
+    Rope,
+    RopeKind,
+    Temperature,
+)
 from shardnet.model.families.registry import parse_config
 
 FOLDER = Path(__file__).parent / "published"
+NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 READ: dict[str, dict[str, Any]] = {
     "glm-4.7-flash": {"n_layers": 47, "n_kv_heads": 1, "sparse_layers": tuple(range(1, 47))},
     "gemma-4-26b-a4b": {
@@ -44,6 +53,38 @@ READ: dict[str, dict[str, Any]] = {
     "ernie-4.5-21b-a3b": {"sparse_layers": tuple(range(1, 28)), "head_size": 128},
     "hunyuan-7b": {"rope": Rope(theta=1e4 * 1000 ** (128 / 126)), "n_kv_heads": 8},
     "afm-4.5b": {"activation": Activation.RELU_SQUARED, "max_positions": 81920},
+    "gemma-2b": {"activation": Activation.GELU_TANH, "tie_word_embeddings": True, "head_size": 256},
+    "command-r-35b": {"logit_divisor": 16.0, "has_parallel_mlp": True, "n_kv_heads": 64},
+    "command-r7b": {
+        "windows": (4096, 4096, 4096, None) * 8,
+        "nope_layers": tuple(range(3, 32, 4)),
+        "logit_divisor": 4.0,
+    },
+    "phi-2": {"rope": Rope(share=0.4), "has_head_bias": True, "has_parallel_mlp": True},
+    "pythia-1.4b": {"rope": Rope(share=0.25), "n_kv_heads": 16, "has_joined_heads": True},
+    "stablelm-2-1.6b": {"attention_bias": True, "has_parallel_mlp": False},
+    "olmo-7b": {"norm_kind": NormKind.BARE_CENTRED},
+    "exaone-3.5-7.8b": {"n_layers": 32, "norm_eps": 1e-5, "max_positions": 32768},
+    "apertus-8b": {"has_head_norms": True, "intermediate_size": 21504},
+    "phi-3.5-moe": {"has_head_bias": True, "attention_bias": True, "windows": (131072,) * 32},
+    "granite-3.1-3b-a800m": {"logit_divisor": 6.0, "sparse_layers": tuple(range(32))},
+    "hunyuan-a13b": {"n_kv_heads": 8, "sparse_layers": tuple(range(32)), "has_head_norms": True},
+    "dots.llm1": {"sparse_layers": tuple(range(1, 62)), "windows": (None,) * 62},
+    "bamba-9b": {"rope": Rope(share=0.5), "intermediate_size": 14336},
+    "granite-4.0-h-tiny": {"nope_layers": tuple(range(40)), "sparse_layers": tuple(range(40))},
+    "nemotron-3-nano": {
+        "n_layers": 52,
+        "mixerless_layers": tuple(n for n, kind in enumerate(NANO) if kind == "E"),
+        "sparse_layers": tuple(n for n, kind in enumerate(NANO) if kind == "E"),
+        "delta_net": DeltaNet(
+            n_key_heads=8,
+            n_value_heads=64,
+            key_size=128,
+            value_size=64,
+            n_taps=4,
+            layers=tuple(n for n, kind in enumerate(NANO) if kind == "M"),
+        ),
+    },
     "starcoder2-3b": {"windows": (4096,) * 30, "mlp_bias": True, "tie_word_embeddings": True},
 }
 """What some of the keys mean."""

@@ -52,11 +52,22 @@ PARAMETERS = RecurrenceParameters(
 )
 
 
-@pytest.fixture(params=["native", "torch", "native-turns", "torch-turns"])
+OF_MAMBA = replace(
+    PARAMETERS,
+    norm_weight=None,
+    taps_bias=noise(SIZES.mixed_width, seed=10),
+    skip=noise(SIZES.n_value_heads, seed=11),
+)
+
+
+@pytest.fixture(
+    params=["native", "torch", "native-turns", "torch-turns", "native-mamba", "torch-mamba"]
+)
 def layer(request: pytest.FixtureRequest) -> GatedDeltaNet:
-    """By either, with value heads side by side or taking turns."""
+    """By either, with value heads side by side or taking turns, or that of Mamba-2."""
     sizes = replace(SIZES, takes_turns="turns" in request.param)
-    made = GatedDeltaNet.of(sizes, Activation.SILU, project, PARAMETERS, Same())
+    parameters = OF_MAMBA if "mamba" in request.param else PARAMETERS
+    made = GatedDeltaNet.of(sizes, Activation.SILU, project, parameters, Same())
     if "torch" in request.param:
         return replace(made, native=None)
     if made.native is None:
@@ -99,12 +110,13 @@ def in_chunks(layer: GatedDeltaNet, hidden: Tensor, sizes: Sequence[int]) -> Ten
 
 def plain(layer: GatedDeltaNet, hidden: Tensor) -> Tensor:
     """The formulas as they are written, position by position and head by head, in float64."""
-    outputs = []
+    outputs, skip = [], layer.parameters.skip
     wide = project(hidden.double())
     padded = torch.cat((torch.zeros(3, SIZES.mixed_width), wide.mixed))
     state = torch.zeros(SIZES.n_value_heads, SIZES.key_size, SIZES.value_size, dtype=torch.float64)
     for row in range(len(hidden)):
         summed = (padded[row : row + 4] * PARAMETERS.taps).sum(0)
+        summed = summed if layer.parameters.taps_bias is None else summed + OF_MAMBA.taps_bias
         mixed = summed * summed.sigmoid()
         of_keys = 2 * SIZES.key_width
         queries, keys = mixed[:of_keys].view(2, SIZES.n_key_heads, SIZES.key_size)
@@ -112,14 +124,19 @@ def plain(layer: GatedDeltaNet, hidden: Tensor) -> Tensor:
         for head in range(SIZES.n_value_heads):
             shared = head % 2 if layer.config.takes_turns else head // 3
             query, key = queries[shared], keys[shared]
-            query = query / (query.square().sum() + 1e-6).sqrt() / SIZES.key_size**0.5
-            key = key / (key.square().sum() + 1e-6).sqrt()
+            if skip is None:
+                query = query / (query.square().sum() + 1e-6).sqrt() / SIZES.key_size**0.5
+                key = key / (key.square().sum() + 1e-6).sqrt()
             steps = torch.log1p((wide.decay[row, head] + PARAMETERS.decay_bias[head]).exp())
             state[head] *= (PARAMETERS.decay_rate[head] * steps).exp()
-            difference = values[head] - key @ state[head]
-            state[head] += wide.write[row, head].sigmoid() * torch.outer(key, difference)
-            output = query @ state[head]
-            normed = output / (output.square().mean() + 1e-6).sqrt() * PARAMETERS.norm_weight
+            if skip is None:
+                difference = values[head] - key @ state[head]
+                state[head] += wide.write[row, head].sigmoid() * torch.outer(key, difference)
+                output = query @ state[head]
+                normed = output / (output.square().mean() + 1e-6).sqrt() * PARAMETERS.norm_weight
+            else:
+                state[head] += steps * torch.outer(key, values[head])
+                normed = query @ state[head] + skip[head] * values[head]
             gate = wide.gate[row].view(SIZES.n_value_heads, -1)[head]
             outputs.append(normed * gate * gate.sigmoid())
     return torch.stack(outputs).view(len(hidden), -1).float()

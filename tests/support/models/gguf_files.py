@@ -61,9 +61,28 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "glm4_moe_lite": "deepseek2",
     "gpt2": "gpt2",
+    "gemma": "gemma",
+    "olmo": "olmo",
+    "jais2": "jais2",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+    "stablelm": "stablelm",
+    "phi": "phi2",
+    "gpt_neox": "gptneox",
+    "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
+    "phimoe": "phimoe",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "dots1": "dots1",
+    "exaone": "exaone",
+    "granitemoehybrid": "granitehybrid",
+    "nemotron_h": "nemotron_h_moe",
 }
 """From `model_type` to `general.architecture`."""
-INTERLEAVED = ("llama", "mistral", "mixtral", "granite", "smollm3", "ministral3", "arcee")
+INTERLEAVED = (
+    *("llama", "mistral", "mixtral", "granite", "smollm3", "ministral3", "arcee", "olmo"),
+    *("granitemoe", "granitemoeshared", "granitemoehybrid"),
+)
 
 
 def write_gguf(
@@ -136,7 +155,7 @@ def converted(source: Path) -> dict[str, Array]:
     """The tensors of a checkpoint folder under GGUF's names, as the converter changes them."""
     config = json.loads((source / "config.json").read_text())
     family, arch = config["model_type"], ARCHITECTURES[config["model_type"]]
-    n_layers = config.get("num_hidden_layers") or config["n_layer"]
+    n_layers = config.get("num_hidden_layers") or config.get("n_layer", 9)
     number = next(kind for kind in gguf.MODEL_ARCH if gguf.MODEL_ARCH_NAMES[kind] == arch)
     names = gguf.get_tensor_name_map(number, n_layers)
     made = {}
@@ -148,6 +167,8 @@ def converted(source: Path) -> dict[str, Array]:
         if name.endswith(("_exps.scale", "_inp.scale")):
             stored = name.replace("model.layers.", "blk.")
         assert stored is not None, name
+        if config.get("num_local_experts") == 0:
+            stored = stored.replace("_shexp", "")
         is_bare = name.endswith(("sinks", "layer_scalar")) or stored.endswith("_exps")
         stored += ".weight" if is_bare else ""
         made[stored] = _converted(family, config, name, values)
@@ -165,7 +186,8 @@ def _stacked(tensors: dict[str, Array]) -> dict[str, Array]:
             of_all = [
                 tensors[name.replace(".experts.0.", f".experts.{n}.")] for n in range(n_experts)
             ]
-            made[f"{one[1]}mlp.experts.{kind}.weight"] = np.stack(of_all)
+            block = "mixer" if ".mixer." in name else "mlp"
+            made[f"{one[1]}{block}.experts.{kind}.weight"] = np.stack(of_all)
         elif re.search(r"\.experts\.\d", name):
             continue
         elif turned := re.fullmatch(r"(.*\.feed_forward\.experts\.)(gate_up|down)_proj", name):
@@ -175,6 +197,21 @@ def _stacked(tensors: dict[str, Array]) -> dict[str, Array]:
             else:
                 gate, up = np.split(outputs, 2, axis=1)
                 made |= {f"{turned[1]}gate_proj.weight": gate, f"{turned[1]}up_proj.weight": up}
+        elif ".input_linear." in name:
+            both = np.split(values, 2, axis=-2)
+            where = name.replace("block_sparse_moe.", "mlp.experts.").replace("input_linear", "{}")
+            where = where.replace("shared_mlp.", "mlp.shared_mlp.")
+            made |= {
+                where.format(f"{part}_proj"): half
+                for part, half in zip(("gate", "up"), both, strict=True)
+            }
+        elif ".output_linear." in name or ".block_sparse_moe.router.layer." in name:
+            where = name.replace("block_sparse_moe.router.layer.", "mlp.gate.")
+            where = where.replace("block_sparse_moe.", "mlp.experts.")
+            where = where.replace("shared_mlp.", "mlp.shared_mlp.")
+            made[where.replace("output_linear", "down_proj")] = values
+        elif name.endswith(".mlp.gate.wg.weight"):
+            made[name.replace(".wg.", ".")] = values
         elif name.endswith(".per_expert_scale"):
             made[name.replace("router.per_expert_scale", "ffn_down_exps.scale")] = values
         elif name.endswith(".router.scale"):
@@ -218,7 +255,20 @@ def _converted(family: str, config: dict[str, Any], name: str, values: Array) ->
         return interleaved(values, config["num_key_value_heads"])
     if "linear_num_key_heads" in config:
         return _converted_hybrid(config, name, values)
-    if family.startswith(("gemma2", "gemma3", "nemotron")) and name.endswith("norm.weight"):
+    if name.endswith("A_log") and "linear_num_key_heads" not in config:
+        return -np.exp(values)[:, None]
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        return values.reshape(config.get("mamba_n_groups", config.get("n_groups")), -1)
+    if name.endswith("conv1d.weight") and "linear_num_key_heads" not in config:
+        return values.squeeze(1)
+    if family == "gpt_neox" and "query_key_value" in name:
+        heads = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
+        return heads.swapaxes(0, 1).reshape(values.shape)
+    if (
+        family.startswith(("gemma", "nemotron"))
+        and "gemma4" not in family
+        and name.endswith("norm.weight")
+    ):
         return values + 1
     if family == "gpt2" and ".h." in name and values.ndim == 2:
         return values.T
@@ -297,14 +347,21 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_parameters", {"rope_theta": 10000.0})
     of_all = rope.get("full_attention", rope)
     made = {
-        "block_count": config["num_hidden_layers"],
+        "block_count": len(config.get("layers_block_type", ())) or config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
-        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.head_count_kv": config.get("num_key_value_heads"),
         "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
-        "attention.layer_norm_epsilon": config.get("norm_epsilon", config.get("norm_eps")),
+        "attention.layer_norm_epsilon": next(
+            (
+                config[key]
+                for key in ("norm_epsilon", "norm_eps", "layer_norm_eps")
+                if key in config
+            ),
+            None,
+        ),
         "attention.key_length": size,
         "attention.value_length": size,
         "rope.dimension_count": int(size * of_all.get("partial_rotary_factor", 1.0)),
@@ -347,13 +404,8 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
                 "rope.scaling.factor": of_all["factor"],
                 "rope.scaling.original_context_length": of_all["original_max_position_embeddings"],
             }
-        case "granite":
-            made |= {
-                "attention.scale": config["attention_multiplier"],
-                "embedding_scale": config["embedding_multiplier"],
-                "residual_scale": config["residual_multiplier"],
-                "logit_scale": config["logits_scaling"],
-            }
+        case "granite" | "granitemoe" | "granitemoeshared":
+            made |= _multipliers(config)
         case "gemma2":
             made |= {
                 "attn_logit_softcapping": config["attn_logit_softcapping"],
@@ -372,10 +424,57 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
             }
         case "deepseek_v2" | "deepseek_v3" | "glm4_moe_lite":
             made |= _latents(config, rope) | _grouped_experts(config)
-        case "glm4_moe":
+        case "granitemoehybrid":
+            made |= {
+                **_multipliers(config),
+                **_mamba(config, "mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
+                "ssm.state_size": config["mamba_d_state"],
+                "ssm.conv_kernel": config["mamba_d_conv"],
+                "rope.scaling.finetuned": False,
+                "attention.head_count_kv": [
+                    config["num_key_value_heads"] if kind == "full_attention" else 0
+                    for kind in config["layer_types"]
+                ],
+            }
+        case "nemotron_h":
+            kinds = config["layers_block_type"]
+            wide = ("mlp", "moe")
+            made |= {
+                **_mamba(config, "mamba_num_heads", "mamba_head_dim", "n_groups"),
+                "ssm.state_size": config["ssm_state_size"],
+                "ssm.conv_kernel": config["conv_kernel"],
+                "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+                "attention.head_count_kv": [
+                    config["num_key_value_heads"] if kind == "full_attention" else 0
+                    for kind in kinds
+                ],
+                "feed_forward_length": [80 if kind in wide else 0 for kind in kinds],
+                **_grouped_experts(config | {"first_k_dense_replace": 0}),
+                "leading_dense_block_count": None,
+                "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+            }
+        case "hunyuan_v1_moe":
+            made |= {
+                "expert_count": config["num_experts"],
+                "expert_used_count": config["moe_topk"],
+                "expert_feed_forward_length": config["intermediate_size"],
+                "expert_shared_count": 1,
+            }
+        case "stablelm" | "gpt_neox":
+            made |= {"use_parallel_residual": config["use_parallel_residual"]}
+        case "cohere" | "cohere2":
+            made |= {"logit_scale": config["logit_scale"]}
+            made |= {"attention.sliding_window": config.get("sliding_window")}
+        case "phimoe":
+            made |= {"attention.sliding_window": 0}
+        case "olmo":
+            made |= {"attention.layer_norm_epsilon": 1e-5}
+        case "glm4_moe" | "dots1":
             made |= _grouped_experts(config)
         case "gemma3_text" | "exaone4" | "olmo3" | "phi3":
             made |= {"attention.sliding_window": config["sliding_window"]}
+    if config.get("shared_intermediate_size"):
+        made |= {"expert_shared_feed_forward_length": config["shared_intermediate_size"]}
     if "linear_num_key_heads" in config:
         n_values, size = config["linear_num_value_heads"], config["linear_value_head_dim"]
         made |= {
@@ -420,6 +519,24 @@ def _heads_of_two_kinds(config: dict[str, Any], size: int, rope: dict[str, Any])
             "expert_feed_forward_length": config["moe_intermediate_size"],
         }
     return made
+
+
+def _multipliers(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention.scale": config["attention_multiplier"],
+        "embedding_scale": config["embedding_multiplier"],
+        "residual_scale": config["residual_multiplier"],
+        "logit_scale": config["logits_scaling"],
+    }
+
+
+def _mamba(config: dict[str, Any], heads: str, size: str, groups: str) -> dict[str, Any]:
+    """Mamba-2's keys."""
+    return {
+        "ssm.time_step_rank": config[heads],
+        "ssm.inner_size": config[heads] * config[size],
+        "ssm.group_count": config[groups],
+    }
 
 
 def _convolutions(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,9 @@
 /* The recurrence of a gated DeltaNet (arXiv 2412.06464) between its linear layers, for the rows of one sequence.
  *
+ * That of Mamba-2 (arXiv 2405.21060) is the same with its C for queries, B for keys and x for values, except that the
+ * state is not read before it is written, values are weighted by the step, queries and keys keep their lengths, and a
+ * part of the values goes past the state.
+ *
  * kernels/recurrence.py makes the struct. Rows are computed one after the other, each in the same order of operations:
  * a row's bits depend on the rows before it, and neither on how many are computed in a call nor on the threads, which
  * have heads of their own. Sums add each column by itself or in PARTS parts, whatever the instruction set.

@@ -1,4 +1,4 @@
-/* The recurrence of a gated DeltaNet: see recurrence.c. kernels/recurrence.py mirrors the struct. */
+/* The recurrence of a gated DeltaNet or of Mamba-2: see recurrence.c. kernels/recurrence.py mirrors the struct. */
 
 #ifndef SHARDNET_RECURRENCE_H
 #define SHARDNET_RECURRENCE_H
@@ -11,7 +11,9 @@ struct recurrence {
     const float *write, *decay; /* [n_rows, n_heads], before sigmoid and softplus */
     const float *taps;          /* [n_taps, columns] of the convolution */
     const float *rate, *bias;   /* [n_heads], of the decay */
-    const float *weight;        /* [value_size], of the output's norm */
+    const float *weight;        /* [value_size], of the output's norm; NULL for none */
+    const float *taps_bias;     /* [columns] of the convolution, or NULL */
+    const float *skip;          /* [n_heads], of the values in the output: Mamba-2; NULL for a DeltaNet */
     float *state;               /* [n_heads, key_size, value_size], updated */
     float *mixed;               /* scratch [n_rows, columns] */
     void *out;                  /* [n_rows, n_heads, value_size] */

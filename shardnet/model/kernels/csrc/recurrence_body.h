@@ -16,7 +16,10 @@ INLINE TARGET void NAME(activate)(float *values, int64_t n) {
 INLINE TARGET void NAME(convolve_row)(const struct recurrence *call, int64_t row, float *restrict mixed,
                                       const int is_bf16) {
     const int64_t width = columns_of(call);
-    memset(mixed, 0, (size_t)width * sizeof *mixed);
+    if (call->taps_bias)
+        memcpy(mixed, call->taps_bias, (size_t)width * sizeof *mixed);
+    else
+        memset(mixed, 0, (size_t)width * sizeof *mixed);
     for (int64_t tap = 0; tap < call->n_taps; tap++) {
         const float *taps = call->taps + tap * width;
         const int64_t first = (row + tap) * width;
@@ -43,6 +46,7 @@ static TARGET void NAME(convolve)(const void *argument, int64_t begin, int64_t e
             NAME(convolve_row)(call, row, mixed, 1);
         else
             NAME(convolve_row)(call, row, mixed, 0);
+        if (call->skip) continue;
         NAME(unit)(mixed, call->n_key_heads, call->key_size, scale);
         NAME(unit)(mixed + call->n_key_heads * call->key_size, call->n_key_heads, call->key_size, 1.0f);
     }
@@ -71,17 +75,32 @@ INLINE TARGET void NAME(update)(float *state, int64_t stride, int64_t key_size, 
     for (int at = 0; at < n_vectors; at++) NAME(save_floats)(values + at * LANES, n, read[at]);
 }
 
-/* Normalizes a head's outputs and multiplies them by their gate. */
+/* The same of Mamba-2: decays, adds the values weighted by the step, and reads with what goes past the state. */
+INLINE TARGET void NAME(scan)(float *state, int64_t stride, int64_t key_size, const float *key, const float *query,
+                              float *values, float decay, float step, float skip, int n) {
+    const lanes value = NAME(load_floats)(values, n), written = value * step;
+    lanes read = value * skip;
+    for (int64_t i = 0; i < key_size; i++) {
+        float *place = state + i * stride;
+        const lanes updated = NAME(fused)(NAME(load_floats)(place, n), NAME(broadcast)(decay), written * key[i]);
+        NAME(save_floats)(place, n, updated);
+        read = NAME(fused)(updated, NAME(broadcast)(query[i]), read);
+    }
+    NAME(save_floats)(values, n, read);
+}
+
+/* Normalizes a head's outputs, unless that is left to others, and multiplies them by their gate. */
 INLINE TARGET void NAME(finish)(const struct recurrence *call, const float *read, int64_t first, const int is_bf16) {
     const int64_t size = call->value_size;
-    const float factor = 1.0f / sqrtf(squares(read, size) / (float)size + call->eps);
+    const float factor = call->weight ? 1.0f / sqrtf(squares(read, size) / (float)size + call->eps) : 1.0f;
     for (int64_t begin = 0; begin < size; begin += PARTS) {
         const int64_t n = size - begin < PARTS ? size - begin : PARTS;
         float gate[PARTS] = {0};
         for (int64_t i = 0; i < n; i++) gate[i] = value_at(call->gate, first + begin + i, is_bf16);
         NAME(activate)(gate, PARTS);
         for (int64_t i = 0; i < n; i++) {
-            const float output = read[begin + i] * factor * call->weight[begin + i] * gate[i];
+            const float weight = call->weight ? call->weight[begin + i] : 1.0f;
+            const float output = read[begin + i] * factor * weight * gate[i];
             if (is_bf16)
                 ((uint16_t *)call->out)[first + begin + i] = to_bf16(output);
             else
@@ -102,8 +121,15 @@ INLINE TARGET void NAME(recur_head)(const struct recurrence *call, int64_t head)
         const double x = (double)call->decay[place] + call->bias[head];
         const double steps = x > 40 ? x : logarithm_after_one(exponential_of(x));
         const float decay = (float)exponential_of(call->rate[head] * steps);
-        const float write = (float)(1 / (1 + exponential_of(-(double)call->write[place])));
         int64_t i = 0;
+        if (call->skip) {
+            for (; i < size; i += LANES)
+                NAME(scan)(state + i, size, key_size, key, query, values + i, decay, (float)steps, call->skip[head],
+                           of_last(size, i));
+            NAME(finish)(call, values, place * size, call->is_bf16);
+            continue;
+        }
+        const float write = (float)(1 / (1 + exponential_of(-(double)call->write[place])));
         for (; i + BLOCK <= size; i += BLOCK)
             NAME(update)(state + i, size, key_size, key, query, values + i, decay, write, 4, LANES);
         for (; i + LANES <= size; i += LANES)

@@ -1,0 +1,543 @@
+"""Dense families that are put together from shared parts: a reader of keys and a record each.
+
+Knows their keys, defaults and parts (transformers, modeling_*.py). Must not know files, nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+from shardnet.model.config.decoder_config import read_decoder, read_window, read_windows
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import Factors, gguf_biases, read_gguf_decoder
+from shardnet.model.config.limits import MAX_LAYERS
+from shardnet.model.config.model_config import (
+    Activation,
+    ModelConfig,
+    NormKind,
+    Rope,
+    RopeKind,
+)
+from shardnet.model.config.rope import read_rope
+from shardnet.model.families import deepseek_v2, gemma2, granite
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import (
+    BARE_HEADS,
+    COHERE_HEADS,
+    JOINED_ATTENTION,
+    JOINED_MLP,
+    LATENT,
+    STABLELM_HEADS,
+    UP_DOWN,
+    XIELU_MLP,
+    attention_part,
+    plain_part,
+)
+
+_LAYER_NORM_EPS: Final = ("attention.layer_norm_epsilon", "layer_norm_eps")
+
+
+def _read_biases(fields: Fields, config: ModelConfig, *, default: bool = False) -> ModelConfig:
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, default),
+        mlp_bias=fields.take("mlp_bias", bool, default),
+    )
+
+
+def _read_layer_norm_gguf(
+    fields: Fields, tensors: Container[str], factors: Factors
+) -> dict[str, Any]:
+    """Read the metadata of a family with LayerNorms."""
+    return read_gguf_decoder(fields, tensors, factors, norm=_LAYER_NORM_EPS)
+
+
+# Llama with other defaults
+
+
+def _read_helium(fields: Fields) -> ModelConfig:
+    config = read_decoder(
+        fields,
+        max_positions=4096,
+        norm_eps=1e-8,
+        head_size=128,
+        rope=partial(read_rope, theta=1e5),
+    )
+    return replace(_read_biases(fields, config), has_pairs=True)
+
+
+def _read_iquestcoder(fields: Fields) -> ModelConfig:
+    fields.require("use_sliding_window", False)
+    config = read_decoder(fields, n_kv_heads=8, max_positions=131072, norm_eps=1e-5, head_size=128)
+    return _read_biases(fields, config)
+
+
+def _read_exaone(fields: Fields) -> ModelConfig:
+    """Read an ExaoneConfig, also with the keys of its makers."""
+    is_own = fields.given("num_layers")
+    fields.ignore("embed_dropout")
+    config = read_decoder(
+        fields,
+        n_layers=fields.positive("num_layers", at_most=MAX_LAYERS) if is_own else None,
+        n_kv_heads=8,
+        max_positions=4096,
+        norm_key="layer_norm_epsilon" if is_own else "rms_norm_eps",
+        norm_eps=1e-5,
+        activation_key="activation_function" if is_own else "hidden_act",
+        rope=partial(read_rope, theta=500000.0),
+    )
+    return _read_biases(fields, config)
+
+
+def _read_cwm(fields: Fields) -> ModelConfig:
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = read_decoder(
+        fields,
+        n_kv_heads=8,
+        max_positions=131072,
+        norm_eps=1e-5,
+        head_size=128,
+        rope=partial(read_rope, theta=1e6, scaling=scaling),
+    )
+    window = read_window(fields, 8192)
+    return replace(
+        config,
+        mlp_bias=fields.take("mlp_bias", bool, False),
+        windows=read_windows(fields, config.n_layers, window, lambda n: n % 4 != 0),
+    )
+
+
+def _read_ministral(fields: Fields) -> ModelConfig:
+    config = read_decoder(fields, n_kv_heads=8, max_positions=131072)
+    window = read_window(fields, 4096)
+    return replace(
+        config,
+        windows=read_windows(fields, config.n_layers, window, lambda n: window is not None),
+    )
+
+
+def _read_gemma(fields: Fields) -> ModelConfig:
+    """Read a GemmaConfig, in which `gelu` stands for its approximation."""
+    fields.ignore("hidden_activation")
+    fields.require("use_bidirectional_attention", False)
+    config = read_decoder(
+        fields,
+        n_kv_heads=16,
+        max_positions=8192,
+        head_size=256,
+        activation="gelu_pytorch_tanh",
+        is_tied=True,
+    )
+    is_gelu = config.activation is Activation.GELU
+    return replace(
+        config,
+        activation=Activation.GELU_TANH if is_gelu else config.activation,
+        attention_bias=fields.take("attention_bias", bool, False),
+        norm_offset=1.0,
+        embedding_multiplier=config.hidden_size**0.5,
+    )
+
+
+def _read_vaultgemma(fields: Fields) -> ModelConfig:
+    """Read a VaultGemmaConfig: Gemma 2's."""
+    return gemma2.read_config(fields)
+
+
+def _read_hyperclovax(fields: Fields) -> ModelConfig:
+    """Read a HyperCLOVAXConfig: Granite's, with norms behind sub-layers too."""
+    fields.require("use_post_norm", True)
+    scale = fields.optional_number("attention_multiplier")
+    config = granite.read_config(fields)
+    return replace(
+        config,
+        attention_scale=config.head_size**-0.5 if scale is None else scale,
+        logit_divisor=1 / config.logit_divisor,
+    )
+
+
+# Other norms
+
+
+def _read_olmo(fields: Fields) -> ModelConfig:
+    """Read an OlmoConfig: norms have no weights, and add what no key says."""
+    if not fields.missing("clip_qkv"):
+        raise fields.unsupported("clip_qkv", fields.number("clip_qkv"), "null")
+    config = read_decoder(fields, norm_key="layer_norm_eps", norm_eps=1e-5)
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, False),
+        norm_kind=NormKind.BARE_CENTRED,
+    )
+
+
+def _read_jais2(fields: Fields) -> ModelConfig:
+    config = read_decoder(
+        fields,
+        max_positions=8192,
+        norm_key="layer_norm_eps",
+        norm_eps=1e-5,
+        activation="relu2",
+    )
+    return _read_biases(fields, config, default=True)
+
+
+def _read_jais2_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    return _read_layer_norm_gguf(fields, tensors, factors) | gguf_biases(tensors)
+
+
+def _read_nanochat(fields: Fields) -> ModelConfig:
+    """Read a NanoChatConfig: heads turn the other way round."""
+    cap = "final_logit_softcapping"
+    config = read_decoder(fields, activation="relu2", rope=_read_reversed_rope)
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, False),
+        norm_kind=NormKind.BARE,
+        has_embedding_norm=True,
+        logit_soft_cap=fields.optional_number(cap) if fields.given(cap) else 15.0,
+    )
+
+
+def _read_reversed_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
+    rope = read_rope(fields, max_positions, head_size)
+    if rope.kind not in (RopeKind.DEFAULT, RopeKind.LINEAR):
+        raise fields.unsupported("rope_type", rope.kind.value, "default, linear")
+    return replace(rope, kind=RopeKind.LINEAR, factor=-rope.factor)
+
+
+# An MLP beside attention
+
+
+def _read_cohere(fields: Fields, theta: float = 500000.0) -> ModelConfig:
+    config = read_decoder(
+        fields,
+        max_positions=8192,
+        norm_key="layer_norm_eps",
+        norm_eps=1e-5,
+        is_tied=True,
+        rope=partial(read_rope, theta=theta),
+    )
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, False),
+        norm_kind=NormKind.CENTRED,
+        has_parallel_mlp=True,
+        has_pairs=True,
+        has_head_norms=fields.take("use_qk_norm", bool, False),
+        logit_divisor=1 / fields.number("logit_scale", 0.0625),
+    )
+
+
+def _read_cohere2(fields: Fields) -> ModelConfig:
+    """Read a Cohere2Config: layers without a window have no positions."""
+    for key in ("use_gated_activation", "use_parallel_block", "use_embedding_sharing"):
+        fields.require(key, only=True)
+    fields.require("rotary_pct", 1.0)
+    deepseek_v2.require_text(fields, "position_embedding_type", "rope_gptj")
+    deepseek_v2.require_text(fields, "order_of_interleaved_layers", "local_attn_first")
+    fields.ignore("layer_switch", "use_parallel_embedding")
+    fields.require("use_qk_norm", False)
+    config = _read_cohere(fields, theta=10000.0)
+    window, period = read_window(fields, 4096), fields.positive("sliding_window_pattern", 4)
+    windows = read_windows(fields, config.n_layers, window, lambda n: (n + 1) % period != 0)
+    nope = tuple(n for n in range(config.n_layers) if windows[n] is None)
+    return replace(config, windows=windows, nope_layers=nope)
+
+
+def _read_cohere_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata of either; of which layers have no window llama.cpp has its own."""
+    return _read_layer_norm_gguf(fields, tensors, factors) | {
+        "logit_scale": fields.number("logit_scale"),
+        "attention_bias": gguf_biases(tensors)["attention_bias"],
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+        "sliding_window": fields.optional("attention.sliding_window"),
+    }
+
+
+def _read_stablelm(fields: Fields) -> ModelConfig:
+    config = read_decoder(
+        fields,
+        n_kv_heads=32,
+        max_positions=4096,
+        norm_key="layer_norm_eps",
+        norm_eps=1e-5,
+        rope=partial(read_rope, may_be_partial=True, share=0.25),
+    )
+    return replace(
+        config,
+        attention_bias=fields.take("use_qkv_bias", bool, False),
+        has_head_norms=fields.take("qk_layernorm", bool, False),
+        has_parallel_mlp=fields.take("use_parallel_residual", bool, False),
+    )
+
+
+def _read_stablelm_gguf(
+    fields: Fields, tensors: Container[str], factors: Factors
+) -> dict[str, Any]:
+    if "blk.0.attn_q_norm.weight" in tensors:
+        raise fields.unsupported("blk.0.attn_q_norm.weight", "a norm", "heads without norms")
+    return _read_layer_norm_gguf(fields, tensors, factors) | {
+        "use_qkv_bias": "blk.0.attn_q.bias" in tensors,
+        "use_parallel_residual": fields.take("use_parallel_residual", bool, False),
+    }
+
+
+def _read_phi(fields: Fields) -> ModelConfig:
+    fields.require("qk_layernorm", False)
+    config = read_decoder(
+        fields,
+        norm_key="layer_norm_eps",
+        norm_eps=1e-5,
+        activation="gelu_new",
+        rope=partial(read_rope, may_be_partial=True, share=0.5),
+    )
+    return replace(
+        config, attention_bias=True, mlp_bias=True, has_parallel_mlp=True, has_head_bias=True
+    )
+
+
+def _read_gpt_neox(fields: Fields) -> ModelConfig:
+    config = read_decoder(
+        fields,
+        norm_key="layer_norm_eps",
+        norm_eps=1e-5,
+        activation="gelu",
+        rope=_read_neox_rope,
+    )
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, True),
+        mlp_bias=True,
+        has_joined_heads=fields.take("heads_stand_together", bool, True),
+        has_parallel_mlp=fields.take("use_parallel_residual", bool, True),
+    )
+
+
+def _read_neox_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata; all queries stand before all keys and values."""
+    return _read_layer_norm_gguf(fields, tensors, factors) | {
+        "use_parallel_residual": fields.take("use_parallel_residual", bool, True),
+        "attention_bias": "blk.0.attn_qkv.bias" in tensors,
+        "heads_stand_together": False,
+    }
+
+
+def _read_neox_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
+    theta, share = fields.number("rotary_emb_base", 10000.0), fields.number("rotary_pct", 0.25)
+    read = partial(read_rope, may_be_partial=True, theta=theta, share=share)
+    return read(fields, max_positions, head_size)
+
+
+# Other parts
+
+
+def _read_glm(fields: Fields) -> ModelConfig:
+    config = read_decoder(
+        fields,
+        n_kv_heads=2,
+        max_positions=131072,
+        norm_eps=1.5625e-7,
+        head_size=128,
+        rope=partial(read_rope, may_be_partial=True, share=0.5),
+    )
+    return replace(config, attention_bias=fields.take("attention_bias", bool, True), has_pairs=True)
+
+
+def _read_youtu(fields: Fields) -> ModelConfig:
+    """Read a YoutuConfig: DeepSeek-V3's latents, without experts."""
+    interleaved = fields.take("rope_interleave", bool, True)
+    config = deepseek_v2.read_latent_attention(
+        fields, interleaved=interleaved, max_positions=131072, is_tied=True
+    )
+    fields.ignore("embedding_initializer_range")
+    return config
+
+
+def _read_apertus(fields: Fields) -> ModelConfig:
+    deepseek_v2.require_text(fields, "hidden_act", "xielu")
+    fields.require("qk_norm", True)
+    for key in ("post_norm", "mlp_bias"):
+        fields.require(key, only=False)
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 12e6,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = read_decoder(
+        fields,
+        max_positions=65536,
+        norm_eps=1e-5,
+        activation_key=None,
+        rope=partial(read_rope, theta=12e6, scaling=scaling),
+    )
+    return replace(
+        config, attention_bias=fields.take("attention_bias", bool, False), has_head_norms=True
+    )
+
+
+_COHERE: Final = Layout(attention=COHERE_HEADS, shares_norm=True)
+
+
+FAMILIES: Final = (
+    record("helium", "HeliumForCausalLM", _read_helium),
+    record(
+        "iquestcoder",
+        "IQuestCoderForCausalLM",
+        _read_iquestcoder,
+        same_architectures=("LlamaForCausalLM",),
+    ),
+    record(
+        "exaone",
+        "ExaoneForCausalLM",
+        _read_exaone,
+        same_architectures=("LlamaForCausalLM",),
+        ignored_tensors=r".*\.rotary\.inv_freq",
+        renamed_tensors=(
+            ("transformer.wte.", "model.embed_tokens."),
+            ("transformer.ln_f.", "model.norm."),
+            ("transformer.h.", "model.layers."),
+            (".attn.attention.out_proj.", ".self_attn.o_proj."),
+            (".attn.attention.", ".self_attn."),
+            (".ln_1.", ".input_layernorm."),
+            (".ln_2.", ".post_attention_layernorm."),
+            (".mlp.c_fc_0.", ".mlp.gate_proj."),
+            (".mlp.c_fc_1.", ".mlp.up_proj."),
+            (".mlp.c_proj.", ".mlp.down_proj."),
+        ),
+        gguf=GgufFormat(architecture="exaone"),
+    ),
+    record("cwm", "CwmForCausalLM", _read_cwm),
+    record(
+        "vaultgemma",
+        "VaultGemmaForCausalLM",
+        _read_vaultgemma,
+        Layout(norms=("input_layernorm", "", "pre_feedforward_layernorm", "")),
+    ),
+    record(
+        "hyperclovax",
+        "HyperCLOVAXForCausalLM",
+        _read_hyperclovax,
+        Layout(norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")),
+    ),
+    record("ministral", "MinistralForCausalLM", _read_ministral),
+    record("gemma", "GemmaForCausalLM", _read_gemma, gguf=GgufFormat(architecture="gemma")),
+    record(
+        "olmo",
+        "OlmoForCausalLM",
+        _read_olmo,
+        gguf=GgufFormat(architecture="olmo", read=_read_layer_norm_gguf, interleaved_rotary=True),
+    ),
+    record(
+        "jais2",
+        "Jais2ForCausalLM",
+        _read_jais2,
+        Layout(mlp=UP_DOWN, has_norm_bias=True),
+        gguf=GgufFormat(architecture="jais2", read=_read_jais2_gguf),
+    ),
+    record(
+        "nanochat",
+        "NanoChatForCausalLM",
+        _read_nanochat,
+        Layout(
+            attention=BARE_HEADS,
+            mlp=plain_part("fc1", "fc2"),
+        ),
+    ),
+    record(
+        "cohere",
+        "CohereForCausalLM",
+        _read_cohere,
+        _COHERE,
+        gguf=GgufFormat(architecture="command-r", read=_read_cohere_gguf),
+        has_whole_heads=True,
+    ),
+    record(
+        "cohere2",
+        "Cohere2ForCausalLM",
+        _read_cohere2,
+        _COHERE,
+        gguf=GgufFormat(architecture="cohere2", read=_read_cohere_gguf),
+        has_whole_heads=True,
+    ),
+    record(
+        "stablelm",
+        "StableLmForCausalLM",
+        _read_stablelm,
+        Layout(
+            attention=STABLELM_HEADS,
+            has_norm_bias=True,
+            shares_norm=True,
+        ),
+        gguf=GgufFormat(architecture="stablelm", read=_read_stablelm_gguf),
+        has_whole_heads=True,
+    ),
+    record(
+        "phi",
+        "PhiForCausalLM",
+        _read_phi,
+        Layout(
+            attention=attention_part("dense"),
+            mlp=plain_part("fc1", "fc2"),
+            final_norm="model.final_layernorm",
+            shares_norm=True,
+            has_norm_bias=True,
+        ),
+        gguf=GgufFormat(architecture="phi2", read=_read_layer_norm_gguf),
+    ),
+    record(
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        _read_gpt_neox,
+        Layout(
+            attention=JOINED_ATTENTION,
+            mlp=plain_part("dense_h_to_4h", "dense_4h_to_h"),
+            has_norm_bias=True,
+        ),
+        ignored_tensors=r"model\.layers\.\d+\.self_attn\.(bias|masked_bias|rotary_emb\.inv_freq)",
+        renamed_tensors=(
+            ("gpt_neox.embed_in.", "model.embed_tokens."),
+            ("gpt_neox.final_layer_norm.", "model.norm."),
+            ("gpt_neox.", "model."),
+            (".attention.query_key_value.", ".self_attn.qkv_proj."),
+            (".attention.", ".self_attn."),
+            ("embed_out.", "lm_head."),
+        ),
+        gguf=GgufFormat(architecture="gptneox", read=_read_neox_gguf),
+        has_whole_heads=True,
+    ),
+    record(
+        "glm",
+        "GlmForCausalLM",
+        _read_glm,
+        Layout(attention=attention_part(has_output_bias=False), mlp=JOINED_MLP),
+    ),
+    record(
+        "youtu",
+        "YoutuForCausalLM",
+        _read_youtu,
+        Layout(attention=LATENT),
+    ),
+    record(
+        "apertus",
+        "ApertusForCausalLM",
+        _read_apertus,
+        Layout(
+            mlp=XIELU_MLP,
+            norms=("attention_layernorm", "", "feedforward_layernorm", ""),
+        ),
+    ),
+)

@@ -1,0 +1,211 @@
+"""The attention and the MLPs that layouts are put together from.
+
+Knows the parameters of each, by transformers' names. Must not know which family has them, nor
+files; modules, which need torch, are imported when a stage loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families import deepseek_v2, phi3
+from shardnet.model.families.tensor_shapes import Table, head_norms, linears, mlp, plain_mlp
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.latent_attention import LatentAttention
+    from shardnet.model.layers.modules import GatedMlp, PlainMlp, SelfAttention
+    from shardnet.model.layers.weight_source import WeightSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A sub-layer without its norms: the parameters of an absolute layer, and what takes them."""
+
+    tensors: Callable[[ModelConfig, int], Table]
+    load: Callable[[ModelConfig, WeightSource, int], Any]
+
+
+def _load_gated(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp:
+    from shardnet.model.layers.modules import GatedMlp
+
+    return GatedMlp.load(config, weights, f"model.layers.{layer}.mlp")
+
+
+def plain_part(up: str, down: str) -> Part:
+    """Make the part of an MLP without a gate, whose linears are called `up` and `down`."""
+
+    def load(config: ModelConfig, weights: WeightSource, layer: int) -> PlainMlp:
+        from shardnet.model.layers.modules import PlainMlp
+
+        prefix = f"model.layers.{layer}.mlp"
+        return PlainMlp.load(config, weights, f"{prefix}.{up}", f"{prefix}.{down}")
+
+    return Part(tensors=partial(plain_mlp, up=up, down=down), load=load)
+
+
+def attention_part(
+    output: str = "o_proj",
+    *,
+    has_output_bias: bool = True,
+    norms: tuple[str, str] = ("q_norm", "k_norm"),
+    norms_rotated: bool = False,
+) -> Part:
+    """Make the part of Llama's attention with another name of its `output`.
+
+    Without `has_output_bias` the output has none in any case. Where the config has them there are
+    `norms` over heads, after the rotation with `norms_rotated`.
+    """
+
+    def tensors(config: ModelConfig, layer: int) -> Table:
+        prefix, hidden = f"model.layers.{layer}.self_attn", config.hidden_size
+        queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
+        inputs = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
+        bias = config.attention_bias
+        made = linears(prefix, inputs, with_bias=bias)
+        made |= linears(prefix, {output: (hidden, queries)}, with_bias=bias and has_output_bias)
+        return made | (head_norms(config, layer, norms) if config.has_head_norms else {})
+
+    def load(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
+        from shardnet.model.layers.modules import SelfAttention
+
+        made = SelfAttention.load(
+            config,
+            weights,
+            layer,
+            with_head_norm=config.has_head_norms,
+            norm_names=norms,
+            output=output,
+        )
+        return replace(made, norms_rotated=norms_rotated)
+
+    return Part(tensors=tensors, load=load)
+
+
+def _load_bare_heads(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
+    """Take nanochat's attention, whose heads are normed by nothing that is stored."""
+    from shardnet.model.layers.modules import SelfAttention
+    from shardnet.model.layers.norms import BareNorm
+
+    plain = SelfAttention.load(config, weights, layer)
+    return replace(plain, qk_norm=BareNorm(eps=config.norm_eps), norms_rotated=True)
+
+
+def _cohere_heads(config: ModelConfig, layer: int) -> Table:
+    """Name Llama's attention, and norms that have a weight for each head."""
+    plain = attention_part().tensors(replace(config, has_head_norms=False), layer)
+    if not config.has_head_norms:
+        return plain
+    attn, size = f"model.layers.{layer}.self_attn", config.head_size
+    counts = {"q_norm": config.n_heads, "k_norm": config.n_kv_heads}
+    return plain | {f"{attn}.{name}.weight": (n, size) for name, n in counts.items()}
+
+
+def _load_cohere_heads(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
+    attn = f"model.layers.{layer}.self_attn"
+    names = [f"{attn}.{name}_norm.weight" for name in "qk"] if config.has_head_norms else []
+    return _load_centred_heads(config, weights, layer, names)
+
+
+def _stablelm_heads(config: ModelConfig, layer: int) -> Table:
+    """Name Llama's attention, and norms of each head by its number."""
+    plain = attention_part(has_output_bias=False)
+    made = plain.tensors(replace(config, has_head_norms=False), layer)
+    return made | dict.fromkeys(_stablelm_norms(config, layer), (config.head_size,))
+
+
+def _stablelm_norms(config: ModelConfig, layer: int) -> list[str]:
+    if not config.has_head_norms:
+        return []
+    attn, counts = f"model.layers.{layer}.self_attn", {"q": config.n_heads, "k": config.n_kv_heads}
+    return [
+        f"{attn}.{name}_layernorm.norms.{number}.weight"
+        for name, count in counts.items()
+        for number in range(count)
+    ]
+
+
+def _load_stablelm_heads(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
+    return _load_centred_heads(config, weights, layer, _stablelm_norms(config, layer))
+
+
+def _load_centred_heads(
+    config: ModelConfig, weights: WeightSource, layer: int, names: list[str]
+) -> SelfAttention:
+    """Take Llama's attention with LayerNorms of heads, whose weights are called `names`."""
+    import torch
+
+    from shardnet.model.layers.modules import SelfAttention
+    from shardnet.model.layers.norms import HeadNorm
+
+    attn = f"model.layers.{layer}.self_attn"
+    joined = weights.linear(*(f"{attn}.{name}_proj" for name in "qkv"))
+    plain = SelfAttention.of(config, layer, joined, weights.linear(f"{attn}.o_proj"))
+    if not names:
+        return plain
+    weight = torch.cat([weights.parameter(n).view(-1, config.head_size) for n in names])
+    return replace(plain, qk_norm=HeadNorm(weight=weight, eps=config.norm_eps, is_centred=True))
+
+
+def _joined_attention(config: ModelConfig, layer: int) -> Table:
+    """Name queries, keys and values as one linear."""
+    hidden, width = config.hidden_size, config.n_heads * config.head_size
+    shapes = {"qkv_proj": (3 * width, hidden), "dense": (hidden, width)}
+    prefix = f"model.layers.{layer}.self_attn"
+    return linears(prefix, shapes, with_bias=config.attention_bias)
+
+
+def _load_joined_attention(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
+    from shardnet.model.layers.modules import SelfAttention
+
+    attn = f"model.layers.{layer}.self_attn"
+    joined, output = (weights.linear(f"{attn}.{name}") for name in ("qkv_proj", "dense"))
+    return SelfAttention.of(config, layer, joined, output)
+
+
+def _load_latent(config: ModelConfig, weights: WeightSource, layer: int) -> LatentAttention:
+    from shardnet.model.layers.latent_attention import LatentAttention
+
+    return LatentAttention.load(config, weights, layer)
+
+
+_XIELU: Final = ("alpha_p", "alpha_n", "beta", "eps")
+
+
+def _xielu_mlp(config: ModelConfig, layer: int) -> Table:
+    """Name the linears, and the numbers of the nonlinearity between them."""
+    shapes = ((1,), (1,), (), ())
+    prefix = f"model.layers.{layer}.mlp.act_fn"
+    own: Table = {f"{prefix}.{name}": shape for name, shape in zip(_XIELU, shapes, strict=True)}
+    return UP_DOWN.tensors(config, layer) | own
+
+
+def _load_xielu_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> PlainMlp:
+    from shardnet.model.layers.norms import Xielu
+
+    prefix = f"model.layers.{layer}.mlp"
+    numbers = {name: weights.parameter(f"{prefix}.act_fn.{name}") for name in _XIELU}
+    plain: PlainMlp = UP_DOWN.load(config, weights, layer)
+    return replace(plain, activation=Xielu.of(**numbers))
+
+
+ATTENTION: Final = attention_part()
+"""Llama's attention."""
+BARE_HEADS: Final = Part(tensors=ATTENTION.tensors, load=_load_bare_heads)
+"""Attention whose heads are normed by nothing that is stored (nanochat)."""
+COHERE_HEADS: Final = Part(tensors=_cohere_heads, load=_load_cohere_heads)
+STABLELM_HEADS: Final = Part(tensors=_stablelm_heads, load=_load_stablelm_heads)
+JOINED_ATTENTION: Final = Part(tensors=_joined_attention, load=_load_joined_attention)
+"""Attention whose queries, keys and values are one linear (GPT-NeoX)."""
+LATENT: Final = Part(tensors=deepseek_v2.latent_attention, load=_load_latent)
+"""DeepSeek's attention over latents."""
+GATED: Final = Part(tensors=mlp, load=_load_gated)
+"""Llama's MLP."""
+JOINED_MLP: Final = Part(tensors=phi3.joined_mlp, load=phi3.load_joined_mlp)
+"""Phi-3's MLP, whose gate and up are one linear."""
+UP_DOWN: Final = plain_part("up_proj", "down_proj")
+XIELU_MLP: Final = Part(tensors=_xielu_mlp, load=_load_xielu_mlp)
+"""An MLP without a gate whose nonlinearity has numbers of its own (Apertus)."""
