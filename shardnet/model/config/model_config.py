@@ -184,8 +184,8 @@ class DeltaNet:
     positions. `layers` are the absolute numbers of the layers that have it. With
     `has_split_gate` the gate is no part of the linear of queries, keys and values.
 
-    Or it is Mamba-2 (arXiv 2405.21060): then queries are its C, keys its B, values its x, and
-    key heads its groups.
+    Or it `is_mamba`, Mamba-2 (arXiv 2405.21060): then queries are its C, keys its B, values its x,
+    and key heads its groups.
     """
 
     n_key_heads: int
@@ -196,6 +196,7 @@ class DeltaNet:
     layers: tuple[int, ...]
     takes_turns: bool = False
     has_split_gate: bool = False
+    is_mamba: bool = False
 
     @property
     def key_width(self) -> int:

@@ -393,7 +393,12 @@ _COHERE: Final = Layout(attention=COHERE_HEADS, shares_norm=True)
 
 
 FAMILIES: Final = (
-    record("helium", "HeliumForCausalLM", _read_helium),
+    record(
+        "helium",
+        "HeliumForCausalLM",
+        _read_helium,
+        Layout(attention=attention_part(has_output_bias=False)),
+    ),
     record(
         "iquestcoder",
         "IQuestCoderForCausalLM",

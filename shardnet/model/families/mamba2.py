@@ -16,7 +16,7 @@ from shardnet.model.config.delta_net_config import LINEAR, check_state_size
 from shardnet.model.config.expert_config import read_expert_counts
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_kv_heads, read_gguf_sizes
-from shardnet.model.config.model_config import DeltaNet, Experts, ModelConfig
+from shardnet.model.config.model_config import Activation, DeltaNet, Experts, ModelConfig
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families import granite, sparse_table
 from shardnet.model.families.family import GgufFormat, Stacking
@@ -83,6 +83,7 @@ def read_sizes(
         value_size=head_size,
         n_taps=n_taps,
         layers=layers,
+        is_mamba=True,
     )
     check_state_size(fields, read)
     return read if layers else None
@@ -212,7 +213,7 @@ def load_mixer(config: ModelConfig, weights: WeightSource, prefix: str) -> Atten
     weight = weights.parameter(f"{prefix}.norm.weight").view(own.n_key_heads, -1)
     return GatedDeltaNet.of(
         own,
-        config.activation,
+        Activation.SILU,
         MambaProjection(config=own, in_proj=weights.linear(f"{prefix}.in_proj")),
         parameters,
         weights.linear(f"{prefix}.out_proj"),

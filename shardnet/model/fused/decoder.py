@@ -170,8 +170,9 @@ class DecoderStage:
 def _has_native_states(config: ModelConfig, layers: LayerRange) -> bool:
     """Whether the library computes the recurrences of layers that have one."""
     own = config.delta_net
-    has_recurrence = own is not None and any(layer in own.layers for layer in layers)
-    return not has_recurrence or config.activation is Activation.SILU
+    if own is None or not any(layer in own.layers for layer in layers):
+        return True
+    return own.is_mamba or config.activation is Activation.SILU
 
 
 def _rope(config: ModelConfig, layer: int) -> tuple[Rope, int]:

@@ -82,6 +82,7 @@ READ: dict[str, dict[str, Any]] = {
             key_size=128,
             value_size=64,
             n_taps=4,
+            is_mamba=True,
             layers=tuple(n for n, kind in enumerate(NANO) if kind == "M"),
         ),
     },

@@ -128,7 +128,7 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 24,
     },
     "phimoe": {"num_local_experts": 6},
-    "hunyuan_v1_moe": {"num_experts": 6, "moe_topk": 3},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 6, "moe_topk": 3},
     "dots1": {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,

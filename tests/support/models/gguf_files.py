@@ -186,8 +186,8 @@ def _stacked(tensors: dict[str, Array]) -> dict[str, Array]:
             of_all = [
                 tensors[name.replace(".experts.0.", f".experts.{n}.")] for n in range(n_experts)
             ]
-            block = "mixer" if ".mixer." in name else "mlp"
-            made[f"{one[1]}{block}.experts.{kind}.weight"] = np.stack(of_all)
+            layer = one[1].replace("backbone.", "model.")
+            made[f"{layer}mlp.experts.{kind}.weight"] = np.stack(of_all)
         elif re.search(r"\.experts\.\d", name):
             continue
         elif turned := re.fullmatch(r"(.*\.feed_forward\.experts\.)(gate_up|down)_proj", name):
