@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Final
 
 from shardnet.model.config.decoder_config import read_decoder
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.config.rope import read_rope, rope_object
-from shardnet.model.families import llama
-from shardnet.model.families.family import Family, GgufFormat, decoder_stage
-from shardnet.model.families.tensor_shapes import Table, head_norms
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import attention_part
 
-if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.weight_source import WeightSource
-
-NORMS = ("query_layernorm", "key_layernorm")
 _OF_YARN = ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
 
 
@@ -33,7 +28,8 @@ def read_config(fields: Fields) -> ModelConfig:
     fields.ignore("mask_init_id", "org_vocab_size", "pad_id", "pool_type", "text_end_id")
     fields.ignore("text_start_id", "sep_token_id")
     config = read_decoder(fields, norm_eps=1e-5, rope=_read_rope)
-    return replace(config, attention_bias=fields.take("attention_bias", bool, False))
+    bias = fields.take("attention_bias", bool, False)
+    return replace(config, attention_bias=bias, has_head_norms=True)
 
 
 def _read_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
@@ -51,25 +47,13 @@ def _read_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
     return Rope(theta=theta * alpha ** (head_size / (head_size - 2)))
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name Llama's parameters and the norms over heads."""
-    return llama.layer_tensors(config, layer) | head_norms(config, layer, NORMS)
+HEADS: Final = attention_part(norms=("query_layernorm", "key_layernorm"), norms_rotated=True)
+"""Attention whose heads are normed behind the rotation."""
 
-
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.modules import GatedMlp, SelfAttention
-
-    self_attn = SelfAttention.load(config, weights, layer, with_head_norm=True, norm_names=NORMS)
-    mlp = GatedMlp.load(config, weights, f"model.layers.{layer}.mlp")
-    return llama.pre_norm_layer(config, weights, layer, replace(self_attn, norms_rotated=True), mlp)
-
-
-FAMILY = Family(
-    model_type="hunyuan_v1_dense",
-    architecture="HunYuanDenseV1ForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
+FAMILY = record(
+    "hunyuan_v1_dense",
+    "HunYuanDenseV1ForCausalLM",
+    read_config,
+    Layout(attention=HEADS),
     gguf=GgufFormat(architecture="hunyuan-dense"),
 )

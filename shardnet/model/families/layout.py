@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Norms = tuple[str, str, str, str]
 """Names of the norms before attention and after it, before the MLP and after it; "" for none."""
 PRE_NORMS: Norms = ("input_layernorm", "", "post_attention_layernorm", "")
+POST_NORMS: Norms = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

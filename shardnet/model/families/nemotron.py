@@ -15,9 +15,9 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, gguf_biases, read_gguf_decoder
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families import arcee, starcoder2
-from shardnet.model.families.family import Family, GgufFormat
-from shardnet.model.families.tensor_shapes import Table, attention, plain_mlp, pre_norms
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import UP_DOWN
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -39,24 +39,16 @@ def read_config(fields: Fields) -> ModelConfig:
     )
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name AFM's linears, and LayerNorms before them."""
-    mlp = plain_mlp(config, layer, "up_proj", "down_proj")
-    return attention(config, layer) | mlp | starcoder2.with_biases(pre_norms(config, layer))
-
-
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata."""
     norm = ("attention.layer_norm_epsilon", "norm_eps")
     return read_gguf_decoder(fields, tensors, factors, norm=norm) | gguf_biases(tensors)
 
 
-FAMILY = Family(
-    model_type="nemotron",
-    architecture="NemotronForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    head_tensors=starcoder2.head_tensors,
-    load_stage=arcee.FAMILY.load_stage,
+FAMILY = record(
+    "nemotron",
+    "NemotronForCausalLM",
+    read_config,
+    Layout(mlp=UP_DOWN, has_norm_bias=True),
     gguf=GgufFormat(architecture="nemotron", read=read_gguf),
 )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from shardnet.model.config.decoder_config import read_decoder
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families.family import Family, GgufFormat, decoder_stage
-from shardnet.model.families.tensor_shapes import Table, attention, mlp, norms
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import POST_NORMS, Layout, record
+from shardnet.model.families.parts import Part
+from shardnet.model.families.tensor_shapes import Table, attention
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
     from shardnet.model.layers.modules import SelfAttention
     from shardnet.model.layers.weight_source import WeightSource
 
@@ -23,19 +24,9 @@ def read_config(fields: Fields) -> ModelConfig:
     return replace(config, attention_bias=fields.take("attention_bias", bool, False))
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name Llama's linears, norms over all queries and all keys, and norms after sub-layers."""
-    return whole_attention(config, layer) | mlp(config, layer) | post_norms(config, layer)
-
-
 def whole_attention(config: ModelConfig, layer: int) -> Table:
     """Name Llama's attention, and norms over all queries and all keys."""
     return attention(config, layer) | whole_norms(config, layer)
-
-
-def post_norms(config: ModelConfig, layer: int) -> Table:
-    """Name the norms after attention and after the MLP."""
-    return norms(config, layer, "post_attention_layernorm", "post_feedforward_layernorm")
 
 
 def whole_norms(config: ModelConfig, layer: int) -> Table:
@@ -45,29 +36,6 @@ def whole_norms(config: ModelConfig, layer: int) -> Table:
         f"{attn}.q_norm.weight": (config.n_heads * config.head_size,),
         f"{attn}.k_norm.weight": (config.n_kv_heads * config.head_size,),
     }
-
-
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    return post_norm_layer(config, weights, layer, whole_norm_attention(config, weights, layer))
-
-
-def post_norm_layer(
-    config: ModelConfig, weights: WeightSource, layer: int, self_attn: SelfAttention
-) -> Layer:
-    """Put the norms of the absolute `layer` after its sub-layers, and the residuals around."""
-    from shardnet.model.layers.decoder_layer import Layer, Residual
-    from shardnet.model.layers.modules import GatedMlp
-
-    prefix = f"model.layers.{layer}"
-    first = weights.norm(f"{prefix}.post_attention_layernorm", config.norm_eps)
-    second = weights.norm(f"{prefix}.post_feedforward_layernorm", config.norm_eps)
-    return Layer.of(
-        Residual(after=first),
-        self_attn,
-        Residual(after=second),
-        GatedMlp.load(config, weights, f"{prefix}.mlp"),
-    )
 
 
 def whole_norm_attention(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
@@ -89,12 +57,14 @@ def whole_norm_attention(config: ModelConfig, weights: WeightSource, layer: int)
     )
 
 
-FAMILY = Family(
-    model_type="olmo2",
-    architecture="Olmo2ForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
+WHOLE_HEADS: Final = Part(tensors=whole_attention, load=whole_norm_attention)
+LAYOUT: Final = Layout(attention=WHOLE_HEADS, norms=POST_NORMS)
+
+FAMILY = record(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    read_config,
+    LAYOUT,
     gguf=GgufFormat(
         architecture="olmo2",
         claims=lambda fields: not fields.given("attention.sliding_window"),

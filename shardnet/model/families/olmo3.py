@@ -22,7 +22,8 @@ from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import olmo2
-from shardnet.model.families.family import Family, GgufFormat
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import record
 
 THETA = 500000.0
 
@@ -47,12 +48,11 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     return read_gguf_decoder(fields, tensors, factors) | {"sliding_window": window}
 
 
-FAMILY = Family(
-    model_type="olmo3",
-    architecture="Olmo3ForCausalLM",
-    read_config=read_config,
-    layer_tensors=olmo2.layer_tensors,
-    load_stage=olmo2.FAMILY.load_stage,
+FAMILY = record(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    read_config,
+    olmo2.LAYOUT,
     gguf=GgufFormat(
         architecture="olmo2",
         claims=lambda fields: fields.given("attention.sliding_window"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, Final
 
 from shardnet.model.config.decoder_config import read_decoder
 from shardnet.model.config.expert_config import read_expert_counts
@@ -12,13 +13,10 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_experts
 from shardnet.model.config.model_config import Experts, ModelConfig
 from shardnet.model.families import olmo2, qwen3_moe
-from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
-from shardnet.model.families.llama import pre_norm_layer
-from shardnet.model.families.tensor_shapes import Table, attention, pre_norms, sparse_mlp
-
-if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.families.family import GgufFormat, Stacking
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import Part
+from shardnet.model.families.tensor_shapes import sparse_mlp
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -41,34 +39,20 @@ def read_config(fields: Fields) -> ModelConfig:
     )
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name Llama's attention, norms over all queries and all keys, a router and its experts."""
-    return (
-        attention(config, layer)
-        | olmo2.whole_norms(config, layer)
-        | sparse_mlp(config, layer, qwen3_moe.EXPERTS)
-        | pre_norms(config, layer)
-    )
-
-
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    self_attn = olmo2.whole_norm_attention(config, weights, layer)
-    sparse = qwen3_moe.load_sparse_mlp(config, weights, layer)
-    return pre_norm_layer(config, weights, layer, self_attn, sparse)
-
-
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata."""
     return read_gguf_decoder(fields, tensors, factors) | read_gguf_experts(fields)
 
 
-FAMILY = Family(
-    model_type="olmoe",
-    architecture="OlmoeForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
+SPARSE_MLP: Final = Part(
+    tensors=partial(sparse_mlp, names=qwen3_moe.EXPERTS), load=qwen3_moe.load_sparse_mlp
+)
+
+FAMILY = record(
+    "olmoe",
+    "OlmoeForCausalLM",
+    read_config,
+    Layout(attention=olmo2.WHOLE_HEADS, mlp=SPARSE_MLP),
     experts=qwen3_moe.EXPERTS,
     stacking=Stacking.CONCATENATED,
     gguf=GgufFormat(architecture="olmoe", read=read_gguf),

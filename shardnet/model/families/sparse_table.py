@@ -184,7 +184,7 @@ def _read_phimoe_gguf(fields: Fields, tensors: Container[str], factors: Factors)
 
 def _read_hunyuan_moe(fields: Fields) -> ModelConfig:
     """Read a HunYuanMoEV1Config; published ones say of each layer what is the same in all."""
-    config = replace(hunyuan_v1_dense.read_config(fields), has_head_norms=True)
+    config = hunyuan_v1_dense.read_config(fields)
     for key in ("use_mla", "group_limited_greedy", "moe_drop_tokens"):
         fields.require(key, only=False)
     fields.require("moe_layer_num_skipped", 0)
@@ -375,7 +375,7 @@ FAMILIES: Final = (
         "HunYuanMoEV1ForCausalLM",
         _read_hunyuan_moe,
         Layout(
-            attention=attention_part(norms=hunyuan_v1_dense.NORMS, norms_rotated=True),
+            attention=hunyuan_v1_dense.HEADS,
             mlp=Part(tensors=_shared_mlp, load=_load_shared_mlp),
         ),
         renamed_tensors=((".mlp.gate.wg.", ".mlp.gate."),),

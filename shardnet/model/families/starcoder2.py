@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardnet.model.config.decoder_config import read_decoder
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, gguf_biases, read_gguf_decoder
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families import llama
-from shardnet.model.families.family import Family, GgufFormat, decoder_stage
-from shardnet.model.families.tensor_shapes import (
-    Table,
-    attention,
-    decoder_head,
-    plain_mlp,
-    pre_norms,
-)
-
-if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import plain_part
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -50,37 +40,6 @@ def read_config(fields: Fields) -> ModelConfig:
     )
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name Llama's attention, GPT-2's MLP, and LayerNorms before both."""
-    mlp = plain_mlp(config, layer, "c_fc", "c_proj")
-    return attention(config, layer) | mlp | with_biases(pre_norms(config, layer))
-
-
-def head_tensors(config: ModelConfig) -> Table:
-    """Name the final norm and the LM head."""
-    norm = with_biases({"model.norm.weight": (config.hidden_size,)})
-    return decoder_head(config) | norm
-
-
-def with_biases(norms: Table) -> Table:
-    """Name the biases of `norms` too."""
-    return norms | {name.removesuffix("weight") + "bias": norms[name] for name in norms}
-
-
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.modules import PlainMlp, SelfAttention
-
-    mlp = f"model.layers.{layer}.mlp"
-    return llama.pre_norm_layer(
-        config,
-        weights,
-        layer,
-        SelfAttention.load(config, weights, layer),
-        PlainMlp.load(config, weights, f"{mlp}.c_fc", f"{mlp}.c_proj"),
-    )
-
-
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata; windows are left out, as llama.cpp does."""
     norm = ("attention.layer_norm_epsilon", "norm_epsilon")
@@ -88,12 +47,10 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     return read_gguf_decoder(fields, tensors, factors, norm=norm) | bias
 
 
-FAMILY = Family(
-    model_type="starcoder2",
-    architecture="Starcoder2ForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    head_tensors=head_tensors,
-    load_stage=decoder_stage(load_layer),
+FAMILY = record(
+    "starcoder2",
+    "Starcoder2ForCausalLM",
+    read_config,
+    Layout(mlp=plain_part("c_fc", "c_proj"), has_norm_bias=True),
     gguf=GgufFormat(architecture="starcoder2", read=read_gguf),
 )
