@@ -105,16 +105,22 @@ def _mtp_name(config: ModelConfig, name: str) -> str | None:
 
 def _block_name(family: Family, name: str) -> str | None:
     """Return what is stored as a parameter of a layer, where the family says it."""
-    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    layer, part = _of_layer(name)
     for own, stored in family.gguf.block_names if family.gguf is not None else ():
         if part == own:
             return f"blk.{layer}.{stored}"
     return None
 
 
+def _of_layer(name: str) -> tuple[str, str]:
+    """Return a layer's number and what its parameter is called in it, "" for no layer's."""
+    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    return (layer, part) if layer.isdigit() else ("", "")
+
+
 def _joined_names(family: Family, name: str) -> list[str]:
     """Return what is stored as the rows of one parameter of a layer, where the family says it."""
-    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    layer, part = _of_layer(name)
     joined = dict(family.gguf.joined_names) if family.gguf is not None else {}
     return [f"blk.{layer}.{stored}" for stored in joined.get(part, ())]
 

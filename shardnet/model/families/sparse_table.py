@@ -249,6 +249,7 @@ def _read_hunyuan_moe_gguf(
 def _read_dots1(fields: Fields) -> ModelConfig:
     config = read_decoder(fields, n_kv_heads=32, intermediate_size=10944)
     deepseek_v2.require_text(fields, "scoring_func", "noaux_tc")
+    fields.require("moe_layer_freq", 1)
     window, first = fields.optional("sliding_window"), fields.take("max_window_layers", int, 62)
     config = replace(
         config,

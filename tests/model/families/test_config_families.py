@@ -304,6 +304,8 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         sizes["num_experts_per_tok"] = 4  # has no default of its own
     if family == "dots1":
         sizes |= {"n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1}
+    if family == "helium":
+        sizes["num_key_value_heads"] = 32  # has a number for a default
     if family == "nemotron_h":
         sizes["layers_block_type"] = [*("linear_attention", "moe") * 2, *("full_attention", "mlp")]
         sizes["num_hidden_layers"] = 6

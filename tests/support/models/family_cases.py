@@ -224,7 +224,7 @@ CASES: dict[str, dict[str, Any]] = {
     "cwm": {"num_hidden_layers": 5, "head_dim": 10, "sliding_window": 20},
     "iquestcoder": {"num_hidden_layers": 2, "head_dim": 10, "attention_bias": True},
     "exaone": {"num_hidden_layers": 2, "mlp_bias": False},
-    "vaultgemma": GEMMA | {"num_hidden_layers": 3},
+    "vaultgemma": GEMMA | {"num_hidden_layers": 3, "seed": 1},
     "hyperclovax": {
         "num_hidden_layers": 3,
         "residual_multiplier": 0.5,
@@ -267,11 +267,11 @@ CASES: dict[str, dict[str, Any]] = {
         "use_parallel_residual": True,
         "tie_word_embeddings": True,
     },
-    "phi": {"num_hidden_layers": 3},
+    "phi": {"num_hidden_layers": 3, "seed": 1},
     "gpt_neox": {"num_hidden_layers": 3},
     "gpt_neox-serial": {"num_hidden_layers": 2, "use_parallel_residual": False},
-    "glm": {"num_hidden_layers": 2, "head_dim": 12},
-    "youtu": {"num_hidden_layers": 3, "rope_interleave": False, "pad_token_id": None},
+    "glm": {"num_hidden_layers": 2, "head_dim": 12, "seed": 2},
+    "youtu": {"num_hidden_layers": 3, "rope_interleave": False, "pad_token_id": None} | {"seed": 1},
     "apertus": {"num_hidden_layers": 3, "head_dim": 10},
     "granitemoe": {
         "num_hidden_layers": 3,
