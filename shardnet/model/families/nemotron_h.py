@@ -74,7 +74,9 @@ def _read_nemotron_h(fields: Fields) -> ModelConfig:
 
 def _read_kinds(fields: Fields) -> list[Any]:
     """Read what each layer is, as a list or as a text with a letter for each."""
-    kinds = fields.take("layers_block_type", list, fields.take("layer_types", list, None))
+    kinds: list[Any] | None = fields.take(
+        "layers_block_type", list, fields.take("layer_types", list, None)
+    )
     pattern = fields.take("hybrid_override_pattern", str, "")
     if kinds is None:
         kinds = [_PATTERN.get(letter, letter) for letter in pattern]

@@ -26,7 +26,7 @@ from shardnet.model.kernels.library import (
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.decoder_layer import Residual
 from shardnet.model.layers.native_attention import AttendStruct
-from shardnet.model.layers.norms import HeadNorm, Norm
+from shardnet.model.layers.norms import BareNorm, HeadNorm, Norm
 from shardnet.model.shards.group import JoinedStruct
 
 BEFORE: Final = 1
@@ -69,10 +69,13 @@ class ResidualStruct(ctypes.Structure):
 
     @classmethod
     def of(cls, residual: Residual, width: int, kernels: NativeKernels) -> ResidualStruct:
-        """Set the fields that are the same in every call."""
+        """Set the fields that are the same in every call, of norms with weights."""
+        before, after = residual.before, residual.after
+        assert not isinstance(before, BareNorm)
+        assert not isinstance(after, BareNorm)
         return cls(
-            before=norm_struct(residual.before, width),
-            after=norm_struct(residual.after, width),
+            before=norm_struct(before, width),
+            after=norm_struct(after, width),
             width=width,
             multiplier=residual.multiplier,
             team=kernels.team,

@@ -28,7 +28,7 @@ from shardnet.model.shards.cut import HEADS_EACH, INNER_EACH, Axis
 class QkNorm(Protocol):
     """Normalizes queries and keys together."""
 
-    def __call__(self, heads: Tensor) -> Tensor:
+    def __call__(self, heads: Tensor, /) -> Tensor:
         """Normalize concatenated queries and keys: [T, H + KV heads, D] in and out."""
 
     @property
