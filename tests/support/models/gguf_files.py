@@ -264,11 +264,7 @@ def _converted(family: str, config: dict[str, Any], name: str, values: Array) ->
     if family == "gpt_neox" and "query_key_value" in name:
         heads = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
         return heads.swapaxes(0, 1).reshape(values.shape)
-    if (
-        family.startswith(("gemma", "nemotron"))
-        and "gemma4" not in family
-        and name.endswith("norm.weight")
-    ):
+    if family in ("gemma", "gemma2", "gemma3_text", "nemotron") and name.endswith("norm.weight"):
         return values + 1
     if family == "gpt2" and ".h." in name and values.ndim == 2:
         return values.T
