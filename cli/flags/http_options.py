@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -16,7 +15,7 @@ from shardnet.errors import ConfigurationError
 
 from ..output.exit_codes import say
 from .cluster_access import Access
-from .option_groups import option
+from .option_groups import flag
 from .options import check_choice, is_loopback
 
 MAX_KEY_FILE_BYTES = 1 << 20
@@ -27,89 +26,61 @@ _STORED_KEY = Access()
 class HttpOptions:
     """The flags, in the order in which --help shows them."""
 
-    api_key: Annotated[
-        list[str] | None,
-        option(
-            "--api-key [NAME:]KEY[:LIMIT[:TOKENS]]",
-            "A key that programs must send; LIMIT is how many requests it may have at once, "
-            "TOKENS how many tokens a minute; 0 is any number. May be given several times.",
-            env=True,
-        ),
-    ] = None
-    api_key_file: Annotated[
-        str,
-        option("--api-key-file F", "A file with such keys, one a line.", env=True),
-    ] = ""
-    cors_origin: Annotated[
-        list[str] | None,
-        option(
-            "--cors-origin URL",
-            "A web site whose pages may ask this server, * for all; may be given several times.",
-        ),
-    ] = None
-    allowed_host: Annotated[
-        list[str] | None,
-        option(
-            "--allowed-host NAME",
-            "A name of this server, if it is in the public DNS and no --api-key is given; * for "
-            "any; may be given several times.",
-        ),
-    ] = None
-    alias: Annotated[
-        list[str] | None,
-        option(
-            "--alias NAME=MODEL",
-            "Another name of a model, for programs that ask for a fixed one; *=MODEL for every "
-            "name there is not; may be given several times.",
-        ),
-    ] = None
-    root_path: Annotated[
-        str,
-        option("--root-path /PATH", "Where a proxy has this server on its site."),
-    ] = ""
-    tls_cert: Annotated[
-        str,
-        option("--tls-cert F", "Serve HTTPS with this certificate (PEM)."),
-    ] = ""
-    tls_key: Annotated[
-        str,
-        option("--tls-key F", "The private key of --tls-cert (PEM)."),
-    ] = ""
+    api_key: list[str] | None = flag(
+        None,
+        "--api-key [NAME:]KEY[:LIMIT[:TOKENS]]",
+        "A key that programs must send; LIMIT is how many requests it may have at once, "
+        "TOKENS how many tokens a minute; 0 is any number. May be given several times.",
+        env=True,
+    )
+    api_key_file: str = flag("", "--api-key-file F", "A file with such keys, one a line.", env=True)
+    cors_origin: list[str] | None = flag(
+        None,
+        "--cors-origin URL",
+        "A web site whose pages may ask this server, * for all; may be given several times.",
+    )
+    allowed_host: list[str] | None = flag(
+        None,
+        "--allowed-host NAME",
+        "A name of this server, if it is in the public DNS and no --api-key is given; * for "
+        "any; may be given several times.",
+    )
+    alias: list[str] | None = flag(
+        None,
+        "--alias NAME=MODEL",
+        "Another name of a model, for programs that ask for a fixed one; *=MODEL for every "
+        "name there is not; may be given several times.",
+    )
+    root_path: str = flag("", "--root-path /PATH", "Where a proxy has this server on its site.")
+    tls_cert: str = flag("", "--tls-cert F", "Serve HTTPS with this certificate (PEM).")
+    tls_key: str = flag("", "--tls-key F", "The private key of --tls-cert (PEM).")
 
-    switch: Annotated[
-        str,
-        option(
-            "--switch idle|never",
-            "What a request for another model does: idle waits until the ring has nothing to do, "
-            "then changes its model; never refuses.",
-            env=True,
-        ),
-    ] = "idle"
-    idle_unload: Annotated[
-        str,
-        option(
-            "--idle-unload 30m",
-            "Free a model that no request has used for so long. Default: keep it.",
-            env=True,
-        ),
-    ] = ""
-    deputy: Annotated[
-        str,
-        option(
-            "--deputy off|auto",
-            "auto copies requests and their tokens to a second node, which goes on if the first "
-            "one of the ring is lost.",
-            env=True,
-        ),
-    ] = "off"
-    tls: Annotated[
-        bool,
-        option(
-            "--tls",
-            "Serve HTTPS with a certificate of the cluster's authority, which `shardnet key "
-            "authority` prints for those who ask.",
-        ),
-    ] = False
+    switch: str = flag(
+        "idle",
+        "--switch idle|never",
+        "What a request for another model does: idle waits until the ring has nothing to do, "
+        "then changes its model; never refuses.",
+        env=True,
+    )
+    idle_unload: str = flag(
+        "",
+        "--idle-unload 30m",
+        "Free a model that no request has used for so long. Default: keep it.",
+        env=True,
+    )
+    deputy: str = flag(
+        "off",
+        "--deputy off|auto",
+        "auto copies requests and their tokens to a second node, which goes on if the first "
+        "one of the ring is lost.",
+        env=True,
+    )
+    tls: bool = flag(
+        False,
+        "--tls",
+        "Serve HTTPS with a certificate of the cluster's authority, which `shardnet key "
+        "authority` prints for those who ask.",
+    )
 
     def listening(self, host: str, port: int, access: Access = _STORED_KEY) -> Listening:
         """Say where to listen, and how.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Final, TypeVar
+from typing import Final, TypeVar
 
 import typer
 
@@ -16,7 +16,7 @@ from shardnet.errors import UsageError
 from shardnet.plugins import COMPUTES, installed_names
 
 from .completion import one_of
-from .option_groups import option
+from .option_groups import flag
 from .options import (
     ModelFolder,
     NoMdns,
@@ -40,117 +40,99 @@ _MAX_NAME: Final = 64
 class NodeOptions:
     """The flags, in the order in which --help shows them. "" and 0 where one was not given."""
 
-    host: Annotated[
-        str,
-        option(
-            "--host H",
-            "Address to listen on. Default: all with a cluster key, else loopback.",
-            env=True,
+    host: str = flag(
+        "",
+        "--host H",
+        "Address to listen on. Default: all with a cluster key, else loopback.",
+        env=True,
+    )
+    port: int = flag(
+        DEFAULT_PORT,
+        "--port N",
+        "Port to listen on; 0 takes a free one.",
+        env=True,
+        min=0,
+        max=MAX_PORT,
+    )
+    name: str = flag(
+        "", "--name NAME", "Name that is shown to people. Default: the host's name.", env=True
+    )
+    device: str = flag(
+        "auto",
+        "--device auto|cpu|cuda|mps|opencl|A,B",
+        "Compute device, or a list of them: cuda:0,cuda:1 or cuda:0,cpu, or cpu:0,cpu:1 for "
+        "equal groups of cores; auto takes what is faster of GPUs and CPU, or both. Also the "
+        "name of a plug-in.",
+        env=True,
+        words=one_of(
+            *("auto", "cpu", "cuda", "mps", "opencl:0"),
+            *("cuda:0,cuda:1", "cuda:0,cpu", "cpu:0,cpu:1"),
         ),
-    ] = ""
-    port: Annotated[
-        int,
-        option("--port N", "Port to listen on; 0 takes a free one.", env=True, min=0, max=MAX_PORT),
-    ] = DEFAULT_PORT
-    name: Annotated[
-        str,
-        option("--name NAME", "Name that is shown to people. Default: the host's name.", env=True),
-    ] = ""
-    device: Annotated[
-        str,
-        option(
-            "--device auto|cpu|cuda|mps|opencl|A,B",
-            "Compute device, or a list of them: cuda:0,cuda:1 or cuda:0,cpu, or cpu:0,cpu:1 for "
-            "equal groups of cores; auto takes what is faster of GPUs and CPU, or both. Also the "
-            "name of a plug-in.",
-            env=True,
-            words=one_of(
-                *("auto", "cpu", "cuda", "mps", "opencl:0"),
-                *("cuda:0,cuda:1", "cuda:0,cpu", "cpu:0,cpu:1"),
-            ),
-        ),
-    ] = "auto"
-    tensor_parallel: Annotated[
-        str,
-        option(
-            "--tensor-parallel auto|N",
-            "How many of the devices share each layer; 1 cuts layers over them. Default: the plan "
-            "decides.",
-            env=True,
-            words=one_of("auto", "1", "2", "4"),
-            hides_default=True,
-        ),
-    ] = "auto"
-    memory: Annotated[
-        str,
-        option(
-            "--memory 8GiB",
-            "Memory for weights and KV cache. Default: most of what is available.",
-            env=True,
-        ),
-    ] = ""
-    threads: Annotated[
-        int,
-        option(
-            "--threads N",
-            "Compute threads. Default: a share of the cores among the nodes of this machine.",
-            env=True,
-            min=0,
-            max=4096,
-            hides_default=True,
-        ),
-    ] = 0
-    cache_limit: Annotated[
-        str,
-        option(
-            "--cache-limit 50GiB",
-            "Disk space for weights from other nodes. Default: half of what is free.",
-            env=True,
-        ),
-    ] = ""
-    share_rate: Annotated[
-        str,
-        option(
-            "--share-rate 50MiB",
-            "Most bytes of weights per second sent to other nodes. Default: no limit.",
-            env=True,
-        ),
-    ] = ""
+    )
+    tensor_parallel: str = flag(
+        "auto",
+        "--tensor-parallel auto|N",
+        "How many of the devices share each layer; 1 cuts layers over them. Default: the plan "
+        "decides.",
+        env=True,
+        words=one_of("auto", "1", "2", "4"),
+        hides_default=True,
+    )
+    memory: str = flag(
+        "",
+        "--memory 8GiB",
+        "Memory for weights and KV cache. Default: most of what is available.",
+        env=True,
+    )
+    threads: int = flag(
+        0,
+        "--threads N",
+        "Compute threads. Default: a share of the cores among the nodes of this machine.",
+        env=True,
+        min=0,
+        max=4096,
+        hides_default=True,
+    )
+    cache_limit: str = flag(
+        "",
+        "--cache-limit 50GiB",
+        "Disk space for weights from other nodes. Default: half of what is free.",
+        env=True,
+    )
+    share_rate: str = flag(
+        "",
+        "--share-rate 50MiB",
+        "Most bytes of weights per second sent to other nodes. Default: no limit.",
+        env=True,
+    )
     prefix_cache: PrefixCache = ""
-    yields: Annotated[
-        bool,
-        option(
-            "--yield",
-            "Give the layers to other nodes while the owner of this machine uses it.",
-            env=True,
-        ),
-    ] = False
-    audit: Annotated[
-        float,
-        option(
-            "--audit PERCENT",
-            "Time that stages of a ring led here are audited for wrong bits; 0 for never.",
-            env=True,
-            min=0,
-            max=50,
-        ),
-    ] = 0.5
+    yields: bool = flag(
+        False,
+        "--yield",
+        "Give the layers to other nodes while the owner of this machine uses it.",
+        env=True,
+    )
+    audit: float = flag(
+        0.5,
+        "--audit PERCENT",
+        "Time that stages of a ring led here are audited for wrong bits; 0 for never.",
+        env=True,
+        min=0,
+        max=50,
+    )
     peer: Peer = None
     no_mdns: NoMdns = False
-    no_spin: Annotated[
-        bool,
-        option(
-            "--no-spin",
-            "Let processors sleep while the next step is awaited, as on battery.",
-            env=True,
-        ),
-    ] = False
+    no_spin: bool = flag(
+        False,
+        "--no-spin",
+        "Let processors sleep while the next step is awaited, as on battery.",
+        env=True,
+    )
     offline: Offline = False
     model_folder: ModelFolder = None
-    http: Annotated[
-        str,
-        option("--http H:P", "Serve HTTP at this address too, as `shardnet serve` does.", env=True),
-    ] = ""
+    http: str = flag(
+        "", "--http H:P", "Serve HTTP at this address too, as `shardnet serve` does.", env=True
+    )
 
     def check(self) -> None:
         """Raise typer.BadParameter for a wrong value, before anything else is imported."""

@@ -10,11 +10,13 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from inspect import Parameter, Signature
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_origin, get_type_hints
 
 import typer
 
 from .completion import Complete, one_of
+
+T = TypeVar("T")
 
 
 def option(
@@ -47,11 +49,17 @@ def option(
     )
 
 
+def flag(default: T, spelled: str, help: str, **more: Any) -> T:
+    """Make a field of a group that is a flag; the other arguments are those of `option`."""
+    metadata = {"option": option(spelled, help, **more)}
+    return cast("T", dataclasses.field(default=default, metadata=metadata))
+
+
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each dataclass parameter of `command` by the flags among its fields, for typer.
 
-    A field is a flag if its type is Annotated; the others keep their defaults, so a subclass
-    removes a flag by giving the field its plain type. The command receives the dataclass.
+    A field is a flag if `flag` made it or its type is Annotated; others keep their defaults, so a
+    subclass removes a flag with a plain default. The command receives the dataclass.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, tuple[type[Any], list[str]]] = {}
@@ -81,11 +89,14 @@ def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
 def _flags(group: type[Any]) -> Iterator[Parameter]:
     hints = get_type_hints(group, include_extras=True)
     for field in dataclasses.fields(group):
-        if get_origin(hints[field.name]) is Annotated:
+        hint = hints[field.name]
+        if "option" in field.metadata:
+            hint = Annotated[hint, field.metadata["option"]]
+        if get_origin(hint) is Annotated:
             assert field.default is not dataclasses.MISSING, f"--{field.name} needs a default"
             yield Parameter(
                 field.name,
                 Parameter.KEYWORD_ONLY,
-                annotation=hints[field.name],
+                annotation=hint,
                 default=field.default,
             )

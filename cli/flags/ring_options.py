@@ -23,7 +23,7 @@ from shardnet.wire.messages.plans import AdapterScale, ModelChoice, NamedAdapter
 
 from .cluster_access import Access
 from .completion import model_names, one_of
-from .option_groups import option
+from .option_groups import flag
 from .options import (
     IgnoreUnknownConfig,
     ModelFolder,
@@ -68,153 +68,123 @@ class Wanted:
 class RingOptions:
     """The flags, in the order in which --help shows them. "" and 0 where one was not given."""
 
-    model: Annotated[
-        str,
-        option(
-            "--model PATH|NAME",
-            "Checkpoint folder, GGUF file, name or part of one that `shardnet models` lists, or a "
-            "model of the Hugging Face Hub, ORG/NAME[:GGUF]. Nodes without it fetch it from one "
-            "that has it, else from the Hub. Default: the bundled model.",
-            env=True,
-            words=model_names,
-            hides_default=True,
-        ),
-    ] = DEFAULT_MODEL_NAME
+    model: str = flag(
+        DEFAULT_MODEL_NAME,
+        "--model PATH|NAME",
+        "Checkpoint folder, GGUF file, name or part of one that `shardnet models` lists, or a "
+        "model of the Hugging Face Hub, ORG/NAME[:GGUF]. Nodes without it fetch it from one "
+        "that has it, else from the Hub. Default: the bundled model.",
+        env=True,
+        words=model_names,
+        hides_default=True,
+    )
     nodes: Nodes = ""
-    local: Annotated[
-        int,
-        option(
-            "--local N",
-            "Start N node processes on this machine for this run.",
-            env=True,
-            min=0,
-            hides_default=True,
-        ),
-    ] = 0
+    local: int = flag(
+        0,
+        "--local N",
+        "Start N node processes on this machine for this run.",
+        env=True,
+        min=0,
+        hides_default=True,
+    )
     peer: Peer = None
     no_mdns: NoMdns = False
     offline: Offline = False
     model_folder: ModelFolder = None
-    layers: Annotated[
-        str,
-        option(
-            "--layers 0-8,8-12",
-            "Layers of each stage in ring order; 0-8 are the layers 0 to 7.",
-            env=True,
-        ),
-    ] = ""
-    context: Annotated[
-        int,
-        option(
-            "--context N",
-            "Most tokens of one sequence. Default: the smaller of the model's and 8192.",
-            env=True,
-            min=0,
-            hides_default=True,
-        ),
-    ] = 0
-    dtype: Annotated[
-        str,
-        option(
-            "--dtype auto|bfloat16|float16|float32",
-            "Data type that the ring computes in.",
-            env=True,
-        ),
-    ] = "auto"
-    wire_dtype: Annotated[
-        str,
-        option(
-            "--wire-dtype bfloat16|float16|int8|LINK=…",
-            "Quantise activations on every link, or on those named: slow=int8, 0-1=int8, "
-            "desk-pi=int8, gather=int8 for parts of layers; `plan` measures the error. Default: "
-            "the ring's dtype.",
-            env=True,
-            words=one_of("bfloat16", "float16", "int8", "slow=int8"),
-        ),
-    ] = ""
-    arith: Annotated[
-        str,
-        option(
-            "--arith auto|portable|fast|onednn",
-            "How CPUs compute: portable gives the same bits on all, fast uses bfloat16 "
-            "instructions, onednn torch's kernels. Default: portable where the ring's CPUs are "
-            "unlike.",
-            env=True,
-        ),
-    ] = "auto"
-    quant: Annotated[
-        str,
-        option(
-            "--quant none|int8|int4",
-            "Quantise weights at load: about half the memory with int8, a quarter with int4, which "
-            "costs quality; and faster.",
-            env=True,
-        ),
-    ] = "none"
-    kv_dtype: Annotated[
-        str,
-        option(
-            "--kv-dtype auto|int8",
-            "Quantise keys and values: about half the memory of a long context.",
-            env=True,
-        ),
-    ] = "auto"
-    mtp: Annotated[
-        bool,
-        option(
-            "--mtp",
-            "Load the layer of the model that predicts further tokens, for --speculate mtp, which "
-            "asks for it too.",
-            env=True,
-        ),
-    ] = False
-    stream_layers: Annotated[
-        str,
-        option(
-            "--stream-layers auto|N",
-            "Read layers from disk at every step: N of each stage, or as few as make it fit.",
-            env=True,
-        ),
-    ] = ""
+    layers: str = flag(
+        "",
+        "--layers 0-8,8-12",
+        "Layers of each stage in ring order; 0-8 are the layers 0 to 7.",
+        env=True,
+    )
+    context: int = flag(
+        0,
+        "--context N",
+        "Most tokens of one sequence. Default: the smaller of the model's and 8192.",
+        env=True,
+        min=0,
+        hides_default=True,
+    )
+    dtype: str = flag(
+        "auto",
+        "--dtype auto|bfloat16|float16|float32",
+        "Data type that the ring computes in.",
+        env=True,
+    )
+    wire_dtype: str = flag(
+        "",
+        "--wire-dtype bfloat16|float16|int8|LINK=…",
+        "Quantise activations on every link, or on those named: slow=int8, 0-1=int8, "
+        "desk-pi=int8, gather=int8 for parts of layers; `plan` measures the error. Default: "
+        "the ring's dtype.",
+        env=True,
+        words=one_of("bfloat16", "float16", "int8", "slow=int8"),
+    )
+    arith: str = flag(
+        "auto",
+        "--arith auto|portable|fast|onednn",
+        "How CPUs compute: portable gives the same bits on all, fast uses bfloat16 "
+        "instructions, onednn torch's kernels. Default: portable where the ring's CPUs are "
+        "unlike.",
+        env=True,
+    )
+    quant: str = flag(
+        "none",
+        "--quant none|int8|int4",
+        "Quantise weights at load: about half the memory with int8, a quarter with int4, which "
+        "costs quality; and faster.",
+        env=True,
+    )
+    kv_dtype: str = flag(
+        "auto",
+        "--kv-dtype auto|int8",
+        "Quantise keys and values: about half the memory of a long context.",
+        env=True,
+    )
+    mtp: bool = flag(
+        False,
+        "--mtp",
+        "Load the layer of the model that predicts further tokens, for --speculate mtp, which "
+        "asks for it too.",
+        env=True,
+    )
+    stream_layers: str = flag(
+        "",
+        "--stream-layers auto|N",
+        "Read layers from disk at every step: N of each stage, or as few as make it fit.",
+        env=True,
+    )
     ignore_unknown_config: IgnoreUnknownConfig = False
-    threads: Annotated[
-        int,
-        option(
-            "--threads N",
-            "Compute threads per node. Default: its share of the machine's cores.",
-            env=True,
-            min=0,
-            hides_default=True,
-        ),
-    ] = 0
-    optimise: Annotated[
-        str,
-        option(
-            "--optimise latency|throughput",
-            "Plan for the speed of one sequence (default), or of many at once: then nodes may make "
-            "several rings, each with the whole model, behind one head.",
-            env=True,
-        ),
-    ] = ""
-    standby: Annotated[
-        str,
-        option(
-            "--standby off|auto",
-            "Nodes with memory to spare hold a neighbour's layers and follow its KV cache, to go "
-            "on in its place when it is lost.",
-            env=True,
-        ),
-    ] = "off"
-    nodes_per_stage: Annotated[
-        str,
-        option(
-            "--nodes-per-stage auto|N",
-            "How many nodes share each layer, over a fast network: auto where no nodes are named "
-            "and it was measured to pay.",
-            env=True,
-            words=one_of("auto", "1", "2"),
-        ),
-    ] = "auto"
+    threads: int = flag(
+        0,
+        "--threads N",
+        "Compute threads per node. Default: its share of the machine's cores.",
+        env=True,
+        min=0,
+        hides_default=True,
+    )
+    optimise: str = flag(
+        "",
+        "--optimise latency|throughput",
+        "Plan for the speed of one sequence (default), or of many at once: then nodes may make "
+        "several rings, each with the whole model, behind one head.",
+        env=True,
+    )
+    standby: str = flag(
+        "off",
+        "--standby off|auto",
+        "Nodes with memory to spare hold a neighbour's layers and follow its KV cache, to go "
+        "on in its place when it is lost.",
+        env=True,
+    )
+    nodes_per_stage: str = flag(
+        "auto",
+        "--nodes-per-stage auto|N",
+        "How many nodes share each layer, over a fast network: auto where no nodes are named "
+        "and it was measured to pay.",
+        env=True,
+        words=one_of("auto", "1", "2"),
+    )
 
     lora: Annotated[
         list[str] | None,
