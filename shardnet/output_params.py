@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 import itertools
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+from msgspec import Meta
+from msgspec.structs import replace
 
 from shardnet.errors import SamplingError
-from shardnet.sampling_params import MAX_LOGPROBS
+from shardnet.sampling_params import MAX_LOGPROBS, NLogprobs
+from shardnet.types import MAX_LAYERS, U32, LayerNumber, Strict
 
 ALL_ROWS = 0
 
@@ -46,8 +50,7 @@ class RoutingShape:
         return self.n_layers * self.top_k
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputParams:
+class OutputParams(Strict, frozen=True, kw_only=True):
     """What a sequence gives beside its tokens.
 
     Its rows are those of its prompt and of all new tokens but the last: what one forward pass over
@@ -60,13 +63,13 @@ class OutputParams:
     `routing` all rows give the experts they visited, layer by layer.
     """
 
-    n_prompt_logprobs: int | None = None
-    logit_rows: int | None = None
-    hidden_rows: int | None = None
+    n_prompt_logprobs: NLogprobs | None = None
+    logit_rows: U32 | None = None
+    hidden_rows: U32 | None = None
     hidden_mean: bool = False
     before_norm: bool = False
     routing: bool = False
-    hidden_layers: tuple[int, ...] = ()
+    hidden_layers: Annotated[tuple[LayerNumber, ...], Meta(max_length=MAX_LAYERS)] = ()
     every_layer: bool = False
 
     @property

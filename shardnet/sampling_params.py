@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from shardnet.errors import SamplingError
+from shardnet.types import U32, U64, Strict
 
 MAX_LOGPROBS = 100
+NLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 MAX_LOGIT_BIASES = 1024
@@ -28,6 +33,12 @@ MAX_SEED = 2**64 - 1
 MAX_SAMPLE_INDEX = 2**32 - 1
 
 
+Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+
 _NUMBERS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "min_tokens", "seed", "sample_index"),
@@ -35,29 +46,29 @@ _NUMBERS = (
 """Of the parameters of sampling those that are always one number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Strict, frozen=True, kw_only=True):
     """How the tail chooses a token; docs/protocol.md, "Sampling", says what each does, in order.
 
     Temperature 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, a repetition penalty of 1 and other
     penalties of 0 are off. `logit_bias` has (token id, what is added to its logit). Before
     `min_tokens` are made no stop id is. `sample_index` distinguishes equal prompts with one seed
     (design decision 3). `n_logprobs` is None when no logprobs are asked for, else how many top
-    entries go with each token's own.
+    entries go with each token's own. Bounds of types hold for what comes from peers; `check` says
+    what a program may give.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
-    seed: int = 0
-    sample_index: int = 0
-    n_logprobs: int | None = None
+    temperature: Temperature = 0.0
+    top_k: U32 = 0
+    top_p: Probability = 1.0
+    min_p: Probability = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[tuple[tuple[U32, Bias], ...], Meta(max_length=MAX_LOGIT_BIASES)] = ()
+    min_tokens: U32 = 0
+    seed: U64 = 0
+    sample_index: U32 = 0
+    n_logprobs: NLogprobs | None = None
 
     def check(self) -> None:
         """Raise SamplingError that names the first parameter outside its range."""

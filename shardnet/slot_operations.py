@@ -1,12 +1,14 @@
-"""What changes the slots of every stage: sequences take them, leave them, free them."""
+"""What changes the slots of every stage, as it travels: sequences take, leave and free them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from shardnet.output_params import NO_OUTPUTS, OutputParams
-from shardnet.sampling_params import SamplingParams
-from shardnet.types import SequenceId, SlotId
+from shardnet.sampling_params import MAX_STOP_IDS, SamplingParams
+from shardnet.types import U32, BlockKeys, Digest, Positions, Row, SequenceId, SlotId, Tagged
 
 MAX_DRAFTS = 31
 """Draft tokens of a sequence in one step."""
@@ -16,58 +18,58 @@ MAX_ADAPTERS = 16
 """LoRA adapters that a ring can have."""
 MAX_ADAPTER_SCALE = 100.0
 
+Sequence = Annotated[SequenceId, Meta(ge=0)]
+Slot = Annotated[SlotId, Meta(ge=0, le=2**32 - 1)]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterUse:
+
+class AdapterUse(Row, frozen=True, array_like=True):
     """An adapter of a sequence, by its id, and what its part is multiplied by."""
 
-    adapter_id: str
-    scale: float = 1.0
+    adapter_id: Digest
+    scale: Annotated[float, Meta(ge=-MAX_ADAPTER_SCALE, le=MAX_ADAPTER_SCALE)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenSequence:
+class OpenSequence(Tagged, frozen=True, kw_only=True):
     """A slot operation: a sequence takes a slot.
 
     Its first `n_kept` positions stay as they are, are copied from the slot `source`, or with
     `is_restored` are those that every stage has read from its disk for this sequence. Its output
     begins at position `n_prompt`; `stop_ids` are those that `min_tokens` holds back. Only the tail
     uses `sampling` and `stop_ids`, and makes at most `n_drafts` drafts behind a sampled token.
-    Every stage adds the `adapters` to the sequence's rows, whose positions so far had the same.
+    Every stage adds the `adapters`, each once, to the sequence's rows, whose positions so far had
+    the same.
     """
 
-    sequence_id: SequenceId
-    slot: SlotId
+    sequence_id: Sequence
+    slot: Slot
     sampling: SamplingParams
-    n_kept: int = 0
-    source: SlotId | None = None
-    is_restored: bool = False
-    n_prompt: int = 0
-    stop_ids: tuple[int, ...] = ()
+    n_kept: Positions = 0
+    source: Slot | None = None
+    n_prompt: Positions = 0
+    stop_ids: Annotated[tuple[U32, ...], Meta(max_length=MAX_STOP_IDS)] = ()
     outputs: OutputParams = NO_OUTPUTS
-    n_drafts: int = 0
-    adapters: tuple[AdapterUse, ...] = ()
+    is_restored: bool = False
+    n_drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
+    adapters: Annotated[tuple[AdapterUse, ...], Meta(max_length=MAX_ADAPTERS)] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseSequence:
+class CloseSequence(Tagged, frozen=True, kw_only=True):
     """A slot operation: a sequence leaves its slot.
 
     The slot keeps the first `n_kept` positions for another sequence; with 0 it is free. Its first
-    blocks are kept on disk too, under the keys `stored`.
+    blocks are written to disk under the keys `stored`, where they are not there yet.
     """
 
-    sequence_id: SequenceId
-    slot: SlotId
-    n_kept: int = 0
-    stored: tuple[bytes, ...] = ()
+    sequence_id: Sequence
+    slot: Slot
+    n_kept: Positions = 0
+    stored: BlockKeys = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FreeSlot:
+class FreeSlot(Tagged, frozen=True, kw_only=True):
     """A slot operation: a slot that no sequence owns gives its positions and blocks back."""
 
-    slot: SlotId
+    slot: Slot
 
 
 SlotOperation = OpenSequence | CloseSequence | FreeSlot

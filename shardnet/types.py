@@ -1,4 +1,4 @@
-"""The plain values every room shares: ids, layer ranges, dtypes, row groups, micro-batches.
+"""The plain values every room shares: ids, bounds of numbers, layer ranges, dtypes, micro-batches.
 
 Knows nothing of bytes, tensors or sockets, and imports neither torch nor numpy.
 """
@@ -9,9 +9,10 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Final, NewType, TypeVar
+from typing import Annotated, Final, NewType, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from shardnet.constraints import RowMask
 from shardnet.errors import UsageError
@@ -77,6 +78,35 @@ STATE_SLOTS = 8
 
 How long its sequence is makes no difference, so that room for states is not booked in blocks.
 """
+
+U32_MAX: Final = 2**32 - 1
+MAX_LAYERS: Final = 10_000
+MAX_POSITIONS: Final = 1 << 24
+
+U32 = Annotated[int, Meta(ge=0, le=U32_MAX)]
+U64 = Annotated[int, Meta(ge=0)]
+"""Its upper bound is that of msgpack."""
+Positions = Annotated[int, Meta(ge=0, le=MAX_POSITIONS)]
+LayerNumber = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
+Digest = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9a-f]{64}\Z")]
+"""SHA-256 in hex. The id of a model is one."""
+
+
+BlockKey = Annotated[bytes, Meta(max_length=BLOCK_KEY_BYTES)]
+"""Stands for all tokens of a prompt up to the end of one block, on one ring."""
+BlockKeys = Annotated[tuple[BlockKey, ...], Meta(max_length=MAX_STORED_BLOCKS)]
+
+
+class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A map with exactly these keys."""
+
+
+class Tagged(Strict, frozen=True, kw_only=True, tag=True, tag_field="type"):
+    """A member of a union: the key `type` holds the class name."""
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An array with exactly these elements, in this order."""
 
 
 _Names = TypeVar("_Names", bound=enum.Enum)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -46,30 +46,25 @@ class _Totals:
     context: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class Conversation:
     """The messages so far, and the options with which the next answer is generated.
 
     At a terminal answers are rendered as markdown, unless `plain`.
     """
 
-    def __init__(
-        self,
-        client: BlockingClient,
-        sampling: SamplingParams,
-        options: GenerationOptions,
-        system: str,
-        *,
-        plain: bool = False,
-    ) -> None:
-        self._client = client
-        self._sampling = sampling
-        self._options = options
+    client: BlockingClient
+    sampling: SamplingParams
+    options: GenerationOptions
+    system: str
+    _: KW_ONLY
+    plain: bool = False
+
+    def __post_init__(self) -> None:
         self._messages: list[Message] = []
         self._n_retries = 0
         self._ring_is_known = False
-        self._plain = plain
         self._totals = _Totals()
-        self.system = system
 
     @property
     def messages(self) -> list[Message]:
@@ -98,7 +93,7 @@ class Conversation:
         asked = [place for place, said in enumerate(self._messages) if said["role"] == "user"]
         if not asked:
             raise UsageError("there is no message yet that could be answered once more")
-        if not self._sampling.temperature:
+        if not self.sampling.temperature:
             say("(temperature 0 always takes the most likely token: the answer is the same)")
         before, self._messages = self._messages, self._messages[: asked[-1]]
         self._n_retries += 1
@@ -134,9 +129,9 @@ class Conversation:
 
     def _answer(self, text: str) -> None:
         asked: Message = {"role": "user", "content": text}
-        answer, shown, closing = "", open_answer(plain=self._plain), ""
-        sampling = replace(
-            self._sampling, sample_index=self._sampling.sample_index + self._n_retries
+        answer, shown, closing = "", open_answer(plain=self.plain), ""
+        sampling = msgspec.structs.replace(
+            self.sampling, sample_index=self.sampling.sample_index + self._n_retries
         )
         self._totals.n_answers += 1
         try:
@@ -148,12 +143,12 @@ class Conversation:
                         bars.expect(plan)
                         self._say_recommended(plan.recommended)
 
-                events = self._client.generate(
+                events = self.client.generate(
                     [*self.messages, asked],
                     sampling,
                     on_plan=on_plan,
                     on_loading=bars.update,
-                    **self._options,
+                    **self.options,
                 )
                 with contextlib.closing(events):
                     for event in events:
@@ -179,7 +174,7 @@ class Conversation:
         self._messages += [asked, {"role": "assistant", "content": answer}]
 
     def _say_recommended(self, recommended: RecommendedSampling | None) -> None:
-        words = recommended_words(recommended, self._options.get("recommended", ()))
+        words = recommended_words(recommended, self.options.get("recommended", ()))
         if words:
             say(f"sampling as the model recommends: {words}")
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -154,7 +153,7 @@ def _read_object(said: PromptLine, sampling: SamplingParams) -> Prompt:
         options["constraint"] = constraint
     return Prompt(
         given[0],  # type: ignore[arg-type]  # messages are checked when they are asked
-        sampling=replace(sampling, **changes) if changes else None,
+        sampling=msgspec.structs.replace(sampling, **changes) if changes else None,
         sample_index=said.sample_index,
         options=options,  # type: ignore[arg-type]  # these are its keys
     )

@@ -6,11 +6,12 @@ Knows each flag once, and what it becomes in a request. Must not know prompts or
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, cast, get_args
 
 import typer
+from msgspec import structs
 
 from shardnet.api.requests import GenerationOptions, name_model
 from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS, Constraint, ConstraintKind
@@ -19,7 +20,7 @@ from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.generation import RecommendedName
 from shardnet.wire.messages.plans import ModelChoice
 
-from .option_groups import option
+from .option_groups import flag, option
 from .options import check_choice
 
 RECOMMENDED: Final[tuple[RecommendedName, ...]] = get_args(RecommendedName)
@@ -37,129 +38,86 @@ class SamplingOptions:
     DEFAULTS: ClassVar[SamplingParams] = SamplingParams()
     """What holds for flags that were not given, of those that models recommend."""
 
-    system: Annotated[
-        str,
-        option("--system TEXT", "System message of the conversation."),
-    ] = ""
+    system: str = flag("", "--system TEXT", "System message of the conversation.")
     max_tokens: MaxTokens = 256
-    min_tokens: Annotated[
-        int,
-        option("--min-tokens N", "Sample no stop id before this many tokens."),
-    ] = 0
-    temperature: Annotated[
-        float | None,
-        option(
-            "--temperature X",
-            "0 always takes the most likely token. Default: 0; in chat as the model recommends, "
-            "else 0.7.",
-        ),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        option("--top-k K", "Sample from the K most likely tokens; 0 is off."),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        option("--top-p P", "Sample from the most likely tokens whose probabilities sum up to P."),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        option(
-            "--min-p P", "Sample from tokens at least P times as likely as the most likely one."
-        ),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        option(
-            "--repetition-penalty X",
-            "Above 1: make tokens of the prompt and the output less likely; 1 is off.",
-        ),
-    ] = None
-    presence_penalty: Annotated[
-        float,
-        option("--presence-penalty X", "Lower the logit of tokens of the output by X."),
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float,
-        option(
-            "--frequency-penalty X",
-            "Lower the logit of tokens of the output by X for each time they occur.",
-        ),
-    ] = 0.0
-    logit_bias: Annotated[
-        list[str] | None,
-        option(
-            "--logit-bias ID=X",
-            "Add X, from -100 to 100, to a token's logit; may be given several times.",
-        ),
-    ] = None
-    seed: Annotated[
-        int | None,
-        option(
-            "--seed N",
-            "Seed of the draws; the same one gives the same text. Default: random, reported.",
-        ),
-    ] = None
-    stop: Annotated[
-        list[str] | None,
-        option("--stop STR", "Stop before this text; may be given several times."),
-    ] = None
-    stop_token_id: Annotated[
-        list[int] | None,
-        option("--stop-token-id ID", "Stop after this token; may be given several times.", min=0),
-    ] = None
-    ignore_eos: Annotated[bool, option("--ignore-eos", "Continue where the model would end.")] = (
-        False
+    min_tokens: int = flag(0, "--min-tokens N", "Sample no stop id before this many tokens.")
+    temperature: float | None = flag(
+        None,
+        "--temperature X",
+        "0 always takes the most likely token. Default: 0; in chat as the model recommends, "
+        "else 0.7.",
     )
-    bos: Annotated[
-        str,
-        option(
-            "--bos auto|on|off", "Prepend the BOS token: as the tokenizer says, always, or never."
-        ),
-    ] = "auto"
-    keep_special_tokens: Annotated[
-        bool, option("--keep-special-tokens", "Show special tokens in the text.")
-    ] = False
-    json_schema: Annotated[
-        str,
-        option(
-            "--json-schema FILE|JSON",
-            "Write JSON that is valid by this schema, a file or its text.",
-        ),
-    ] = ""
-    regex: Annotated[
-        str,
-        option("--regex RE", "Write what this regular expression matches as a whole."),
-    ] = ""
-    grammar: Annotated[
-        str,
-        option("--grammar FILE", "Write what this grammar, in Lark's form, matches."),
-    ] = ""
-    speculate: Annotated[
-        str,
-        option(
-            "--speculate off|ngram|mtp|PATH",
-            "Draft tokens and verify several at once: by look-up in the text, by the layer of the "
-            "model that predicts further tokens, or by the small model at PATH on the head.",
-            env=True,
-        ),
-    ] = "off"
-    draft_tokens: Annotated[
-        int,
-        option(
-            "--draft-tokens N",
-            "Draft at most N tokens at once. Default: as many as pay off.",
-            min=0,
-            hides_default=True,
-        ),
-    ] = 0
-    deterministic: Annotated[
-        bool,
-        option(
-            "--deterministic",
-            "Give the same tokens whatever else runs, with speculation or without; slower.",
-        ),
-    ] = False
+    top_k: int | None = flag(None, "--top-k K", "Sample from the K most likely tokens; 0 is off.")
+    top_p: float | None = flag(
+        None, "--top-p P", "Sample from the most likely tokens whose probabilities sum up to P."
+    )
+    min_p: float | None = flag(
+        None, "--min-p P", "Sample from tokens at least P times as likely as the most likely one."
+    )
+    repetition_penalty: float | None = flag(
+        None,
+        "--repetition-penalty X",
+        "Above 1: make tokens of the prompt and the output less likely; 1 is off.",
+    )
+    presence_penalty: float = flag(
+        0.0, "--presence-penalty X", "Lower the logit of tokens of the output by X."
+    )
+    frequency_penalty: float = flag(
+        0.0,
+        "--frequency-penalty X",
+        "Lower the logit of tokens of the output by X for each time they occur.",
+    )
+    logit_bias: list[str] | None = flag(
+        None,
+        "--logit-bias ID=X",
+        "Add X, from -100 to 100, to a token's logit; may be given several times.",
+    )
+    seed: int | None = flag(
+        None,
+        "--seed N",
+        "Seed of the draws; the same one gives the same text. Default: random, reported.",
+    )
+    stop: list[str] | None = flag(
+        None, "--stop STR", "Stop before this text; may be given several times."
+    )
+    stop_token_id: list[int] | None = flag(
+        None, "--stop-token-id ID", "Stop after this token; may be given several times.", min=0
+    )
+    ignore_eos: bool = flag(False, "--ignore-eos", "Continue where the model would end.")
+    bos: str = flag(
+        "auto",
+        "--bos auto|on|off",
+        "Prepend the BOS token: as the tokenizer says, always, or never.",
+    )
+    keep_special_tokens: bool = flag(
+        False, "--keep-special-tokens", "Show special tokens in the text."
+    )
+    json_schema: str = flag(
+        "",
+        "--json-schema FILE|JSON",
+        "Write JSON that is valid by this schema, a file or its text.",
+    )
+    regex: str = flag("", "--regex RE", "Write what this regular expression matches as a whole.")
+    grammar: str = flag("", "--grammar FILE", "Write what this grammar, in Lark's form, matches.")
+    speculate: str = flag(
+        "off",
+        "--speculate off|ngram|mtp|PATH",
+        "Draft tokens and verify several at once: by look-up in the text, by the layer of the "
+        "model that predicts further tokens, or by the small model at PATH on the head.",
+        env=True,
+    )
+    draft_tokens: int = flag(
+        0,
+        "--draft-tokens N",
+        "Draft at most N tokens at once. Default: as many as pay off.",
+        min=0,
+        hides_default=True,
+    )
+    deterministic: bool = flag(
+        False,
+        "--deterministic",
+        "Give the same tokens whatever else runs, with speculation or without; slower.",
+    )
 
     use_lora: Annotated[
         list[str] | None,
@@ -190,7 +148,7 @@ class SamplingOptions:
         Raises typer.BadParameter for a value outside its range.
         """
         given: dict[str, Any] = {name: getattr(self, name) for name in RECOMMENDED}
-        params = replace(
+        params = structs.replace(
             self.DEFAULTS,
             **{name: value for name, value in given.items() if value is not None},
             presence_penalty=self.presence_penalty,
@@ -240,15 +198,15 @@ class SamplingOptions:
         said = [(flag, kind, text) for flag, kind, text in given if text]
         if len(said) > 1:
             raise typer.BadParameter(f"choose one of {' and '.join(flag for flag, _, _ in said)}")
-        for flag, kind, text in said:
-            is_file = flag == "--grammar" or (flag == "--json-schema" and text.strip()[:1] != "{")
+        for name, kind, text in said:
+            is_file = name == "--grammar" or (name == "--json-schema" and text.strip()[:1] != "{")
             constraint = Constraint(
-                kind=cast("ConstraintKind", kind), text=_read(flag, text) if is_file else text
+                kind=cast("ConstraintKind", kind), text=_read(name, text) if is_file else text
             )
             try:
                 constraint.check()
             except UsageError as error:
-                raise typer.BadParameter(str(error), param_hint=flag) from error
+                raise typer.BadParameter(str(error), param_hint=name) from error
             return constraint
         return None
 

@@ -31,6 +31,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.machine.profile import available_cores
 from shardnet.model.kernels.linear import KernelChoice, probe
 from shardnet.runtime.stage.executor import Executor
+from shardnet.sampling_params import SamplingParams
 from shardnet.stage.estimate.memory_estimate import WeightForm, read_bytes_per_step
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
@@ -44,7 +45,6 @@ from shardnet.types import (
 )
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet.wire.messages.sequences import Sampling
 from shardnet_cli.finding.target import local_processes
 from shardnet_cli.flags.cluster_access import Access
 
@@ -241,7 +241,7 @@ def _message(
             layers=[(part.start, part.end) for part in layers],
             dtype=choice.dtype.value,
         ),
-        sampling=Sampling(),
+        sampling=SamplingParams(),
         token_ids=_prompt(settings, vocab_size),
         max_tokens=settings.n_tokens,
         ignore_eos=True,

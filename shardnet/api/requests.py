@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, TypeGuard, Unpack
 
@@ -32,7 +32,6 @@ from shardnet.wire.messages.generation import (
     Unload,
 )
 from shardnet.wire.messages.plans import AdapterScale, ModelChoice, PlanRequest
-from shardnet.wire.messages.sequences import Outputs, Sampling
 from shardnet.wire.messages.stages import Drain
 from shardnet.wire.messages.tokens import Detokenize, Encode, Tokenize
 
@@ -260,8 +259,8 @@ def _no_prompt(value: object) -> UsageError:
 def _params(prompt: Prompt, sampling: SamplingParams, number: int, sample: int) -> SamplingParams:
     params = prompt.sampling or sampling
     if prompt.sample_index is not None:
-        return replace(params, sample_index=prompt.sample_index + sample)
-    return replace(params, sample_index=params.sample_index + number)
+        return msgspec.structs.replace(params, sample_index=prompt.sample_index + sample)
+    return msgspec.structs.replace(params, sample_index=params.sample_index + number)
 
 
 def _message(
@@ -277,7 +276,7 @@ def _message(
     fields: dict[str, Any] = {**options, **_prompt_field(prompt.content)}
     if "outputs" in options:
         options["outputs"].check()
-        fields["outputs"] = Outputs.of(options["outputs"])
+        fields["outputs"] = options["outputs"]
     if "tools" in options:
         fields["tools"] = _tools_text(options["tools"])
     if "template_options" in options:
@@ -285,12 +284,12 @@ def _message(
     constraint = options.get("constraint")
     if constraint is not None:
         constraint.check()
-        fields["constraint"] = generation.Constraint.of(constraint)
+        fields["constraint"] = generation.Constraint(kind=constraint.kind, text=constraint.text)
     try:
         message = Generate(
             request=0,
             choice=choice,
-            sampling=Sampling.of(params),
+            sampling=params,
             **fields,
         )
     except TypeError as error:

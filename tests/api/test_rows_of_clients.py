@@ -71,7 +71,7 @@ def test_pieces_come_as_events_and_whole_in_the_result() -> None:
         rows(9, 7, kind="hidden", width=1),
     )
     events = told(node)
-    assert node.asked[0].outputs.params() == EVERYTHING
+    assert node.asked[0].outputs == EVERYTHING
     assert [event.prompt_logprobs and len(event.prompt_logprobs) for event in events[:3]] == [
         2,
         None,

@@ -8,10 +8,10 @@ from shardnet.api.events import ActiveRequest
 from shardnet.api.requests import Request
 from shardnet.api.running_request import Answer, RunningRequest
 from shardnet.errors import LinkError
+from shardnet.sampling_params import SamplingParams
 from shardnet.types import LiveState
 from shardnet.wire.messages.generation import Generate, StateChanged, TextPiece
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet.wire.messages.sequences import Sampling
 
 CHOICE = ModelChoice(model="m")
 
@@ -30,7 +30,7 @@ CHOICE = ModelChoice(model="m")
 def test_what_shows_that_another_node_goes_on(answer: Answer, goes_on: bool) -> None:
     """From then on the next loss has the whole time again: a long prompt makes no text for long."""
     message = Generate(
-        request=1, choice=CHOICE, sampling=Sampling(), prompt="a", max_tokens=9, key="k"
+        request=1, choice=CHOICE, sampling=SamplingParams(), prompt="a", max_tokens=9, key="k"
     )
     request = Request(index=0, sample=0, message=message)
     view = ActiveRequest(request_id=1, index=0, sample=0)

@@ -14,7 +14,6 @@ from shardnet.cluster.head.requests import sampling_params
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet.wire.messages.sequences import Sampling
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,7 @@ def test_a_request_gets_what_it_leaves_to_the_makers() -> None:
     asked = Generate(
         request=0,
         choice=ModelChoice(model="m"),
-        sampling=Sampling.of(given),
+        sampling=given,
         recommended=["top_p", "min_p"],
     )
     assert sampling_params(asked, lead) == SamplingParams(

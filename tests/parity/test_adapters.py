@@ -123,7 +123,7 @@ def test_an_adapter_gives_what_the_merged_model_gives(
     merged = merge(base, adapter, tmp_path / "merged")
     ranges = even_split(4, n_stages)
     ours = AdaptedChain.of(base, ranges, [loaded("a", adapter, base, tmp_path)])
-    ours.uses = dict.fromkeys(range(3), (AdapterUse(adapter_id="a"),))
+    ours.uses = dict.fromkeys(range(3), (AdapterUse(adapter_id="a", scale=1.0),))
     expected = StageChain.load(merged, ranges).generate(PROMPTS, 6)
     plain = StageChain.load(base, ranges).generate(PROMPTS, 6)
     for logits, want, without in zip(ours.generate(PROMPTS, 6), expected, plain, strict=True):
@@ -152,7 +152,7 @@ def test_in_one_batch_each_is_as_alone(
     choice = probed(CPU, dtype, DType.BFLOAT16, quantization)
     ranges = even_split(4, 2)
     together = AdaptedChain.of(base, ranges, adapters, choice)
-    a, b = AdapterUse(adapter_id="a"), AdapterUse(adapter_id="b", scale=0.5)
+    a, b = AdapterUse(adapter_id="a", scale=1.0), AdapterUse(adapter_id="b", scale=0.5)
     together.uses = {0: (a,), 2: (b,), 3: (a, b)}
     prompts = [*PROMPTS, random_prompt(7, 300, seed=70)]
     logits = together.generate(prompts, 6)
@@ -173,7 +173,7 @@ def test_an_adapter_beside_a_quantised_model(tmp_path: Path) -> None:
     ranges = even_split(4, 2)
     ours = AdaptedChain.of(quantised, ranges, [loaded("a", adapter, base, tmp_path)])
     [without, *plain] = ours.generate(PROMPTS, 6)
-    ours.uses = {0: (AdapterUse(adapter_id="a"),)}
+    ours.uses = {0: (AdapterUse(adapter_id="a", scale=1.0),)}
     [adapted, *rest] = ours.generate(PROMPTS, 6)
     assert torch.equal(adapted, one_by_one(ours, PROMPTS[:1])[0])
     assert all(torch.equal(got, want) for got, want in zip(rest, plain, strict=True))

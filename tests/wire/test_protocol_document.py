@@ -12,7 +12,7 @@ from support.protocol.protocol_examples import EXAMPLES, HELLO, INT8_STEP, STEP
 from support.protocol.protocol_notation import fields_of
 from support.strategies.wire_strategies import feed, hello, pair
 
-from shardnet import errors
+from shardnet import errors, slot_operations, types
 from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES
 from shardnet.cluster.machine.cluster_key import ClusterKey
 from shardnet.transport.identity import derive_authority_key, fingerprint, make_identity
@@ -25,7 +25,6 @@ from shardnet.wire.connection.connection import (
     PeerLeft,
     ProgressReported,
 )
-from shardnet.wire.framing import schema
 from shardnet.wire.framing.frames import PREAMBLE, FrameKind, Limits, pack_frame
 from shardnet.wire.messages import (
     activity,
@@ -70,9 +69,9 @@ CONTROL_MESSAGES = (
 )
 STRUCTS = {
     name: kind
-    for module in (handshake, sequences, extras, *CONTROL_MESSAGES, bulk)
+    for module in (handshake, sequences, slot_operations, extras, *CONTROL_MESSAGES, bulk)
     for name, kind in vars(module).items()
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and name not in vars(schema)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and name not in vars(types)
 }
 
 

@@ -25,7 +25,7 @@ from shardnet.constraints import Constraint
 from shardnet.errors import shown
 from shardnet.sampling_params import SamplingParams
 from shardnet.tokenizers.chat.chat_template import CONTINUES
-from shardnet.wire.framing.schema import MAX_POSITIONS
+from shardnet.types import MAX_POSITIONS
 from shardnet.wire.messages.plans import ModelChoice
 
 TEMPERATURE: Final = 0.8

@@ -16,7 +16,7 @@ from shardnet.api.requests import GenerationOptions
 from shardnet.api.server.errors import refused
 from shardnet.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 from shardnet.slot_operations import MAX_ADAPTER_SCALE, MAX_ADAPTERS
-from shardnet.wire.framing.schema import MAX_POSITIONS
+from shardnet.types import MAX_POSITIONS
 from shardnet.wire.messages.plans import AdapterScale, ModelChoice
 
 MAX_SAMPLES: Final = 128

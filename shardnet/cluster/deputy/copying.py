@@ -48,17 +48,14 @@ class Deputy:
     told: StandBy
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Copying:
     """What one head keeps of its requests, and sends to its deputy. `link_of` gives its links."""
 
-    def __init__(
-        self,
-        *,
-        link_of: Callable[[NodeId], ControlLink | None],
-        log: Callable[[str], None],
-    ) -> None:
-        self._link_of = link_of
-        self._log = log
+    link_of: Callable[[NodeId], ControlLink | None]
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self.book = RequestBook()
         """The requests that this node leads, or has taken over."""
         self.deputy: Deputy | None = None
@@ -83,7 +80,7 @@ class Copying:
         None if it has no key, or cannot be copied: another one with its key runs, there is no room,
         or rows of the model were asked for.
         """
-        outputs, now_s = generate.outputs.params(), time.monotonic()
+        outputs, now_s = generate.outputs, time.monotonic()
         known = self.book.find(generate.key, now_s)
         if not generate.key or outputs.asks or (known is not None and not known.end):
             return None
@@ -157,7 +154,7 @@ class Copying:
         """Note that a node does not stand by for this one; the next turn another one is asked."""
         self._refused[node] = time.monotonic() + AGAIN_S
         if self.deputy is not None and self.deputy.node == node:
-            self._log(f"{self.deputy.control.link.peer.name} does not stand by as deputy: {why}")
+            self.log(f"{self.deputy.control.link.peer.name} does not stand by as deputy: {why}")
             self.deputy = None
 
     def _standing_by(self) -> Deputy | None:
@@ -166,11 +163,11 @@ class Copying:
             return None
         told, deputy = self._describe(), self.deputy
         if deputy is not None and (deputy.told is told or deputy.told == told):
-            is_same = self._link_of(deputy.node) is deputy.control
+            is_same = self.link_of(deputy.node) is deputy.control
             if is_same and not deputy.control.link.closed:
                 return deputy
         for place in told.nodes[1:]:
-            control = self._link_of(NodeId(place.node))
+            control = self.link_of(NodeId(place.node))
             is_asked = time.monotonic() >= self._refused.get(NodeId(place.node), 0.0)
             if control is None or control.link.closed or not is_asked:
                 continue
@@ -181,13 +178,13 @@ class Copying:
                 continue
             return new
         if deputy is not None:
-            self._log("no node of the ring can stand by as deputy")
+            self.log("no node of the ring can stand by as deputy")
         return None
 
     def _appoint(self, deputy: Deputy) -> None:
         """Tell a deputy everything. Raises LinkError."""
         if self.deputy is None or self.deputy.node != deputy.node:
-            self._log(f"{deputy.control.link.peer.name} stands by as deputy")
+            self.log(f"{deputy.control.link.peer.name} stands by as deputy")
         if deputy.node not in self.appointed:
             self.appointed.append(deputy.node)
         deputy.control.send(deputy.told)

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -79,46 +80,33 @@ from shardnet.wire.messages.plans import ModelChoice, PlanRequest
 from shardnet.wire.messages.tokens import Detokenize, Tokenize, Tokenized
 
 
+@dataclass(eq=False, repr=False)
 class Clients:
-    """Serves the client messages of all control links of a node."""
+    """Serves the client messages of all control links of a node.
 
-    def __init__(
-        self,
-        head: Head,
-        planner: Planner,
-        reader: Executor,
-        disk: DiskJobs,
-        drafts: Drafts,
-        constraints: Constraints,
-        wire_loss: WireLoss,
-        lists: ModelLists,
-        encoders: Encoders,
-        copying: Copying,
-        cache: Path,
-        log: Callable[[str], None],
-    ) -> None:
-        """Take the parts that do the work.
+    `reader` is the thread that tokenises prompts, `drafts` gives draft models, `constraints` what
+    outputs must match, `wire_loss` measures what a narrower wire costs, `lists` finds models by
+    parts of their names, `encoders` are planned for too, `copying` keeps requests that have a key.
+    The last run is kept in the folder `cache` too, which `disk` writes; it also reads chat
+    templates.
+    """
 
-        `reader` is the thread that tokenises prompts, `drafts` gives draft models,
-        `constraints` what outputs must match, `wire_loss` measures what a narrower wire costs,
-        `lists` finds models by parts of their names, `encoders` are planned for too, `copying`
-        keeps requests that have a key. The last run is kept in the folder `cache` too, which
-        `disk` writes; it also reads chat templates.
-        """
-        self._head = head
-        self._planner = planner
-        self._reader = reader
-        self._disk = disk
+    head: Head
+    planner: Planner
+    reader: Executor
+    disk: DiskJobs
+    drafts: Drafts
+    constraints: Constraints
+    wire_loss: WireLoss
+    lists: ModelLists
+    encoders: Encoders
+    copying: Copying
+    cache: Path
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._outputs = OutputBudget()
-        self._drafts = drafts
-        self._constraints = constraints
-        self._wire_loss = wire_loss
-        self._lists = lists
-        self._encoders = encoders
-        self._copying = copying
         self._sets = LockstepSets()
-        self._cache = cache
-        self._log = log
         self._has_logged = False
         """Whether the log says already that the last run cannot be kept on disk."""
         self._last_run: LastRun | None = None
@@ -133,12 +121,12 @@ class Clients:
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:
         """Reply with the plan, or Redirect. A wire dtype that is asked for is measured."""
         choice = await self.settled(message.choice)
-        encoder = await self._encoders.find(choice.model)
+        encoder = await self.encoders.find(choice.model)
         if encoder is not None:
-            control.send(self._encoders.plan(message, choice.model, encoder))
+            control.send(self.encoders.plan(message, choice.model, encoder))
             return
         with self._hinting(choice):
-            plan = await self._planner.plan(
+            plan = await self.planner.plan(
                 choice,
                 lambda done, total: report_progress(
                     control, message.request, 0, "measuring", done, total
@@ -152,7 +140,7 @@ class Clients:
         elif not plan.choice.wire_dtype:
             control.send(plan.reply(message.request))
         else:
-            wire = await self._wire_loss.narrow(
+            wire = await self.wire_loss.narrow(
                 plan,
                 lambda done, total: report_progress(
                     control, message.request, 0, "loading", done, total
@@ -165,7 +153,7 @@ class Clients:
 
         Raises UsageError if there is neither.
         """
-        elsewhere = self._head.elsewhere()
+        elsewhere = self.head.elsewhere()
         if elsewhere is not None:
             control.send(Redirect(request=message.request, address=elsewhere.address))
         elif self._last_run is not None:
@@ -179,7 +167,7 @@ class Clients:
         """Free the model of the ring that this node leads, or reply Redirect."""
         choice = ModelChoice(model=message.model)
         model = (await self.settled(choice)).model if message.model else ""
-        elsewhere = await self._head.unload(model, message.idle_s)
+        elsewhere = await self.head.unload(model, message.idle_s)
         if elsewhere is None:
             control.send(Done(request=message.request))
         else:
@@ -190,9 +178,9 @@ class Clients:
 
         Raises as ModelLists.resolve.
         """
-        elsewhere = self._head.elsewhere()
-        in_use = (self._head.model, elsewhere.model if elsewhere is not None else None)
-        model = await self._lists.resolve(choice.model, in_use)
+        elsewhere = self.head.elsewhere()
+        in_use = (self.head.model, elsewhere.model if elsewhere is not None else None)
+        model = await self.lists.resolve(choice.model, in_use)
         return replace(choice, model=model, used_adapters=[])
 
     @contextlib.contextmanager
@@ -201,7 +189,7 @@ class Clients:
         try:
             yield
         except CheckpointError as error:
-            raise self._lists.hinted(choice.model, error) from error
+            raise self.lists.hinted(choice.model, error) from error
 
     async def generate(self, control: ControlLink, message: Generate) -> None:
         """Run one request and stream its tokens and rows, or reply Redirect."""
@@ -220,7 +208,7 @@ class Clients:
     ) -> None:
         """Run a request whose answer begins with `made`; the client has `n_told` tokens of it."""
         with self._sets.member(control, message) as member:
-            message.sampling.params().check()
+            message.sampling.check()
             await self._lead_and_stream(control, message, member, made, n_told)
 
     async def _lead_and_stream(
@@ -249,7 +237,7 @@ class Clients:
                 try:
                     await self._stream(control, message, member, lead, load_s, made, n_told)
                 except SupersededError as error:
-                    if message.outputs.params().asks or not error.address or control.link.closed:
+                    if message.outputs.asks or not error.address or control.link.closed:
                         raise
                     control.send(Redirect(request=message.request, address=error.address))
 
@@ -269,7 +257,7 @@ class Clients:
         """Reply with the text of token ids, or Redirect."""
         async with self.leading(control, message.request, message.choice, "text") as lead:
             if lead is not None:
-                control.send(await self._reader.run(lambda: detokenized(message, lead)))
+                control.send(await self.reader.run(lambda: detokenized(message, lead)))
 
     @contextlib.asynccontextmanager
     async def leading(
@@ -289,7 +277,7 @@ class Clients:
         async with contextlib.AsyncExitStack() as stack:
             with self._hinting(choice):
                 lead = await stack.enter_async_context(
-                    self._head.lead(
+                    self.head.lead(
                         choice,
                         tokenizer_for=tokenizer_for,
                         on_plan=on_plan,
@@ -307,7 +295,7 @@ class Clients:
         """Reply with what a client needs to know of a model's tokenizer, or Redirect."""
         async with self.leading(control, message.request, message.choice) as lead:
             if lead is not None:
-                chats = self._disk.at(f"the chat template of {lead.plan.facts.path}")
+                chats = self.disk.at(f"the chat template of {lead.plan.facts.path}")
                 job = partial(described, message, lead)
                 control.send(await chats.run(job, alive=time.monotonic))
 
@@ -317,10 +305,10 @@ class Clients:
         """Return the token ids of a prompt."""
         job = partial(prompt_ids, message, lead, may_be_long=may_be_long)
         if message.messages is None:
-            return await self._reader.run(job)
+            return await self.reader.run(job)
         # A chat template is an untrusted program: it must not delay other prompts. Its process has
         # limits of its own, so that the disk is not blamed for the time it takes.
-        chats = self._disk.at(f"the chat template of {lead.plan.facts.path}")
+        chats = self.disk.at(f"the chat template of {lead.plan.facts.path}")
         return await chats.run(job, alive=time.monotonic)
 
     async def _stream(
@@ -336,7 +324,7 @@ class Clients:
         prompt = await self._prompt(message, lead)
         spec = lead.ring.spec
         check_made(message, made, len(prompt), lead)
-        speculation = await self._drafts.speculation(
+        speculation = await self.drafts.speculation(
             message.speculate,
             message.draft_tokens,
             vocab_size=spec.vocab_size,
@@ -346,7 +334,7 @@ class Clients:
             ignore_unknown=message.choice.ignore_unknown_config,
         )
         asked = None if message.constraint is None else message.constraint.params()
-        constrained = await self._constraints.constrained(asked, lead.grammars)
+        constrained = await self.constraints.constrained(asked, lead.grammars)
         request = GenerationRequest(
             prompt=tuple(prompt),
             sampling=sampling_params(message, lead),
@@ -367,7 +355,7 @@ class Clients:
         )
         with (
             self._outputs.room_for(reserved_bytes(request, lead)),
-            self._copying.copied(
+            self.copying.copied(
                 control,
                 with_ids(message, request.prompt),
                 request.made,
@@ -388,7 +376,7 @@ class Clients:
         n_told: int,
     ) -> None:
         n_tokens, told, copied_to = 0, lead.plan, ""
-        tail = await self._reader.run(lambda: prompt_tail(request.prompt, lead))
+        tail = await self.reader.run(lambda: prompt_tail(request.prompt, lead))
         clocks = await lead.ring.clocks() if request.is_traced else []
         if member.waits:  # the client sends the others of a set when the first is accepted
             control.send(
@@ -453,12 +441,12 @@ class Clients:
             ended_at_s=time.time(),
         )
         try:
-            await self._disk.run(self._cache, lambda: write_last_run(self._cache, run))
+            await self.disk.run(self.cache, lambda: write_last_run(self.cache, run))
         except (OSError, ShardnetError) as error:
             if not self._has_logged:
-                self._log(f"the last run is not kept in {self._cache}: {error}")
+                self.log(f"the last run is not kept in {self.cache}: {error}")
             self._has_logged = True
         runs = lead.plan.disproved_by(event.alone_s, run.timing)
         if runs and lead.ring.name != self._corrected:
             self._corrected = lead.ring.name
-            await self._planner.learn(lead.plan, runs)
+            await self.planner.learn(lead.plan, runs)

@@ -6,7 +6,6 @@ Must not send anything, nor know links.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -157,7 +156,7 @@ def sampling_params(message: Generate, lead: Lead) -> SamplingParams:
     """
     made = lead.plan.facts.recommended
     left: dict[str, Any] = {name: made[name] for name in message.recommended if name in made}
-    params = replace(message.sampling.params(), **left)
+    params = structs.replace(message.sampling, **left)
     params.check()
     return params
 
@@ -265,7 +264,7 @@ def output_params(message: Generate, lead: Lead) -> OutputParams:
 
     Raises SamplingError for values outside their range and layers that the model does not have.
     """
-    params = message.outputs.params()
+    params = message.outputs
     params.check()
     return params.for_layers(lead.plan.facts.config.n_layers)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -57,6 +58,7 @@ FREE_S = 5.0
 Asked = TypeVar("Asked", Tokenize, Detokenize, DescribeTokenizer)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Router:
     """What clients ask of this node. `head` leads its own ring, `clients` answer for that.
     `encoders` are beside it.
@@ -65,31 +67,20 @@ class Router:
     address, `address_of` the address of a node. Jobs run in `tasks`, a group that outlives it.
     """
 
-    def __init__(
-        self,
-        *,
-        head: Head,
-        planner: Planner,
-        clients: Clients,
-        encoders: Encoders,
-        copying: Copying,
-        own_link: Callable[[], Awaitable[Link]],
-        link_to: Callable[[str], Awaitable[ControlLink]],
-        address_of: Callable[[NodeId], str],
-        tasks: asyncio.TaskGroup,
-        log: Callable[[str], None],
-    ) -> None:
-        self._head = head
-        self._planner = planner
-        self._clients = clients
-        self._encoders = encoders
-        self._copying = copying
-        self._own_link = own_link
-        self._link_to = link_to
-        self._address_of = address_of
-        self._log = log
-        self._jobs = SupervisedJobs(tasks, log)
-        self._keeping = Keeping(head=head, clients=clients)
+    head: Head
+    planner: Planner
+    clients: Clients
+    encoders: Encoders
+    copying: Copying
+    own_link: Callable[[], Awaitable[Link]]
+    link_to: Callable[[str], Awaitable[ControlLink]]
+    address_of: Callable[[NodeId], str]
+    tasks: asyncio.TaskGroup
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._jobs = SupervisedJobs(self.tasks, self.log)
+        self._keeping = Keeping(head=self.head, clients=self.clients)
         self._changing = asyncio.Lock()
         self._front: Front | None = None
         self._to_self: ControlLink | None = None
@@ -116,7 +107,7 @@ class Router:
     @property
     def idle_s(self) -> float | None:
         """Seconds since a request used a ring of this node, None without one."""
-        return self._head.idle_s if self._front is None else self._front.idle_s
+        return self.head.idle_s if self._front is None else self._front.idle_s
 
     async def close(self) -> None:
         """End what runs. Other rings are freed by their heads when nobody uses them."""
@@ -134,7 +125,7 @@ class Router:
             case Elsewhere(address=address):
                 control.send(Redirect(request=message.request, address=address))
             case None:
-                await self._clients.generate(control, message)
+                await self.clients.generate(control, message)
 
     async def resume(
         self, control: ControlLink, request: int, copied: CopiedRequest, n_tokens: int
@@ -144,7 +135,7 @@ class Router:
         if front is not None and front.suits(message.choice):
             await self._route(front, control, message, copied.tokens[:n_tokens], n_tokens)
         else:
-            await self._clients.resume(control, request, copied, n_tokens)
+            await self.clients.resume(control, request, copied, n_tokens)
 
     async def unload(self, model: str = "", idle_s: float = 0.0) -> None:
         """End the rings of this node and free them on every node; see Head.unload.
@@ -152,9 +143,9 @@ class Router:
         While this node rests only its own ring is freed: the others go on.
         """
         front = self._front
-        if front is None or self._head.rests:
+        if front is None or self.head.rests:
             await self._keeping.let_go()
-            await self._head.unload(model, idle_s)
+            await self.head.unload(model, idle_s)
         elif model in ("", front.choice.model):
             async with self._changing:
                 await self._end(front, idle_s)
@@ -170,28 +161,28 @@ class Router:
 
     async def _unload_for(self, control: ControlLink, message: Unload) -> None:
         if not message.model:
-            self._encoders.free_idle()
-        keeper = self._keeping.keeper(self._head.model or "")
+            self.encoders.free_idle()
+        keeper = self._keeping.keeper(self.head.model or "")
         if keeper is not None and control.link.peer.node != keeper:
-            control.send(Redirect(request=message.request, address=self._address_of(keeper)))
+            control.send(Redirect(request=message.request, address=self.address_of(keeper)))
         elif self._front is None:
-            if message.model in ("", self._head.model):
+            if message.model in ("", self.head.model):
                 await self._keeping.let_go()
-            await self._clients.unload(control, message)
+            await self.clients.unload(control, message)
         else:
             choice = ModelChoice(model=message.model)
-            model = (await self._clients.settled(choice)).model if message.model else ""
+            model = (await self.clients.settled(choice)).model if message.model else ""
             await self.unload(model, message.idle_s)
             control.send(Done(request=message.request))
 
     async def _tokenize(self, control: ControlLink, message: Tokenize) -> None:
-        await self._ask(control, message, message.generate.choice, self._clients.tokenize)
+        await self._ask(control, message, message.generate.choice, self.clients.tokenize)
 
     async def _detokenize(self, control: ControlLink, message: Detokenize) -> None:
-        await self._ask(control, message, message.choice, self._clients.detokenize)
+        await self._ask(control, message, message.choice, self.clients.detokenize)
 
     async def _describe_tokenizer(self, control: ControlLink, message: DescribeTokenizer) -> None:
-        await self._ask(control, message, message.choice, self._clients.describe_tokenizer)
+        await self._ask(control, message, message.choice, self.clients.describe_tokenizer)
 
     async def _ask(
         self,
@@ -255,7 +246,7 @@ class Router:
             with front:
                 await self._run(front, control, message, made, n_told)
         except SupersededError as error:
-            if message.outputs.params().asks or not error.address or control.link.closed:
+            if message.outputs.asks or not error.address or control.link.closed:
                 raise
             control.send(Redirect(request=message.request, address=error.address))
 
@@ -269,9 +260,9 @@ class Router:
     ) -> None:
         control.send(front.plan.reply(message.request))
         await front.opened(partial(_pass_on, control, message.request))
-        if message.outputs.params().asks:  # rows are many: they go straight to the client
+        if message.outputs.asks:  # rows are many: they go straight to the client
             choice = front.plan.choice.asked_as(message.choice)
-            await self._clients.generate(control, replace(message, choice=choice))
+            await self.clients.generate(control, replace(message, choice=choice))
             return
         described, prompt = message, prompt_bytes(message)
         if message.key:
@@ -279,7 +270,7 @@ class Router:
             if not isinstance(tokenized, Tokenized):
                 raise RemoteProtocolError(f"a ring answered Tokenize: {tokenized}")
             described = with_ids(message, tokenized.token_ids)
-        with self._copying.copied(control, described, made, partial(self._stand_by, front)) as copy:
+        with self.copying.copied(control, described, made, partial(self._stand_by, front)) as copy:
             request = RoutedRequest(
                 control,
                 replace(described, request=message.request),
@@ -292,7 +283,7 @@ class Router:
 
     def _stand_by(self, front: Front) -> StandBy:
         """Say what a deputy needs to know: the head of another ring is one."""
-        lead = self._head.latest
+        lead = self.head.latest
         told = front.plan.stand_by(Epoch(0) if lead is None else lead.ring.epoch)
         heads = [ring.nodes[0] for ring in front.plan.rings]
         nodes = [RingNode(node=head.node, address=head.address) for head in heads]
@@ -307,15 +298,15 @@ class Router:
         """
         if choice.nodes:
             return None
-        choice = await self._clients.settled(choice)
+        choice = await self.clients.settled(choice)
         keeper = self._keeping.keeper(choice.model)
-        if keeper is not None and (address := self._address_of(keeper)):
+        if keeper is not None and (address := self.address_of(keeper)):
             return Elsewhere(address=address, model=choice.model)
         stale = self._front
         if stale is None and not self._may_divide(choice):
             return None
         if stale is not None and await self._serves(stale, choice) and stale is self._front:
-            if self._head.is_draining:
+            if self.head.is_draining:
                 raise draining()
             return stale
         async with self._changing:
@@ -330,15 +321,15 @@ class Router:
         """Say whether rings are what `choice` asks for, and their checkpoint is unchanged."""
         if not front.suits(choice) or front.is_over:
             return False
-        return not await self._planner.has_changed(front.plan.facts, choice.model)
+        return not await self.planner.has_changed(front.plan.facts, choice.model)
 
     def _may_divide(self, choice: ModelChoice) -> bool:
         """Say whether several rings may be opened: for many sequences, and where there is none."""
         if choice.optimise != Objective.THROUGHPUT.value or choice.adapters:
             return False
-        lead = self._head.latest
+        lead = self.head.latest
         stands = lead is not None and lead.stands and lead.suits(choice)
-        return not stands and self._head.elsewhere() is None and not self._head.is_draining
+        return not stands and self.head.elsewhere() is None and not self.head.is_draining
 
     async def _open(
         self, control: ControlLink, request: int, choice: ModelChoice
@@ -346,17 +337,17 @@ class Router:
         """Open several rings if that is best. What is wrong with the choice is said elsewhere."""
         progress = partial(report_progress, control, request, 0)
         try:
-            await self._planner.provide(choice.model, partial(progress, "downloading"))
-            plan = await self._planner.plan(choice, partial(progress, "measuring"))
+            await self.planner.provide(choice.model, partial(progress, "downloading"))
+            plan = await self.planner.plan(choice, partial(progress, "measuring"))
         except (CheckpointError, PlanError):
             return None
         if isinstance(plan, Elsewhere):
             return plan
         if not plan.beside:
             return None
-        self._head.check_idle()
-        self._log(f"{choice.model}: {plan.why}")
-        front = self._front = Front(choice, plan, self._reach, self._jobs, self._log)
+        self.head.check_idle()
+        self.log(f"{choice.model}: {plan.why}")
+        front = self._front = Front(choice, plan, self._reach, self._jobs, self.log)
         return front
 
     async def _end(self, front: Front, idle_s: float = 0.0) -> None:
@@ -367,7 +358,7 @@ class Router:
         await front.close()
         await self._keeping.let_go()
         await asyncio.gather(*(self._free(plan) for plan in front.plan.beside))
-        await self._head.unload()
+        await self.head.unload()
 
     async def _free(self, plan: Plan) -> None:
         """Have another head free its ring, if it is there."""
@@ -380,10 +371,10 @@ class Router:
     async def _reach(self, plan: Plan) -> ControlLink:
         """Return the control link to the head of a ring. Raises LinkError."""
         head = plan.nodes[0]
-        if head.node != self._head.node:
-            return await self._link_to(head.address)
+        if head.node != self.head.node:
+            return await self.link_to(head.address)
         if self._to_self is None or self._to_self.link.closed:
-            control = self._to_self = ControlLink(await self._own_link(), _refuse)
+            control = self._to_self = ControlLink(await self.own_link(), _refuse)
             self._jobs.begin(partial(_serve, control), "a link of this node to itself")
         return self._to_self
 

@@ -10,7 +10,7 @@ step waits for the next one, unless it is sampled; a draft that was rejected was
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -258,7 +258,7 @@ def _row(one: _Drafting, history: TokenHistory) -> SampleRow:
     """Say how the token behind the drafts so far is drawn: as when it is verified."""
     end, owner = one.part.end, one.owner
     position = end + len(one.token_ids)
-    params = replace(owner.sampling, n_logprobs=None)
+    params = msgspec.structs.replace(owner.sampling, n_logprobs=None)
     if not needs_context(params):
         return SampleRow(params=params, position=position)
     known = history.tokens(one.part.group.slot, end)

@@ -1,4 +1,4 @@
-"""What the fields of msgpack schemas are: their types, their bounds, and the bases of messages.
+"""What the fields of msgpack schemas are: their types and bounds. Their bases stand in types.py.
 
 Every message is a strict struct: an unknown field, a missing one or a value out of bounds is the
 peer's fault and becomes RemoteProtocolError where it is read. Knows no message.
@@ -6,26 +6,20 @@ peer's fault and becomes RemoteProtocolError where it is read. Knows no message.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Generic, Literal, Self, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from shardnet import constraints
 from shardnet.errors import RemoteProtocolError
-from shardnet.output_params import OutputParams
-from shardnet.sampling_params import MAX_LOGPROBS, SamplingParams
-from shardnet.types import BLOCK_KEY_BYTES, MAX_STORED_BLOCKS
+from shardnet.types import U32, LayerNumber
 from shardnet.wire.framing.frames import Frame
 
-U32_MAX: Final = 2**32 - 1
 MAX_STAGES: Final = 256
 MAX_PEER_ADDRESSES: Final = 16
 
 MAX_DEVICES: Final = 16
 """Devices of one node."""
-MAX_LAYERS: Final = 10_000
-MAX_POSITIONS: Final = 1 << 24
 MAX_THREADS: Final = 4096
 MAX_SECONDS: Final = 1e9
 """31 years."""
@@ -36,17 +30,11 @@ _NO_NUL: Final = r"\A[^\x00]*\Z"
 _PRINTABLE: Final = r"\A[^\x00-\x1f\x7f]*\Z"
 
 RequestId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-U32 = Annotated[int, Meta(ge=0, le=U32_MAX)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 """Bytes, or what is counted like them."""
-U64 = Annotated[int, Meta(ge=0)]
-"""Its upper bound is that of msgpack."""
-LayerNumber = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 Layers = tuple[LayerNumber, LayerNumber]
 """A half-open range. That it is in order and within a model is checked where it is used."""
-Positions = Annotated[int, Meta(ge=0, le=MAX_POSITIONS)]
 Threads = Annotated[int, Meta(ge=0, le=MAX_THREADS)]
-NLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 Figure = Annotated[float, Meta(ge=0, le=MAX_FIGURE)]
 """A rate per second, or milliseconds."""
@@ -80,8 +68,6 @@ PathText = Annotated[str, Meta(max_length=4096, pattern=_NO_NUL)]
 """A path or the name of a model. An operating system's path has no NUL."""
 FileName = Annotated[str, Meta(max_length=255, pattern=_NO_NUL)]
 """One file of a checkpoint. Which names a model may have is checked where it is used."""
-Digest = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9a-f]{64}\Z")]
-"""SHA-256 in hex. The id of a model is one."""
 DigestOrNone = Annotated[str, Meta(max_length=64, pattern=r"\A(?:[0-9a-f]{64})?\Z")]
 """SHA-256 in hex, "" for none."""
 Phase = Literal["downloading", "fetching", "loading", "waiting", "measuring"]
@@ -97,35 +83,7 @@ Explanation = Annotated[str, Meta(max_length=MAX_EXPLANATION)]
 """Text for a person: an error's message, the reason of a plan."""
 Remedy = Explanation | msgspec.UnsetType
 """What to do about a failure, in the imperative. The key is left out where nothing is known."""
-BlockKey = Annotated[bytes, Meta(max_length=BLOCK_KEY_BYTES)]
-"""Stands for all tokens of a prompt up to the end of one block, on one ring."""
-BlockKeys = Annotated[tuple[BlockKey, ...], Meta(max_length=MAX_STORED_BLOCKS)]
 TokenIds = Annotated[list[U32], Meta(max_length=1 << 20)]
-
-
-class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A map with exactly these keys."""
-
-
-Params = TypeVar("Params", SamplingParams, OutputParams, constraints.Constraint)
-
-
-class Travelling(Strict, Generic[Params], frozen=True, kw_only=True):
-    """Parameters as they travel: a field for each of theirs, of the same name."""
-
-    @classmethod
-    def of(cls, params: Params) -> Self:
-        """Copy `params` field by field."""
-        return cls(**{field: getattr(params, field) for field in cls.__struct_fields__})
-
-
-class Tagged(Strict, frozen=True, kw_only=True, tag=True, tag_field="type"):
-    """A member of a union: the key `type` holds the class name."""
-
-
-class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An array with exactly these elements, in this order."""
-
 
 _T = TypeVar("_T")
 

@@ -8,28 +8,21 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-import msgspec
 from msgspec import Meta
 
-from shardnet.types import LiveState
+from shardnet.types import U32, U64, LiveState, Positions, Row, Strict, Tagged
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
-    U32,
-    U64,
     Count,
     Explanation,
     Moment,
     Name,
     PathText,
     Phase,
-    Positions,
     Priority,
     Rank,
     RequestId,
-    Row,
     Seconds,
-    Strict,
-    Tagged,
 )
 from shardnet.wire.messages.diagnostics import RingBehind, RingLoad
 from shardnet.wire.messages.extras import Microseconds, StageTiming
@@ -143,19 +136,11 @@ class RingActivity(Tagged, frozen=True, kw_only=True):
     load: RingLoad | None = None
     plan: PlanReply | None = None
     opening: RingOpening | None = None
-    requests: Annotated[list[RequestSeen], Meta(max_length=MAX_REQUESTS_SEEN)] = msgspec.field(
-        default_factory=list
-    )
-    steps: Annotated[list[StepSeen], Meta(max_length=MAX_STEPS_SEEN)] = msgspec.field(
-        default_factory=list
-    )
-    recoveries: Annotated[list[RecoverySeen], Meta(max_length=MAX_RECOVERIES_SEEN)] = msgspec.field(
-        default_factory=list
-    )
+    requests: Annotated[list[RequestSeen], Meta(max_length=MAX_REQUESTS_SEEN)] = []
+    steps: Annotated[list[StepSeen], Meta(max_length=MAX_STEPS_SEEN)] = []
+    recoveries: Annotated[list[RecoverySeen], Meta(max_length=MAX_RECOVERIES_SEEN)] = []
 
-    rings: Annotated[list[RingBehind], Meta(max_length=MAX_STAGES)] = msgspec.field(
-        default_factory=list
-    )
+    rings: Annotated[list[RingBehind], Meta(max_length=MAX_STAGES)] = []
 
 
 class KeepRing(Tagged, frozen=True, kw_only=True):

@@ -12,21 +12,14 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.errors import RemoteProtocolError
+from shardnet.types import U32, U64, Digest, LayerNumber, Positions, Row, Strict, Tagged
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
 from shardnet.wire.framing.schema import (
-    U32,
-    U64,
     Count,
-    Digest,
     Explanation,
     FileName,
-    LayerNumber,
     Name,
-    Positions,
     RequestId,
-    Row,
-    Strict,
-    Tagged,
     decode,
     encode,
 )

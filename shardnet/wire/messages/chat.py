@@ -8,17 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from msgspec import Meta, field
+from msgspec import Meta
 
-from shardnet.wire.framing.schema import (
-    U32,
-    Name,
-    RequestId,
-    Row,
-    Strict,
-    Tagged,
-    Text,
-)
+from shardnet.types import U32, Row, Strict, Tagged
+from shardnet.wire.framing.schema import Name, RequestId, Text
 from shardnet.wire.messages.plans import ModelChoice
 
 MAX_TOOL_CALLS: Final = 1 << 10
@@ -61,9 +54,7 @@ class ChatMessage(Strict, frozen=True, kw_only=True):
     role: Name
     content: Text | None
     reasoning_content: Text = ""
-    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOL_CALLS)] = field(
-        default_factory=list
-    )
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOL_CALLS)] = []
     tool_call_id: Name = ""
     name: Name = ""
 

@@ -11,18 +11,9 @@ import msgspec
 from msgspec.structs import replace
 
 from shardnet.errors import ContextExceededError, ShardnetError, error_for_code
+from shardnet.types import U32, U32_MAX, Tagged
 from shardnet.wire.framing.frames import Frame, FrameKind
-from shardnet.wire.framing.schema import (
-    U32,
-    U32_MAX,
-    Address,
-    Explanation,
-    Remedy,
-    RequestId,
-    Tagged,
-    decode,
-    encode,
-)
+from shardnet.wire.framing.schema import Address, Explanation, Remedy, RequestId, decode, encode
 from shardnet.wire.messages.activity import (
     CancelSequence,
     GetActivity,

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
-import msgspec
 from msgspec import Meta
 
 from shardnet.sampling_params import MAX_LOGPROBS
 from shardnet.slot_operations import MAX_ADAPTERS
+from shardnet.types import U32, Positions, Row, Strict, Tagged
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
-    U32,
     Address,
     ArithName,
     Explanation,
     Logprob,
     Name,
-    Positions,
     RequestId,
     RequestKey,
-    Row,
-    Strict,
-    Tagged,
 )
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
@@ -58,9 +53,7 @@ class StandBy(Tagged, frozen=True, kw_only=True):
     arith: ArithName
     context: Positions
     nodes: Annotated[list[RingNode], Meta(max_length=MAX_STAGES)]
-    adapters: Annotated[list[RingAdapter], Meta(max_length=MAX_ADAPTERS)] = msgspec.field(
-        default_factory=list
-    )
+    adapters: Annotated[list[RingAdapter], Meta(max_length=MAX_ADAPTERS)] = []
 
 
 class RequestCopied(Tagged, frozen=True, kw_only=True):

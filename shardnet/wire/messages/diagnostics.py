@@ -8,26 +8,24 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta, field
+from msgspec import Meta
 
+from shardnet.types import U32, LayerNumber, Strict
 from shardnet.wire.framing.schema import (
     MAX_DEVICES,
     MAX_PEER_ADDRESSES,
     MAX_STAGES,
-    U32,
     Address,
     Count,
     DigestOrNone,
     Explanation,
     Figure,
-    LayerNumber,
     Layers,
     Moment,
     Name,
     PathText,
     Rank,
     Seconds,
-    Strict,
     Text,
 )
 
@@ -102,18 +100,12 @@ class MulticastState(Strict, frozen=True, kw_only=True):
 
     state: Literal["off", "on", "failed"]
     failure: Explanation = ""
-    hosts: Annotated[list[Name], Meta(max_length=MAX_VIEWS)] = msgspec.field(default_factory=list)
-    listening: Annotated[list[Name], Meta(max_length=MAX_VIEWS)] = msgspec.field(
-        default_factory=list
-    )
+    hosts: Annotated[list[Name], Meta(max_length=MAX_VIEWS)] = []
+    listening: Annotated[list[Name], Meta(max_length=MAX_VIEWS)] = []
     listening_s: Seconds = 0.0
-    heard: Annotated[list[MulticastHeard], Meta(max_length=4 * MAX_VIEWS)] = msgspec.field(
-        default_factory=list
-    )
-    records: Annotated[list[RecordSeen], Meta(max_length=MAX_VIEWS)] = msgspec.field(
-        default_factory=list
-    )
-    others: Annotated[list[Name], Meta(max_length=MAX_VIEWS)] = msgspec.field(default_factory=list)
+    heard: Annotated[list[MulticastHeard], Meta(max_length=4 * MAX_VIEWS)] = []
+    records: Annotated[list[RecordSeen], Meta(max_length=MAX_VIEWS)] = []
+    others: Annotated[list[Name], Meta(max_length=MAX_VIEWS)] = []
 
 
 class AddressView(Strict, frozen=True, kw_only=True):
@@ -218,7 +210,7 @@ class StageState(Strict, frozen=True, kw_only=True):
     head: Name = ""
     prefixes: PrefixState | None = None
     standby: StandbyState | None = None
-    parts: Annotated[list[PartState], Meta(max_length=MAX_DEVICES)] = field(default_factory=list)
+    parts: Annotated[list[PartState], Meta(max_length=MAX_DEVICES)] = []
 
 
 class RingLoad(Strict, frozen=True, kw_only=True):
@@ -383,13 +375,7 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     ring: RingWork | None = None
     pressure: PressureState | None = None
     deputy: DeputyState | None = None
-    deputy_of: Annotated[list[DeputyState], Meta(max_length=MAX_STAGES)] = msgspec.field(
-        default_factory=list
-    )
-    links: Annotated[list[LinkTraffic], Meta(max_length=MAX_TRAFFIC)] = msgspec.field(
-        default_factory=list
-    )
-    rings: Annotated[list[RingBehind], Meta(max_length=MAX_STAGES)] = msgspec.field(
-        default_factory=list
-    )
+    deputy_of: Annotated[list[DeputyState], Meta(max_length=MAX_STAGES)] = []
+    links: Annotated[list[LinkTraffic], Meta(max_length=MAX_TRAFFIC)] = []
+    rings: Annotated[list[RingBehind], Meta(max_length=MAX_STAGES)] = []
     audit: AuditState | None = None

@@ -16,20 +16,9 @@ from shardnet.constraints import MAX_MASK_BYTES, MaskForm, RowMask, TokenMask
 from shardnet.errors import RemoteProtocolError
 from shardnet.sampling_params import MAX_LOGPROBS
 from shardnet.slot_operations import MAX_DRAFTS
+from shardnet.types import MAX_LAYERS, U32, U64, LayerNumber, Positions, Row, Strict
 from shardnet.wire.framing.frames import Frame, FrameKind
-from shardnet.wire.framing.schema import (
-    MAX_LAYERS,
-    U32,
-    U64,
-    LayerNumber,
-    Logprob,
-    Positions,
-    Rank,
-    Row,
-    Strict,
-    decode,
-    encode,
-)
+from shardnet.wire.framing.schema import Logprob, Rank, decode, encode
 
 MAX_STEP_ROWS: Final = 4096
 """Rows of one step that have logprobs: with all their top entries they decode to 100 MB at most."""
@@ -115,21 +104,11 @@ class Extras(Strict, frozen=True, kw_only=True, omit_defaults=True):
     are on their way to the tail, `drafts` come from there.
     """
 
-    logprobs: Annotated[list[RowLogprobs], Meta(max_length=MAX_STEP_ROWS)] = msgspec.field(
-        default_factory=list
-    )
-    prompt_logprobs: Annotated[list[PromptLogprobs], Meta(max_length=MAX_STEP_ROWS)] = (
-        msgspec.field(default_factory=list)
-    )
-    routing: Annotated[list[StageExperts], Meta(max_length=1 << 14)] = msgspec.field(
-        default_factory=list
-    )
-    masks: Annotated[list[RowTokenMask], Meta(max_length=MAX_STEP_ROWS)] = msgspec.field(
-        default_factory=list
-    )
-    drafts: Annotated[list[Drafts], Meta(max_length=MAX_STEP_ROWS)] = msgspec.field(
-        default_factory=list
-    )
+    logprobs: Annotated[list[RowLogprobs], Meta(max_length=MAX_STEP_ROWS)] = []
+    prompt_logprobs: Annotated[list[PromptLogprobs], Meta(max_length=MAX_STEP_ROWS)] = []
+    routing: Annotated[list[StageExperts], Meta(max_length=1 << 14)] = []
+    masks: Annotated[list[RowTokenMask], Meta(max_length=MAX_STEP_ROWS)] = []
+    drafts: Annotated[list[Drafts], Meta(max_length=MAX_STEP_ROWS)] = []
 
 
 _extras_decoder = msgspec.msgpack.Decoder(Extras)

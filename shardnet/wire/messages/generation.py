@@ -8,39 +8,31 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
-import msgspec
 from msgspec import Meta
 
 from shardnet import constraints
 from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS
-from shardnet.sampling_params import MAX_LOGPROBS
-from shardnet.types import LiveState
+from shardnet.output_params import NO_OUTPUTS, OutputParams
+from shardnet.sampling_params import MAX_LOGPROBS, SamplingParams
+from shardnet.types import MAX_LAYERS, U32, LiveState, Positions, Row, Strict, Tagged
 from shardnet.wire.framing.schema import (
-    MAX_LAYERS,
     MAX_STAGES,
-    U32,
     Explanation,
     Figure,
     Logprob,
     Moment,
     Name,
     PathText,
-    Positions,
     Priority,
     Rank,
     RequestId,
     RequestKey,
-    Row,
     Seconds,
-    Strict,
-    Tagged,
     Text,
     TokenIds,
-    Travelling,
 )
 from shardnet.wire.messages.chat import ChatMessage, TemplateOptions, ToolsText
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
-from shardnet.wire.messages.sequences import Outputs, Sampling
 
 MAX_PROMPT_TAIL: Final = 256
 MAX_LOCKSTEP_SET: Final = 1024
@@ -51,15 +43,15 @@ MAX_ROWS_BYTES: Final = 3 << 20
 RecommendedName = Literal["temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
 
 
-class Constraint(Travelling[constraints.Constraint], frozen=True, kw_only=True):
-    """The fields of `constraints.Constraint`, as they travel."""
+class Constraint(Strict, frozen=True, kw_only=True):
+    """The fields of `constraints.Constraint` that travel."""
 
     kind: constraints.ConstraintKind
     text: Annotated[str, Meta(max_length=MAX_CONSTRAINT_CHARACTERS)] = ""
 
     def params(self) -> constraints.Constraint:
         """Return the constraint, not checked."""
-        return constraints.Constraint(**msgspec.structs.asdict(self))
+        return constraints.Constraint(kind=self.kind, text=self.text)
 
 
 class Generate(Tagged, frozen=True, kw_only=True):
@@ -78,19 +70,15 @@ class Generate(Tagged, frozen=True, kw_only=True):
 
     request: RequestId
     choice: ModelChoice
-    sampling: Sampling
+    sampling: SamplingParams
     prompt: Text = ""
     token_ids: TokenIds | None = None
     messages: Annotated[list[ChatMessage], Meta(max_length=1 << 14)] | None = None
     tools: ToolsText = ""
-    template_options: TemplateOptions = msgspec.field(default_factory=list)
+    template_options: TemplateOptions = []
     max_tokens: U32 = 256
-    stop: Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=64)] = (
-        msgspec.field(default_factory=list)
-    )
-    stop_token_ids: Annotated[list[U32], Meta(max_length=1024)] = msgspec.field(
-        default_factory=list
-    )
+    stop: Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=64)] = []
+    stop_token_ids: Annotated[list[U32], Meta(max_length=1024)] = []
     ignore_eos: bool = False
     bos: Literal["auto", "on", "off"] = "auto"
     keep_special_tokens: bool = False
@@ -102,14 +90,12 @@ class Generate(Tagged, frozen=True, kw_only=True):
     lockstep_size: Annotated[int, Meta(ge=0, le=MAX_LOCKSTEP_SET)] = 0
     priority: Priority = 0
     deadline_s: Seconds | None = None
-    outputs: Outputs = Outputs()
-    recommended: Annotated[list[RecommendedName], Meta(max_length=5)] = msgspec.field(
-        default_factory=list
-    )
+    outputs: OutputParams = NO_OUTPUTS
+    recommended: Annotated[list[RecommendedName], Meta(max_length=5)] = []
     constraint: Constraint | None = None
     trace: bool = False
     key: RequestKey = ""
-    made: TokenIds = msgspec.field(default_factory=list)
+    made: TokenIds = []
 
 
 class StateChanged(Tagged, frozen=True, kw_only=True):

@@ -13,16 +13,14 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.errors import ShardnetError, WrongValuesError
+from shardnet.types import U32, U64, Strict
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import (
     MAX_EXPLANATION,
-    U32,
-    U64,
     Explanation,
     Name,
     Rank,
     Remedy,
-    Strict,
     decode,
     encode,
 )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from msgspec import Meta, field
+from msgspec import Meta
 
+from shardnet.types import Strict, Tagged
 from shardnet.wire.framing.frames import Limits
 from shardnet.wire.framing.schema import (
     MAX_DEVICES,
@@ -26,8 +27,6 @@ from shardnet.wire.framing.schema import (
     Quant,
     RequestId,
     Seconds,
-    Strict,
-    Tagged,
     Text,
     Threads,
 )
@@ -101,7 +100,7 @@ class StageMeasured(Tagged, frozen=True, kw_only=True):
     is_steady: bool = True
     memory_bytes: Count
     disk_bytes_per_s: Figure | None = None
-    devices: DevicesMeasured = field(default_factory=list)
+    devices: DevicesMeasured = []
     gather_s: Seconds | None = None
 
 
@@ -175,7 +174,7 @@ class NodeMeasured(Strict, frozen=True, kw_only=True):
     disk_bytes_per_s: Figure | None = None
     why_not: Explanation = ""
     isa: Name = ""
-    devices: DevicesMeasured = field(default_factory=list)
+    devices: DevicesMeasured = []
     gather_s: Seconds | None = None
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
-from msgspec import Meta, field
+from msgspec import Meta
 
+from shardnet.types import U32, Strict, Tagged
 from shardnet.wire.framing.schema import (
     MAX_DEVICES,
     MAX_PEER_ADDRESSES,
     MAX_STAGES,
-    U32,
     Address,
     Count,
     Difference,
@@ -27,8 +27,6 @@ from shardnet.wire.framing.schema import (
     Rank,
     RequestId,
     Seconds,
-    Strict,
-    Tagged,
     Threads,
 )
 from shardnet.wire.messages.diagnostics import NodeReport, Reason, RingLoad
@@ -89,7 +87,7 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     uptime_s: Seconds = 0.0
     is_draining: bool = False
     rests: Explanation = ""
-    devices: Annotated[list[DeviceInfo], Meta(max_length=MAX_DEVICES)] = field(default_factory=list)
+    devices: Annotated[list[DeviceInfo], Meta(max_length=MAX_DEVICES)] = []
     tensor_parallel: Threads = 0
 
 
@@ -180,7 +178,7 @@ class ListModels(Tagged, frozen=True, kw_only=True):
     request: RequestId
     with_peers: bool = False
     names_only: bool = False
-    nodes: Annotated[list[NodeInfo], Meta(max_length=MAX_FIT_NODES)] = field(default_factory=list)
+    nodes: Annotated[list[NodeInfo], Meta(max_length=MAX_FIT_NODES)] = []
     model: Annotated[str, Meta(max_length=4096)] = ""
 
 
@@ -243,4 +241,4 @@ class ModelIdentity(Tagged, frozen=True, kw_only=True):
     model_id: DigestOrNone
     complete: bool
     sample: DigestOrNone = ""
-    layers: Annotated[list[Layers], Meta(max_length=MAX_STAGES)] = field(default_factory=list)
+    layers: Annotated[list[Layers], Meta(max_length=MAX_STAGES)] = []

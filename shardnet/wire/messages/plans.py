@@ -12,34 +12,28 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.slot_operations import MAX_ADAPTER_SCALE, MAX_ADAPTERS
+from shardnet.types import U32, Digest, LayerNumber, Positions, Row, Strict, Tagged
 from shardnet.wire.framing.schema import (
     MAX_DEVICES,
     MAX_STAGES,
-    U32,
     AdapterName,
     Address,
     Addresses,
     ArithName,
     Count,
     Difference,
-    Digest,
     Explanation,
     Figure,
     KvDTypeName,
-    LayerNumber,
     Layers,
     Name,
     PathText,
     Phase,
-    Positions,
     Quant,
     Rank,
     RequestId,
-    Row,
     Share,
     StreamLayers,
-    Strict,
-    Tagged,
     Threads,
 )
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
@@ -76,10 +70,8 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     """
 
     model: PathText
-    nodes: Addresses = msgspec.field(default_factory=list)
-    layers: Annotated[list[Layers], Meta(max_length=MAX_STAGES)] = msgspec.field(
-        default_factory=list
-    )
+    nodes: Addresses = []
+    layers: Annotated[list[Layers], Meta(max_length=MAX_STAGES)] = []
     context: Positions = 0
     dtype: Name = "auto"
     threads: Threads = 0
@@ -93,12 +85,8 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     standby: Literal["", "auto"] = ""
     mtp: bool = False
     nodes_per_stage: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
-    adapters: Annotated[list[NamedAdapter], Meta(max_length=MAX_ADAPTERS)] = msgspec.field(
-        default_factory=list
-    )
-    used_adapters: Annotated[list[AdapterScale], Meta(max_length=MAX_ADAPTERS)] = msgspec.field(
-        default_factory=list
-    )
+    adapters: Annotated[list[NamedAdapter], Meta(max_length=MAX_ADAPTERS)] = []
+    used_adapters: Annotated[list[AdapterScale], Meta(max_length=MAX_ADAPTERS)] = []
 
     def asked_as(self, former: ModelChoice) -> ModelChoice:
         """Return this choice for a request that was made with `former`: with its adapters."""
@@ -114,9 +102,7 @@ class PlanRequest(Tagged, frozen=True, kw_only=True):
     request: RequestId
     choice: ModelChoice
     again: bool = False
-    without: Annotated[list[Name], Meta(max_length=MAX_STAGES)] = msgspec.field(
-        default_factory=list
-    )
+    without: Annotated[list[Name], Meta(max_length=MAX_STAGES)] = []
 
 
 class PlannedPart(Strict, frozen=True, kw_only=True):
@@ -160,19 +146,13 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     streamed_layers: LayerNumber = 0
     fetch_bytes: Count = 0
     fetch_s: Figure | None = None
-    fetch_from: Annotated[list[Name], Meta(max_length=MAX_STAGES)] = msgspec.field(
-        default_factory=list
-    )
+    fetch_from: Annotated[list[Name], Meta(max_length=MAX_STAGES)] = []
     dtype: Name = ""
     weight_dtype: Name = ""
     wire_dtype: Name = ""
     arithmetic: Name = ""
-    shards: Annotated[list[PlannedShard], Meta(max_length=MAX_STAGES)] = msgspec.field(
-        default_factory=list
-    )
-    parts: Annotated[list[PlannedPart], Meta(max_length=MAX_DEVICES)] = msgspec.field(
-        default_factory=list
-    )
+    shards: Annotated[list[PlannedShard], Meta(max_length=MAX_STAGES)] = []
+    parts: Annotated[list[PlannedPart], Meta(max_length=MAX_DEVICES)] = []
     parts_why: Explanation = ""
 
 
@@ -272,35 +252,23 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     wire_dtype: Name
     context: Positions
     stages: Annotated[list[PlannedStage], Meta(max_length=MAX_STAGES)]
-    left_out: Annotated[list[LeftOut], Meta(max_length=1024)] = msgspec.field(default_factory=list)
+    left_out: Annotated[list[LeftOut], Meta(max_length=1024)] = []
     predicted_tok_s: Figure | None = None
     why: Explanation
     optimise: Literal["latency", "throughput"] = "latency"
-    nodes: Annotated[list[NodeMeasured], Meta(max_length=1024)] = msgspec.field(
-        default_factory=list
-    )
-    links: Annotated[list[WayMeasured], Meta(max_length=1 << 14)] = msgspec.field(
-        default_factory=list
-    )
+    nodes: Annotated[list[NodeMeasured], Meta(max_length=1024)] = []
+    links: Annotated[list[WayMeasured], Meta(max_length=1 << 14)] = []
     wire: NarrowWire | None = None
     quant: Quant = ""
     kv_dtype: KvDTypeName = "auto"
-    warnings: Annotated[list[Explanation], Meta(max_length=16)] = msgspec.field(
-        default_factory=list
-    )
+    warnings: Annotated[list[Explanation], Meta(max_length=16)] = []
     recommended: RecommendedSampling | None = None
     arith: ArithName = "fast"
     exact: RingExactness | None = None
-    standbys: Annotated[list[PlannedStandby], Meta(max_length=MAX_STAGES)] = msgspec.field(
-        default_factory=list
-    )
+    standbys: Annotated[list[PlannedStandby], Meta(max_length=MAX_STAGES)] = []
     mtp_bytes: Count = 0
-    rings: Annotated[list[PlannedRing], Meta(max_length=MAX_STAGES)] = msgspec.field(
-        default_factory=list
-    )
-    adapters: Annotated[list[PlannedAdapter], Meta(max_length=MAX_ADAPTERS)] = msgspec.field(
-        default_factory=list
-    )
+    rings: Annotated[list[PlannedRing], Meta(max_length=MAX_STAGES)] = []
+    adapters: Annotated[list[PlannedAdapter], Meta(max_length=MAX_ADAPTERS)] = []
 
 
 class NodeProgress(Tagged, frozen=True, kw_only=True):

@@ -8,42 +8,44 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-import msgspec
 from msgspec import Meta
 
 from shardnet.slot_operations import MAX_ADAPTERS
-from shardnet.types import BLOCK_POSITIONS, MAX_STORED_BLOCKS
-from shardnet.wire.framing.schema import (
-    MAX_DEVICES,
+from shardnet.types import (
+    BLOCK_POSITIONS,
     MAX_LAYERS,
-    MAX_STAGES,
+    MAX_STORED_BLOCKS,
     U32,
     U64,
+    BlockKeys,
+    Digest,
+    LayerNumber,
+    Positions,
+    Row,
+    Strict,
+    Tagged,
+)
+from shardnet.wire.framing.schema import (
+    MAX_DEVICES,
+    MAX_STAGES,
     AdapterName,
     Address,
     Addresses,
     ArithName,
-    BlockKeys,
     Count,
     DeviceNumbers,
-    Digest,
     DigestOrNone,
     Explanation,
     Figure,
     KvDTypeName,
-    LayerNumber,
     Layers,
     Name,
     PathText,
     Phase,
-    Positions,
     Quant,
     Rank,
     RequestId,
-    Row,
     Seconds,
-    Strict,
-    Tagged,
     Threads,
 )
 
@@ -110,7 +112,7 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     context: Positions
     threads: Threads
     addresses: Addresses
-    sources: Addresses = msgspec.field(default_factory=list)
+    sources: Addresses = []
     quant: Quant = ""
     kv_dtype: KvDTypeName = "auto"
     streamed_layers: LayerNumber = 0
@@ -120,16 +122,12 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     received_dtype: Name = ""
     arith: ArithName = "fast"
     instead_of: Name = ""
-    shard_nodes: Addresses = msgspec.field(default_factory=list)
+    shard_nodes: Addresses = []
     shard: Rank = 0
     gather_dtype: Name = ""
-    parts: Annotated[list[DevicePart], Meta(max_length=MAX_DEVICES)] = msgspec.field(
-        default_factory=list
-    )
+    parts: Annotated[list[DevicePart], Meta(max_length=MAX_DEVICES)] = []
     mtp: bool = False
-    adapters: Annotated[list[RingAdapter], Meta(max_length=MAX_ADAPTERS)] = msgspec.field(
-        default_factory=list
-    )
+    adapters: Annotated[list[RingAdapter], Meta(max_length=MAX_ADAPTERS)] = []
 
 
 class LoadProgress(Tagged, frozen=True, kw_only=True):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
-import msgspec
 from msgspec import Meta
 
-from shardnet.wire.framing.schema import U32, PathText, Positions, RequestId, Tagged, Text, TokenIds
+from shardnet.types import U32, Positions, Tagged
+from shardnet.wire.framing.schema import PathText, RequestId, Text, TokenIds
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -74,9 +74,7 @@ class Encode(Tagged, frozen=True, kw_only=True):
 
     request: RequestId
     model: PathText
-    texts: Annotated[list[Text | TokenIds], Meta(max_length=MAX_ENCODED)] = msgspec.field(
-        default_factory=list
-    )
+    texts: Annotated[list[Text | TokenIds], Meta(max_length=MAX_ENCODED)] = []
     query: Text | None = None
     pooling: Literal["", "mean", "cls", "last"] = ""
     special_tokens: bool = True
@@ -96,8 +94,6 @@ class Encoded(Tagged, frozen=True, kw_only=True):
     kind: Literal["", "embedding", "reranker"]
     context: Positions = 0
     normalized: bool | None = None
-    n_tokens: Annotated[list[U32], Meta(max_length=MAX_ENCODED)] = msgspec.field(
-        default_factory=list
-    )
+    n_tokens: Annotated[list[U32], Meta(max_length=MAX_ENCODED)] = []
     width: Annotated[int, Meta(ge=0, le=MAX_ENCODED_WIDTH)] = 0
     values: Annotated[bytes, Meta(max_length=_MAX_BYTES)] = b""

@@ -10,16 +10,8 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from shardnet.wire.framing.schema import (
-    MAX_STAGES,
-    U32,
-    Count,
-    Name,
-    Positions,
-    RequestId,
-    Row,
-    Tagged,
-)
+from shardnet.types import U32, Positions, Row, Tagged
+from shardnet.wire.framing.schema import MAX_STAGES, Count, Name, RequestId
 from shardnet.wire.messages.extras import Microseconds, StageTiming
 
 MAX_TRACED_STEPS: Final = 1 << 14

@@ -16,9 +16,18 @@ import msgspec
 from msgspec.structs import astuple
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
-from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
+from shardnet.types import (
+    U32_MAX,
+    Epoch,
+    MicroBatch,
+    RowGroup,
+    SequenceId,
+    SlotId,
+    StepId,
+    WireDType,
+)
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
-from shardnet.wire.framing.schema import MAX_STAGES, U32_MAX
+from shardnet.wire.framing.schema import MAX_STAGES
 from shardnet.wire.messages.extras import MAX_MICROSECONDS, StageTiming
 
 _HEAD: Final = struct.Struct("<HBBII")

@@ -13,9 +13,8 @@ from typing import Final
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.output_params import OutputKind
-from shardnet.types import SequenceId
+from shardnet.types import MAX_LAYERS, U32_MAX, SequenceId
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind, Limits
-from shardnet.wire.framing.schema import MAX_LAYERS, U32_MAX
 
 _META: Final = struct.Struct("<QIIIBxH")
 """sequence id, position of the first row, rows, width, kind, reserved 0, layer."""

@@ -13,7 +13,7 @@ from shardnet.api.ollama.conversation import chat_request, generate_request
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError
 from shardnet.constraints import Constraint
-from shardnet.wire.framing.schema import MAX_POSITIONS
+from shardnet.types import MAX_POSITIONS
 from shardnet.wire.messages.plans import ModelChoice
 
 MODEL = ModelChoice(model="m")

@@ -53,7 +53,7 @@ def test_dimensions_base64_and_the_mean() -> None:
             raw = base64.b64decode(one["embedding"])
             assert struct.unpack("<2f", raw) == pytest.approx((0.6, 0.8))
             mean = OutputParams(hidden_rows=ALL_ROWS, hidden_mean=True)
-            assert server.node.asked[-1].outputs.params() == mean
+            assert server.node.asked[-1].outputs == mean
             as_it_is = {"input": "a", "normalize": False}
             [one] = (await ask(server.app, PATH, as_it_is)).json["data"]
             assert one["embedding"] == [3, 4, 1]

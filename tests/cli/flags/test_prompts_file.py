@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import typer
+from msgspec import structs
 
 from shardnet.api import (
     GenerationEvent,
@@ -220,7 +221,9 @@ def test_a_line_may_set_what_the_flags_set() -> None:
         "keep_special_tokens": True,
     }
     prompt = read_prompt(json.dumps(line), SAMPLING)
-    assert prompt.sampling == replace(SAMPLING, n_logprobs=3, logit_bias=((50, -3.5), (7, 1.0)))
+    assert prompt.sampling == structs.replace(
+        SAMPLING, n_logprobs=3, logit_bias=((50, -3.5), (7, 1.0))
+    )
     assert prompt.options == {
         "bos": "off",
         "speculate": "ngram",
@@ -228,7 +231,9 @@ def test_a_line_may_set_what_the_flags_set() -> None:
         "deterministic": True,
         "keep_special_tokens": True,
     }
-    without = read_prompt('{"prompt": "a", "logprobs": null}', replace(SAMPLING, n_logprobs=2))
+    without = read_prompt(
+        '{"prompt": "a", "logprobs": null}', structs.replace(SAMPLING, n_logprobs=2)
+    )
     assert without.sampling is not None
     assert without.sampling.n_logprobs is None
 

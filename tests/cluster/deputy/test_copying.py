@@ -14,11 +14,11 @@ from shardnet.cluster.deputy.request_book import RequestBook
 from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.recovery.stand_in import MAX_DUTIES, StandIn
 from shardnet.runtime.engine.requests import MadeToken
+from shardnet.sampling_params import SamplingParams
 from shardnet.types import NodeId
 from shardnet.wire.messages.deputies import RingNode, StandBy, StandByRefused, TokensCopied
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet.wire.messages.sequences import Sampling
 
 CHOICE = ModelChoice(model="m")
 TOKEN = MadeToken(token_id=7, logprobs=None)
@@ -36,7 +36,7 @@ class Copied:
         generate = Generate(
             request=1,
             choice=CHOICE,
-            sampling=Sampling(),
+            sampling=SamplingParams(),
             token_ids=[1, 2],
             max_tokens=9,
             key="k",

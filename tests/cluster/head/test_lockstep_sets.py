@@ -9,9 +9,9 @@ import pytest
 
 from shardnet.cluster.head import lockstep_sets
 from shardnet.cluster.head.lockstep_sets import LockstepSets
+from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet.wire.messages.sequences import Sampling
 
 LINK: Any = object()
 
@@ -20,7 +20,7 @@ def asked(number: int, size: int, *, of: int = 1) -> Generate:
     return Generate(
         request=number,
         choice=ModelChoice(model="m"),
-        sampling=Sampling(),
+        sampling=SamplingParams(),
         lockstep=True,
         lockstep_set=of,
         lockstep_size=size,

@@ -18,10 +18,9 @@ from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.extras import StageTiming
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet.wire.messages.sequences import Sampling
 from shardnet.wire.messages.traces import MAX_PIECE_STEPS, ClockRead, ReadClock, TracedStep
 
-MESSAGE = Generate(request=3, choice=ModelChoice(model="m"), sampling=Sampling.of(SamplingParams()))
+MESSAGE = Generate(request=3, choice=ModelChoice(model="m"), sampling=SamplingParams())
 STEP = TracedStep(
     1, 0, 1, 1, 1, 5000, 6000, [StageTiming(0, 9, 0, 5000), StageTiming(1, 9, 0, 905_500)]
 )

@@ -16,7 +16,7 @@ from shardnet.types import Epoch, SequenceId
 
 PROMPT = tuple(range(700))
 NONE: tuple[AdapterUse, ...] = ()
-A, B = (AdapterUse(adapter_id="a" * 64),), (AdapterUse(adapter_id="b" * 64),)
+A, B = (AdapterUse(adapter_id="a" * 64, scale=1.0),), (AdapterUse(adapter_id="b" * 64, scale=1.0),)
 HALF_A = (AdapterUse(adapter_id="a" * 64, scale=0.5),)
 
 

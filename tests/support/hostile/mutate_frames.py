@@ -14,12 +14,12 @@ from support.hostile.extremes import extremes, plain
 from support.protocol.protocol_examples import EXAMPLES
 from xxhash import xxh3_64_intdigest
 
+from shardnet.slot_operations import SlotOperation
 from shardnet.wire.framing.frames import CHECKSUMS, HEADER, Frame, FrameKind
 from shardnet.wire.messages.bulk import BulkMessage, Piece, bulk_frame
 from shardnet.wire.messages.control import ControlMessage
 from shardnet.wire.messages.extras import Extras
 from shardnet.wire.messages.handshake import ErrorReport
-from shardnet.wire.messages.sequences import SequenceMessage
 
 MOST_META: Final = 2 << 20
 """What the fuzzer makes of one frame; the largest meta of a kind is 16 MiB."""
@@ -47,7 +47,7 @@ def good_frames() -> list[Frame]:
     kinds = {
         FrameKind.CONTROL: get_args(ControlMessage),
         FrameKind.BULK: get_args(BulkMessage),
-        FrameKind.SEQUENCE: get_args(SequenceMessage),
+        FrameKind.SEQUENCE: get_args(SlotOperation),
         FrameKind.EXTRAS: (Extras,),
         FrameKind.ERROR: (ErrorReport,),
     }

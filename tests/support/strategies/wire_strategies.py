@@ -18,7 +18,7 @@ from shardnet.wire.messages.bulk import BulkMessage, Piece, bulk_frame
 from shardnet.wire.messages.control import ControlMessage, control_frame
 from shardnet.wire.messages.extras import Extras, StageTiming, extras_frame
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
-from shardnet.wire.messages.sequences import SequenceMessage, sequence_frame
+from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import StepData, data_frame, tokens_frame
 from shardnet.wire.payloads.parts import ShardPart, part_frame
 from shardnet.wire.payloads.rows import RowBlock, rows_frames
@@ -103,7 +103,7 @@ def shard_parts(draw: st.DrawFn) -> ShardPart:
 
 
 def slot_operations() -> st.SearchStrategy[SlotOperation]:
-    return values(SequenceMessage).map(lambda message: message.operation())
+    return values(SlotOperation)
 
 
 def control_frames() -> st.SearchStrategy[Frame]:

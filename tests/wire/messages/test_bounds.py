@@ -13,19 +13,20 @@ from support.hostile.extremes import extremes, plain, structs, unbounded
 from support.strategies.wire_strategies import encoded
 
 import shardnet.wire.messages
+from shardnet import slot_operations, types
 from shardnet.errors import RemoteProtocolError
-from shardnet.wire.framing import schema
+from shardnet.slot_operations import SlotOperation
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.bulk import BulkMessage, read_bulk
 from shardnet.wire.messages.control import ControlMessage, read_control
 from shardnet.wire.messages.extras import Extras, read_extras
 from shardnet.wire.messages.handshake import ErrorReport, Hello, read_error, read_hello
-from shardnet.wire.messages.sequences import SequenceMessage, read_sequence
+from shardnet.wire.messages.sequences import read_sequence
 
 READERS: dict[Any, tuple[FrameKind, Callable[[Frame], Any]]] = {
     **dict.fromkeys(get_args(ControlMessage), (FrameKind.CONTROL, read_control)),
     **dict.fromkeys(get_args(BulkMessage), (FrameKind.BULK, read_bulk)),
-    **dict.fromkeys(get_args(SequenceMessage), (FrameKind.SEQUENCE, read_sequence)),
+    **dict.fromkeys(get_args(SlotOperation), (FrameKind.SEQUENCE, read_sequence)),
     Extras: (FrameKind.EXTRAS, read_extras),
     Hello: (FrameKind.HELLO, read_hello),
     ErrorReport: (FrameKind.ERROR, read_error),
@@ -41,11 +42,11 @@ def all_structs() -> set[type[Any]]:
     ]
     return {
         value
-        for module in modules
+        for module in (*modules, slot_operations)
         for value in vars(module).values()
         if isinstance(value, type)
         and issubclass(value, msgspec.Struct)
-        and value.__name__ not in vars(schema)
+        and value.__name__ not in vars(types)
     }
 
 
@@ -76,7 +77,7 @@ def test_extremes_are_read_and_what_is_beyond_is_refused(kind: type[Any]) -> Non
     assert n_beyond
 
 
-@pytest.mark.parametrize("kind", [int, float, str, bytes, list[schema.U32], Any, dict[str, int]])
+@pytest.mark.parametrize("kind", [int, float, str, bytes, list[types.U32], Any, dict[str, int]])
 def test_a_field_without_a_bound_would_be_noticed(kind: Any) -> None:
     assert unbounded(msgspec.defstruct("Loose", [("field", kind)])) == ["Loose.field"]
 

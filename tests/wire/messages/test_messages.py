@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ from support.strategies.msgspec_strategies import values
 from support.strategies.wire_strategies import encoded, hello
 
 from shardnet.errors import PlanError, RemoteProtocolError, ShardnetError
-from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import SlotOperation
 from shardnet.wire.framing.frames import Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages.bulk import BulkMessage, FetchSkeleton, Piece, bulk_frame, read_bulk
 from shardnet.wire.messages.control import (
@@ -34,8 +33,6 @@ from shardnet.wire.messages.handshake import (
     read_hello,
 )
 from shardnet.wire.messages.sequences import (
-    Sampling,
-    SequenceMessage,
     read_sequence,
     sequence_frame,
 )
@@ -72,9 +69,8 @@ def test_hello_round_trip(hello: Hello) -> None:
     assert read_hello(hello_frame(hello)) == hello
 
 
-@given(values(SequenceMessage))
-def test_sequence_round_trip(message: Any) -> None:
-    operation = message.operation()
+@given(values(SlotOperation))
+def test_sequence_round_trip(operation: SlotOperation) -> None:
     assert read_sequence(sequence_frame(operation, epoch=1)) == operation
 
 
@@ -97,14 +93,6 @@ def test_a_remedy_travels_beside_the_message_and_only_where_there_is_one() -> No
     report = read_error(error_frame(PlanError("no plan fits", remedy="add a node")))
     assert (report.message, report.remedy) == ("no plan fits", "add a node")
     assert b"remedy" not in error_frame(PlanError("no plan fits")).meta
-
-
-def test_sampling_carries_every_sampling_parameter() -> None:
-    names = [field.name for field in dataclasses.fields(SamplingParams)]
-    assert sorted(Sampling.__struct_fields__) == sorted(names)
-    assert Sampling() == Sampling.of(SamplingParams())
-    params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, seed=2**64 - 1, n_logprobs=0)
-    assert Sampling.of(params).params() == params
 
 
 CANCEL = {"type": "Cancel", "request": 1}
