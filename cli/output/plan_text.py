@@ -13,7 +13,7 @@ import msgspec
 from shardnet.cluster.machine import kernels
 from shardnet.types import LayerRange
 from shardnet.wire.messages.generation import LastRun, MeanStageTime
-from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
+from shardnet.wire.messages.measurements import NodeMeasured, StageSeconds, WayMeasured
 from shardnet.wire.messages.plans import (
     MIXED_WIRES,
     PlannedPart,
@@ -35,57 +35,16 @@ HOPS_NOTE = (
 
 def plan_json(plan: PlanReply) -> dict[str, Any]:
     """Return the object that `plan --json` prints."""
-    return {
-        "model": plan.model,
-        "model_id": plan.model_id,
-        "dtype": plan.dtype,
+    told: dict[str, Any] = _builtins(plan)
+    for key in ("type", "request", "recommended", "wire", "nodes", "links"):
+        del told[key]
+    for stage in told["stages"]:
+        stage |= {key: stage[key] or None for key in ("wire_dtype", "parts_why")}
+    return told | {
         "quant": plan.quant or "none",
-        "kv_dtype": plan.kv_dtype,
-        "mtp_bytes": plan.mtp_bytes,
         "adapters": [
             {"name": adapter.name, "weight_bytes": adapter.weight_bytes}
             for adapter in plan.adapters
-        ],
-        "wire_dtype": plan.wire_dtype,
-        "arith": plan.arith,
-        "exact": plan.exact and msgspec.to_builtins(plan.exact),
-        "context": plan.context,
-        "optimise": plan.optimise,
-        "stages": [
-            {
-                "rank": stage.rank,
-                "node": stage.node,
-                "name": stage.name,
-                "address": stage.address,
-                "layers": list(stage.layers),
-                "dtype": stage.dtype,
-                "weight_dtype": stage.weight_dtype,
-                "wire_dtype": stage.wire_dtype or None,
-                "arithmetic": stage.arithmetic,
-                "weight_bytes": stage.weight_bytes,
-                "kv_bytes": stage.kv_bytes,
-                "streamed_layers": stage.streamed_layers,
-                "shards": [msgspec.structs.asdict(shard) for shard in stage.shards],
-                "parts": [part_json(part) for part in stage.parts],
-                "parts_why": stage.parts_why or None,
-                "compute_ms": stage.compute_ms,
-                "hop_ms": stage.hop_ms,
-                "fetch_bytes": stage.fetch_bytes,
-                "fetch_from": stage.fetch_from,
-                "fetch_s": stage.fetch_s,
-            }
-            for stage in plan.stages
-        ],
-        "standbys": [
-            {
-                "node": standby.node,
-                "name": standby.name,
-                "rank": standby.rank,
-                "layers": list(standby.layers),
-                "weight_bytes": standby.weight_bytes,
-                "kv_bytes": standby.kv_bytes,
-            }
-            for standby in plan.standbys
         ],
         "rings": [
             {
@@ -96,10 +55,6 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
             }
             for ring in plan.rings
         ],
-        "left_out": [{"node": out.node, "name": out.name, "why": out.why} for out in plan.left_out],
-        "predicted_tok_s": plan.predicted_tok_s,
-        "why": plan.why,
-        "warnings": plan.warnings,
         **narrow_wire_json(plan.wire),
         "measured": {
             "nodes": [_node_json(node) for node in plan.nodes],
@@ -270,36 +225,30 @@ def run_text(run: LastRun) -> str:
 
 
 def _node_json(node: NodeMeasured) -> dict[str, Any]:
-    seconds = node.seconds
-    return {
-        "node": node.node,
-        "name": node.name,
-        "memory_bytes": node.memory_bytes,
-        "layer_ms": seconds and _in_ms(seconds.layer_s),
-        "layer_256_ms": seconds and _in_ms(seconds.layer_256_s),
-        "embed_ms": seconds and _in_ms(seconds.embed_s),
-        "head_ms": seconds and _in_ms(seconds.head_s),
-        "step_ms": seconds and _in_ms(seconds.step_s),
-        "kernel": node.kernel or None,
-        "isa": node.isa or None,
-        "threads": node.threads or None,
-        "measured_at_s": node.measured_at_s,
-        "is_steady": node.is_steady,
-        "disk_bytes_per_s": node.disk_bytes_per_s,
-        "why_not": node.why_not or None,
-        "devices": [
-            {
-                "name": device.name,
-                "memory_bytes": device.memory_bytes,
-                "layer_ms": device.seconds and _in_ms(device.seconds.layer_s),
-                "layer_256_ms": device.seconds and _in_ms(device.seconds.layer_256_s),
-                "head_ms": device.seconds and _in_ms(device.seconds.head_s),
-                "is_steady": device.is_steady,
-            }
-            for device in node.devices
-        ],
-        "gather_ms": node.gather_s and _in_ms(node.gather_s),
-    }
+    told = _builtins(node) | _speeds_json(node.seconds, "embed", "step")
+    told |= {key: told[key] or None for key in ("kernel", "isa", "threads", "why_not")}
+    told["devices"] = [
+        {
+            "name": device.name,
+            "memory_bytes": device.memory_bytes,
+            **_speeds_json(device.seconds),
+            "is_steady": device.is_steady,
+        }
+        for device in node.devices
+    ]
+    told["gather_ms"] = node.gather_s and _in_ms(node.gather_s)
+    return {key: value for key, value in told.items() if key not in ("seconds", "gather_s")}
+
+
+def _builtins(told: msgspec.Struct) -> dict[str, Any]:
+    """Return what a struct has as JSON knows it."""
+    known: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(told))
+    return known
+
+
+def _speeds_json(seconds: StageSeconds | None, *further: str) -> dict[str, float | None]:
+    names = ("layer", "layer_256", "head", *further)
+    return {f"{name}_ms": seconds and _in_ms(getattr(seconds, f"{name}_s")) for name in names}
 
 
 def _stage_line(plan: PlanReply, stage: PlannedStage) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
 
+from msgspec import convert
 from msgspec.structs import replace
 
 from shardnet.api.events import (
@@ -18,7 +19,6 @@ from shardnet.api.events import (
     Routing,
     RowData,
     Rows,
-    StageTime,
     TokenLogprob,
     Usage,
 )
@@ -248,7 +248,7 @@ class RunningRequest:
             sample_index=sampling.sample_index,
             logprobs=None if sampling.n_logprobs is None else tuple(self.logprobs),
             usage=Usage(n_prompt=n_prompt, n_generated=len(self.token_ids), n_reused=self.n_reused),
-            timing=_timing(finished.timing),
+            timing=convert(finished.timing, GenerationTiming, from_attributes=True),
             prompt_logprobs=None
             if message.outputs.n_prompt_logprobs is None
             else tuple(self.prompt_logprobs),
@@ -282,24 +282,4 @@ def _logprob(detail: wire.TokenDetail) -> TokenLogprob:
         bytes=bytes(detail.bytes),
         logprob=detail.logprob,
         top=tuple(LikelyToken(top.token_id, top.token, top.logprob) for top in detail.top),
-    )
-
-
-def _timing(timing: wire.Timing) -> GenerationTiming:
-    return GenerationTiming(
-        load_s=timing.load_s,
-        ttft_s=timing.ttft_s,
-        decode_tok_s=timing.decode_tok_s,
-        total_s=timing.total_s,
-        per_stage=tuple(
-            StageTime(
-                rank=stage.rank,
-                compute_ms=stage.compute_ms,
-                queue_ms=stage.queue_ms,
-                wire_ms=stage.wire_ms,
-            )
-            for stage in timing.per_stage
-        ),
-        n_drafted=timing.n_drafted,
-        n_accepted=timing.n_accepted,
     )

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from msgspec import convert
+from msgspec.structs import asdict
+
 from shardnet import __version__
-from shardnet.wire.messages.extras import StageTiming
 from shardnet.wire.messages.traces import MAX_TRACED_STEPS, TracedStep, TracePiece
 
 _REQUESTS: Final = 1000
@@ -187,22 +189,6 @@ def _pair(kind: str, pid: int, step: int, begin_us: int, end_us: int) -> Iterato
 
 
 def _step(step: TracedStep) -> TraceStep:
-    return TraceStep(
-        step=step.step,
-        position=step.position,
-        n_rows=step.n_rows,
-        n_sampled=step.n_sampled,
-        n_batch_rows=step.n_batch_rows,
-        sent_us=step.sent_us,
-        answered_us=step.answered_us,
-        stages=tuple(map(_stage, step.timings)),
-    )
-
-
-def _stage(timing: StageTiming) -> StageSpan:
-    return StageSpan(
-        rank=timing.rank,
-        arrived_us=timing.arrived_us,
-        queue_us=timing.queue_us,
-        compute_us=timing.compute_us,
-    )
+    told = asdict(step)
+    stages = convert(told.pop("timings"), tuple[StageSpan, ...], from_attributes=True)
+    return TraceStep(**told, stages=stages)

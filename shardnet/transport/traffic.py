@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardnet.types import NodeId
+from shardnet.wire.messages.diagnostics import LinkTraffic
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
 MAX_COUNTED: Final = 256
@@ -42,20 +43,6 @@ class Carried:
     received_bytes: int = 0
     n_resent: int | None = None
     live: list[Meter] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkCounts:
-    """What the links of one purpose to one peer have carried until now."""
-
-    name: str
-    purpose: Purpose
-    n_links: int
-    n_failed: int
-    sent_bytes: int
-    received_bytes: int
-    round_trip_us: int | None
-    n_resent: int | None
 
 
 class Traffic:
@@ -90,7 +77,7 @@ class Traffic:
         if n_resent is not None:
             carried.n_resent = (carried.n_resent or 0) + n_resent
 
-    def counts(self) -> list[LinkCounts]:
+    def counts(self) -> list[LinkTraffic]:
         """Return what was carried, by name and purpose."""
         return [
             _counts(name, purpose, self._carried[name, purpose])
@@ -98,12 +85,12 @@ class Traffic:
         ]
 
 
-def _counts(name: str, purpose: Purpose, carried: Carried) -> LinkCounts:
+def _counts(name: str, purpose: Purpose, carried: Carried) -> LinkTraffic:
     figures = [tcp_figures(meter.tcp()) for meter in carried.live]
     resent = [n for n in (carried.n_resent, *(n for _, n in figures)) if n is not None]
-    return LinkCounts(
+    return LinkTraffic(
         name=name,
-        purpose=purpose,
+        purpose=purpose.value,
         n_links=len(carried.live),
         n_failed=carried.n_failed,
         sent_bytes=carried.sent_bytes + sum(meter.sent_bytes for meter in carried.live),

@@ -11,10 +11,11 @@ from support.transport_harness import OPTIONS, hello
 from shardnet.transport.link import Link
 from shardnet.transport.listener import Listener
 from shardnet.transport.tcp import connect, listen
-from shardnet.transport.traffic import MAX_COUNTED, LinkCounts, Meter, Traffic
+from shardnet.transport.traffic import MAX_COUNTED, Meter, Traffic
 from shardnet.types import NodeId
 from shardnet.wire.framing.frames import Frame, FrameKind
-from shardnet.wire.messages.handshake import PeerRole, Purpose
+from shardnet.wire.messages.diagnostics import LinkTraffic
+from shardnet.wire.messages.handshake import PeerRole
 
 
 def test_bytes_and_broken_links_are_counted_by_peer_and_purpose() -> None:
@@ -29,7 +30,7 @@ def test_bytes_and_broken_links_are_counted_by_peer_and_purpose() -> None:
             options=replace(OPTIONS, traffic=theirs),
         )
         port = int(listener.address.rpartition(":")[2])
-        counts: list[LinkCounts] = []
+        counts: list[LinkTraffic] = []
         for is_closed in (True, False):
             link = await connect(
                 "127.0.0.1", port, hello("a"), options=replace(OPTIONS, traffic=ours)
@@ -38,7 +39,7 @@ def test_bytes_and_broken_links_are_counted_by_peer_and_purpose() -> None:
             link.send(Frame(kind=FrameKind.TOKENS, epoch=3, step=1, payload=b"1234" * 1000))
             await far.receive()
             [live] = ours.counts()
-            assert (live.name, live.purpose, live.n_links) == ("b", Purpose.DATA, 1)
+            assert (live.name, live.purpose, live.n_links) == ("b", "data", 1)
             assert live.n_resent is None or live.round_trip_us
             if is_closed:
                 await asyncio.gather(link.close(), far.close())

@@ -56,6 +56,7 @@ class _Known:
     at_s: float
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LinkBenchmark:
     """Measures links and keeps the figures by peer.
 
@@ -64,16 +65,11 @@ class LinkBenchmark:
     is a monotonic clock.
     """
 
-    def __init__(
-        self,
-        *,
-        link_of: Callable[[NodeId], ControlLink | None],
-        wait_for_compute: Callable[[], Awaitable[None]],
-        now_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._link_of = link_of
-        self._wait_for_compute = wait_for_compute
-        self._now_s = now_s
+    link_of: Callable[[NodeId], ControlLink | None]
+    wait_for_compute: Callable[[], Awaitable[None]]
+    now_s: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._known: dict[NodeId, _Known] = {}
         self._measuring = asyncio.Lock()
 
@@ -101,7 +97,7 @@ class LinkBenchmark:
         That is the known figure, else a quick measurement that is not kept. None if there is no
         link, the peer computes, or it takes longer than QUICK_RATE_S.
         """
-        known, control = self._known.get(node), self._link_of(node)
+        known, control = self._known.get(node), self.link_of(node)
         if known is not None or control is None:
             return known.speed.bytes_per_s if known is not None else None
         noise = os.urandom(QUICK_RATE_BYTES)
@@ -119,21 +115,21 @@ class LinkBenchmark:
         return rounded(rate)
 
     async def _speed(self, node: NodeId, payload_bytes: int, *, again: bool) -> LinkSpeed | None:
-        known, control = self._known.get(node), self._link_of(node)
+        known, control = self._known.get(node), self.link_of(node)
         if control is None:
             return None
         payload_bytes = max(FIRST_PAYLOAD_BYTES, min(payload_bytes, MAX_PING_BYTES))
         if known is not None and not again:
             good_for_s = GOOD_FOR_S if known.speed.is_steady else UNSTEADY_GOOD_FOR_S
-            is_fresh = self._now_s() - known.at_s < good_for_s
+            is_fresh = self.now_s() - known.at_s < good_for_s
             if is_fresh and known.payload_bytes >= payload_bytes:
                 return known.speed
         try:
             async with asyncio.timeout(GIVE_UP_S):
-                speed = await measure_link(control, self._wait_for_compute, payload_bytes)
+                speed = await measure_link(control, self.wait_for_compute, payload_bytes)
         except (ShardnetError, TimeoutError):  # gone, at work, or far too slow
             return known.speed if known is not None else None
-        self._known[node] = _Known(speed=speed, payload_bytes=payload_bytes, at_s=self._now_s())
+        self._known[node] = _Known(speed=speed, payload_bytes=payload_bytes, at_s=self.now_s())
         return speed
 
 

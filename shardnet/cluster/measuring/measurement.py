@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from shardnet.cluster.placement.figures import Links, LinkSpeed, StageSpeed
 from shardnet.errors import ShardnetError, UsageError
@@ -143,14 +143,7 @@ async def gather(
 
 def stage_speed(seconds: StageSeconds, *, is_steady: bool) -> StageSpeed:
     """Read a measured speed. Raises UsageError for one that cannot be."""
-    return StageSpeed(
-        layer_s=seconds.layer_s,
-        layer_256_s=seconds.layer_256_s,
-        embed_s=seconds.embed_s,
-        head_s=seconds.head_s,
-        step_s=seconds.step_s,
-        is_steady=is_steady,
-    )
+    return StageSpeed(**asdict(seconds), is_steady=is_steady)
 
 
 def rounds_of_pairs(nodes: Iterable[NodeId]) -> list[list[tuple[NodeId, NodeId]]]:
@@ -198,20 +191,9 @@ async def _one_node(node: NodeInfo, stage: MeasureStage, instruments: Instrument
         answer = await instruments.measure_stage(node, stage)
     except ShardnetError as error:
         return _without(node, error)
-    return NodeMeasured(
-        node=node.node,
-        name=node.name,
-        memory_bytes=answer.memory_bytes,
-        isa=node.isa,
-        seconds=answer.seconds,
-        kernel=answer.kernel,
-        threads=answer.threads,
-        measured_at_s=answer.measured_at_s,
-        is_steady=answer.is_steady,
-        disk_bytes_per_s=answer.disk_bytes_per_s,
-        devices=answer.devices,
-        gather_s=answer.gather_s,
-    )
+    measured = asdict(answer)
+    del measured["request"]
+    return NodeMeasured(node=node.node, name=node.name, isa=node.isa, **measured)
 
 
 def _without(node: NodeInfo, error: ShardnetError) -> NodeMeasured:

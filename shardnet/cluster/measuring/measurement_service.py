@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement import Ariths, Measured, OnMeasured, StageRun, gather
@@ -40,21 +41,14 @@ TELL_S: Final = 2.0
 """How long nodes have to take what was observed of them."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MeasurementService:
     """Has this `node` and others measured; `control_to` returns the link to another one."""
 
-    def __init__(
-        self,
-        *,
-        node: NodeId,
-        own: NodeBenchmark,
-        links: LinkBenchmark,
-        control_to: Callable[[NodeInfo], Awaitable[ControlLink]],
-    ) -> None:
-        self._node = node
-        self._own = own
-        self._links = links
-        self._control_to = control_to
+    node: NodeId
+    own: NodeBenchmark
+    links: LinkBenchmark
+    control_to: Callable[[NodeInfo], Awaitable[ControlLink]]
 
     async def measured(
         self,
@@ -83,22 +77,22 @@ class MeasurementService:
         """Return the known figures of this node, without measuring."""
         ask = await self._ask(choice, facts, dtype, again=False)
         is_ours = facts.config.outline is None
-        instruments = _KnownFigures(self._own) if is_ours else _LinksOnly(self)
+        instruments = _KnownFigures(self.own) if is_ours else _LinksOnly(self)
         return await gather([node], ask, 0, instruments, ariths=ariths)
 
     async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
         """Have a node measure itself (measurement.Instruments)."""
-        if node.node == self._node:
-            return await self._own.measure(message, "this node", lambda done, total: None)
-        control = await self._control_to(node)
+        if node.node == self.node:
+            return await self.own.measure(message, "this node", lambda done, total: None)
+        control = await self.control_to(node)
         numbered = replace(message, request=control.next_request())
         return await control.ask(numbered, StageMeasured, on_progress=lambda report: None)
 
     async def measure_links(self, node: NodeInfo, message: MeasureLinks) -> LinksMeasured:
         """Have a node measure its links (measurement.Instruments)."""
-        if node.node == self._node:
-            return await self._links.measure(message)
-        control = await self._control_to(node)
+        if node.node == self.node:
+            return await self.links.measure(message)
+        control = await self.control_to(node)
         return await control.ask(replace(message, request=control.next_request()), LinksMeasured)
 
     async def observed(
@@ -114,29 +108,24 @@ class MeasurementService:
 
         Waits TELL_S at most; a node that does not take it is left alone.
         """
-        ask = await self._ask(choice, facts, dtype, again=False)
+        subject = asdict(await self._ask(choice, facts, dtype, again=False))
+        del subject["model"], subject["again"]
         by_id = {node.node: node for node in nodes}
 
         async def tell(run: StageRun) -> None:
+            arith = ariths.get(run.node, Arith.FAST).value
             message = StageObserved(
-                request=0,
-                config=ask.config,
-                dtype=ask.dtype,
-                threads=ask.threads,
+                **subject | {"arith": arith},
                 layers=(run.layers.start, run.layers.end),
                 compute_s=run.compute_s,
                 step_s=run.step_s,
-                quant=ask.quant,
-                kv_dtype=ask.kv_dtype,
-                ignore_unknown_config=ask.ignore_unknown_config,
-                arith=ariths.get(run.node, Arith.FAST).value,
             )
             with contextlib.suppress(ShardnetError, TimeoutError):
                 async with asyncio.timeout(TELL_S):
-                    if run.node == self._node:
-                        self._own.observe(message, "this node")
+                    if run.node == self.node:
+                        self.own.observe(message, "this node")
                     else:
-                        control = await self._control_to(by_id[run.node])
+                        control = await self.control_to(by_id[run.node])
                         await control.ask(replace(message, request=control.next_request()), Done)
 
         await asyncio.gather(*(tell(run) for run in runs))
@@ -148,11 +137,11 @@ class MeasurementService:
         handlers.register(StageObserved, self._take_observed)
 
     async def _take_observed(self, control: ControlLink, message: StageObserved) -> None:
-        self._own.observe(message, control.peer_name)
+        self.own.observe(message, control.peer_name)
         control.send(Done(request=message.request))
 
     async def _answer_links(self, control: ControlLink, message: MeasureLinks) -> None:
-        control.send(await self._links.measure(message))
+        control.send(await self.links.measure(message))
 
     async def _answer_stage(self, control: ControlLink, message: MeasureStage) -> None:
         def progress(done_bytes: int, total_bytes: int) -> None:
@@ -163,7 +152,7 @@ class MeasurementService:
                     )
                 )
 
-        control.send(await self._own.measure(message, control.peer_name, progress))
+        control.send(await self.own.measure(message, control.peer_name, progress))
 
     async def _ask(
         self, choice: ModelChoice, facts: ModelFacts, dtype: DType, *, again: bool

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from msgspec import structs
+from msgspec import convert, structs
 
 from shardnet import __version__
 from shardnet.cluster.machine import kernels
@@ -289,10 +289,4 @@ class NodeBenchmark:
 
 
 def _seconds(stage: StageFigures) -> StageSeconds:
-    return StageSeconds(
-        layer_s=stage.layer_s,
-        layer_256_s=stage.layer_256_s,
-        embed_s=stage.embed_s,
-        head_s=stage.head_s,
-        step_s=stage.step_s,
-    )
+    return convert(stage, StageSeconds, from_attributes=True)

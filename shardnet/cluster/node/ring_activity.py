@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -17,9 +17,7 @@ from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.recovery.records import RecoveryRecord
 from shardnet.errors import UsageError
-from shardnet.runtime.engine.step_log import StepRecord
 from shardnet.types import SequenceId
-from shardnet.wire.framing.schema import U32_MAX
 from shardnet.wire.messages.activity import (
     MAX_RECOVERIES_SEEN,
     MAX_REQUESTS_SEEN,
@@ -27,31 +25,24 @@ from shardnet.wire.messages.activity import (
     CancelSequence,
     GetActivity,
     RecoverySeen,
-    RequestSeen,
     RingActivity,
     RingOpening,
     StageProgress,
-    StepSeen,
 )
 from shardnet.wire.messages.control import Done, Redirect
-from shardnet.wire.messages.diagnostics import RingBehind, RingLoad
+from shardnet.wire.messages.diagnostics import RingBehind
 from shardnet.wire.messages.handshake import explanation
 
 
+@dataclass(eq=False, repr=False)
 class RingWatch:
     """Answers for the ring that `head` leads, for those that were lost before it, and for the
     `rings` that are behind it.
     """
 
-    def __init__(
-        self,
-        head: Head,
-        recoveries: Sequence[RecoveryRecord],
-        rings: Callable[[], list[RingBehind]],
-    ) -> None:
-        self._head = head
-        self._rings = rings
-        self._recoveries = recoveries
+    head: Head
+    recoveries: Sequence[RecoveryRecord]
+    rings: Callable[[], list[RingBehind]]
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the messages of those who watch."""
@@ -60,21 +51,21 @@ class RingWatch:
 
     async def _activity(self, control: ControlLink, message: GetActivity) -> None:
         """Reply with the ring's requests and last steps, or Redirect to its head."""
-        elsewhere, lead = self._head.elsewhere(), self._head.latest
+        elsewhere, lead = self.head.elsewhere(), self.head.latest
         if elsewhere is not None:
             control.send(Redirect(request=message.request, address=elsewhere.address))
             return
-        opening = _opening(self._head.opening)
-        recoveries = [_recovery(one) for one in [*self._recoveries][-MAX_RECOVERIES_SEEN:]]
+        opening = _opening(self.head.opening)
+        recoveries = [_recovery(one) for one in [*self.recoveries][-MAX_RECOVERIES_SEEN:]]
         if lead is None:
             activity = RingActivity(request=message.request, opening=opening)
         else:
             activity = _activity(message, lead, opening)
-        control.send(replace(activity, recoveries=recoveries, rings=self._rings()))
+        control.send(replace(activity, recoveries=recoveries, rings=self.rings()))
 
     async def _cancel(self, control: ControlLink, message: CancelSequence) -> None:
         """Cancel a request, or reply Redirect. Raises UsageError for one that has ended."""
-        elsewhere, lead = self._head.elsewhere(), self._head.latest
+        elsewhere, lead = self.head.elsewhere(), self.head.latest
         if elsewhere is not None:
             control.send(Redirect(request=message.request, address=elsewhere.address))
             return
@@ -108,52 +99,15 @@ def _activity(message: GetActivity, lead: Lead, opening: RingOpening | None) -> 
         is_broken=not lead.stands,
         is_recovering=lead.is_recovering,
         age_us=engine.age_us,
-        load=RingLoad(**asdict(engine.counters)),
+        load=engine.counters,
         plan=None if is_known else lead.plan.reply(0),
         opening=opening,
-        requests=[
-            RequestSeen(
-                sequence=one.sequence_id,
-                state=one.state,
-                n_prompt=one.n_prompt,
-                n_computed=one.n_computed,
-                n_kept=one.n_kept,
-                n_tokens=one.n_tokens,
-                max_tokens=min(one.max_tokens, U32_MAX),
-                age_s=max(0.0, one.age_s),
-                priority=one.priority,
-                ahead=one.ahead,
-            )
-            for one in engine.requests[:MAX_REQUESTS_SEEN]
-        ],
-        steps=[_step(one) for one in steps[-MAX_STEPS_SEEN:]],
-    )
-
-
-def _step(step: StepRecord) -> StepSeen:
-    return StepSeen(
-        step=step.step,
-        sent_us=step.sent_us,
-        round_trip_us=step.round_trip_us,
-        n_rows=step.n_rows,
-        n_prompt_rows=step.n_prompt_rows,
-        n_tokens=step.n_tokens,
-        timings=list(step.timings),
+        requests=engine.requests[:MAX_REQUESTS_SEEN],
+        steps=steps[-MAX_STEPS_SEEN:],
     )
 
 
 def _recovery(record: RecoveryRecord) -> RecoverySeen:
-    return RecoverySeen(
-        at_s=record.at_s,
-        why=explanation(record.why),
-        n_requests=record.n_requests,
-        notice_s=record.notice_s,
-        plan_s=record.plan_s,
-        load_s=record.load_s,
-        replay_s=record.replay_s,
-        n_attempts=record.n_attempts,
-        lost=[*record.lost],
-        nodes=[*record.nodes],
-        is_over=record.is_over,
-        error=explanation(record.error),
-    )
+    fields = {name: getattr(record, name) for name in RecoverySeen.__struct_fields__}
+    seen = RecoverySeen(**fields)
+    return replace(seen, why=explanation(record.why), error=explanation(record.error))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Final
 
 from shardnet.cluster.head.clients import Clients
@@ -19,7 +19,6 @@ from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.errors import PeerFailedError
 from shardnet.types import NodeId
 from shardnet.wire.messages.activity import KeepRing, RingKept
-from shardnet.wire.messages.diagnostics import RingLoad
 from shardnet.wire.messages.handshake import PeerRole
 
 LOOK_S: Final = 0.25
@@ -91,7 +90,7 @@ class Keeping:
             now_s = time.monotonic()
             answer = RingKept(
                 request=request,
-                load=RingLoad(**asdict(lead.ring.engine.counters)),
+                load=lead.ring.engine.counters,
                 is_recovering=lead.is_recovering,
             )
             if answer != told or now_s - told_s >= TELL_S:

@@ -1,4 +1,4 @@
-"""What an engine has in hand, and what it has done so far.
+"""What an engine has done so far.
 
 Knows what is counted. Must not know who reads it.
 """
@@ -9,24 +9,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from shardnet.runtime.ring.pipeline import StepAnswered
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCounters:
-    """What an engine has in hand. Blocks are those of one stage, warm ones among the used.
-
-    `restored_positions` of prompts were read from disk so far.
-    """
-
-    running: int
-    waiting: int
-    paused: int
-    warm_slots: int
-    warm_blocks: int
-    used_blocks: int
-    room_blocks: int
-    room_slots: int
-    restored_positions: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from shardnet.errors import (
     PeerFailedError,
     ShardnetError,
 )
-from shardnet.runtime.engine.counters import EngineCounters, EngineTotals
+from shardnet.runtime.engine.counters import EngineTotals
 from shardnet.runtime.engine.drafters import drafter_of
 from shardnet.runtime.engine.guide import Guide
 from shardnet.runtime.engine.live_request import LiveRequest
@@ -26,7 +26,7 @@ from shardnet.runtime.engine.live_requests import LiveRequests
 from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, RequestEvent
 from shardnet.runtime.engine.restoring import Restoring
-from shardnet.runtime.engine.step_log import RequestProgress, StepLog
+from shardnet.runtime.engine.step_log import StepLog
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduling.drafting import RingDrafts
 from shardnet.runtime.scheduling.limits import RingLimits
@@ -44,6 +44,8 @@ from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.runtime.stage.compute import StepFailed
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import ANY_ROWS, LiveState, SequenceId
+from shardnet.wire.messages.activity import RequestSeen
+from shardnet.wire.messages.diagnostics import RingLoad
 
 SLOWDOWN = 2.2
 """A running sequence's tokens may take so many times as long while a prompt travels beside it."""
@@ -94,12 +96,12 @@ class Engine:
         return self._scheduler.n_active
 
     @property
-    def counters(self) -> EngineCounters:
+    def counters(self) -> RingLoad:
         """What it has in hand now."""
         n_paused = sum(live.state is LiveState.PAUSED for live in self._live.values())
         n_waiting = len(self._scheduler.waiting)
         book = self._scheduler.book
-        return EngineCounters(
+        return RingLoad(
             running=self._scheduler.n_active - n_waiting,
             waiting=n_waiting - n_paused,
             paused=n_paused,
@@ -117,7 +119,7 @@ class Engine:
         return self.log.age_us(self._clock_ns())
 
     @property
-    def requests(self) -> list[RequestProgress]:
+    def requests(self) -> list[RequestSeen]:
         """How far the requests are that live, in the order in which they came."""
         return self._live.progress()
 

@@ -13,7 +13,6 @@ from typing import assert_never
 from shardnet.errors import ShardnetError, internal_error, where
 from shardnet.runtime.engine.counters import EngineTotals
 from shardnet.runtime.engine.live_request import LiveRequest
-from shardnet.runtime.engine.step_log import RequestProgress
 from shardnet.runtime.ring.pipeline import StepAnswered
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
@@ -25,7 +24,8 @@ from shardnet.runtime.scheduling.sequences import (
     TokenSampled,
 )
 from shardnet.slot_operations import CloseSequence, OpenSequence
-from shardnet.types import LiveState, RowGroup, SequenceId
+from shardnet.types import U32_MAX, LiveState, RowGroup, SequenceId
+from shardnet.wire.messages.activity import RequestSeen
 
 _log = logging.getLogger(__name__)
 
@@ -38,20 +38,20 @@ class LiveRequests(dict[SequenceId, LiveRequest]):
         self._scheduler = scheduler
         self._clock_ns = clock_ns
 
-    def progress(self) -> list[RequestProgress]:
+    def progress(self) -> list[RequestSeen]:
         """Say how far the requests are, in the order in which they came."""
         ahead = {sequence_id: n for n, sequence_id in enumerate(self._scheduler.waiting)}
         now_ns = self._clock_ns()
         return [
-            RequestProgress(
-                sequence_id=sequence_id,
+            RequestSeen(
+                sequence=sequence_id,
                 state=live.state,
                 n_prompt=len(live.request.prompt),
                 n_computed=min(live.n_computed, len(live.request.prompt)),
                 n_kept=live.n_kept,
                 n_tokens=live.n_tokens,
-                max_tokens=live.request.max_tokens,
-                age_s=(now_ns - live.submitted_ns) / 1e9,
+                max_tokens=min(live.request.max_tokens, U32_MAX),
+                age_s=max(0.0, (now_ns - live.submitted_ns) / 1e9),
                 priority=live.request.priority,
                 ahead=ahead.get(sequence_id, 0),
             )

@@ -336,7 +336,7 @@ class Simulation:
         }
         for progress in self.engine.requests:
             if progress.n_prompt in mine:
-                self.engine.cancel(progress.sequence_id)
+                self.engine.cancel(SequenceId(progress.sequence))
                 return
 
     async def _faults(self) -> None:
