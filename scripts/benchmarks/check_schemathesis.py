@@ -18,7 +18,7 @@ from typing import Any
 
 from shardnet.api.connections import in_process
 from shardnet.api.serve.server import endpoints, serving
-from shardnet.api.server.openapi import openapi_document
+from shardnet.api.server.app import openapi_document
 from shardnet.api.server.settings import Listening, Settings
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.wire.messages.plans import ModelChoice

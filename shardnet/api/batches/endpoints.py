@@ -28,83 +28,42 @@ def endpoints(others: Sequence[Endpoint[Any]]) -> list[Endpoint[Any]]:
 
 def _of_files(files: Files) -> list[Endpoint[Any]]:
     return [
-        Endpoint(
-            method="POST",
-            path="/v1/files",
-            summary="Send a file of requests for a batch",
-            handle=files.upload,
-            dialect=OPENAI,
-            body=FileForm,
+        OPENAI.at(
+            "POST /v1/files",
+            "Send a file of requests for a batch",
+            files.upload,
+            FileForm,
+            FileObject,
             body_type=FORM,
-            answer=FileObject,
         ),
-        Endpoint(
-            method="GET",
-            path="/v1/files",
-            summary="The files that are kept",
-            handle=files.list,
-            dialect=OPENAI,
-            answer=FileList,
+        OPENAI.at("GET /v1/files", "The files that are kept", files.list, answer=FileList),
+        OPENAI.at(
+            "GET /v1/files/{file_id}", "What is known of a file", files.show, answer=FileObject
         ),
-        Endpoint(
-            method="GET",
-            path="/v1/files/{file_id}",
-            summary="What is known of a file",
-            handle=files.show,
-            dialect=OPENAI,
-            answer=FileObject,
-        ),
-        Endpoint(
-            method="GET",
-            path="/v1/files/{file_id}/content",
-            summary="What a file has",
-            handle=files.fetch,
-            dialect=OPENAI,
-        ),
-        Endpoint(
-            method="DELETE",
-            path="/v1/files/{file_id}",
-            summary="Keep a file no longer",
-            handle=files.delete,
-            dialect=OPENAI,
-            answer=FileDeleted,
+        OPENAI.at("GET /v1/files/{file_id}/content", "What a file has", files.fetch),
+        OPENAI.at(
+            "DELETE /v1/files/{file_id}", "Keep a file no longer", files.delete, answer=FileDeleted
         ),
     ]
 
 
 def _of_batches(batches: Batches) -> list[Endpoint[Any]]:
     return [
-        Endpoint(
-            method="POST",
-            path="/v1/batches",
-            summary="Run the requests of a file behind others",
-            handle=batches.create,
-            dialect=OPENAI,
-            body=BatchBody,
-            answer=BatchObject,
+        OPENAI.at(
+            "POST /v1/batches",
+            "Run the requests of a file behind others",
+            batches.create,
+            BatchBody,
+            BatchObject,
         ),
-        Endpoint(
-            method="GET",
-            path="/v1/batches",
-            summary="The batches that are kept",
-            handle=batches.list,
-            dialect=OPENAI,
-            answer=BatchList,
+        OPENAI.at("GET /v1/batches", "The batches that are kept", batches.list, answer=BatchList),
+        OPENAI.at(
+            "GET /v1/batches/{batch_id}", "How far a batch is", batches.show, answer=BatchObject
         ),
-        Endpoint(
-            method="GET",
-            path="/v1/batches/{batch_id}",
-            summary="How far a batch is",
-            handle=batches.show,
-            dialect=OPENAI,
-            answer=BatchObject,
-        ),
-        Endpoint(
-            method="POST",
-            path="/v1/batches/{batch_id}/cancel",
-            summary="Begin no more requests of a batch",
-            handle=batches.cancel,
-            dialect=OPENAI,
+        OPENAI.at(
+            "POST /v1/batches/{batch_id}/cancel",
+            "Begin no more requests of a batch",
+            batches.cancel,
             answer=BatchObject,
         ),
     ]

@@ -21,7 +21,6 @@ from shardnet.api.dashboard.previews import (
     addresses,
     preview,
     program_settings,
-    shown_findings,
 )
 from shardnet.api.dashboard.ring_book import parse_request_id
 from shardnet.api.dashboard.state import ShownJob, ShownState
@@ -93,7 +92,7 @@ class Handlers:
         """Diagnose the cluster from the place of the node that is asked."""
         async with self._working:
             facts = await facts_of(exchange.service.client, DOCTOR_S)
-        return Json(value=shown_findings(diagnose(facts)))
+        return Json(value=Findings(findings=diagnose(facts)))
 
     async def plan(self, exchange: Exchange, body: PlanBody) -> Reply:
         """Plan, and load nothing."""
@@ -161,25 +160,10 @@ def endpoints(dashboard: Dashboard, dialect: Dialect) -> list[Endpoint[Any]]:
     handlers = Handlers(dashboard)
 
     def get(path: str, summary: str, handle: Any, answer: Any) -> Endpoint[Any]:
-        return Endpoint(
-            method="GET",
-            path=PATH + path,
-            summary=summary,
-            handle=handle,
-            dialect=dialect,
-            answer=answer,
-        )
+        return dialect.at(f"GET {PATH + path}", summary, handle, answer=answer)
 
     def post(path: str, summary: str, handle: Any, body: Any, answer: Any) -> Endpoint[Any]:
-        return Endpoint(
-            method="POST",
-            path=PATH + path,
-            summary=summary,
-            handle=handle,
-            dialect=dialect,
-            body=body,
-            answer=answer,
-        )
+        return dialect.at(f"POST {PATH + path}", summary, handle, body, answer)
 
     events = get("/events", "The dashboard's state, as it changes", handlers.events, None)
     return [

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
+from msgspec import convert
 from msgspec.structs import replace
 
 from shardnet.api.dashboard.state import JobKind, JobState, ShownJob, ShownProgress
@@ -201,12 +202,7 @@ class Jobs:
         if job.shown.phase == "measuring" or progress.phase == "measuring":
             job.nodes.clear()
         job.shown.phase = progress.phase
-        job.nodes[progress.rank] = ShownProgress(
-            rank=progress.rank,
-            phase=progress.phase,
-            done_bytes=progress.done_bytes,
-            total_bytes=progress.total_bytes,
-        )
+        job.nodes[progress.rank] = convert(progress, ShownProgress, from_attributes=True)
         job.shown.done_bytes = sum(node.done_bytes for node in job.nodes.values())
         job.shown.total_bytes = sum(node.total_bytes for node in job.nodes.values())
         self._tell()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from msgspec import convert
 from msgspec.structs import replace
 
 from shardnet.api.dashboard.state import NodeState, ShownLink, ShownNode, ShownPart, ShownStandby
@@ -187,8 +188,5 @@ def _shown(info: NodeInfo, report: NodeReport, address: str, *, is_asked: bool) 
         and ShownStandby(
             name=standby.node, layers=standby.layers, weight_bytes=standby.weight_bytes
         ),
-        parts=[
-            ShownPart(layers=part.layers, devices=part.devices, weight_bytes=part.weight_bytes)
-            for part in stage.parts
-        ],
+        parts=convert(stage.parts, list[ShownPart], from_attributes=True),
     )

@@ -72,8 +72,6 @@ def endpoints(dialect: Dialect, root_path: str) -> list[Endpoint[None]]:
         (f"{PATH}{{file:path}}", "The dashboard's files", show),
     ]
     return [
-        Endpoint(
-            method="GET", path=path, summary=summary, handle=handle, dialect=dialect, is_open=True
-        )
+        dialect.at(f"GET {path}", summary, handle, is_open=True)
         for path, summary, handle in described
     ]

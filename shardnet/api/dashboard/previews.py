@@ -8,12 +8,12 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.api.dashboard.node_book import NodeBook
-from shardnet.api.dashboard.state import ShownLeftOut
 from shardnet.api.programs import KEY_PLACEHOLDER, PROGRAMS, Served
 from shardnet.api.server.errors import refused
 from shardnet.cluster.diagnosis.facts import Finding
-from shardnet.wire.framing.schema import MAX_POSITIONS, MAX_STAGES
-from shardnet.wire.messages.plans import PlanReply
+from shardnet.types import MAX_POSITIONS
+from shardnet.wire.framing.schema import MAX_STAGES
+from shardnet.wire.messages.plans import LeftOut, PlanReply
 
 NodeIds = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=MAX_STAGES)]
 Context = Annotated[int, Meta(ge=0, le=MAX_POSITIONS)]
@@ -56,7 +56,7 @@ class PlanPreview(msgspec.Struct, kw_only=True):
     why: str
     warnings: list[str]
     stages: list[PreviewStage]
-    left_out: list[ShownLeftOut]
+    left_out: list[LeftOut]
 
 
 class ProgramsBody(msgspec.Struct, kw_only=True):
@@ -83,20 +83,10 @@ class AllPrograms(msgspec.Struct, kw_only=True):
     programs: list[ProgramSettings]
 
 
-class ShownFinding(msgspec.Struct, kw_only=True):
-    """A finding of the doctor."""
-
-    severity: str
-    topic: str
-    where: str
-    what: str
-    remedy: str
-
-
 class Findings(msgspec.Struct, kw_only=True):
     """All findings, problems first."""
 
-    findings: list[ShownFinding]
+    findings: list[Finding]
 
 
 def addresses(book: NodeBook, nodes: list[str]) -> list[str]:
@@ -110,32 +100,7 @@ def addresses(book: NodeBook, nodes: list[str]) -> list[str]:
 
 def preview(plan: PlanReply) -> PlanPreview:
     """Show a plan."""
-    return PlanPreview(
-        model=plan.model,
-        context=plan.context,
-        dtype=plan.dtype,
-        wire_dtype=plan.wire_dtype,
-        predicted_tok_s=plan.predicted_tok_s,
-        why=plan.why,
-        warnings=plan.warnings,
-        stages=[
-            PreviewStage(
-                rank=stage.rank,
-                node=stage.node,
-                name=stage.name,
-                layers=stage.layers,
-                weight_bytes=stage.weight_bytes,
-                kv_bytes=stage.kv_bytes,
-                compute_ms=stage.compute_ms,
-                hop_ms=stage.hop_ms,
-                streamed_layers=stage.streamed_layers,
-                fetch_bytes=stage.fetch_bytes,
-                fetch_s=stage.fetch_s,
-            )
-            for stage in plan.stages
-        ],
-        left_out=[ShownLeftOut(node=one.node, name=one.name, why=one.why) for one in plan.left_out],
-    )
+    return msgspec.convert(plan, PlanPreview, from_attributes=True)
 
 
 def program_settings(url: str, *, model: str, key: str, context: int) -> AllPrograms:
@@ -150,21 +115,5 @@ def program_settings(url: str, *, model: str, key: str, context: int) -> AllProg
                 note=program.note or None,
             )
             for name, program in PROGRAMS.items()
-        ]
-    )
-
-
-def shown_findings(findings: list[Finding]) -> Findings:
-    """Show findings."""
-    return Findings(
-        findings=[
-            ShownFinding(
-                severity=one.severity.value,
-                topic=one.topic,
-                where=one.where,
-                what=one.what,
-                remedy=one.remedy,
-            )
-            for one in findings
         ]
     )

@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from msgspec import convert
+
 from shardnet.api.dashboard.state import (
     ShownBehind,
-    ShownLeftOut,
     ShownLoad,
     ShownLoading,
     ShownProgress,
@@ -101,20 +102,9 @@ class RingBook:
             else "broken"
             if activity.is_broken
             else "ready",
-            load=None
-            if load is None
-            else ShownLoad(
-                running=load.running,
-                waiting=load.waiting,
-                paused=load.paused,
-                warm_slots=load.warm_slots,
-                used_blocks=load.used_blocks,
-                room_blocks=load.room_blocks,
-            ),
+            load=None if load is None else convert(load, ShownLoad, from_attributes=True),
             stages=self._stages(plan.stages),
-            left_out=[
-                ShownLeftOut(node=one.node, name=one.name, why=one.why) for one in plan.left_out
-            ],
+            left_out=plan.left_out,
             rings=[
                 ShownBehind(
                     names=one.names,
@@ -137,15 +127,7 @@ class RingBook:
             phase=opening.stages[0].phase,
             done_bytes=sum(stage.done_bytes for stage in opening.stages),
             total_bytes=sum(stage.total_bytes for stage in opening.stages),
-            nodes=[
-                ShownProgress(
-                    rank=stage.rank,
-                    phase=stage.phase,
-                    done_bytes=stage.done_bytes,
-                    total_bytes=stage.total_bytes,
-                )
-                for stage in opening.stages
-            ],
+            nodes=convert(opening.stages, list[ShownProgress], from_attributes=True),
             age_s=opening.age_s,
         )
 

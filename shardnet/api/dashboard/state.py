@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from shardnet.wire.messages.plans import LeftOut
+
 NodeState = Literal["up", "draining", "resting", "silent", "lost", "refused"]
 JobKind = Literal["load", "unload", "pull"]
 JobState = Literal["running", "done", "failed", "cancelled"]
@@ -103,14 +105,6 @@ class ShownStage(msgspec.Struct, kw_only=True):
     busy: float | None = None
 
 
-class ShownLeftOut(msgspec.Struct, kw_only=True):
-    """A node that a plan does not use."""
-
-    node: str
-    name: str
-    why: str
-
-
 class ShownLoad(msgspec.Struct, kw_only=True):
     """What the ring has in hand. Blocks are those of one stage."""
 
@@ -149,7 +143,7 @@ class ShownRing(msgspec.Struct, kw_only=True):
     state: Literal["ready", "recovering", "broken"]
     load: ShownLoad | None
     stages: list[ShownStage]
-    left_out: list[ShownLeftOut]
+    left_out: list[LeftOut]
     rings: list[ShownBehind] = []
 
 

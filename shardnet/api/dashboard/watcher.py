@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
 from shardnet.api.client import Client
@@ -28,24 +29,19 @@ ANSWER_S: Final = 2.0
 """How long nodes may take: one that hangs is silent, the others are shown."""
 
 
+@dataclass(eq=False, repr=False)
 class Watcher:
     """Keeps the books about the node of `client` and its cluster. `clock` is in seconds."""
 
-    def __init__(
-        self,
-        client: Client,
-        *,
-        nodes_every_s: float = NODES_EVERY_S,
-        ring_every_s: float = RING_EVERY_S,
-        fresh_s: float = FRESH_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._client = client
-        self._nodes_every_s = nodes_every_s
-        self._ring_every_s = ring_every_s
-        self._fresh_s = fresh_s
+    client: Client
+    _: KW_ONLY
+    nodes_every_s: float = NODES_EVERY_S
+    ring_every_s: float = RING_EVERY_S
+    fresh_s: float = FRESH_S
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._looked_s = -math.inf
-        self._clock = clock
         self.nodes = NodeBook()
         self.ring = RingBook()
         self.asked = ""
@@ -68,7 +64,7 @@ class Watcher:
     @property
     def now_s(self) -> float:
         """The time by its clock."""
-        return self._clock()
+        return self.clock()
 
     def notify(self) -> None:
         """Wake everybody who waits for something new."""
@@ -82,7 +78,7 @@ class Watcher:
     async def look(self) -> None:
         """Look once, unless somebody watches anyway or has just looked."""
         async with self._looking:
-            if not self._polling and self.now_s - self._looked_s >= self._fresh_s:
+            if not self._polling and self.now_s - self._looked_s >= self.fresh_s:
                 await self._look_at_all()
 
     @asynccontextmanager
@@ -94,8 +90,8 @@ class Watcher:
                 if not self._polling:
                     await self._look_at_all()
                     self._polling = [
-                        asyncio.create_task(_every(self._nodes_every_s, self._look_at_nodes)),
-                        asyncio.create_task(_every(self._ring_every_s, self._look_at_ring)),
+                        asyncio.create_task(_every(self.nodes_every_s, self._look_at_nodes)),
+                        asyncio.create_task(_every(self.ring_every_s, self._look_at_ring)),
                     ]
             yield
         finally:
@@ -108,7 +104,7 @@ class Watcher:
 
     async def cancel(self, ring: str, sequence: int) -> None:
         """Cancel a request. Raises UsageError for one that has ended."""
-        await self._client.cancel(ring, sequence, at=self._head_at)
+        await self.client.cancel(ring, sequence, at=self._head_at)
 
     async def _look_at_all(self) -> None:
         await self._look_at_nodes()
@@ -141,7 +137,7 @@ class Watcher:
         self.notify()
 
     def _reports(self) -> aclosing[AsyncGenerator[ReportReply, None]]:
-        return aclosing(self._client.report(with_peers=True))
+        return aclosing(self.client.report(with_peers=True))
 
     async def _look_at_ring(self) -> None:
         try:
@@ -157,7 +153,7 @@ class Watcher:
 
     async def _activity(self) -> RingActivity:
         known, last = self.ring.name, self.ring.last_step
-        return await self._client.activity(known_ring=known, after_step=last, at=self._head_at)
+        return await self.client.activity(known_ring=known, after_step=last, at=self._head_at)
 
 
 def _other_head(replies: list[ReportReply], nodes: NodeBook) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from shardnet.api.openai.chat import ChatChunk, ChatCompletion, complete_chat
 from shardnet.api.openai.chat_body import ChatBody
 from shardnet.api.openai.completions import Completion, CompletionBody, complete
 from shardnet.api.openai.embeddings import EmbeddingBody, EmbeddingList, embeddings
 from shardnet.api.openai.faults import OPENAI
 from shardnet.api.openai.infill import InfillAnswer, InfillBody, fill_in
-from shardnet.api.openai.models import ModelCard, ModelList, list_models, show_model
+from shardnet.api.openai.paging import page_of
 from shardnet.api.openai.reranking import Ranking, RerankBody, rank
 from shardnet.api.openai.tokens import (
     DetokenizeBody,
@@ -22,110 +24,123 @@ from shardnet.api.openai.tokens import (
     tokenize,
     tokenizer_info,
 )
-from shardnet.api.server.endpoint import Endpoint
+from shardnet.api.server.endpoint import Endpoint, Json, Reply
+from shardnet.api.server.model_names import ServedModel
+from shardnet.api.server.service import Exchange
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """One model, for OpenAI's programs and Anthropic's. When it was made is not known."""
+
+    id: str
+    object: str = "model"
+    created: int = 0
+    owned_by: str = "shardnet"
+    type: str = "model"
+    display_name: str
+    created_at: str = "1970-01-01T00:00:00Z"
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """All models, the default one first.
+
+    Codex reads `models` alone, with its own instructions for each one. For what is not there it has
+    those of any model, so there is none.
+    """
+
+    object: str = "list"
+    data: list[ModelCard]
+    models: list[ModelCard] = []
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
+
+
+def _card(model: ServedModel) -> ModelCard:
+    return ModelCard(id=model.name, display_name=model.name.rpartition("/")[2])
+
+
+async def list_models(exchange: Exchange, body: None) -> Reply:
+    """List the models, or a page of them."""
+    every = [*map(_card, await exchange.service.models.list())]
+    cards, has_more = page_of(every, exchange.query)
+    first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
+    return Json(value=ModelList(data=cards, first_id=first, last_id=last, has_more=has_more))
+
+
+async def show_model(exchange: Exchange, body: None) -> Reply:
+    """Return one model, found by its name or a part of it."""
+    return Json(value=_card(await exchange.service.models.find(exchange.path_parameters["name"])))
 
 
 def endpoints() -> list[Endpoint[Any]]:
     """List these endpoints."""
     return [
-        Endpoint(
-            method="POST",
-            path="/v1/chat/completions",
-            summary="Continue a conversation",
-            handle=complete_chat,
-            dialect=OPENAI,
-            body=ChatBody,
-            answer=ChatCompletion,
+        OPENAI.at(
+            "POST /v1/chat/completions",
+            "Continue a conversation",
+            complete_chat,
+            ChatBody,
+            ChatCompletion,
             chunk=ChatChunk,
             counts=True,
         ),
-        Endpoint(
-            method="POST",
-            path="/v1/completions",
-            summary="Continue texts or token ids",
-            handle=complete,
-            dialect=OPENAI,
-            body=CompletionBody,
-            answer=Completion,
+        OPENAI.at(
+            "POST /v1/completions",
+            "Continue texts or token ids",
+            complete,
+            CompletionBody,
+            Completion,
             chunk=Completion,
             counts=True,
         ),
-        Endpoint(
-            method="POST",
-            path="/infill",
-            summary="What stands between two texts, in llama-server's form",
-            handle=fill_in,
-            dialect=OPENAI,
-            body=InfillBody,
-            answer=InfillAnswer,
+        OPENAI.at(
+            "POST /infill",
+            "What stands between two texts, in llama-server's form",
+            fill_in,
+            InfillBody,
+            InfillAnswer,
             chunk=InfillAnswer,
             counts=True,
         ),
-        Endpoint(
-            method="POST",
-            path="/v1/embeddings",
-            summary="Texts or token ids as vectors",
-            handle=embeddings,
-            dialect=OPENAI,
-            body=EmbeddingBody,
-            answer=EmbeddingList,
+        OPENAI.at(
+            "POST /v1/embeddings",
+            "Texts or token ids as vectors",
+            embeddings,
+            EmbeddingBody,
+            EmbeddingList,
             counts=True,
         ),
         *(
-            Endpoint(
-                method="POST",
-                path=path,
-                summary="Documents in the order of how well they answer a query",
-                handle=rank,
-                dialect=OPENAI,
-                body=RerankBody,
-                answer=Ranking,
+            OPENAI.at(
+                f"POST {path}",
+                "Documents in the order of how well they answer a query",
+                rank,
+                RerankBody,
+                Ranking,
                 counts=True,
             )
             for path in ("/v1/rerank", "/v2/rerank", "/rerank")
         ),
-        Endpoint(
-            method="GET",
-            path="/v1/models",
-            summary="The models that may be asked for",
-            handle=list_models,
-            dialect=OPENAI,
-            answer=ModelList,
+        OPENAI.at(
+            "GET /v1/models", "The models that may be asked for", list_models, answer=ModelList
         ),
-        Endpoint(
-            method="GET",
-            path="/v1/models/{name:path}",
-            summary="One model",
-            handle=show_model,
-            dialect=OPENAI,
-            answer=ModelCard,
+        OPENAI.at("GET /v1/models/{name:path}", "One model", show_model, answer=ModelCard),
+        OPENAI.at(
+            "POST /tokenize", "Text to token ids", tokenize, TokenizeBody, Tokens, counts=True
         ),
-        Endpoint(
-            method="POST",
-            path="/tokenize",
-            summary="Text to token ids",
-            handle=tokenize,
-            dialect=OPENAI,
-            body=TokenizeBody,
-            answer=Tokens,
+        OPENAI.at(
+            "POST /detokenize",
+            "Token ids to text",
+            detokenize,
+            DetokenizeBody,
+            Detokenized,
             counts=True,
         ),
-        Endpoint(
-            method="POST",
-            path="/detokenize",
-            summary="Token ids to text",
-            handle=detokenize,
-            dialect=OPENAI,
-            body=DetokenizeBody,
-            answer=Detokenized,
-            counts=True,
-        ),
-        Endpoint(
-            method="GET",
-            path="/tokenizer_info",
-            summary="The tokens that begin and end a text, and the chat template",
-            handle=tokenizer_info,
-            dialect=OPENAI,
+        OPENAI.at(
+            "GET /tokenizer_info",
+            "The tokens that begin and end a text, and the chat template",
+            tokenizer_info,
             answer=TokenizerInfo,
         ),
     ]

@@ -13,8 +13,8 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
     """Text of a message."""
 
     text: str
-    annotations: list[Any] = msgspec.field(default_factory=list)
-    logprobs: list[ContentLogprob] = msgspec.field(default_factory=list)
+    annotations: list[Any] = []
+    logprobs: list[ContentLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
@@ -32,7 +32,7 @@ class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message")
     id: str
     status: str = "in_progress"
     role: str = "assistant"
-    content: list[OutputText] = msgspec.field(default_factory=list)
+    content: list[OutputText] = []
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
@@ -40,8 +40,8 @@ class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
     id: str
     status: str = "in_progress"
-    summary: list[Any] = msgspec.field(default_factory=list)
-    content: list[ReasoningText] = msgspec.field(default_factory=list)
+    summary: list[Any] = []
+    content: list[ReasoningText] = []
 
 
 class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
@@ -108,7 +108,7 @@ class Response(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None = None
     metadata: dict[str, str] = msgspec.field(default_factory=dict)
     model: str
-    output: list[Item] = msgspec.field(default_factory=list)
+    output: list[Item] = []
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
@@ -118,7 +118,7 @@ class Response(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     text: Any = None
     tool_choice: Any = "auto"
-    tools: list[Any] = msgspec.field(default_factory=list)
+    tools: list[Any] = []
     top_logprobs: int = 0
     top_p: float | None = None
     truncation: str = "disabled"
@@ -198,14 +198,14 @@ class TextDelta(_OfPart, kw_only=True, tag="response.output_text.delta"):
     """More text."""
 
     delta: str
-    logprobs: list[ContentLogprob] = msgspec.field(default_factory=list)
+    logprobs: list[ContentLogprob] = []
 
 
 class TextDone(_OfPart, kw_only=True, tag="response.output_text.done"):
     """The whole text."""
 
     text: str
-    logprobs: list[ContentLogprob] = msgspec.field(default_factory=list)
+    logprobs: list[ContentLogprob] = []
 
 
 class ThoughtDelta(_OfPart, kw_only=True, tag="response.reasoning_text.delta"):

@@ -15,31 +15,25 @@ def endpoints() -> list[Endpoint[Any]]:
     """List these endpoints."""
     responses = Responses()
     return [
-        Endpoint(
-            method="POST",
-            path="/v1/responses",
-            summary="Continue a conversation of items",
-            handle=responses.respond,
-            dialect=RESPONSES,
-            body=ResponseBody,
-            answer=Response,
+        RESPONSES.at(
+            "POST /v1/responses",
+            "Continue a conversation of items",
+            responses.respond,
+            ResponseBody,
+            Response,
             chunk=StreamEvent,
             counts=True,
         ),
-        Endpoint(
-            method="GET",
-            path="/v1/responses/{response_id}",
-            summary="A response that is kept",
-            handle=responses.show,
-            dialect=RESPONSES,
+        RESPONSES.at(
+            "GET /v1/responses/{response_id}",
+            "A response that is kept",
+            responses.show,
             answer=Response,
         ),
-        Endpoint(
-            method="DELETE",
-            path="/v1/responses/{response_id}",
-            summary="Keep a response no longer",
-            handle=responses.delete,
-            dialect=RESPONSES,
+        RESPONSES.at(
+            "DELETE /v1/responses/{response_id}",
+            "Keep a response no longer",
+            responses.delete,
             answer=Deleted,
         ),
     ]

@@ -71,6 +71,28 @@ class Dialect:
     id_headers: tuple[str, ...] = ("x-request-id",)
     paths: tuple[str, ...] = ()
 
+    def at(
+        self,
+        route: str,
+        summary: str,
+        handle: Callable[[Exchange, Body], Awaitable[Reply]],
+        body: type[Body] | None = None,
+        answer: Any = None,
+        **further: Any,
+    ) -> Endpoint[Body]:
+        """Make an endpoint of a `route`, a method and a path; for the rest see there."""
+        method, path = route.split(" ")
+        return Endpoint(
+            method=method,
+            path=path,
+            summary=summary,
+            handle=handle,
+            dialect=self,
+            body=body,
+            answer=answer,
+            **further,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint(Generic[Body]):

@@ -113,42 +113,15 @@ async def _reports(exchange: Exchange) -> list[ReportReply]:
 def endpoints(dialect: Dialect) -> list[Endpoint[None]]:
     """List these endpoints; faults are written as `dialect` does."""
     return [
-        Endpoint(
-            method="GET",
-            path="/healthz",
-            summary="Whether the server is alive",
-            handle=alive,
-            dialect=dialect,
-            is_open=True,
+        dialect.at("GET /healthz", "Whether the server is alive", alive, is_open=True),
+        dialect.at("GET /health", "The same, where other servers have it", alive, is_open=True),
+        dialect.at(
+            "GET /readyz", "Whether the node behind the server answers", ready, is_open=True
         ),
-        Endpoint(
-            method="GET",
-            path="/health",
-            summary="The same, where other servers have it",
-            handle=alive,
-            dialect=dialect,
-            is_open=True,
-        ),
-        Endpoint(
-            method="GET",
-            path="/readyz",
-            summary="Whether the node behind the server answers",
-            handle=ready,
-            dialect=dialect,
-            is_open=True,
-        ),
-        Endpoint(
-            method="GET",
-            path="/metrics",
-            summary="Counters for Prometheus",
-            handle=metrics,
-            dialect=dialect,
-        ),
-        Endpoint(
-            method="GET",
-            path="/traces/{request_id}",
-            summary="Where the time of a request went that was sent with X-Shardnet-Trace: 1",
-            handle=trace,
-            dialect=dialect,
+        dialect.at("GET /metrics", "Counters for Prometheus", metrics),
+        dialect.at(
+            "GET /traces/{request_id}",
+            "Where the time of a request went that was sent with X-Shardnet-Trace: 1",
+            trace,
         ),
     ]
