@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -22,30 +23,22 @@ from shardnet.transport.link import Link
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Dispatcher:
     """Serves the links of one node in `tasks`.
 
     `own_hello` makes this node's hello, `handle` handles the messages of clients.
     """
 
-    def __init__(
-        self,
-        *,
-        own_hello: Callable[[Purpose], Hello],
-        handle: Handler,
-        host: StageHost,
-        sharing: Sharing,
-        peers: Peers,
-        tasks: asyncio.TaskGroup,
-        log: Callable[[str], None],
-    ) -> None:
-        self._own_hello = own_hello
-        self._handle = handle
-        self._host = host
-        self._sharing = sharing
-        self._peers = peers
-        self._tasks = tasks
-        self._log = log
+    own_hello: Callable[[Purpose], Hello]
+    handle: Handler
+    host: StageHost
+    sharing: Sharing
+    peers: Peers
+    tasks: asyncio.TaskGroup
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._client_links: set[Link] = set()
 
     def hello(self, peer: Hello) -> Hello:
@@ -55,19 +48,19 @@ class Dispatcher:
         and what Sharing.check_hello raises for a bulk link.
         """
         if peer.purpose is Purpose.DATA:
-            self._host.check_hello(peer)
+            self.host.check_hello(peer)
         elif peer.purpose is Purpose.BULK:
-            self._sharing.check_hello(peer)
-        return replace(self._own_hello(peer.purpose), ring=peer.ring, epoch=peer.epoch)
+            self.sharing.check_hello(peer)
+        return replace(self.own_hello(peer.purpose), ring=peer.ring, epoch=peer.epoch)
 
     async def accept(self, link: Link) -> None:
         """Serve a link whose handshake is done."""
         if link.peer.purpose is Purpose.DATA:
-            self._host.accept(link)
+            self.host.accept(link)
         elif link.peer.purpose is Purpose.BULK:
-            self._serve(self._sharing.serve, link)
+            self._serve(self.sharing.serve, link)
         elif link.peer.role is PeerRole.NODE:
-            self._peers.adopt(link)
+            self.peers.adopt(link)
         else:
             self._serve(self._serve_client, link)
 
@@ -76,10 +69,10 @@ class Dispatcher:
 
         async def serve() -> None:
             what = f"the link of {link.peer_address}"
-            if not await supervised(lambda: work(link), what, self._log):
+            if not await supervised(lambda: work(link), what, self.log):
                 link.abort("an internal error of the other end")
 
-        self._tasks.create_task(serve())
+        self.tasks.create_task(serve())
 
     def tell_clients(self, error: ShardnetError) -> None:
         """Send `error` to every client, since this node is leaving."""
@@ -95,10 +88,10 @@ class Dispatcher:
         """Serve a client until it leaves. Log one that breaks the protocol or falls silent."""
         self._client_links.add(link)
         try:
-            await ControlLink(link, self._handle).serve()
+            await ControlLink(link, self.handle).serve()
         except ShardnetError as error:
             if isinstance(error, ProtocolError | PeerSilentError):
-                self._log(f"dropped the client at {link.peer_address}: {error}")
+                self.log(f"dropped the client at {link.peer_address}: {error}")
             await link.close()  # not at once: it may still read why
         finally:
             self._client_links.discard(link)

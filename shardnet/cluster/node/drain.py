@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final
 
 from shardnet.cluster.head.head import Head
@@ -27,6 +28,7 @@ LOOK_S: Final = 0.05
 """Interval of the looks at what is left."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class NodeDrain:
     """Drains one node, once. `link_of` gives the control link to a head, `n_routed` the number of
     requests that this node gives to several rings.
@@ -34,22 +36,14 @@ class NodeDrain:
     `hand_over` has the deputy of this head go on; it returns whether that does.
     """
 
-    def __init__(
-        self,
-        *,
-        head: Head,
-        host: StageHost,
-        n_routed: Callable[[], int],
-        link_of: Callable[[NodeId], ControlLink | None],
-        hand_over: Callable[[], Awaitable[bool]],
-        log: Callable[[str], None],
-    ) -> None:
-        self._head = head
-        self._host = host
-        self._n_routed = n_routed
-        self._link_of = link_of
-        self._hand_over = hand_over
-        self._log = log
+    head: Head
+    host: StageHost
+    n_routed: Callable[[], int]
+    link_of: Callable[[NodeId], ControlLink | None]
+    hand_over: Callable[[], Awaitable[bool]]
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._refused = ("", "")
         """The ring whose head could not do without this node, and why it was asked to."""
         self._done = asyncio.Event()
@@ -72,37 +66,37 @@ class NodeDrain:
     @property
     def is_needed(self) -> bool:
         """Whether requests would miss this node: they run, or their ring is being built."""
-        membership = self._host.membership
+        membership = self.host.membership
         is_forming = membership is not None and membership.is_forming
-        return self._leads or self._host.is_busy or is_forming
+        return self._leads or self.host.is_busy or is_forming
 
     @property
     def _leads(self) -> bool:
         """Whether requests come to this node: for its own ring, or for others behind it."""
-        return self._head.is_in_use or self._n_routed() > 0
+        return self.head.is_in_use or self.n_routed() > 0
 
     async def drain(self, deadline_s: float) -> None:
         """Take nothing more, and give away what is here; return when that is done.
 
         After `deadline_s` seconds the node counts as done in any case.
         """
-        if self._host.refusals.is_draining:
+        if self.host.refusals.is_draining:
             await self._done.wait()
             return
-        self._host.refusals.is_draining = self._head.is_draining = True
-        self._log("draining: this node takes nothing more, and ends when it is empty")
+        self.host.refusals.is_draining = self.head.is_draining = True
+        self.log("draining: this node takes nothing more, and ends when it is empty")
         try:
             async with asyncio.timeout(deadline_s):
                 while True:
                     await self.leave()
-                    if self._leads and await self._hand_over():
-                        self._log("the deputy goes on with the requests of this node")
+                    if self._leads and await self.hand_over():
+                        self.log("the deputy goes on with the requests of this node")
                     if not self.is_needed:
                         break
                     await asyncio.sleep(LOOK_S)
-            self._log("drained: no request needs this node any more")
+            self.log("drained: no request needs this node any more")
         except TimeoutError:
-            self._log(f"the node ends before it is empty: {deadline_s:g} s are over")
+            self.log(f"the node ends before it is empty: {deadline_s:g} s are over")
         finally:
             self._done.set()
 
@@ -112,12 +106,12 @@ class NodeDrain:
         Where it cannot, its requests are waited for: it is not asked again for that reason. `why`
         is why the node rests, "" if it drains.
         """
-        membership = self._host.membership
-        if membership is None or membership.is_over or membership.owner == self._head.node:
+        membership = self.host.membership
+        if membership is None or membership.is_over or membership.owner == self.head.node:
             return
         if membership.is_forming or self._refused == (membership.ring, why):
             return
-        control = self._link_of(NodeId(membership.owner))
+        control = self.link_of(NodeId(membership.owner))
         if control is None:  # it is dialled again, or lost
             return
         message = LeaveRing(request=control.next_request(), ring=membership.ring, why=why)
@@ -125,4 +119,4 @@ class NodeDrain:
             await control.ask(message, Done, on_progress=lambda report: None)
         except ShardnetError as error:
             self._refused = (membership.ring, why)
-            self._log(f"the ring of {membership.model} cannot do without this node: {error}")
+            self.log(f"the ring of {membership.model} cannot do without this node: {error}")

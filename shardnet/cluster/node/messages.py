@@ -5,16 +5,14 @@ Knows which part of the node has the answer. Must not know how it is found.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from shardnet.cluster.head.head import Head
-from shardnet.cluster.member.stage_host import StageHost
-from shardnet.cluster.member.stage_orders import StageOrders
-from shardnet.cluster.node.own_state import OwnState
+from shardnet.cluster.node.parts import StageParts
 from shardnet.cluster.peers.clocks import now_us
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
-from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
-from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import RemoteProtocolError
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.handshake import PeerRole
@@ -23,27 +21,13 @@ from shardnet.wire.messages.stages import LoadStage
 from shardnet.wire.messages.traces import ClockRead, ReadClock
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class NodeMessages:
     """Answers for one node."""
 
-    def __init__(
-        self,
-        *,
-        own: OwnState,
-        host: StageHost,
-        orders: StageOrders,
-        sharing: Sharing,
-        peers: Peers,
-        directory: NodeDirectory,
-        head: Head,
-    ) -> None:
-        self._own = own
-        self._host = host
-        self._orders = orders
-        self._sharing = sharing
-        self._peers = peers
-        self._directory = directory
-        self._head = head
+    stage: StageParts
+    peers: Peers
+    head: Head
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the messages that are answered here."""
@@ -55,16 +39,16 @@ class NodeMessages:
         handlers.register(ReadClock, self._read_clock)
 
     async def _status(self, control: ControlLink, message: Status) -> None:
-        peers = await self._directory.listed() if message.with_peers else []
-        load, node = self._head.load, self._own.info()
+        peers = await self.stage.directory.listed() if message.with_peers else []
+        load, node = self.head.load, self.stage.own.info()
         control.send(StatusReply(request=message.request, node=node, peers=peers, load=load))
 
     async def _ping(self, control: ControlLink, message: Ping) -> None:
         """Answer a ping. Raises BusyError for one that would disturb sequences here."""
         if message.payload or message.as_step:
-            self._host.check_idle()
+            self.stage.host.check_idle()
         if message.as_step:
-            await self._host.wait_for_compute()
+            await self.stage.host.wait_for_compute()
         control.send(Done(request=message.request))
 
     async def _read_clock(self, control: ControlLink, message: ReadClock) -> None:
@@ -77,12 +61,12 @@ class NodeMessages:
             raise RemoteProtocolError(
                 f"{control.peer_name} is a client and sent PeersKnown, which only nodes send"
             )
-        self._peers.heard(control, message)
+        self.peers.heard(control, message)
 
     async def _identify(self, control: ControlLink, message: IdentifyModel) -> None:
-        control.send(await self._sharing.answer(message))
+        control.send(await self.stage.sharing.answer(message))
 
     async def _load_stage(self, control: ControlLink, message: LoadStage) -> None:
         """Load for another head. Raises BusyError while requests run on this node's own ring."""
-        self._head.check_idle()
-        await self._orders.load_for(control, message)
+        self.head.check_idle()
+        await self.stage.orders.load_for(control, message)

@@ -1,6 +1,7 @@
 """The node: built from its parts, begun, ended.
 
-Knows in which order the parts begin and end; how they are built stands in node/parts.py.
+Knows in which order the parts begin and end; how they are built stands in node/parts.py and
+node/services.py.
 Everything a node does is done elsewhere.
 """
 
@@ -9,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 from shardnet.cluster.head.lead import Lead
-from shardnet.cluster.node.events import NodeEvents
-from shardnet.cluster.node.parts import build_links, build_services, build_stage, own_client
+from shardnet.cluster.node.parts import LinkParts, StageParts
+from shardnet.cluster.node.services import Services, own_client
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.supervision import kept_running
@@ -31,33 +32,31 @@ ADDRESSES_S: Final = 2.0
 
 
 class Node:
-    """One node. Runs inside `running`, which owns its tasks. Listens to its own NodeEvents."""
+    """One node. Runs inside `running`, which owns its tasks. It is the NodeEvents of its parts."""
 
     def __init__(self, settings: NodeSettings, tasks: asyncio.TaskGroup) -> None:
         self._settings = settings
-        events = NodeEvents()
-        self._links = build_links(settings, events, tasks)
-        self._stage = build_stage(settings, self._links)
-        self._services = build_services(settings, events, self._links, self._stage, tasks)
-        self.head = self._services.head
+        self._links = LinkParts(settings, self, tasks)
+        self._stage = StageParts(settings, self._links)
+        self._services = services = Services(settings, self, self._links, self._stage, tasks)
+        self.head = services.head
         """What this node does as a head."""
-        self.handlers = self._services.handlers
+        self.handlers = services.handlers
         """What handles each control message."""
-        self.drain = self._services.drain
+        self.drain = services.drain
         """How this node is emptied before it ends."""
-        self.pressure = self._services.pressure
+        self.pressure = services.pressure
         """How this node gives memory and processors back."""
-        self.planned = self._services.planned
+        self.planned = services.planned
         """How a ring that this node leads is replaced while it works."""
-        self.router = self._services.router
+        self.router = services.router
         """Which ring of several behind this head a request is given to."""
-        self.audits = self._services.audits
+        self.audits = services.audits
         """How stages of a ring that this node leads are audited."""
-        self.standbys = self._services.standbys
+        self.standbys = services.standbys
         """How nodes stand by for others in a ring that this node leads."""
-        self.recovery = self._services.recovery
+        self.recovery = services.recovery
         """How a ring that this node leads is replaced when it is lost."""
-        events.connect(self)
 
     def addresses_changed(self) -> None:
         """Advertise the node's addresses again: to its peers, and by mDNS."""
@@ -131,40 +130,18 @@ class Node:
         """Count a failed handshake of `host`, for reports."""
         self._links.refusals.note(host, error, time.monotonic())
 
-    async def keep_peers(self) -> None:
-        """Keep links to the configured peers and to all that are discovered, until cancelled."""
-        peers = self._links.peers
-        await kept_running(
-            lambda: peers.run(self._settings.peers), "keeping peers", self._settings.log
-        )
-
-    async def free_unused(self) -> None:
-        """Free a model that nobody uses when its time is over."""
-        await kept_running(
-            self._services.unused.run, "watching for unused models", self._settings.log
-        )
-
-    async def relieve_machine(self) -> None:
-        """Give memory and processors back where this machine needs them."""
-        await kept_running(
-            self._services.pressure.run, "watching this machine's memory", self._settings.log
-        )
-
-    async def use_nodes(self) -> None:
-        """Have nodes that came, or came back, take part in the ring that this node leads."""
-        await kept_running(
-            self._services.nodes.run, "watching for nodes that come", self._settings.log
-        )
-
-    async def keep_standbys(self) -> None:
-        """Keep nodes ready to go on in the place of others in the ring that this node leads."""
-        await kept_running(
-            self._services.standbys.run, "keeping nodes that stand by", self._settings.log
-        )
-
-    async def audit_stages(self) -> None:
-        """Audit the stages of the ring that this node leads."""
-        await kept_running(self._services.audits.run, "auditing stages", self._settings.log)
+    def kept(self) -> list[Coroutine[Any, Any, None]]:
+        """What runs as long as the node does, each begun again when it fails."""
+        peers, services = self._links.peers, self._services
+        jobs: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "keeping peers": lambda: peers.run(self._settings.peers),
+            "watching for unused models": services.unused.run,
+            "watching this machine's memory": services.pressure.run,
+            "watching for nodes that come": services.nodes.run,
+            "keeping nodes that stand by": services.standbys.run,
+            "auditing stages": services.audits.run,
+        }
+        return [kept_running(run, what, self._settings.log) for what, run in jobs.items()]
 
     async def watch_addresses(self) -> None:
         """Notice changes of this machine's addresses, as DHCP makes them, until cancelled."""
@@ -218,17 +195,7 @@ async def running(settings: NodeSettings) -> AsyncIterator[Node]:
     """Run a node that does not listen, for clients in this process; see `listening`."""
     async with asyncio.TaskGroup() as tasks:
         node = Node(settings, tasks)
-        keeping = [
-            tasks.create_task(keep())
-            for keep in (
-                node.keep_peers,
-                node.free_unused,
-                node.relieve_machine,
-                node.use_nodes,
-                node.keep_standbys,
-                node.audit_stages,
-            )
-        ]
+        keeping = [tasks.create_task(job) for job in node.kept()]
         try:
             yield node
         finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from shardnet.cluster.head.drafts import Drafts
@@ -38,6 +39,7 @@ ASK_S: Final = 5.0
 """How long the head of a ring may take to free what it keeps."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class NodePressure:
     """Looks after the machine of one node.
 
@@ -46,50 +48,36 @@ class NodePressure:
     gives the link to a head, `on_changed` is called when the node begins or ends to rest.
     """
 
-    def __init__(
-        self,
-        *,
-        head: Head,
-        host: StageHost,
-        drain: NodeDrain,
-        unused: UnusedModels,
-        drafts: Drafts,
-        encoders: Encoders,
-        link_of: Callable[[NodeId], ControlLink | None],
-        memory: Callable[[], MemoryLook] | None,
-        owner: Callable[[], OwnerLook] | None,
-        on_changed: Callable[[], None],
-        log: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._head = head
-        self._host = host
-        self._drain = drain
-        self._unused = unused
-        self._drafts = drafts
-        self._encoders = encoders
-        self._link_of = link_of
-        self._memory = memory
-        self._owner = owner
-        self._on_changed = on_changed
-        self._log = log
-        self._clock = clock
+    head: Head
+    host: StageHost
+    drain: NodeDrain
+    unused: UnusedModels
+    drafts: Drafts
+    encoders: Encoders
+    link_of: Callable[[NodeId], ControlLink | None]
+    memory: Callable[[], MemoryLook] | None
+    owner: Callable[[], OwnerLook] | None
+    on_changed: Callable[[], None]
+    log: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._watch = OwnerWatch()
         self._policy = PressurePolicy()
         self._n_drops = self._n_rests = 0
 
     def state(self) -> PressureState | None:
         """Describe it for people; None where the memory is not looked at."""
-        if self._memory is None:
+        if self.memory is None:
             return None
-        look = self._memory()
+        look = self.memory()
         return PressureState(
             available_bytes=max(0, look.available_bytes),
             total_bytes=look.total_bytes,
             stalled=look.stalled,
             n_drops=self._n_drops,
             n_rests=self._n_rests,
-            yields=self._owner is not None,
+            yields=self.owner is not None,
         )
 
     async def run(self) -> None:
@@ -100,15 +88,15 @@ class NodePressure:
 
     async def look(self) -> None:
         """Give back what it is time to."""
-        if self._host.refusals.is_draining:
+        if self.host.refusals.is_draining:
             return
-        held_bytes = self._host.weight_bytes
+        held_bytes = self.host.weight_bytes
         why, memory = "", None
-        if self._owner is not None:
-            why = self._watch.look(self._clock(), await asyncio.to_thread(self._owner))
-        if self._memory is not None and (held_bytes or self.rests):
-            memory = self._memory()
-        match self._policy.look(self._clock(), memory, why, held_bytes):
+        if self.owner is not None:
+            why = self._watch.look(self.clock(), await asyncio.to_thread(self.owner))
+        if self.memory is not None and (held_bytes or self.rests):
+            memory = self.memory()
+        match self._policy.look(self.clock(), memory, why, held_bytes):
             case Action.DROP:
                 await self._drop_caches()
             case Action.REST:
@@ -127,44 +115,44 @@ class NodePressure:
 
     async def _drop_caches(self) -> None:
         self._n_drops += 1
-        self._log("memory is short: what is kept for requests to come is freed")
-        membership = self._host.membership
-        if membership is None or membership.is_over or membership.owner == self._head.node:
-            self._head.drop_warm()
-        elif (control := self._link_of(NodeId(membership.owner))) is not None:
+        self.log("memory is short: what is kept for requests to come is freed")
+        membership = self.host.membership
+        if membership is None or membership.is_over or membership.owner == self.head.node:
+            self.head.drop_warm()
+        elif (control := self.link_of(NodeId(membership.owner))) is not None:
             message = DropWarm(request=control.next_request(), ring=membership.ring)
             try:
                 async with asyncio.timeout(ASK_S):
                     await control.ask(message, Done)
             except (ShardnetError, TimeoutError) as error:
-                self._log(f"warning: the head keeps what it has for requests to come: {error}")
-        if not self._head.n_requests:
-            self._drafts.close()
-        self._encoders.free_idle()
-        await self._host.drop_caches()
+                self.log(f"warning: the head keeps what it has for requests to come: {error}")
+        if not self.head.n_requests:
+            self.drafts.close()
+        self.encoders.free_idle()
+        await self.host.drop_caches()
 
     async def _begin_to_rest(self) -> None:
         is_for_memory = self.rests == SHORT_OF_MEMORY
-        if is_for_memory and await self._unused.free(IDLE_S, "memory is short"):
+        if is_for_memory and await self.unused.free(IDLE_S, "memory is short"):
             self._policy.relieved()
             return
         self._n_rests += 1
-        self._log(f"resting: this node gives its layers away and takes none ({self.rests})")
+        self.log(f"resting: this node gives its layers away and takes none ({self.rests})")
 
     async def _give_away(self) -> None:
         """Give away what can be now."""
-        self._head.rests = self.rests
-        if self._head.is_in_use:  # its ring may need this node yet, should it lose another one
+        self.head.rests = self.rests
+        if self.head.is_in_use:  # its ring may need this node yet, should it lose another one
             return
-        if self._host.refusals.rests != self.rests:
-            self._host.refusals.rests = self.rests
-            self._on_changed()
-        await self._host.drop_standby()
-        await self._drain.leave(self.rests)
-        if not self._drain.is_needed and self._host.loaded is not None:
-            await self._unused.free(0.0, self.rests)
+        if self.host.refusals.rests != self.rests:
+            self.host.refusals.rests = self.rests
+            self.on_changed()
+        await self.host.drop_standby()
+        await self.drain.leave(self.rests)
+        if not self.drain.is_needed and self.host.loaded is not None:
+            await self.unused.free(0.0, self.rests)
 
     def _take_part(self) -> None:
-        self._log("this node takes part again")
-        self._host.refusals.rests = self._head.rests = ""
-        self._on_changed()
+        self.log("this node takes part again")
+        self.host.refusals.rests = self.head.rests = ""
+        self.on_changed()

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,22 +18,23 @@ from typing import Final
 from msgspec.structs import replace
 
 from shardnet import __version__
-from shardnet.cluster.discovery.discovery import Discovery
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.machine.addresses import is_loopback
+from shardnet.cluster.machine.temperature import Thermometer
+from shardnet.cluster.node.parts import LinkParts, StageParts
+from shardnet.cluster.node.pressure import NodePressure
 from shardnet.cluster.peers.address_diagnosis import judge, probe
-from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.clocks import clock_ahead
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.message_handlers import MessageHandlers
-from shardnet.cluster.peers.peers import PeerReport, Peers
-from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
-from shardnet.cluster.peers.rtt_probe import DialAsClient
-from shardnet.cluster.store.disk_jobs import DiskJobs
+from shardnet.cluster.peers.peers import PeerReport
+from shardnet.cluster.recovery.audits import Audits
+from shardnet.cluster.recovery.stand_in import StandIn
+from shardnet.cluster.router.router import Router
 from shardnet.errors import AuthenticationError, ShardnetError, first_error
 from shardnet.runtime.loading.model_facts import config_text, identify_at
 from shardnet.transport.address import host_of, split_address
-from shardnet.transport.traffic import LinkCounts, Traffic
-from shardnet.types import NodeId
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
 from shardnet.wire.framing.schema import MAX_PEER_ADDRESSES
 from shardnet.wire.messages.control import Done
@@ -43,22 +43,15 @@ from shardnet.wire.messages.diagnostics import (
     MAX_TELLERS,
     MAX_VIEWS,
     AddressView,
-    AuditState,
-    DeputyState,
     InterfaceAddress,
-    LinkTraffic,
     MulticastHeard,
     MulticastState,
     NodeReport,
     PeerView,
-    PressureState,
     RecordSeen,
-    RingBehind,
-    RingWork,
-    StageState,
 )
 from shardnet.wire.messages.handshake import explained, explanation
-from shardnet.wire.messages.membership import NodeInfo, ReportReply, ReportRequest
+from shardnet.wire.messages.membership import ReportReply, ReportRequest
 
 PEER_REPORT_S: Final = 4.0
 """How long a peer may take for its report, its probes included."""
@@ -77,63 +70,27 @@ class _Model:
     config: str = ""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class NodeReporter:
-    """Answers ReportRequest for one node.
+    """Answers ReportRequest for one node."""
 
-    `dial_as_client` opens a link to an address, for as long as a probe may take. `cluster` is the
-    fingerprint of the key, None without one. `checkpoints` reads checkpoints,
-    `disk` a folder on the disk where weights are kept. `bandwidth` gives the bytes per second to a
-    linked node, None where they are not known. `resolve` finds the name that a part of one means,
-    `temperature` returns the device's in degrees Celsius without waiting, None if unknown.
-    `ring_work` gives what the ring has done that this node leads, `pressure` how short memory is,
-    `deputies` the deputy of this node and the heads that it is the deputy of, `rings`
-    those behind this head, `audit` what audits of its ring have found.
-    """
+    links: LinkParts
+    stage: StageParts
+    head: Head
+    router: Router
+    lists: ModelLists
+    stand_in: StandIn
+    audits: Audits
+    pressure: NodePressure
 
-    def __init__(
-        self,
-        *,
-        own_info: Callable[[], NodeInfo],
-        stage_state: Callable[[], StageState | None],
-        n_requests: Callable[[], int],
-        ring_work: Callable[[], RingWork | None],
-        rings: Callable[[], list[RingBehind]],
-        traffic: Traffic,
-        cluster: str | None,
-        advertisement: Advertisement,
-        peers: Peers,
-        discovery: Discovery | None,
-        refusals: RejectedHandshakes,
-        dial_as_client: DialAsClient,
-        checkpoints: DiskJobs,
-        disk: Path,
-        bandwidth: Callable[[NodeId], Awaitable[float | None]],
-        resolve: Callable[[str], Awaitable[str]],
-        temperature: Callable[[], float | None],
-        pressure: Callable[[], PressureState | None],
-        deputies: Callable[[], tuple[DeputyState | None, list[DeputyState]]],
-        audit: Callable[[], AuditState | None],
-    ) -> None:
-        self._own_info = own_info
-        self._stage_state = stage_state
-        self._n_requests = n_requests
-        self._ring_work = ring_work
-        self._rings = rings
-        self._traffic = traffic
-        self._cluster = cluster
-        self._advertisement = advertisement
-        self._peers = peers
-        self._discovery = discovery
-        self._refusals = refusals
-        self._dial_as_client = dial_as_client
-        self._checkpoints = checkpoints
-        self._disk = disk
-        self._bandwidth = bandwidth
-        self._resolve = resolve
-        self._temperature = temperature
-        self._pressure = pressure
-        self._deputies = deputies
-        self._audit = audit
+    def __post_init__(self) -> None:
+        settings = self.links.settings
+        self.cluster = settings.cluster
+        """The fingerprint of the key, None without one."""
+        self._disk = settings.cache
+        """A folder on the disk where weights are kept."""
+        self._discovery = settings.discovery
+        self._temperature = Thermometer(settings.budget.device.kind).read
         self._probe_slots = asyncio.Semaphore(PROBES_AT_ONCE)
 
     def register(self, handlers: MessageHandlers) -> None:
@@ -150,11 +107,11 @@ class NodeReporter:
         if message.model and message.with_peers:
             with contextlib.suppress(ShardnetError, TimeoutError):  # each node says what it lacks
                 async with asyncio.timeout(IDENTIFY_S):
-                    message = replace(message, model=await self._resolve(message.model))
+                    message = replace(message, model=await self.lists.resolve(message.model))
         try:
             async with asyncio.TaskGroup() as tasks:
                 if message.with_peers:
-                    for peer in self._peers.links.linked():
+                    for peer in self.links.peers.links.linked():
                         tasks.create_task(self._relay(control, message, peer))
                 control.send(await self._own(message, received_at))
         except* ShardnetError as group:
@@ -163,7 +120,7 @@ class NodeReporter:
 
     def _check_member(self, control: ControlLink) -> None:
         address = control.link.peer_address
-        if self._cluster is None and not is_loopback(host_of(address)):
+        if self.cluster is None and not is_loopback(host_of(address)):
             raise AuthenticationError(
                 "a node without a cluster key reports only to its own machine",
                 remedy="run `shardnet key new` on one machine and `shardnet key join` on the "
@@ -211,13 +168,13 @@ class NodeReporter:
         )
 
     async def _own(self, message: ReportRequest, received_at: float) -> ReportReply:
-        info = self._own_info()
+        info = self.stage.own.info()
         views, model = await asyncio.gather(
             self._views(message.probe), self._look_for(message.model)
         )
-        now, (deputy, deputy_of) = time.monotonic(), self._deputies()
+        now = time.monotonic()
         report = NodeReport(
-            cluster=self._cluster or "",
+            cluster=self.cluster or "",
             protocol=PROTOCOL_VERSION,
             uptime_s=info.uptime_s,
             received_at=received_at,
@@ -225,23 +182,23 @@ class NodeReporter:
             multicast=self._multicast(now),
             peers=views,
             unreached=[
-                _unreached(address, error) for address, error in self._peers.unreached.items()
+                _unreached(address, error) for address, error in self.links.peers.unreached.items()
             ][:MAX_VIEWS],
-            refused=self._refusals.report(now),
+            refused=self.links.refusals.report(now),
             disk_free_bytes=free_bytes(self._disk),
-            n_requests=self._n_requests(),
-            stage=self._stage_state(),
+            n_requests=self.head.n_requests,
+            stage=self.stage.host.state(),
             model_id=model.model_id,
             model_failure=model.failure,
             model_config=model.config,
             temperature_c=self._temperature(),
-            ring=self._ring_work(),
-            rings=self._rings(),
-            pressure=self._pressure(),
-            deputy=deputy,
-            deputy_of=deputy_of,
-            audit=self._audit(),
-            links=[_traffic(counts) for counts in self._traffic.counts()],
+            ring=self.head.work,
+            rings=self.router.rings,
+            pressure=self.pressure.state(),
+            deputy=self.stand_in.deputy,
+            deputy_of=self.stand_in.deputy_of,
+            audit=self.audits.state,
+            links=self.links.traffic.counts(),
             sent_at=time.time(),
         )
         return ReportReply(
@@ -255,7 +212,7 @@ class NodeReporter:
         try:
             async with asyncio.timeout(IDENTIFY_S):
                 look = partial(identify_at, model, ignore_unknown=True)
-                facts = await self._checkpoints.run(model, look)
+                facts = await self.stage.disk.run(model, look)
                 return _Model(model_id=facts.model_id, config=config_text(facts))
         except ShardnetError as error:
             return _Model(failure=explanation(error))
@@ -263,19 +220,19 @@ class NodeReporter:
             return _Model(failure=f"its files were not read within {IDENTIFY_S:g} s")
 
     async def _views(self, with_probes: bool) -> list[PeerView]:
-        reports = sorted(self._peers.report(), key=lambda r: not r.is_linked)[:MAX_VIEWS]
+        reports = sorted(self.links.peers.report(), key=lambda r: not r.is_linked)[:MAX_VIEWS]
         return list(await asyncio.gather(*(self._view(r, with_probes) for r in reports)))
 
     async def _view(self, known: PeerReport, with_probes: bool) -> PeerView:
         addresses = known.addresses[:MAX_PEER_ADDRESSES]
         bytes_per_s = None
         if with_probes and not known.refusal and (known.is_linked or known.reported_by):
-            views = await probe(known.node, addresses, self._dial_as_client, self._probe_slots)
+            views = await probe(known.node, addresses, self.links.dialer.probe, self._probe_slots)
             if known.is_linked:
-                bytes_per_s = await self._bandwidth(known.node)
+                bytes_per_s = await self.stage.links.quick_rate(known.node)
         else:
             views = [_remembered(known, address) for address in addresses]
-        link, record = self._peers.links.link_of(known.node), None
+        link, record = self.links.peers.links.link_of(known.node), None
         if self._discovery is not None:
             record = self._discovery.records.get(known.node)
         version = link.link.peer.version if link else record.version if record else ""
@@ -293,7 +250,7 @@ class NodeReporter:
         )
 
     def _interfaces(self) -> list[InterfaceAddress]:
-        told = {split_address(address)[0] for address in self._advertisement.addresses}
+        told = {split_address(address)[0] for address in self.links.advertisement.addresses}
         return [
             InterfaceAddress(
                 interface=address.interface,
@@ -304,7 +261,7 @@ class NodeReporter:
                 speed_mbit=address.speed_mbit,
                 is_told=address.host in told,
             )
-            for address in self._advertisement.local[:MAX_VIEWS]
+            for address in self.links.advertisement.local[:MAX_VIEWS]
         ]
 
     def _multicast(self, now: float) -> MulticastState:
@@ -345,19 +302,6 @@ def free_bytes(folder: Path) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
-
-
-def _traffic(counts: LinkCounts) -> LinkTraffic:
-    return LinkTraffic(
-        name=counts.name,
-        purpose=counts.purpose.value,
-        n_links=counts.n_links,
-        n_failed=counts.n_failed,
-        sent_bytes=counts.sent_bytes,
-        received_bytes=counts.received_bytes,
-        round_trip_us=counts.round_trip_us,
-        n_resent=counts.n_resent,
-    )
 
 
 def _unreached(address: str, error: ShardnetError) -> AddressView:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from shardnet.cluster.member.stage_host import StageHost
@@ -21,6 +22,7 @@ LOOK_S: Final = 5.0
 """Interval of the looks."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class UnusedModels:
     """Looks after the model of the ring that this node is in.
 
@@ -28,20 +30,11 @@ class UnusedModels:
     None. `link_of` gives the link to the head of another ring.
     """
 
-    def __init__(
-        self,
-        *,
-        router: Router,
-        host: StageHost,
-        link_of: Callable[[NodeId], ControlLink | None],
-        idle_s: float | None,
-        log: Callable[[str], None],
-    ) -> None:
-        self._router = router
-        self._host = host
-        self._link_of = link_of
-        self._idle_s = idle_s
-        self._log = log
+    router: Router
+    host: StageHost
+    link_of: Callable[[NodeId], ControlLink | None]
+    idle_s: float | None
+    log: Callable[[str], None]
 
     async def run(self) -> None:
         """Look again and again, until cancelled."""
@@ -51,8 +44,8 @@ class UnusedModels:
 
     async def look(self) -> None:
         """Free the model of the ring that this node leads if it is time to."""
-        idle_s = self._idle_s
-        if idle_s is not None and self._router.idle_s is not None:
+        idle_s = self.idle_s
+        if idle_s is not None and self.router.idle_s is not None:
             await self.free(idle_s, f"no request used it for {idle_s:g} s")
 
     async def free(self, idle_s: float, why: str) -> bool:
@@ -60,20 +53,20 @@ class UnusedModels:
 
         The head of another ring is asked to.
         """
-        loaded, unused_s = self._host.loaded, self._router.idle_s
+        loaded, unused_s = self.host.loaded, self.router.idle_s
         if loaded is None or (unused_s is not None and unused_s < idle_s):
             return False
         try:
             if unused_s is not None:
-                await self._router.unload(idle_s=idle_s)
+                await self.router.unload(idle_s=idle_s)
             elif not await self._ask_head(idle_s):
                 return False
         except BusyError:
             return False
         except ShardnetError as error:
-            self._log(f"warning: {loaded.order.model} could not be freed: {error}")
+            self.log(f"warning: {loaded.order.model} could not be freed: {error}")
             return False
-        self._log(f"{loaded.order.model} was freed: {why}")
+        self.log(f"{loaded.order.model} was freed: {why}")
         return True
 
     async def _ask_head(self, idle_s: float) -> bool:
@@ -81,11 +74,11 @@ class UnusedModels:
 
         Weights of a ring that is over are freed here.
         """
-        membership = self._host.membership
+        membership = self.host.membership
         if membership is None or membership.is_over:
-            await self._router.unload(idle_s=idle_s)
+            await self.router.unload(idle_s=idle_s)
             return True
-        control = self._link_of(NodeId(membership.owner))
+        control = self.link_of(NodeId(membership.owner))
         if control is None:
             return False
         await control.ask(Unload(request=control.next_request(), idle_s=idle_s), Done)

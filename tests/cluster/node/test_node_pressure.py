@@ -37,11 +37,11 @@ class Machine:
     def of(self, node: Node) -> Machine:
         """Let a node see this machine instead of its own."""
         pressure: Any = node.pressure
-        pressure._memory = lambda: MemoryLook(
+        pressure.memory = lambda: MemoryLook(
             available_bytes=int(self.available * GIB), total_bytes=16 * GIB
         )
-        pressure._owner = lambda: OwnerLook(n_cores=4, has_input=self.is_typing)
-        pressure._clock = lambda: self.now_s
+        pressure.owner = lambda: OwnerLook(n_cores=4, has_input=self.is_typing)
+        pressure.clock = lambda: self.now_s
         return self
 
     async def look(self, node: Node, seconds: float = 2.0) -> None:

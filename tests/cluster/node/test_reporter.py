@@ -223,7 +223,7 @@ def test_only_members_and_this_machine_are_told(
 ) -> None:
     """With a key every link is a member's: TLS has seen to that."""
     told = reporter.NodeReporter.__new__(reporter.NodeReporter)
-    told._cluster = cluster
+    told.cluster = cluster
     control: Any = SimpleNamespace(link=SimpleNamespace(peer_address=address))
     with contextlib.nullcontext() if is_told else pytest.raises(AuthenticationError, match="key"):
         told._check_member(control)

@@ -32,14 +32,14 @@ class Machine:
 
     def __post_init__(self) -> None:
         peers = self.node._links.peers
-        dial = peers._dial
+        dial = peers.dial
 
         async def dial_there(address: str) -> Link:
             if self.is_unplugged or address in self.out_of_reach:
                 raise LinkError("it is unplugged")
             return await dial(address)
 
-        peers._dial = dial_there
+        peers.dial = dial_there
 
     async def unplug(self, *, with_clients: bool = True) -> None:
         """End its links, as when its process is killed; it cannot be reached any more.

@@ -1,0 +1,302 @@
+"""What serves clients and peers, and leads rings: the parts of a node that are built last.
+
+Knows which part needs which, and fills the table of message handlers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from functools import partial
+
+from msgspec.structs import replace
+
+from shardnet.cluster.deputy.copying import Copying
+from shardnet.cluster.head.clients import Clients
+from shardnet.cluster.head.constraints import Constraints
+from shardnet.cluster.head.drafts import Drafts
+from shardnet.cluster.head.encoders import Encoders
+from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.model_lists import ModelLists
+from shardnet.cluster.head.ring_builder import RingBuilder
+from shardnet.cluster.machine.owner_use import OwnerUse
+from shardnet.cluster.machine.stalls import memory_stalled
+from shardnet.cluster.machine.temperature import gpu_use
+from shardnet.cluster.member.audit_orders import AuditOrders
+from shardnet.cluster.member.prefix_orders import PrefixOrders
+from shardnet.cluster.member.stage_host import StageHost
+from shardnet.cluster.node.dispatcher import Dispatcher
+from shardnet.cluster.node.drain import NodeDrain
+from shardnet.cluster.node.messages import NodeMessages
+from shardnet.cluster.node.parts import LinkParts, NodeEvents, StageParts
+from shardnet.cluster.node.pressure import NodePressure
+from shardnet.cluster.node.reporter import NodeReporter
+from shardnet.cluster.node.ring_activity import RingWatch
+from shardnet.cluster.node.settings import NodeSettings
+from shardnet.cluster.node.unused_models import UnusedModels
+from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.planning.planning import Planner
+from shardnet.cluster.planning.wire_loss import WireLoss
+from shardnet.cluster.pressure.memory_strain import MemoryLook
+from shardnet.cluster.pressure.owner_watch import OwnerLook
+from shardnet.cluster.recovery.audits import Audits
+from shardnet.cluster.recovery.node_watch import NodeWatch
+from shardnet.cluster.recovery.planned import PlannedChanges
+from shardnet.cluster.recovery.recovery import Recovery
+from shardnet.cluster.recovery.stand_in import StandIn
+from shardnet.cluster.recovery.standbys import Standbys
+from shardnet.cluster.router.router import Router
+from shardnet.errors import ConfigurationError
+from shardnet.transport.link import Link
+from shardnet.transport.memory import memory_pair
+from shardnet.wire.messages.handshake import PeerRole, Purpose
+
+
+class Services:
+    """What plans, leads rings and answers; its parts are built in the order of the methods."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        events: NodeEvents,
+        links: LinkParts,
+        stage: StageParts,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._settings, self._links, self._stage = settings, links, stage
+        self._tasks, self._log = tasks, settings.log
+        self._link_of = links.peers.links.link_of
+        self.handlers = MessageHandlers()
+        """What handles each control message."""
+        self.dispatcher = Dispatcher(
+            own_hello=links.dialer.hello,
+            handle=self.handlers.handle,
+            host=stage.host,
+            sharing=stage.sharing,
+            peers=links.peers,
+            tasks=tasks,
+            log=settings.log,
+        )
+        self._build_head(events)
+        self._build_answers()
+        self._build_router()
+        self._build_yielding()
+        self._register()
+
+    def _build_head(self, events: NodeEvents) -> None:
+        """Build what plans, leads rings and replaces them."""
+        settings, stage, peers = self._settings, self._stage, self._links.peers
+        self.planner = Planner(
+            node=settings.node,
+            directory=stage.directory,
+            sharing=stage.sharing,
+            measuring=stage.measuring,
+            threads=stage.disk,
+            log=self._log,
+        )
+        builder = RingBuilder(
+            node=settings.node,
+            name=settings.name,
+            host=stage.host,
+            orders=stage.orders,
+            kv=stage.kv,
+            sharing=stage.sharing,
+            peers=peers,
+            disk=stage.disk,
+            on_broken=events.ring_broken,
+        )
+        self.head = Head(
+            node=settings.node,
+            host=stage.host,
+            planner=self.planner,
+            builder=builder,
+            on_broken=events.lead_broken,
+            log=self._log,
+        )
+        self.standbys = Standbys(head=self.head, log=self._log)
+        self.recovery = Recovery(
+            head=self.head,
+            planner=self.planner,
+            standbys=self.standbys,
+            tasks=self._tasks,
+            log=self._log,
+        )
+        self.planned = PlannedChanges(
+            head=self.head, planner=self.planner, left_out=self.recovery.left_out, log=self._log
+        )
+        self.nodes = NodeWatch(
+            head=self.head,
+            recovery=self.recovery,
+            replace=self.planned.put,
+            planner=self.planner,
+            linked=peers.ready,
+            log=self._log,
+        )
+        self.audits = Audits(
+            head=self.head,
+            share=settings.audit_share,
+            distrust=stage.host.distrust,
+            log=self._log,
+        )
+
+    def _build_answers(self) -> None:
+        """Build what answers clients."""
+        settings, stage, peers = self._settings, self._stage, self._links.peers
+        self.copying = Copying(link_of=self._link_of, log=self._log)
+        self.drafts = Drafts(
+            disk=stage.disk,
+            device=settings.budget.device.for_torch,
+            spare_bytes=stage.own.memory_free_bytes,
+            threads=stage.own.threads,
+        )
+        self.constraints = Constraints()
+        self.wire_loss = WireLoss(cache=settings.cache, threads=stage.own.threads, log=self._log)
+        self.lists = ModelLists(
+            own_info=stage.own.info,
+            sharing=stage.sharing,
+            cache=settings.models,
+            peers=peers,
+            directory=stage.directory,
+            disk=stage.disk,
+        )
+        self.encoders = Encoders(
+            own_info=stage.own.info,
+            ring_model=lambda: self.head.model,
+            lists=self.lists,
+            planner=self.planner,
+            orders=stage.orders,
+            disk=stage.disk,
+            address_of=peers.address_of,
+            log=self._log,
+        )
+        self.clients = Clients(
+            self.head,
+            self.planner,
+            stage.reader,
+            stage.disk,
+            self.drafts,
+            self.constraints,
+            self.wire_loss,
+            self.lists,
+            self.encoders,
+            self.copying,
+            settings.cache,
+            self._log,
+        )
+
+    def _build_router(self) -> None:
+        """Build what gives requests to one of several rings, and what goes on for a lost head."""
+        peers = self._links.peers
+        self.router = Router(
+            head=self.head,
+            planner=self.planner,
+            clients=self.clients,
+            encoders=self.encoders,
+            copying=self.copying,
+            own_link=partial(own_client, self._links, self.dispatcher),
+            link_to=peers.link_to,
+            address_of=peers.address_of,
+            tasks=self._tasks,
+            log=self._log,
+        )
+        self.stand_in = StandIn(
+            node=self._settings.node,
+            head=self.head,
+            planner=self.planner,
+            router=self.router,
+            copying=self.copying,
+            links=peers.links,
+            address_of=peers.address_of,
+            tasks=self._tasks,
+            log=self._log,
+        )
+
+    def _build_yielding(self) -> None:
+        """Build what gives layers, memory and processors back."""
+        settings, host = self._settings, self._stage.host
+        self.drain = NodeDrain(
+            head=self.head,
+            host=host,
+            n_routed=lambda: self.router.n_requests,
+            link_of=self._link_of,
+            hand_over=self.stand_in.hand_over,
+            log=self._log,
+        )
+        self.unused = UnusedModels(
+            router=self.router,
+            host=host,
+            link_of=self._link_of,
+            idle_s=settings.idle_unload_s,
+            log=self._log,
+        )
+        has_cpu = any(device.kind == "cpu" for device in settings.budget.devices)
+        self.pressure = NodePressure(
+            head=self.head,
+            host=host,
+            drain=self.drain,
+            unused=self.unused,
+            drafts=self.drafts,
+            encoders=self.encoders,
+            link_of=self._link_of,
+            memory=_memory_look(settings) if has_cpu else None,
+            owner=_owner_look(settings, self.head, host) if settings.yields else None,
+            on_changed=self._links.peers.rest_changed,
+            log=self._log,
+        )
+
+    def _register(self) -> None:
+        """Fill the table of message handlers."""
+        stage, peers = self._stage, self._links.peers
+        reporter = NodeReporter(
+            links=self._links,
+            stage=stage,
+            head=self.head,
+            router=self.router,
+            lists=self.lists,
+            stand_in=self.stand_in,
+            audits=self.audits,
+            pressure=self.pressure,
+        )
+        watch = RingWatch(self.head, self.recovery.records, lambda: self.router.rings)
+        own = (NodeMessages(stage=stage, peers=peers, head=self.head), reporter, watch)
+        orders = (stage.orders, PrefixOrders(stage.host), AuditOrders(stage.host), stage.kv)
+        ring = (self.head, self.planned, self.drain, self.stand_in)
+        answers = (self.clients, self.router, self.lists, self.encoders)
+        for room in (*own, *orders, stage.measuring, *ring, *answers):
+            room.register(self.handlers)
+
+
+async def own_client(links: LinkParts, dispatcher: Dispatcher) -> Link:
+    """Open a control link to this node from its own process."""
+    ours = links.dialer.hello(Purpose.CONTROL)
+    near, far = await memory_pair(
+        replace(ours, role=PeerRole.CLIENT), ours, options=links.dialer.options
+    )
+    await dispatcher.accept(far)
+    return near
+
+
+def _memory_look(settings: NodeSettings) -> Callable[[], MemoryLook]:
+    def look() -> MemoryLook:
+        available_bytes, total_bytes = settings.budget.system_bytes()
+        return MemoryLook(
+            available_bytes=available_bytes, total_bytes=total_bytes, stalled=memory_stalled()
+        )
+
+    return look
+
+
+def _owner_look(settings: NodeSettings, head: Head, host: StageHost) -> Callable[[], OwnerLook]:
+    def own_processes() -> list[int]:
+        with contextlib.suppress(ConfigurationError, OSError):  # the register cannot be read
+            return list({os.getpid(), *(node.pid for node in settings.local_nodes.list())})
+        return [os.getpid()]
+
+    def gpu() -> float | None:
+        """Return its use by others, where nothing is computed here."""
+        return None if head.is_in_use or host.is_busy else gpu_use(own_processes())
+
+    has_gpu = any(device.kind == "cuda" for device in settings.budget.devices)
+    return OwnerUse(own_processes, gpu if has_gpu else lambda: None).look
