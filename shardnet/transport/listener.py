@@ -63,29 +63,24 @@ class _Waiting:
     """So many bytes of what it says first have come, of a ClientHello that is not whole."""
 
 
+@dataclass(eq=False, repr=False)
 class Listener:
     """A listening socket, the handshakes in progress and the handlers of the links."""
 
-    def __init__(
-        self,
-        hello: Hello | HelloAnswer,
-        on_link: OnLink,
-        on_failure: OnFailure,
-        on_refused: OnRefused,
-        options: LinkOptions,
-        known: KnownHosts,
-    ) -> None:
-        self._hello = hello
-        self._on_link = on_link
-        self._on_failure = on_failure
-        self._on_refused = on_refused
-        self._options = options
+    hello: Hello | HelloAnswer
+    on_link: OnLink
+    on_failure: OnFailure
+    on_refused: OnRefused
+    options: LinkOptions
+    known: KnownHosts
+
+    def __post_init__(self) -> None:
         self._admission = Admission(
-            connections=min(options.max_unfinished, _most_descriptors() // 2),
-            handshakes=options.max_handshakes,
-            per_host=options.max_handshakes_per_host,
-            wait_s=options.handshake_s,
-            known=known,
+            connections=min(self.options.max_unfinished, _most_descriptors() // 2),
+            handshakes=self.options.max_handshakes,
+            per_host=self.options.max_handshakes_per_host,
+            wait_s=self.options.handshake_s,
+            known=self.known,
         )
         self._reported = ReportedFailures()
         self._loop = asyncio.get_running_loop()
@@ -98,7 +93,7 @@ class Listener:
         self._ticking: asyncio.TimerHandle | None = None
         self._turns_are_due = False
         self._is_closed = False
-        self._peeked_bytes = 1 if options.identity is None else MAX_HELLO_BYTES
+        self._peeked_bytes = 1 if self.options.identity is None else MAX_HELLO_BYTES
         self.host = ""
         self.port = 0
 
@@ -110,7 +105,7 @@ class Listener:
     async def start(self, host: str, port: int) -> None:
         """Bind and listen. Raises ConfigurationError when the address cannot be used."""
         try:
-            self._listening = await _bind(host, port, self._options)
+            self._listening = await _bind(host, port, self.options)
         except OSError as error:
             where = format_address(host, port)
             raise _cannot_listen(where, error) from error
@@ -200,7 +195,7 @@ class Listener:
         """Say how far what a connection has to say first has come, None for its end."""
         if not came:
             return None
-        return Begun.WHOLE if self._options.identity is None else hello_begun(came)
+        return Begun.WHOLE if self.options.identity is None else hello_begun(came)
 
     def _wakes(self, ticket: int, waiting: _Waiting) -> bool:
         """Be called when more comes than is there, or the end; return whether that can be.
@@ -249,7 +244,7 @@ class Listener:
             self._report(waiting.address, self._no_hello(waiting.address))
             self._hang_up(self._waiting.pop(ticket))
         else:
-            limit = f"{self._options.handshake_s:g} s"
+            limit = f"{self.options.handshake_s:g} s"
             self._refuse(ticket, f"closed unanswered after {limit}, too many connect at once")
 
     def _refuse(self, ticket: int, why: str) -> None:
@@ -288,7 +283,7 @@ class Listener:
             link.abort(f"its handshake took more than {GRACE_S:g} s, and others wait")
         for ticket in turns.begun:
             waiting = self._waiting.pop(ticket)
-            self._handshakes[ticket] = TcpLink(self._hello, initiator=False, options=self._options)
+            self._handshakes[ticket] = TcpLink(self.hello, initiator=False, options=self.options)
             self._start(self._supervise(ticket, waiting))
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -309,10 +304,10 @@ class Listener:
         link = self._handshakes[ticket]
         try:
             if await self._shake_hands(ticket, waiting):
-                await self._on_link(link)
+                await self.on_link(link)
         except ShardnetError as error:
             link.abort("its handler failed")
-            self._on_failure(error)
+            self.on_failure(error)
         except BaseException:
             link.abort("its handler was stopped")
             raise
@@ -323,7 +318,7 @@ class Listener:
         up = False
         try:
             await link.take_over(waiting.sock)
-            async with deadline(self._options.handshake_s):
+            async with deadline(self.options.handshake_s):
                 await link.wait_up()
             up = True
             self._reported.clear(address[0])
@@ -341,14 +336,14 @@ class Listener:
 
     def _no_hello(self, address: Address) -> PeerSilentError:
         where = format_address(*address[:2])
-        return PeerSilentError(f"{where}: no hello came within {self._options.handshake_s:g} s")
+        return PeerSilentError(f"{where}: no hello came within {self.options.handshake_s:g} s")
 
     def _report(self, address: Address, error: ShardnetError) -> None:
         where = format_address(*address[:2])
         bare = type(error)(error.message.removeprefix(f"{where}: "), remedy=error.remedy)
-        self._on_refused(address[0], bare)
+        self.on_refused(address[0], bare)
         if self._reported.is_news(address[0], error):
-            self._on_failure(error)
+            self.on_failure(error)
 
 
 def _most_descriptors() -> int:

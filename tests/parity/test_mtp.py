@@ -219,7 +219,7 @@ def test_a_draft_that_cannot_be_drawn_fails_no_step(
 @pytest.mark.parametrize("folder", ["qwen3_next"], indirect=True)
 def test_a_slot_that_the_layer_has_not_run_gets_no_drafts(stages: TorchStages) -> None:
     """Nor is one drafted beyond what is booked for the slot."""
-    draft = stages.computes[-1]._tail._drafts  # type: ignore[union-attr]
+    draft = stages.computes[-1]._tail.drafts  # type: ignore[union-attr]
     stages.open(SamplingParams(), n_drafts=3, slot=5)
     stages.step(0, [1, 2, 3], 0, slot=5)
     assert draft is not None

@@ -14,9 +14,9 @@ from support.system.nodes import Crew
 from support.system.parrot import Parrots
 
 from shardnet.api.client import connect
+from shardnet.cluster.head.led_ring import OTHERS_S
 from shardnet.cluster.member.dialer import Dialer
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.cluster.ring.busy_backoff import OTHERS_S
 from shardnet.errors import BusyError
 from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
 from shardnet.api.client import Client
@@ -64,6 +64,7 @@ class _Opening:
     has_progressed: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class ModelSwitch:
     """Admits requests to the ring, and has it loaded and unloaded.
 
@@ -71,18 +72,14 @@ class ModelSwitch:
     otherwise for its own model. `log` takes one line.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        *,
-        keep: Keep = Keep(None),
-        log: Callable[[str], None] = lambda line: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._client = client
-        self._usual = keep
-        self._log = log
-        self._clock = clock
+    client: Client
+    _: KW_ONLY
+    keep: Keep = Keep(None)
+    log: Callable[[str], None] = lambda line: None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._usual = self.keep
         self._turns = Turns()
         self._waiting: dict[Ticket, _Waiting] = {}
         self._choices: dict[str, ModelChoice] = {}
@@ -90,7 +87,6 @@ class ModelSwitch:
         self._took_s: dict[str, float] = {}
         self._is_rebuilding = False
         self._due: asyncio.TimerHandle | None = None
-        self._keep = keep
         self._idle_since_s: float | None = None
         self._unload_due: asyncio.TimerHandle | None = None
         self._unloading: asyncio.Task[None] | None = None
@@ -119,10 +115,10 @@ class ModelSwitch:
     @property
     def expires_s(self) -> float | None:
         """In how many seconds the model is unloaded unless somebody asks, None for never."""
-        if self._keep.seconds is None or not self._turns.model:
+        if self.keep.seconds is None or not self._turns.model:
             return None
-        since_s = self._clock() if self._idle_since_s is None else self._idle_since_s
-        return max(0.0, since_s + self._keep.seconds - self._clock())
+        since_s = self.clock() if self._idle_since_s is None else self._idle_since_s
+        return max(0.0, since_s + self.keep.seconds - self.clock())
 
     async def admit(
         self,
@@ -145,7 +141,7 @@ class ModelSwitch:
             raise self._not_ready(choice.model)
         self._rest(None)
         self._choices[choice.model] = choice
-        ticket = self._turns.arrive(choice.model, self._clock())
+        ticket = self._turns.arrive(choice.model, self.clock())
         granted = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = _Waiting(
             granted=granted, note=note, on_progress=on_progress, keep=keep or self._usual
@@ -188,7 +184,7 @@ class ModelSwitch:
         Raises what unloading raises, but BusyError: then it is tried again.
         """
         if self._turns.model == model and self._turns.is_wanted:
-            self._keep = Keep(0.0)
+            self.keep = Keep(0.0)
         elif self._turns.model in ("", model):
             await self._unload(model, 0.0)
 
@@ -207,21 +203,21 @@ class ModelSwitch:
 
     def _go(self, ticket: Ticket, *, promise_s: float = 0.0) -> None:
         self._waiting.pop(ticket, None)
-        self._turns.leave(ticket, self._clock(), promise_s=promise_s)
+        self._turns.leave(ticket, self.clock(), promise_s=promise_s)
         self._move()
 
     def _move(self) -> None:
         """Let those run whose turn it is, and have the model loaded whose turn begins."""
         if self._is_closed:
             return
-        now_s, turns, model = self._clock(), self._turns, self._turns.model
+        now_s, turns, model = self.clock(), self._turns, self._turns.model
         for ticket in turns.take(now_s):
             waiting = self._waiting.pop(ticket)
-            self._keep = waiting.keep
+            self.keep = waiting.keep
             if not waiting.granted.done():
                 waiting.granted.set_result(None)
         if turns.model != model:
-            self._is_rebuilding, self._keep = False, self._usual
+            self._is_rebuilding, self.keep = False, self._usual
         if self._opening is not None and self._opening.model != turns.model:
             assert self._opening.task is not None
             self._opening.task.cancel()
@@ -250,7 +246,7 @@ class ModelSwitch:
 
     def _open(self, choice: ModelChoice) -> None:
         """Begin to have a model loaded."""
-        opening = self._opening = _Opening(model=choice.model, began_s=self._clock())
+        opening = self._opening = _Opening(model=choice.model, began_s=self.clock())
         opening.task = asyncio.create_task(self._load(choice, opening))
         opening.task.add_done_callback(lambda task: self._opened(opening, task))
 
@@ -270,7 +266,7 @@ class ModelSwitch:
         while True:
             try:
                 # Needs no tokenizer, and is answered at once if the ring stands.
-                await self._client.tokenize([0], model=choice, on_progress=progressed)
+                await self.client.tokenize([0], model=choice, on_progress=progressed)
             except BusyError as error:
                 opening.doing, opening.done = error.message, 0.0
             except (LinkError, PeerFailedError):
@@ -295,12 +291,12 @@ class ModelSwitch:
                 if not granted.done():
                     granted.set_exception(error or _stopped())
         else:
-            now_s = self._clock()
+            now_s = self.clock()
             took_s = now_s - opening.began_s
             self._turns.opened(now_s, took_s)
             if opening.has_progressed:  # otherwise it stood already
                 self._took_s[opening.model] = took_s
-                self._log(f"{opening.model} was loaded in {took_s:.1f} s")
+                self.log(f"{opening.model} was loaded in {took_s:.1f} s")
         self._move()
 
     def _not_ready(self, model: str) -> BusyError:
@@ -308,7 +304,7 @@ class ModelSwitch:
         opening = self._opening
         retry_s = float(RETRY_S)
         if opening is not None and opening.model == model:
-            spent_s = self._clock() - opening.began_s
+            spent_s = self.clock() - opening.began_s
             if opening.done:
                 retry_s = spent_s * (1 - opening.done) / opening.done
             else:
@@ -327,8 +323,8 @@ class ModelSwitch:
         if self._unload_due is not None:
             self._unload_due.cancel()
             self._unload_due = None
-        if since_s is not None and self._keep.seconds is not None:
-            self._unload_in(self._keep.seconds, self._turns.model, self._keep.seconds)
+        if since_s is not None and self.keep.seconds is not None:
+            self._unload_in(self.keep.seconds, self._turns.model, self.keep.seconds)
 
     def _unload_in(self, seconds: float, model: str, idle_s: float) -> None:
         def begin() -> None:
@@ -341,7 +337,7 @@ class ModelSwitch:
         try:
             await self._unload(model, idle_s)
         except ShardnetError as error:
-            self._log(f"warning: {model} could not be unloaded: {error}")
+            self.log(f"warning: {model} could not be unloaded: {error}")
 
     async def _unload(self, model: str, idle_s: float) -> None:
         """Unload the model, unless another program has used it meanwhile; then try again later."""
@@ -349,12 +345,12 @@ class ModelSwitch:
             self._turns.end()  # who asks meanwhile has it loaded again
             self._move()
         try:
-            await self._client.unload(model=model, idle_s=idle_s)
+            await self.client.unload(model=model, idle_s=idle_s)
         except BusyError:
             if not self._turns.is_wanted and not self._is_closed:
                 self._unload_in(max(LEAST_KEPT_S, idle_s / 2), model, idle_s)
         else:
-            self._log(f"{model} was unloaded")
+            self.log(f"{model} was unloaded")
 
 
 def _told(opening: _Opening) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ MOST_BY_MTP = 4
 """Drafts of the tail where as many are wanted as pay: each is less likely than the one before."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Drafts:
     """Makes the speculation of requests. Holds at most one draft model.
 
@@ -32,18 +34,12 @@ class Drafts:
     compute threads.
     """
 
-    def __init__(
-        self,
-        *,
-        disk: DiskJobs,
-        device: str,
-        spare_bytes: Callable[[], int],
-        threads: Callable[[], int],
-    ) -> None:
-        self._disk = disk
-        self._device = device
-        self._spare_bytes = spare_bytes
-        self._threads = threads
+    disk: DiskJobs
+    device: str
+    spare_bytes: Callable[[], int]
+    threads: Callable[[], int]
+
+    def __post_init__(self) -> None:
         self._changing = asyncio.Lock()
         self._model: DraftModel | None = None
         self._key: tuple[object, ...] = ()
@@ -99,17 +95,17 @@ class Drafts:
         from shardnet.runtime.engine.draft_model import load_draft_model
 
         async with self._changing:
-            path, stamped = await self._disk.run(name, lambda: _find(name))
+            path, stamped = await self.disk.run(name, lambda: _find(name))
             key = (path, stamped, vocab_size, context, ignore_unknown)
             if self._model is None or self._key != key:
                 self.close()
-                spare_bytes, threads = self._spare_bytes(), self._threads()
-                self._model = await self._disk.run(
+                spare_bytes, threads = self.spare_bytes(), self.threads()
+                self._model = await self.disk.run(
                     name,
                     lambda: load_draft_model(
                         path,
                         vocab_size=vocab_size,
-                        device=self._device,
+                        device=self.device,
                         context=context,
                         memory_bytes=spare_bytes,
                         threads=threads,

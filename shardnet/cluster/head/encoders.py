@@ -70,6 +70,7 @@ class _Held:
     used_s: float = field(default_factory=time.monotonic)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Encoders:
     """Answers Encode, one batch after another on a thread of its own.
 
@@ -78,26 +79,16 @@ class Encoders:
     `orders` leave of the first device's memory.
     """
 
-    def __init__(
-        self,
-        *,
-        own_info: Callable[[], NodeInfo],
-        ring_model: Callable[[], str | None],
-        lists: ModelLists,
-        planner: Planner,
-        orders: StageOrders,
-        disk: DiskJobs,
-        address_of: Callable[[NodeId], str],
-        log: Callable[[str], None],
-    ) -> None:
-        self._own_info = own_info
-        self._ring_model = ring_model
-        self._lists = lists
-        self._planner = planner
-        self._orders = orders
-        self._disk = disk
-        self._address_of = address_of
-        self._log = log
+    own_info: Callable[[], NodeInfo]
+    ring_model: Callable[[], str | None]
+    lists: ModelLists
+    planner: Planner
+    orders: StageOrders
+    disk: DiskJobs
+    address_of: Callable[[NodeId], str]
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._thread = Executor("shardnet-encode", niceness=10)
         self._changing = asyncio.Lock()
         self._held: dict[Path, _Held] = {}
@@ -117,8 +108,8 @@ class Encoders:
         that is too long, UsageError for a model of the other kind, CheckpointError.
         """
         with self._counted():
-            ring, held = self._ring_model(), [held.model for held in self._held.values()]
-            model = await self._lists.resolve(message.model, (ring, *held))
+            ring, held = self.ring_model(), [held.model for held in self._held.values()]
+            model = await self.lists.resolve(message.model, (ring, *held))
             if model == ring:  # which writes text, and may be on other nodes only
                 control.send(Encoded(request=message.request, kind=""))
                 return
@@ -138,7 +129,7 @@ class Encoders:
 
     async def find(self, model: str) -> EncoderFacts | None:
         """Read the headers of the encoder that a name means on this node; None if it means none."""
-        path = await self._disk.run(model, partial(find_folder, model))
+        path = await self.disk.run(model, partial(find_folder, model))
         return await self.facts_at(path) if path is not None else None
 
     async def facts_at(self, path: Path) -> EncoderFacts | None:
@@ -153,15 +144,15 @@ class Encoders:
             known = held.encoder.facts if held is not None else None
             return known if known and known.stamp == stamp(path) else find_encoder(path)
 
-        return await self._disk.run(path, read)
+        return await self.disk.run(path, read)
 
     def plan(self, message: PlanRequest, model: str, facts: EncoderFacts) -> PlanReply:
         """Describe where an encoder would be computed: it is not planned for, but here or nowhere.
 
         Raises CapacityError if it does not fit even alone.
         """
-        own, held = self._own_info(), self._held.get(facts.path)
-        room = self._orders.free_bytes() + self._orders.encoder_bytes
+        own, held = self.own_info(), self._held.get(facts.path)
+        room = self.orders.free_bytes() + self.orders.encoder_bytes
         if held is None and facts.needed_bytes > room:
             raise _does_not_fit(facts, room)
         stage = PlannedStage(
@@ -206,16 +197,16 @@ class Encoders:
 
     async def _find(self, control: ControlLink, request: int, model: str) -> Path | None:
         """Return where a model is on this node, downloaded if need be; None for Redirect."""
-        path = await self._disk.run(model, partial(find_folder, model))
+        path = await self.disk.run(model, partial(find_folder, model))
         if path is not None:
             return path
-        holder = await self._lists.holder(model)
+        holder = await self.lists.holder(model)
         if holder is not None:
-            control.send(Redirect(request=request, address=self._address_of(holder)))
+            control.send(Redirect(request=request, address=self.address_of(holder)))
             return None
         progress = partial(report_progress, control, request, 0, "downloading")
-        await self._planner.provide(model, progress, "text")
-        path = await self._disk.run(model, partial(find_folder, model))
+        await self.planner.provide(model, progress, "text")
+        path = await self.disk.run(model, partial(find_folder, model))
         if path is None:
             raise CheckpointError(f"{model} is not on this node", remedy="copy or pull it there")
         return path
@@ -337,12 +328,12 @@ class Encoders:
         def load() -> _Held:
             from shardnet.runtime.encoding.encoder import load_encoder
 
-            set_compute_threads(self._orders.threads_of(0))
+            set_compute_threads(self.orders.threads_of(0))
             tokenizer = TextProcess(tokenizer_place(facts.path))
             try:
                 if tokenizer.load()[0] is None:
                     raise no_tokenizer(facts.path, "text")
-                encoder = load_encoder(facts, self._orders.device.for_torch)
+                encoder = load_encoder(facts, self.orders.device.for_torch)
             except BaseException:
                 tokenizer.close()
                 raise
@@ -353,7 +344,7 @@ class Encoders:
         self._count()
         self._free_later()
         size = facts.weight_bytes / 2**20
-        self._log(f"loaded the encoder {facts.path} ({size:.1f} MiB, float32, by transformers)")
+        self.log(f"loaded the encoder {facts.path} ({size:.1f} MiB, float32, by transformers)")
         return held
 
     def _make_room(self, facts: EncoderFacts) -> None:
@@ -363,9 +354,9 @@ class Encoders:
             (held.used_s, path) for path, held in self._held.items() if not held.n_users
         )
         for _, path in unused:
-            if needed > self._orders.free_bytes():
+            if needed > self.orders.free_bytes():
                 self._free(path)
-        free = self._orders.free_bytes()
+        free = self.orders.free_bytes()
         if needed > free:
             raise _does_not_fit(facts, free)
 
@@ -373,13 +364,13 @@ class Encoders:
         """Forget an encoder, and have the process of its tokenizer ended."""
         held = self._held.pop(path)
         self._count()
-        self._log(f"freed the encoder {path}")
-        ending = self._disk.submit(f"the tokenizer of {path}", held.tokenizer.close)
+        self.log(f"freed the encoder {path}")
+        ending = self.disk.submit(f"the tokenizer of {path}", held.tokenizer.close)
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
     def _count(self) -> None:
-        self._orders.encoder_bytes = sum(held.n_bytes for held in self._held.values())
+        self.orders.encoder_bytes = sum(held.n_bytes for held in self._held.values())
 
     def _free_later(self) -> None:
         """Have idle encoders freed when it is time to."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from dataclasses import dataclass
 
 from shardnet.cluster.head.lead import Lead, Opening
 from shardnet.cluster.head.led_ring import LedRing
@@ -21,7 +21,6 @@ from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Elsewhere, Planner
 from shardnet.cluster.ring.ring import OnStageProgress, Ring
-from shardnet.cluster.ring.told_losses import lost_first
 from shardnet.errors import (
     BusyError,
     LinkError,
@@ -38,6 +37,31 @@ from shardnet.wire.messages.diagnostics import RingLoad, RingWork
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.stages import DropWarm, RingBroken
 
+
+def lost_first(told: str, others: Collection[str]) -> str:
+    """Return what was told to a head so that it begins with the node at the end of the lost link.
+
+    Each link on which that was passed on has put its sender before it: `cleo (ADDRESS): bert
+    (ADDRESS): the connection is closed`. The first sender is named at the end, further ones are
+    left out. `others` are the names of the ring's nodes beside the head: a link to the head says
+    nothing of who was lost, so its other end stays first.
+    """
+    teller = ""
+    while sender := _sender(told, others):
+        _, _, rest = told.partition(": ")
+        if not _sender(rest, others):
+            break
+        teller, told = teller or sender, rest
+    return f"{told} (as {teller} says)" if teller else told
+
+
+def _sender(told: str, names: Collection[str]) -> str:
+    """Return whose name and address a text begins with, "" for none of these names."""
+    who, colon, _ = told.partition(": ")
+    named = [name for name in names if who.startswith(f"{name} (") and who.endswith(")")]
+    return max(named, key=len, default="") if colon else ""
+
+
 CLOSE_S = 3.0
 """How long a head that shuts down waits for its stages to be freed."""
 TOLD_S = 5.0
@@ -47,29 +71,26 @@ MOST_TRIES = 4
 """How often a ring is built for a request while nodes or links of it are lost."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Head:
-    """Keeps at most one ring."""
+    """Keeps at most one ring.
 
-    def __init__(
-        self,
-        *,
-        node: NodeId,
-        host: StageHost,
-        planner: Planner,
-        builder: RingBuilder,
-        on_broken: Callable[[Lead], bool] = lambda lead: False,
-        log: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        """Take the parts that do the work.
+    `on_broken` is called when the ring of a lead breaks; it returns whether it will be replaced:
+    then its requests wait, else they fail. `log` takes lines for people.
+    """
 
-        `on_broken` is called when the ring of a lead breaks; it returns whether it will be
-        replaced: then its requests wait, else they fail. `log` takes lines for people.
-        """
-        self._node = node
-        self._host = host
-        self._planner = planner
-        self._log = log
-        self.led = LedRing(node=node, host=host, builder=builder, on_broken=on_broken)
+    node: NodeId
+    """This node's id."""
+    host: StageHost
+    planner: Planner
+    builder: RingBuilder
+    on_broken: Callable[[Lead], bool] = lambda lead: False
+    log: Callable[[str], None] = lambda line: None
+
+    def __post_init__(self) -> None:
+        self.led = LedRing(
+            node=self.node, host=self.host, builder=self.builder, on_broken=self.on_broken
+        )
         """The ring itself."""
         self._gave_way = _NOBODY
         self._gives_way = asyncio.Event()
@@ -138,7 +159,7 @@ class Head:
         """Counters of the ring's engine, None without a ring."""
         if self.led.lead is None or not self.led.lead.stands:
             return None
-        return RingLoad(**asdict(self.led.lead.ring.engine.counters))
+        return self.led.lead.ring.engine.counters
 
     @property
     def work(self) -> RingWork | None:
@@ -147,11 +168,6 @@ class Head:
         if load is None or self.led.lead is None:
             return None
         return self.led.lead.ring.work(load)
-
-    @property
-    def node(self) -> NodeId:
-        """This node's id."""
-        return self._node
 
     @property
     def is_in_use(self) -> bool:
@@ -276,7 +292,7 @@ class Head:
             if elsewhere is not None:
                 return elsewhere if model in ("", elsewhere.model) else None
             if self.led.lead is None:
-                await self._host.unload(self._node)
+                await self.host.unload(self.node)
                 return None
             if model not in ("", self.led.lead.plan.choice.model):
                 return None
@@ -314,7 +330,7 @@ class Head:
                 if isinstance(error, LocalProtocolError):  # it would have sent what is wrong
                     silent = reporter
                 if silent is not None and ours.broken is None:
-                    ours.fell_silent(reporter or self._node, silent, error)
+                    ours.fell_silent(reporter or self.node, silent, error)
                 ours.lost(f"the ring broke: {lost_first(str(error), ours.other_names)}")
 
     async def _find_or_build(
@@ -333,12 +349,12 @@ class Head:
         if elsewhere is not None:
             return elsewhere
         self.led.check_idle()
-        await self._planner.provide(
+        await self.planner.provide(
             choice.model,
             lambda done, total: on_progress(0, "downloading", done, total),
             tokenizer_for,
         )
-        plan = await self._planner.plan(
+        plan = await self.planner.plan(
             choice, lambda done, total: on_progress(0, "measuring", done, total)
         )
         if isinstance(plan, Elsewhere):
@@ -386,15 +402,15 @@ class Head:
                 for ring in tried:
                     avoided |= ring.unreached
                     refusing |= {node: why.message for node, why in ring.blamed.items()}
-                if not n_left or self._node in refusing:
+                if not n_left or self.node in refusing:
                     raise
                 without = {node: why.message for node, why in avoided.items()} | refusing
                 try:
-                    plan = await self._planner.replan(opened, plan, without)
+                    plan = await self.planner.replan(opened, plan, without)
                 except PlanError:
                     raise error from None
                 names = ", ".join(node.name for node in plan.nodes)
-                self._log(f"no ring yet: {error}; now over {names}")
+                self.log(f"no ring yet: {error}; now over {names}")
             else:
                 lead.opened, lead.avoided = opened, avoided
                 self._gave_way = _NOBODY
@@ -406,7 +422,7 @@ class Head:
         lead = self.led.lead
         if lead is None or not lead.stands or not lead.suits(choice):
             return None
-        if await self._planner.has_changed(lead.plan.facts, choice.model):
+        if await self.planner.has_changed(lead.plan.facts, choice.model):
             return None
         return lead if self.led.lead is lead and lead.stands else None
 

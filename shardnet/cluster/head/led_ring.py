@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Final
 
 from shardnet.cluster.head.lead import Lead, Opening
 from shardnet.cluster.head.ring_builder import RingBuilder
@@ -16,9 +18,8 @@ from shardnet.cluster.member.refusals import generating_with
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Elsewhere
-from shardnet.cluster.ring.busy_backoff import BusyBackoff
 from shardnet.cluster.ring.ring import OnStageProgress, Ring, give_up
-from shardnet.errors import PeerFailedError
+from shardnet.errors import BusyError, PeerFailedError, TakenError
 from shardnet.tokenizers.grammar.grammars import Grammars
 from shardnet.tokenizers.tokenizer import Tokenizer, no_tokenizer
 from shardnet.transport.loop import finish
@@ -26,23 +27,55 @@ from shardnet.types import Epoch, NodeId
 from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.plans import ModelChoice
 
+OTHERS_S: Final = 60.0
+"""How long building one ring waits for other heads, over all its nodes."""
+ASK_EVERY_S: Final = 0.5
 
+
+@dataclass(eq=False, repr=False)
+class BusyBackoff:
+    """Backoff for one ring that is being built. `is_vain` says that waiting is pointless."""
+
+    is_vain: Callable[[], bool]
+    _: KW_ONLY
+    now_s: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+    def __post_init__(self) -> None:
+        self._ends_s: float | None = None
+
+    async def wait(self, error: BusyError) -> None:
+        """Wait before the node that answered `error` is asked again.
+
+        A node that was generating when it was first asked is not waited for; one that was loading
+        is, and the generation that follows. Raises `error` if waiting is pointless, and once
+        OTHERS_S have passed, which the message says.
+        """
+        if self._ends_s is None:
+            if not isinstance(error, TakenError):
+                raise error
+            self._ends_s = self.now_s() + OTHERS_S
+        if self.is_vain():
+            raise error
+        if self.now_s() >= self._ends_s:
+            waited = f"{error.message} (this head has waited {OTHERS_S:.0f} s)"
+            raise type(error)(waited, remedy=error.remedy)
+        await self.sleep(ASK_EVERY_S)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class LedRing:
-    """At most one ring. `lead` is the one that was built last and not unloaded, broken or not."""
+    """At most one ring. `lead` is the one that was built last and not unloaded, broken or not.
 
-    def __init__(
-        self,
-        *,
-        node: NodeId,
-        host: StageHost,
-        builder: RingBuilder,
-        on_broken: Callable[[Lead], bool],
-    ) -> None:
-        """Take the parts that do the work; for `on_broken` see Head."""
-        self._node = node
-        self._host = host
-        self._builder = builder
-        self._on_broken = on_broken
+    For `on_broken` see Head.
+    """
+
+    node: NodeId
+    host: StageHost
+    builder: RingBuilder
+    on_broken: Callable[[Lead], bool]
+
+    def __post_init__(self) -> None:
         self.lock = asyncio.Lock()
         """Held by who builds or unloads a ring."""
         self.lead: Lead | None = None
@@ -85,8 +118,8 @@ class LedRing:
 
     def other_head(self) -> Elsewhere | None:
         """Return the head of the ring that this node is a member of, None if that is itself."""
-        membership = self._host.membership
-        if membership is None or membership.owner == self._node or membership.is_over:
+        membership = self.host.membership
+        if membership is None or membership.owner == self.node or membership.is_over:
             return None
         return Elsewhere(address=membership.addresses[0], model=membership.model)
 
@@ -106,7 +139,7 @@ class LedRing:
         Nodes with which another head builds a ring are waited for, unless that ring would do.
         `on_ring` takes the ring before it is built.
         """
-        prepared = await self._builder.prepare(plan)
+        prepared = await self.builder.prepare(plan)
         if tokenizer_for and prepared.tokenizer is None:
             raise no_tokenizer(plan.facts.path, tokenizer_for)
         try:
@@ -159,7 +192,7 @@ class LedRing:
 
         It is not built. Must be called within `changing`. Raises what preparing raises.
         """
-        prepared = await self._builder.prepare(plan, with_tokenizer=False)
+        prepared = await self.builder.prepare(plan, with_tokenizer=False)
         self.epoch += 1
         return prepared.ring(Epoch(self.epoch), give_up, lead.ring)
 
@@ -189,7 +222,7 @@ class LedRing:
 
     def _watch(self, lead: Lead) -> None:
         """Have `on_broken` called when the ring of a lead breaks."""
-        lead.ring.on_broken = lambda ring: lead.ring is ring and self._on_broken(lead)
+        lead.ring.on_broken = lambda ring: lead.ring is ring and self.on_broken(lead)
 
     async def forget(self) -> None:
         """Drop the ring, which has ended, and end the processes of its tokenizer."""

@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -68,25 +69,18 @@ MAX_MEANINGS: Final = 256
 """Names that are remembered with what they meant."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ModelLists:
     """Answers ListModels, and finds what a name means. `own_info` describes this node."""
 
-    def __init__(
-        self,
-        *,
-        own_info: Callable[[], NodeInfo],
-        sharing: Sharing,
-        cache: ModelCache,
-        peers: Peers,
-        directory: NodeDirectory,
-        disk: DiskJobs,
-    ) -> None:
-        self._own_info = own_info
-        self._sharing = sharing
-        self._cache = cache
-        self._peers = peers
-        self._directory = directory
-        self._disk = disk
+    own_info: Callable[[], NodeInfo]
+    sharing: Sharing
+    cache: ModelCache
+    peers: Peers
+    directory: NodeDirectory
+    disk: DiskJobs
+
+    def __post_init__(self) -> None:
         self._meanings: dict[str, str] = {}
         self._nearest: dict[str, str] = {}
 
@@ -97,12 +91,12 @@ class ModelLists:
     async def answer(self, control: ControlLink, message: ListModels) -> None:
         """Send this node's models and, if wanted, those of its peers as they come."""
         if not message.nodes and not message.names_only:
-            nodes = (await self._directory.candidates(())).nodes
+            nodes = (await self.directory.candidates(())).nodes
             message = replace(message, nodes=list(nodes[:MAX_FIT_NODES]))
         try:
             async with asyncio.TaskGroup() as tasks:
                 if message.with_peers:
-                    for peer in self._peers.links.linked():
+                    for peer in self.peers.links.linked():
                         tasks.create_task(self._relay(control, message, peer))
                 async with aclosing(self._own(message)) as pieces:
                     async for piece in pieces:
@@ -125,14 +119,14 @@ class ModelLists:
         meant = self._meanings.get(model)
         if meant is not None and meant in in_use:
             return meant
-        if await self._sharing.is_here(model):
+        if await self.sharing.is_here(model):
             return model
         names, unusable = await self._names()
         found = match(model, names)
         if found is None and (broken := match(model, unusable)) is not None:
             if HubName.parse(broken) is not None:
                 return broken  # what it lacks can be downloaded
-            raise CheckpointError(f"{broken} on {self._own_info().name}: {unusable[broken]}")
+            raise CheckpointError(f"{broken} on {self.own_info().name}: {unusable[broken]}")
         if found is not None:
             _remember(self._meanings, model, found)
             return found
@@ -144,13 +138,13 @@ class ModelLists:
             model,
             CheckpointError(
                 f"{model} is no file or folder where it was asked for, and no model of that name "
-                f"is on {self._own_info().name} or its peers",
+                f"is on {self.own_info().name} or its peers",
             ),
         )
 
     async def holder(self, model: str) -> NodeId | None:
         """Return a peer that has the model of this full name, None if none says so in time."""
-        peers = self._peers.links.linked()
+        peers = self.peers.links.linked()
         names = await asyncio.gather(*map(self._names_of, peers))
         for peer, held in zip(peers, names, strict=True):
             if model in held:
@@ -169,7 +163,7 @@ class ModelLists:
     # --- this node's models
 
     async def _own(self, message: ListModels) -> AsyncGenerator[ModelsListed, None]:
-        held = await find_models(self._disk, self._cache)
+        held = await find_models(self.disk, self.cache)
         path = Path(message.model)
         if path.is_absolute() and all(str(model.found.path) != message.model for model in held):
             found = FoundModel(name=message.model, store=NAMED_STORE, path=path)
@@ -183,7 +177,7 @@ class ModelLists:
             yield self._listed(message, list(await asyncio.gather(*described)))
 
     def _listed(self, message: ListModels, models: list[ListedModel]) -> ModelsListed:
-        info = self._own_info()
+        info = self.own_info()
         return ModelsListed(request=message.request, node=info.node, name=info.name, models=models)
 
     async def _described(self, held: HeldModel, nodes: Sequence[NodeInfo]) -> ListedModel:
@@ -194,7 +188,7 @@ class ModelLists:
             return named
         try:
             async with asyncio.timeout(DESCRIBE_S):
-                return await self._disk.run(path, partial(self._describe, held, nodes))
+                return await self.disk.run(path, partial(self._describe, held, nodes))
         except TimeoutError:
             why = f"its headers were not read within {DESCRIBE_S:g} s; ask again"
             return replace(named, failure=why)
@@ -208,7 +202,7 @@ class ModelLists:
             encoder = find_encoder(held.found.path)
             if encoder is not None:
                 return _listed_encoder(held, encoder, nodes)
-            facts = self._sharing.inspect(held.found.path)
+            facts = self.sharing.inspect(held.found.path)
             facts.check_known()
         except ShardnetError as error:
             sizes = 0
@@ -237,8 +231,8 @@ class ModelLists:
 
         Returns those and, apart, what is here and cannot be used, with the reasons.
         """
-        own = await find_models(self._disk, self._cache)
-        peers = await asyncio.gather(*(self._names_of(peer) for peer in self._peers.links.linked()))
+        own = await find_models(self.disk, self.cache)
+        peers = await asyncio.gather(*(self._names_of(peer) for peer in self.peers.links.linked()))
         names = {model.found.name for model in own if not model.found.failure}.union(*peers)
         broken = {model.found.name: model.found.failure for model in own if model.found.failure}
         return names, {name: why for name, why in broken.items() if name not in names}

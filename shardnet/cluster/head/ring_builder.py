@@ -59,6 +59,7 @@ class PreparedRing:
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class RingBuilder:
     """Prepares rings that node `node` leads.
 
@@ -66,28 +67,15 @@ class RingBuilder:
     that fell silent if that is why.
     """
 
-    def __init__(
-        self,
-        *,
-        node: NodeId,
-        name: str,
-        host: StageHost,
-        orders: StageOrders,
-        kv: KvOrders,
-        sharing: Sharing,
-        peers: Peers,
-        disk: DiskJobs,
-        on_broken: Callable[[str, ShardnetError, NodeId | None], None],
-    ) -> None:
-        self._node = node
-        self._name = name
-        self._host = host
-        self._orders = orders
-        self._kv = kv
-        self._sharing = sharing
-        self._peers = peers
-        self._disk = disk
-        self._on_broken = on_broken
+    node: NodeId
+    name: str
+    host: StageHost
+    orders: StageOrders
+    kv: KvOrders
+    sharing: Sharing
+    peers: Peers
+    disk: DiskJobs
+    on_broken: Callable[[str, ShardnetError, NodeId | None], None]
 
     async def prepare(self, plan: Plan, *, with_tokenizer: bool = True) -> PreparedRing:
         """Check that all nodes of the plan hold the same model, and read its tokenizer.
@@ -100,13 +88,13 @@ class RingBuilder:
         ports = [await self._port(node) for node in plan.nodes]
         spans = [tuple([await self._port(node) for node in further]) for further in plan.spans]
         members = plan.ring_nodes
-        replicas = await self._sharing.sources(plan.facts, plan.choice.model, members)
+        replicas = await self.sharing.sources(plan.facts, plan.choice.model, members)
         check_same_model(replicas[: len(members)])
         sources = choose_sources(plan.facts.model_id, replicas, limit=MAX_STAGES)
         tokenizer: Tokenizer | None = None
         eos_ids: tuple[int, ...] = ()
         if with_tokenizer:
-            tokenizer, eos_ids = await _open_tokenizer(self._disk, plan.facts.path)
+            tokenizer, eos_ids = await _open_tokenizer(self.disk, plan.facts.path)
         return PreparedRing(
             plan=plan,
             ports=tuple(ports),
@@ -117,20 +105,20 @@ class RingBuilder:
         )
 
     async def _port(self, node: NodeInfo) -> StagePort:
-        if node.node == self._node:
-            unload = partial(self._orders.unload, self._node)
-            move_kv = self._kv.move
-            return LocalPort(self._host, self._node, self._name, self._load_own, unload, move_kv)
-        control, links = await self._sharing.control(node), self._peers.links
+        if node.node == self.node:
+            unload = partial(self.orders.unload, self.node)
+            move_kv = self.kv.move
+            return LocalPort(self.host, self.node, self.name, self._load_own, unload, move_kv)
+        control, links = await self.sharing.control(node), self.peers.links
         return RemotePort(control, links.watch, links.latest)
 
     async def _load_own(self, message: LoadStage, progress: PhaseProgress) -> StageReady:
-        return await self._orders.load(
+        return await self.orders.load(
             message,
-            owner=self._node,
+            owner=self.node,
             owner_name="itself",
             progress=progress,
-            broken=partial(self._on_broken, message.ring),
+            broken=partial(self.on_broken, message.ring),
         )
 
 

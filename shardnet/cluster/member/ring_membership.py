@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from msgspec import UNSET
@@ -54,6 +55,7 @@ OnBroken = Callable[[ShardnetError, NodeId | None], None]
 """Takes why a ring broke here, and the neighbour that fell silent if that is why."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class RingMembership:
     """This node's membership of one ring in one epoch.
 
@@ -63,39 +65,25 @@ class RingMembership:
     this one alone.
     """
 
-    def __init__(
-        self,
-        *,
-        ring: str,
-        epoch: Epoch,
-        rank: int,
-        addresses: tuple[str, ...],
-        model: str,
-        owner: str,
-        owner_name: str,
-        dial: DialData,
-        on_broken: OnBroken,
-        may_spin: Callable[[], bool] = lambda: False,
-        now_s: Callable[[], float] = time.monotonic,
-        span: StageSpan | None = None,
-    ) -> None:
-        self.owner = owner
-        """Node id of the head, the only node that may end it while sequences are open."""
-        self.owner_name = owner_name
+    ring: str
+    epoch: Epoch
+    rank: int
+    addresses: tuple[str, ...]
+    model: str
+    owner: str
+    """Node id of the head, the only node that may end it while sequences are open."""
+    owner_name: str
+    dial: DialData
+    on_broken: OnBroken
+    may_spin: Callable[[], bool] = lambda: False
+    now_s: Callable[[], float] = time.monotonic
+    span: StageSpan | None = None
+
+    def __post_init__(self) -> None:
         self.is_loaded = False
         """Whether its stage is loaded."""
-        self.ring = ring
-        self.epoch = epoch
-        self.rank = rank
-        self.addresses = addresses
-        self.model = model
         self.last_step = StepId(0)
-        self._dial = dial
-        self._on_broken = on_broken
-        self._may_spin = may_spin
         self._alertness: Alertness | None = None
-        self._now_s = now_s
-        self._span = span
         self._shards: ShardLinks | None = None
         self._joined_at_s = 0.0
         self._lost_owner = False
@@ -133,7 +121,7 @@ class RingMembership:
             return False
         if self._task is None:
             return True
-        return not self.last_step and self._now_s() - self._joined_at_s < SETTLE_S
+        return not self.last_step and self.now_s() - self._joined_at_s < SETTLE_S
 
     def lose_owner(self) -> None:
         """Note that the head is lost: a ring that it was building will never be built.
@@ -148,8 +136,8 @@ class RingMembership:
         Raises UsageError when the hello is for another ring, epoch or rank, or comes twice.
         """
         self.check_hello(link.peer)
-        if self._span is not None and link.peer.shard is not UNSET:
-            self._span.accept(link)
+        if self.span is not None and link.peer.shard is not UNSET:
+            self.span.accept(link)
         else:
             self._upstream.set_result(link)
 
@@ -158,8 +146,8 @@ class RingMembership:
 
         Or that of another node of this stage.
         """
-        if self._span is not None and (hello.shard is not UNSET or self._span.shard):
-            self._span.check_hello(hello)
+        if self.span is not None and (hello.shard is not UNSET or self.span.shard):
+            self.span.check_hello(hello)
             return
         expected = (self.ring, self.epoch, (self.rank - 1) % len(self.addresses))
         if (hello.ring, hello.epoch, hello.rank) != expected or self._upstream.done():
@@ -178,12 +166,12 @@ class RingMembership:
         if self._is_joining:
             raise UsageError(f"ring {self.ring} was asked to connect twice")
         self._is_joining = True
-        if self._may_spin() and (len(self.addresses) > 1 or self._span is not None):
+        if self.may_spin() and (len(self.addresses) > 1 or self.span is not None):
             self._alertness = Alertness(stir=partial(lanes[0].executor.stir, SPIN_NS))
         await self._connect_shards(lanes[0].compute)
         source, sink, tail = await self._connect(pipeline)
         self._check_not_left()
-        self._joined_at_s = self._now_s()
+        self._joined_at_s = self.now_s()
         self._slots = lanes
         self._worker = LaneWorkers(
             lanes,
@@ -200,7 +188,7 @@ class RingMembership:
     def revoke(self, error: ShardnetError) -> None:
         """Report through `on_broken` that this node leaves, unless the ring broke before."""
         if not self.is_over:
-            self._on_broken(error, None)
+            self.on_broken(error, None)
 
     async def leave(self) -> None:
         """Stop working and close the links. The stage's slots are all free afterwards.
@@ -227,27 +215,27 @@ class RingMembership:
             else:
                 await link.close()
         self._upstream.cancel()
-        if self._span is not None:
-            self._span.cancel()
+        if self.span is not None:
+            self.span.cancel()
 
     def _open_links(self) -> list[Link]:
         """Return all links of this membership, to neighbours and to the nodes of its stage."""
         links = [*self._links]
         if self._upstream.done() and not self._upstream.cancelled():
             links.append(self._upstream.result())
-        return links if self._span is None else [*links, *self._span.links]
+        return links if self.span is None else [*links, *self.span.links]
 
     async def _connect_shards(self, compute: StageCompute) -> None:
         """Open the links to the other nodes of this stage, and let it compute with them."""
-        if self._span is None:
+        if self.span is None:
             return
         if not isinstance(compute, SpanningCompute):
             raise UsageError("the stage of this node was not loaded as a part of one")
         try:
-            self._shards = await self._span.connect(self._dial, NEIGHBOUR_S)
+            self._shards = await self.span.connect(self.dial, NEIGHBOUR_S)
         finally:
             if self._left:  # who left has closed the links of then
-                for link in self._span.links:
+                for link in self.span.links:
                     link.abort("this node has left the ring")
         self._check_not_left()
         compute.connect(self._shards)
@@ -262,7 +250,7 @@ class RingMembership:
         if pipeline is not None and n_stages == 1:
             return pipeline, LocalSink(pipeline), None
         own = DataEnd(ring=self.ring, epoch=self.epoch, rank=self.rank)
-        downstream = await self._dial(self.addresses[(self.rank + 1) % n_stages], own)
+        downstream = await self.dial(self.addresses[(self.rank + 1) % n_stages], own)
         if self._left:
             downstream.abort("this node has left the ring")
         self._check_not_left()
@@ -339,7 +327,7 @@ class RingMembership:
             elif isinstance(error, PeerSilentError | RemoteProtocolError):
                 silent = NodeId(link.peer.node)
         self._expiry = asyncio.get_running_loop().call_later(KEEP_S, self._free_slots)
-        self._on_broken(error, silent)
+        self.on_broken(error, silent)
 
     def _free_slots(self) -> None:
         """Free the slots of a ring that broke, and that no other one has come after."""

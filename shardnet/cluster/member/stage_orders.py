@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -51,6 +51,7 @@ Watch = Callable[[ControlLink, Callable[[ShardnetError], None]], Callable[[], No
 """Calls a function when the node of a link is lost; returns what ends the watch."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class StageOrders:
     """Carries orders out on `host`, with weights that `sharing` brings.
 
@@ -58,28 +59,18 @@ class StageOrders:
     `latest` returns the link that has replaced one to it.
     """
 
-    def __init__(
-        self,
-        *,
-        host: StageHost,
-        sharing: Sharing,
-        budget: MemoryBudget,
-        asked_threads: int,
-        local_nodes: LocalNodes,
-        watch: Watch,
-        latest: Callable[[ControlLink], ControlLink],
-        log: Callable[[str], None],
-    ) -> None:
-        self._host = host
-        self._sharing = sharing
-        self._budget = budget
-        self._asked_threads = asked_threads
-        self._local_nodes = local_nodes
-        self._watch = watch
-        self._latest = latest
+    host: StageHost
+    sharing: Sharing
+    budget: MemoryBudget
+    asked_threads: int
+    local_nodes: LocalNodes
+    watch: Watch
+    latest: Callable[[ControlLink], ControlLink]
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._stop_watching: Callable[[], None] = lambda: None
         self._stop_standing_by: Callable[[], None] = lambda: None
-        self._log = log
         self._overfull: set[int] = set()
         """Places of GPUs that ran out of memory while they had some left by their drivers' word."""
         self.encoder_bytes = 0
@@ -91,7 +82,7 @@ class StageOrders:
         handlers.register(UnloadStage, self._unload_for)
 
     async def _connect_for(self, control: ControlLink, message: ConnectRing) -> None:
-        await self._host.join(message.ring, message.epoch)
+        await self.host.join(message.ring, message.epoch)
         control.send(Done(request=message.request))
 
     async def _unload_for(self, control: ControlLink, message: UnloadStage) -> None:
@@ -101,24 +92,24 @@ class StageOrders:
     @property
     def device(self) -> Device:
         """The device that computes here, the first of several."""
-        return self._budget.device
+        return self.budget.device
 
     @property
     def devices(self) -> Sequence[Device]:
         """All devices that compute here."""
-        return self._budget.devices
+        return self.budget.devices
 
     @property
     def threads(self) -> int:
         """Threads a stage computes with: as configured, or a share among this machine's nodes."""
-        if self._asked_threads:
-            return self._asked_threads
-        return share_of_cores(available_cores(), len(self._local_nodes.list()))
+        if self.asked_threads:
+            return self.asked_threads
+        return share_of_cores(available_cores(), len(self.local_nodes.list()))
 
     @property
     def most_threads(self) -> int:
         """Threads that others may order a stage to compute with: this machine's cores."""
-        return max(available_cores(), self._asked_threads)
+        return max(available_cores(), self.asked_threads)
 
     def threads_of(self, place: int, threads: int = 0) -> int:
         """Return the threads of one device, where the node has `threads`, 0 for as configured."""
@@ -134,19 +125,19 @@ class StageOrders:
 
     def device_bytes(self) -> list[int]:
         """Return the same for each device."""
-        found = self._budget.device_bytes(
-            self._host.weight_bytes_by_device, n_nodes_here=len(self._local_nodes.list())
+        found = self.budget.device_bytes(
+            self.host.weight_bytes_by_device, n_nodes_here=len(self.local_nodes.list())
         )
         for place in self._overfull:
             found[place] = 0
-        if self._budget.asked_bytes is not None:  # else it is not among what is available
+        if self.budget.asked_bytes is not None:  # else it is not among what is available
             found[0] = max(0, found[0] - self.encoder_bytes)
         return found
 
     def free_bytes(self, place: int = 0) -> int:
         """Return the bytes left of a device beside what is loaded, at most what it has free."""
-        left = self.device_bytes()[place] - self._host.weight_bytes_by_device[place]
-        return max(0, min(left, self._budget.free_bytes(self.devices[place])))
+        left = self.device_bytes()[place] - self.host.weight_bytes_by_device[place]
+        return max(0, min(left, self.budget.free_bytes(self.devices[place])))
 
     async def load_for(self, control: ControlLink, message: LoadStage) -> None:
         """Carry out a peer's order; send it progress, the reply, and RingBroken if the ring breaks.
@@ -166,7 +157,7 @@ class StageOrders:
                 )
 
         def broken(error: ShardnetError, silent: NodeId | None) -> None:
-            head = self._latest(control)
+            head = self.latest(control)
             if not head.link.closed:
                 head.send(
                     RingBroken(
@@ -180,15 +171,15 @@ class StageOrders:
 
         def entered() -> None:
             self._stop_watching()
-            self._stop_watching = self._watch(control, lambda _: self._host.head_lost(message.ring))
+            self._stop_watching = self.watch(control, lambda _: self.host.head_lost(message.ring))
             if message.instead_of:  # also when this node is in another ring by then
-                self._watch(control, lambda _: self._host.refusals.head_lost(owner))
+                self.watch(control, lambda _: self.host.refusals.head_lost(owner))
 
         owner = control.link.peer.node
         if message.stands_for:
             self._stop_standing_by()
-            drop = self._host.drop_prepared
-            self._stop_standing_by = self._watch(control, lambda _: drop(message.ring))
+            drop = self.host.drop_prepared
+            self._stop_standing_by = self.watch(control, lambda _: drop(message.ring))
         ready = await self.load(
             message,
             owner=owner,
@@ -223,23 +214,23 @@ class StageOrders:
         received = WireDType.named(message.received_dtype) if message.received_dtype else sent
 
         def left(error: ShardnetError, silent: NodeId | None) -> None:
-            self._log(f"left the ring of {message.model}: {error}")
+            self.log(f"left the ring of {message.model}: {error}")
             broken(error, silent)
 
-        membership = await self._host.enter_ring(
+        membership = await self.host.enter_ring(
             message, owner=owner, owner_name=owner_name, on_broken=left
         )
         async with AsyncExitStack() as unless_it_is_loaded:
             unless_it_is_loaded.push_async_callback(self._leave_ring, membership)
             entered()
             progress("loading", 0, 0)
-            folder = await self._sharing.folder(message, partial(progress, "fetching"))
+            folder = await self.sharing.folder(message, partial(progress, "fetching"))
             adapters = await self._adapters(message, progress)
             threads = message.threads or self.threads
             order = self._order(message, folder, adapters)
 
             def loading(order: StageOrder) -> Awaitable[tuple[LoadedStage, bool]]:
-                return self._host.load(
+                return self.host.load(
                     membership,
                     order,
                     sent=sent,
@@ -254,7 +245,7 @@ class StageOrders:
             except CapacityError as error:
                 loaded, reused = await loading(self._on_cpu(order, error))
             unless_it_is_loaded.pop_all()
-        self._log(
+        self.log(
             f"{'kept' if reused else 'loaded'} {loaded.order.layers.words} of {message.model} "
             f"({loaded.weight_bytes / 2**20:.1f} MiB, {loaded.kernel}, {threads} threads)"
         )
@@ -263,9 +254,9 @@ class StageOrders:
     async def _prepare(self, message: LoadStage, owner: str, progress: PhaseProgress) -> StageReady:
         """Load a stage for a ring to come. Raises as `load`; then nothing has changed."""
         progress("loading", 0, 0)
-        folder = await self._sharing.folder(message, partial(progress, "fetching"))
+        folder = await self.sharing.folder(message, partial(progress, "fetching"))
         adapters = await self._adapters(message, progress)
-        stage, in_use = await self._host.prepare(
+        stage, in_use = await self.host.prepare(
             message.ring,
             owner,
             self._order(message, folder, adapters),
@@ -274,7 +265,7 @@ class StageOrders:
             stands_for=message.stands_for,
         )
         awaited = f"if {message.stands_for} is lost" if message.stands_for else "for the next plan"
-        self._log(f"{stage.order.layers.words} of {message.model} are ready {awaited}")
+        self.log(f"{stage.order.layers.words} of {message.model} are ready {awaited}")
         return _ready(message, stage, in_use)
 
     async def unload(self, owner: str, ring: str) -> None:
@@ -282,18 +273,18 @@ class StageOrders:
 
         What was loaded beside it for `ring` is freed in any case.
         """
-        self._host.drop_prepared(ring)
-        if await self._host.unload(owner, ring):
-            self._sharing.release()
-            self._log("freed the stage")
+        self.host.drop_prepared(ring)
+        if await self.host.unload(owner, ring):
+            self.sharing.release()
+            self.log("freed the stage")
 
     async def _leave_ring(self, membership: RingMembership) -> None:
-        await finish(self._host.leave_ring(membership))
+        await finish(self.host.leave_ring(membership))
 
     async def _adapters(
         self, message: LoadStage, progress: PhaseProgress
     ) -> tuple[StageAdapter, ...]:
-        return await self._sharing.adapters.fetch(message, partial(progress, "fetching"))
+        return await self.sharing.adapters.fetch(message, partial(progress, "fetching"))
 
     def _order(
         self, message: LoadStage, folder: Path, adapters: tuple[StageAdapter, ...]
@@ -344,7 +335,7 @@ class StageOrders:
         if not isinstance(error.__cause__, RuntimeError) or not gpus or cpu is None:
             raise error
         self._overfull |= gpus
-        self._log(f"{error.message}: the CPU computes from now on")
+        self.log(f"{error.message}: the CPU computes from now on")
         return order.on(StagePart(layers=order.layers, devices=(cpu,)))
 
 

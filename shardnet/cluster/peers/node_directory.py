@@ -41,24 +41,19 @@ class NodeCandidates:
     away: tuple[NodeInfo, ...] = ()
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class NodeDirectory:
     """The current status of this node and its peers. `own_info` returns that of this one.
 
     `status_s` is the timeout of a peer's status when a plan needs it, in seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        own_info: Callable[[], NodeInfo],
-        peers: Peers,
-        advertisement: Advertisement,
-        status_s: float = PEER_STATUS_S,
-    ) -> None:
-        self._own_info = own_info
-        self._peers = peers
-        self._advertisement = advertisement
-        self._status_s = status_s
+    own_info: Callable[[], NodeInfo]
+    peers: Peers
+    advertisement: Advertisement
+    status_s: float = PEER_STATUS_S
+
+    def __post_init__(self) -> None:
         self._latest: dict[str, NodeInfo] = {}
 
     async def candidates(
@@ -71,8 +66,8 @@ class NodeDirectory:
         there is no node at an address, UsageError if one is named twice.
         """
         if not addresses:
-            infos, silent = await self._ask_all(self._status_s if status_s is None else status_s)
-            own = self._own_info()
+            infos, silent = await self._ask_all(self.status_s if status_s is None else status_s)
+            own = self.own_info()
             nodes = infos if leads else [own, *infos]
             away = tuple(info for info in nodes if info.is_draining or info.rests)
             stay = tuple(info for info in nodes if not (info.is_draining or info.rests))
@@ -94,7 +89,7 @@ class NodeDirectory:
         """Return the status of each peer, the last known one if it does not answer at once."""
         infos, _ = await self._ask_all(LISTED_S)
         answers = {info.node: info for info in infos}
-        linked = [control.link.peer.node for control in self._peers.links.linked()]
+        linked = [control.link.peer.node for control in self.peers.links.linked()]
         self._latest = {node: self._latest[node] for node in linked if node in self._latest}
         return [answers.get(node) or self._latest[node] for node in linked if node in self._latest]
 
@@ -110,9 +105,9 @@ class NodeDirectory:
             except ShardnetError as error:
                 return _silent(control, explanation(error))
 
-        answers = await asyncio.gather(*(ask(control) for control in self._peers.links.linked()))
+        answers = await asyncio.gather(*(ask(control) for control in self.peers.links.linked()))
         infos = [
-            replace(info, address=self._peers.address_of(NodeId(info.node)) or info.address)
+            replace(info, address=self.peers.address_of(NodeId(info.node)) or info.address)
             for info in answers
             if isinstance(info, NodeInfo)
         ]
@@ -121,11 +116,11 @@ class NodeDirectory:
 
     async def _at(self, address: str) -> NodeInfo:
         """Return the status of the node at `address`, which may be this one."""
-        own = self._own_info()
-        control = None if address == own.address else await self._peers.find(address)
+        own = self.own_info()
+        control = None if address == own.address else await self.peers.find(address)
         if control is not None:
             return replace(await _ask(control), address=address)
-        return replace(own, address=self._advertisement.seen_as(address))
+        return replace(own, address=self.advertisement.seen_as(address))
 
 
 def _away(info: NodeInfo) -> LeftOut:

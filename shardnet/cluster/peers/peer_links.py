@@ -54,6 +54,7 @@ class _Peer:
         return min(self.links, key=lambda peer_link: not peer_link.by_smaller)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PeerLinks:
     """The links of every peer. Runs their readers in `tasks`, a group that outlives them.
 
@@ -62,26 +63,16 @@ class PeerLinks:
     ended. `dial_again` opens a link to a node and calls `up` for it.
     """
 
-    def __init__(
-        self,
-        *,
-        node: NodeId,
-        handler: Handler,
-        tasks: asyncio.TaskGroup,
-        retire_s: float,
-        ping_s: float,
-        log: Callable[[str], None],
-        on_gone: Callable[[NodeId], None],
-        dial_again: Callable[[NodeId], Awaitable[None]],
-    ) -> None:
-        self._node = node
-        self._handler = handler
-        self._tasks = tasks
-        self._retire_s = retire_s
-        self._ping_s = ping_s
-        self._log = log
-        self._on_gone = on_gone
-        self._dial_again = dial_again
+    node: NodeId
+    handler: Handler
+    tasks: asyncio.TaskGroup
+    retire_s: float
+    ping_s: float
+    log: Callable[[str], None]
+    on_gone: Callable[[NodeId], None]
+    dial_again: Callable[[NodeId], Awaitable[None]]
+
+    def __post_init__(self) -> None:
         self._peers: dict[NodeId, _Peer] = {}
         self._broken: dict[NodeId, _Peer] = {}
         """Those whose last link broke just now, and which are dialled again."""
@@ -136,15 +127,15 @@ class PeerLinks:
             )
         if peer is None and (peer := self._broken.pop(node, None)) is not None:
             self._peers[node] = peer
-        smaller = self._node < node
+        smaller = self.node < node
         peer_link = PeerLink(
-            control=ControlLink(link, self._handler), by_smaller=bool(dialled_at) == smaller
+            control=ControlLink(link, self.handler), by_smaller=bool(dialled_at) == smaller
         )
         if peer is None:
             peer = self._peers[node] = _Peer()
-            self._log(f"node {link.peer.name} ({dialled_at or link.peer_address}) is here")
+            self.log(f"node {link.peer.name} ({dialled_at or link.peer_address}) is here")
         peer.links.append(peer_link)
-        self._tasks.create_task(self._serve(node, peer_link), name=f"control {link.peer.name}")
+        self.tasks.create_task(self._serve(node, peer_link), name=f"control {link.peer.name}")
         if smaller:
             self._retire_others(peer)
         return peer.peer_link.control
@@ -180,7 +171,7 @@ class PeerLinks:
         for peer_link in peer.links:
             if peer_link is not peer.peer_link and not peer_link.is_retired:
                 peer_link.is_retired = True
-                self._tasks.create_task(self._retire(peer, peer_link))
+                self.tasks.create_task(self._retire(peer, peer_link))
 
     async def _retire(self, peer: _Peer, peer_link: PeerLink) -> None:
         """Close a link that another one has replaced, once it is idle.
@@ -189,7 +180,7 @@ class PeerLinks:
         """
         while not peer_link.ended.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._retire_s):
+                async with asyncio.timeout(self.retire_s):
                     await peer_link.ended.wait()
             if peer.links and peer.peer_link is peer_link:
                 peer_link.is_retired = False
@@ -200,7 +191,7 @@ class PeerLinks:
     async def _serve(self, node: NodeId, peer_link: PeerLink) -> None:
         what = f"measuring the link of {peer_link.control.peer_name}"
         measure = partial(self._measure, peer_link)
-        measuring = self._tasks.create_task(supervised(measure, what, self._log))
+        measuring = self.tasks.create_task(supervised(measure, what, self.log))
         try:
             await peer_link.control.serve()
         except ShardnetError as error:
@@ -219,7 +210,7 @@ class PeerLinks:
         name, link = peer_link.control.link.peer.name, peer_link.control.link
         if peer.watchers and not (self._closing or link.was_left or _took_long(error)):
             self._broken[node] = peer
-            self._tasks.create_task(self._try_again(node, name, peer, error))
+            self.tasks.create_task(self._try_again(node, name, peer, error))
         else:
             self._lose(node, name, peer, error)
 
@@ -227,7 +218,7 @@ class PeerLinks:
         """Dial a node whose last link broke, once; it is lost if no link comes up of that."""
         with contextlib.suppress(ShardnetError, TimeoutError):
             async with asyncio.timeout(AGAIN_S):
-                await self._dial_again(node)
+                await self.dial_again(node)
         if self._broken.get(node) is peer:
             del self._broken[node]
             self._lose(node, name, peer, error)
@@ -235,10 +226,10 @@ class PeerLinks:
     def _lose(self, node: NodeId, name: str, peer: _Peer, error: ShardnetError) -> None:
         """Tell whoever watches that no link to a node is left."""
         if not self._closing:
-            self._log(f"node {name} is gone: {error}")
+            self.log(f"node {name} is gone: {error}")
         for on_lost in tuple(peer.watchers):
             on_lost(error)
-        self._on_gone(node)
+        self.on_gone(node)
 
     async def _measure(self, peer_link: PeerLink) -> None:
         """Measure the round trip of a link while it lives."""
@@ -246,7 +237,7 @@ class PeerLinks:
             for _ in range(N_PINGS):
                 peer_link.rtts_s.append(await ping(peer_link.control))
             while True:
-                await asyncio.sleep(self._ping_s)
+                await asyncio.sleep(self.ping_s)
                 peer_link.rtts_s.append(await ping(peer_link.control))
 
 

@@ -92,6 +92,7 @@ def _again(error: ShardnetError) -> ShardnetError:
     return same
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Peers:
     """Keeps control links up. Runs their readers in `tasks`, a group that outlives them.
 
@@ -102,43 +103,30 @@ class Peers:
     while it does.
     """
 
-    def __init__(
-        self,
-        *,
-        node: NodeId,
-        name: str,
-        dial: DialControl,
-        dial_as_client: DialAsClient,
-        handler: Handler,
-        tasks: asyncio.TaskGroup,
-        own_hosts: Callable[[], Sequence[LocalAddress]],
-        own_addresses: Callable[[], Sequence[str]],
-        log: Callable[[str], None],
-        on_member: Callable[[str], None] = lambda host: None,
-        rests: Callable[[], str] = lambda: "",
-        times: PeerTimes | None = None,
-    ) -> None:
-        self._node = node
-        self._name = name
-        self._dial = dial
-        self._dial_as_client = dial_as_client
-        self._tasks = tasks
-        self._own_hosts = own_hosts
-        self._own_addresses = own_addresses
-        self._log = log
-        self._on_member = on_member
-        self._rests = rests
+    node: NodeId
+    name: str
+    dial: DialControl
+    dial_as_client: DialAsClient
+    handler: Handler
+    tasks: asyncio.TaskGroup
+    own_hosts: Callable[[], Sequence[LocalAddress]]
+    own_addresses: Callable[[], Sequence[str]]
+    log: Callable[[str], None]
+    on_member: Callable[[str], None] = lambda host: None
+    rests: Callable[[], str] = lambda: ""
+    times: PeerTimes = PeerTimes()
+
+    def __post_init__(self) -> None:
         self._resting: set[NodeId] = set()
         """Nodes that take no layers now."""
-        self._times = times or PeerTimes()
-        self._table = PeerTable(node)
+        self._table = PeerTable(self.node)
         self.links = PeerLinks(
-            node=node,
-            handler=handler,
-            tasks=tasks,
-            retire_s=self._times.retire_s,
-            ping_s=self._times.ping_s,
-            log=log,
+            node=self.node,
+            handler=self.handler,
+            tasks=self.tasks,
+            retire_s=self.times.retire_s,
+            ping_s=self.times.ping_s,
+            log=self.log,
             on_gone=self._gone,
             dial_again=self._dial_again,
         )
@@ -215,13 +203,13 @@ class Peers:
             if dialling.error is not None and dialling.n_failed > n_failed:
                 raise _again(dialling.error)
             try:
-                link = await self._dial(address)
+                link = await self.dial(address)
             except ShardnetError as error:
                 dialling.error = _again(error)
                 dialling.n_failed += 1
                 raise
             node = self._node_at[address] = NodeId(link.peer.node)
-            if node == self._node:
+            if node == self.node:
                 await link.close()
                 return None
             return self._link_up(link, dialled_at=address)
@@ -238,8 +226,8 @@ class Peers:
 
         Raises LinkError if this node has MAX_PEERS peers already.
         """
-        if link.peer.node == self._node:  # this node dialled itself; the other end handles it
-            self._tasks.create_task(link.close())
+        if link.peer.node == self.node:  # this node dialled itself; the other end handles it
+            self.tasks.create_task(link.close())
         else:
             self._link_up(link, dialled_at="")
 
@@ -249,17 +237,17 @@ class Peers:
             try:
                 control = await self.find(address)
                 if control is None:
-                    self._log(f"peer {address}: that is this node itself; it is left out")
+                    self.log(f"peer {address}: that is this node itself; it is left out")
                     return
                 self.unreached.pop(address, None)
                 await self._lost(control)
             except ShardnetError as error:
                 if str(error) != str(self.unreached.get(address)):
-                    self._log(
-                        f"peer {address}: {error}; trying again every {self._times.redial_s:g} s"
+                    self.log(
+                        f"peer {address}: {error}; trying again every {self.times.redial_s:g} s"
                     )
                 self.unreached[address] = error
-            await asyncio.sleep(self._times.redial_s)
+            await asyncio.sleep(self.times.redial_s)
 
     # --- reports of other nodes
 
@@ -268,7 +256,7 @@ class Peers:
         now = time.monotonic()
         if refusal:
             if self._table.refuse(node, name, addresses, refusal, source=MDNS, now=now):
-                self._log(f"node {name} ({', '.join(addresses)}) is left out: {refusal}")
+                self.log(f"node {name} ({', '.join(addresses)}) is left out: {refusal}")
         else:
             self._table.add_report(node, name, addresses, source=MDNS, now=now)
         self._changed.set()
@@ -368,8 +356,8 @@ class Peers:
             result = await compare(
                 known.node,
                 self._order(addresses)[:MAX_PEER_ADDRESSES],
-                self._dial_as_client,
-                grace_s=self._times.compare_s,
+                self.dial_as_client,
+                grace_s=self.times.compare_s,
             )
             failures |= result.failures
             if result.best is not None:
@@ -378,7 +366,7 @@ class Peers:
 
     async def _open(self, known: KnownNode, address: str) -> None:
         try:
-            link = await self._dial(address)
+            link = await self.dial(address)
         except ShardnetError as error:
             self._table.failed(known.node, {address: str(error)}, time.monotonic())
             return
@@ -390,14 +378,14 @@ class Peers:
         address = self.address_of(node)
         if not address:
             raise LinkError("no address of that node is known")
-        self._link_up(await self._dial(address), dialled_at=address)
+        self._link_up(await self.dial(address), dialled_at=address)
 
     def _order(self, addresses: Iterable[str]) -> tuple[str, ...]:
         """Sort a node's addresses into the order in which to dial them."""
         by_host: dict[str, list[str]] = {}
         for address in addresses:
             by_host.setdefault(host_of(address), []).append(address)
-        return tuple(a for host in dial_order(by_host, self._own_hosts()) for a in by_host[host])
+        return tuple(a for host in dial_order(by_host, self.own_hosts()) for a in by_host[host])
 
     async def _lost(self, control: ControlLink) -> None:
         """Wait until the node of `control` is lost."""
@@ -421,7 +409,7 @@ class Peers:
         known = self._table.get(NodeId(link.peer.node))
         addresses = known.addresses if known is not None else ()
         for host in {host_of(address) for address in (link.peer_address, *addresses)}:
-            self._on_member(host)
+            self.on_member(host)
 
     def _gone(self, node: NodeId) -> None:
         """Record that no link to a node is left."""
@@ -436,19 +424,19 @@ class Peers:
         """Send the known peers to every peer whenever they change."""
         while True:
             await self._news.wait()
-            await asyncio.sleep(self._times.gather_s)
+            await asyncio.sleep(self.times.gather_s)
             self._news.clear()
             for peer_link in self.links.in_use().values():
                 self._send_known_peers(peer_link)
 
     def _send_known_peers(self, peer_link: PeerLink) -> None:
         reader_at = peer_link.control.link.peer_address
-        entries = [entry_for(self._node, self._name, self._own_addresses(), reader_at=reader_at)]
+        entries = [entry_for(self.node, self.name, self.own_addresses(), reader_at=reader_at)]
         for node in self.links.in_use():
             known = self._table.get(node)
             if known is not None and node != peer_link.control.link.peer.node:
                 entries.append(entry_for(node, known.name, known.announced, reader_at=reader_at))
-        message = PeersKnown(peers=entries, rests=explanation(self._rests()))
+        message = PeersKnown(peers=entries, rests=explanation(self.rests()))
         if message != peer_link.last_sent and not peer_link.control.link.closed:
             peer_link.last_sent = message
             peer_link.control.send(message)

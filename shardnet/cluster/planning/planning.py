@@ -85,25 +85,16 @@ class PlanFigures:
     holdings: Holdings
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Planner:
     """Plans for clients of `node`. `threads` compute plans: a strange model's takes seconds."""
 
-    def __init__(
-        self,
-        *,
-        node: NodeId,
-        directory: NodeDirectory,
-        sharing: Sharing,
-        measuring: MeasurementService,
-        threads: DiskJobs,
-        log: Callable[[str], None],
-    ) -> None:
-        self._node = node
-        self._directory = directory
-        self._sharing = sharing
-        self._measuring = measuring
-        self._threads = threads
-        self._log = log
+    node: NodeId
+    directory: NodeDirectory
+    sharing: Sharing
+    measuring: MeasurementService
+    threads: DiskJobs
+    log: Callable[[str], None]
 
     async def plan(
         self,
@@ -120,17 +111,17 @@ class Planner:
         UsageError or LinkError if there can be no plan.
         """
         candidates = await self.find_candidates(choice, without)
-        if choice.nodes and candidates.nodes[0].node != self._node:
+        if choice.nodes and candidates.nodes[0].node != self.node:
             return Elsewhere(address=candidates.nodes[0].address, model=choice.model)
         model = await self.identify(candidates)
 
         async def placed(arith: Arith) -> Plan:
             settled = replace(model, arith=arith)
             figures = await self.measure(settled, on_measured, measure_one=measure_one, again=again)
-            return await self._threads.run(f"planning {choice.model}", partial(place, figures))
+            return await self.threads.run(f"planning {choice.model}", partial(place, figures))
 
         plan = await _settled(choice.arith, model.arith, placed)
-        if plan.nodes[0].node != self._node:
+        if plan.nodes[0].node != self.node:
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)
         return plan
 
@@ -150,7 +141,7 @@ class Planner:
         that drain or rest by now are used where it takes them. Raises PlanError if the nodes that
         are there cannot do it.
         """
-        found = await self._directory.candidates((), REPLAN_STATUS_S, leads=True)
+        found = await self.directory.candidates((), REPLAN_STATUS_S, leads=True)
         nodes = tuple(info for info in found.nodes if info.node not in without)
         members = {node.node for node in now.nodes} - without.keys()
         leaving = tuple(info for info in found.away if info.node in members)
@@ -179,11 +170,11 @@ class Planner:
             if measures:
                 named |= await self._called_at([a for a in choice.nodes if a not in named], without)
             nodes = _all_or_some(opened, named)
-        holdings = await self._sharing.holdings(facts, choice.model, nodes)
+        holdings = await self.sharing.holdings(facts, choice.model, nodes)
         asked = structs.replace(choice, dtype=now.dtype.value, context=now.context)
         measured = now.measured
         if measures:
-            measured = await self._measuring.measured(
+            measured = await self.measuring.measured(
                 nodes,
                 choice,
                 facts,
@@ -195,14 +186,14 @@ class Planner:
         def planned() -> Plan:
             return plan_again(asked, facts, nodes, measured, silent, holdings, now.arith)
 
-        return await self._threads.run(f"planning {choice.model}", planned)
+        return await self.threads.run(f"planning {choice.model}", planned)
 
     async def prepare_instead(self, told: StandBy) -> None:
         """Fetch what `plan_instead` will need and only the head has: its adapters' parts.
 
         Raises PeerFailedError if it does not send them.
         """
-        await self._sharing.adapters.have(told.adapters, [told.nodes[0].address])
+        await self.sharing.adapters.have(told.adapters, [told.nodes[0].address])
 
     async def plan_instead(self, told: StandBy, without: Mapping[NodeId, str]) -> Plan:
         """Plan what a head that is lost has led, for a ring that this node leads.
@@ -216,7 +207,7 @@ class Planner:
         facts = await self.look_up(choice.model)
         if told.adapters:
             facts = facts.with_adapters([adapter_facts(each) for each in told.adapters])
-        found = await self._directory.candidates((), REPLAN_STATUS_S, leads=True)
+        found = await self.directory.candidates((), REPLAN_STATUS_S, leads=True)
         nodes = tuple(info for info in found.nodes if info.node not in without)
         if choice.nodes:
             places = {place.node: place.address for place in told.nodes}
@@ -230,7 +221,7 @@ class Planner:
         measured = NOTHING_MEASURED
         with contextlib.suppress(ShardnetError, TimeoutError):
             async with asyncio.timeout(KNOWN_S):
-                measured = await self._measuring.measured(
+                measured = await self.measuring.measured(
                     nodes,
                     choice,
                     facts,
@@ -238,12 +229,12 @@ class Planner:
                     node_ariths(choice.arith, arith, nodes),
                     on_measured=lambda done, total: None,
                 )
-        holdings = await self._sharing.holdings(facts, choice.model, nodes)
+        holdings = await self.sharing.holdings(facts, choice.model, nodes)
 
         def planned() -> Plan:
             return plan_again(asked, facts, nodes, measured, found.silent, holdings, arith)
 
-        plan = await self._threads.run(f"planning {choice.model}", planned)
+        plan = await self.threads.run(f"planning {choice.model}", planned)
         ring = [node.address for node in plan.ring_nodes] if choice.nodes else []
         away = [place.address for place in told.nodes if place.address not in ring]
         named = [*ring, *away] if choice.nodes else []
@@ -257,7 +248,7 @@ class Planner:
         for address in addresses:
             with contextlib.suppress(ShardnetError, TimeoutError):
                 async with asyncio.timeout(REPLAN_STATUS_S):
-                    [info] = (await self._directory.candidates([address])).nodes
+                    [info] = (await self.directory.candidates([address])).nodes
                     if info.node not in without:
                         found[address] = info
         return found
@@ -270,7 +261,7 @@ class Planner:
         Those whose ids are in `without` are left out. Raises LinkError if there is no node at an
         address, UsageError if one is named twice, PlanError if none is left.
         """
-        found = await self._directory.candidates(choice.nodes)
+        found = await self.directory.candidates(choice.nodes)
         nodes = tuple(info for info in found.nodes if info.node not in without)
         if not nodes:
             why = ", ".join(f"{one.name} ({one.why})" for one in found.silent[:MOST_NAMED])
@@ -289,7 +280,7 @@ class Planner:
         if not choice.ignore_unknown_config:
             facts.check_known()
         if choice.adapters:
-            facts = facts.with_adapters(await self._sharing.adapters.identify(choice, facts))
+            facts = facts.with_adapters(await self.sharing.adapters.identify(choice, facts))
         dtype = settle_dtype(choice.dtype, facts.config, candidates.nodes)
         arith = settle_arith(choice.arith, candidates.nodes)
         return IdentifiedModel(candidates=candidates, facts=facts, dtype=dtype, arith=arith)
@@ -304,9 +295,9 @@ class Planner:
         """
         choice, nodes = model.candidates.choice, model.candidates.nodes
         ariths = node_ariths(choice.arith, model.arith, nodes)
-        holdings = await self._sharing.holdings(model.facts, choice.model, nodes)
+        holdings = await self.sharing.holdings(model.facts, choice.model, nodes)
         if len(nodes) > 1 or measure_one:
-            measured = await self._measuring.measured(
+            measured = await self.measuring.measured(
                 nodes,
                 choice,
                 model.facts,
@@ -316,7 +307,7 @@ class Planner:
                 on_measured=on_measured,
             )
         else:
-            measured = await self._measuring.known(
+            measured = await self.measuring.known(
                 nodes[0], choice, model.facts, model.dtype, ariths
             )
         return PlanFigures(model=model, measured=measured, holdings=holdings)
@@ -324,16 +315,14 @@ class Planner:
     async def learn(self, plan: Plan, runs: Sequence[StageRun]) -> None:
         """Tell the nodes of a plan what a generation has disproved, for the plans that follow."""
         ariths = node_ariths(plan.choice.arith, plan.arith, plan.nodes)
-        await self._measuring.observed(
-            plan.nodes, plan.choice, plan.facts, plan.dtype, ariths, runs
-        )
+        await self.measuring.observed(plan.nodes, plan.choice, plan.facts, plan.dtype, ariths, runs)
 
     async def look_up(self, model: str) -> ModelFacts:
         """Read the facts of `model`, a path or name, here or else from a peer.
 
         Raises CheckpointError if no node has it.
         """
-        return await self._sharing.identify(model)
+        return await self.sharing.identify(model)
 
     async def has_changed(self, facts: ModelFacts, model: str) -> bool:
         """Say whether `model` means another checkpoint than that of `facts` by now.
@@ -343,9 +332,9 @@ class Planner:
         """
         try:
             async with asyncio.timeout(CHECK_S):
-                if facts.adapters and await self._sharing.adapters.have_changed(facts.adapters):
+                if facts.adapters and await self.sharing.adapters.have_changed(facts.adapters):
                     return True
-                if await self._sharing.is_unchanged(facts, model):
+                if await self.sharing.is_unchanged(facts, model):
                     return False
             now = await self.look_up(model)
         except (TimeoutError, DiskSilentError, BusyError):
@@ -360,14 +349,14 @@ class Planner:
         `on_progress` takes (bytes done, bytes in all). `tokenizer_for` as in hub.pull.
         """
         name = HubName.parse(model)
-        if name is None or await self._sharing.is_here(model):
+        if name is None or await self.sharing.is_here(model):
             return
         try:
             await self.look_up(model)
         except DiskSilentError:
             raise
         except CheckpointError:
-            await pull_beside(name, on_progress, self._log, tokenizer_for)
+            await pull_beside(name, on_progress, self.log, tokenizer_for)
 
 
 def _named_nodes(opened: Plan, nodes: Sequence[NodeInfo]) -> dict[str, NodeInfo]:

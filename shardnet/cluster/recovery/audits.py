@@ -60,24 +60,19 @@ class _Progress:
     is_disputed: bool = False
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Audits:
     """Audits the ring that `head` leads, for `share` of the time of its stages, 0 for never.
 
     `distrust` has the head's own stage loaded anew with the next ring.
     """
 
-    def __init__(
-        self,
-        *,
-        head: Head,
-        share: float,
-        distrust: Callable[[], None],
-        log: Callable[[str], None],
-    ) -> None:
-        self._head = head
-        self._share = share
-        self._distrust = distrust
-        self._log = log
+    head: Head
+    share: float
+    distrust: Callable[[], None]
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._progress: _Progress | None = None
         self._n_audits = self._looked_bytes = 0
         self._busy_s = 0.0
@@ -102,13 +97,13 @@ class Audits:
     async def run(self) -> None:
         """Audit one stage after the other, until cancelled; pause so long that `share` is kept."""
         pause_s = LOOK_S
-        while self._share:
+        while self.share:
             await asyncio.sleep(pause_s)
-            pause_s = max(LOOK_S, await self.audit() / self._share)
+            pause_s = max(LOOK_S, await self.audit() / self.share)
 
     async def audit(self) -> float:
         """Audit the next stage. Return the seconds for which it, or another node, was kept busy."""
-        lead = self._head.latest
+        lead = self.head.latest
         if lead is None or lead.is_recovering or lead.ring.broken is not None or lead.plan.spans:
             self._progress = None
             return 0.0
@@ -200,7 +195,7 @@ class Audits:
             self._note(progress, rank, layer, what, NOT_A_MACHINE, is_left_out=False)
             return
         if not rank:
-            self._distrust()
+            self.distrust()
         self._note(progress, rank, layer, what, error.remedy, is_left_out=rank > 0)
         progress.ring.found_wrong(rank, error)
 
@@ -226,7 +221,7 @@ class Audits:
         is_left_out: bool,
     ) -> None:
         port = progress.ring.ports[rank]
-        self._log(f"{port.node_name} computes wrong bits in layer {layer}: {what}; {remedy}")
+        self.log(f"{port.node_name} computes wrong bits in layer {layer}: {what}; {remedy}")
         self._findings.append(
             AuditFinding(
                 node=port.node,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from shardnet.cluster.head.head import Head
@@ -25,28 +26,21 @@ AGAIN_S: Final = 5.0
 """When to plan again for a ring that is in use now."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class NodeWatch:
     """Watches the nodes beside `head`; `linked` returns those that are here.
 
     `replace` puts the ring of a plan in the place of a lead's, for a reason that requests see.
     """
 
-    def __init__(
-        self,
-        *,
-        head: Head,
-        recovery: Recovery,
-        replace: Callable[[Lead, Plan, str], Awaitable[None]],
-        planner: Planner,
-        linked: Callable[[], Sequence[NodeId]],
-        log: Callable[[str], None],
-    ) -> None:
-        self._head = head
-        self._recovery = recovery
-        self._replace = replace
-        self._planner = planner
-        self._linked = linked
-        self._log = log
+    head: Head
+    recovery: Recovery
+    replace: Callable[[Lead, Plan, str], Awaitable[None]]
+    planner: Planner
+    linked: Callable[[], Sequence[NodeId]]
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._returns = Returns()
         self._not_before_s = 0.0
 
@@ -59,9 +53,9 @@ class NodeWatch:
     async def look(self) -> None:
         """Use a node that has come, if it is time to and worth it."""
         now_s = time.monotonic()
-        lead = self._head.latest
-        left_out = self._recovery.left_out(lead) if lead is not None else {}
-        self._returns.look(now_s, [node for node in self._linked() if node not in left_out])
+        lead = self.head.latest
+        left_out = self.recovery.left_out(lead) if lead is not None else {}
+        self._returns.look(now_s, [node for node in self.linked() if node not in left_out])
         if lead is None or lead.is_recovering or now_s < self._not_before_s:
             return
         used = [NodeId(node.node) for node in lead.plan.ring_nodes] if lead.stands else []
@@ -76,7 +70,7 @@ class NodeWatch:
                     await self._open_again(lead)
         except ShardnetError as error:
             self._returns.planned(now_s)
-            self._log(f"the ring stays without the nodes that came: {error}")
+            self.log(f"the ring stays without the nodes that came: {error}")
 
     async def _consider(self, lead: Lead) -> None:
         """Plan with the nodes that came; replace the ring if that gains enough."""
@@ -87,10 +81,10 @@ class NodeWatch:
             self._returns.planned(now_s)
             return
         without = dict.fromkeys(self._returns.unsettled(now_s), "it has come just now")
-        without |= self._recovery.left_out(lead)
+        without |= self.recovery.left_out(lead)
         is_used = lead.ring.is_in_use
-        plan = await self._planner.replan(opened, now, without, measures=not is_used)
-        if lead is not self._head.latest or lead.plan is not now or lead.is_recovering:
+        plan = await self.planner.replan(opened, now, without, measures=not is_used)
+        if lead is not self.head.latest or lead.plan is not now or lead.is_recovering:
             return  # it was replaced meanwhile
         if _stages(plan) == _stages(now):
             self._returns.planned(now_s)
@@ -101,7 +95,7 @@ class NodeWatch:
             self._returns.planned(now_s)
             before = {node.node for node in now.ring_nodes}
             came = [node.name for node in plan.ring_nodes if node.node not in before]
-            await self._replace(lead, plan, f"{', '.join(came) or 'another order'} joins")
+            await self.replace(lead, plan, f"{', '.join(came) or 'another order'} joins")
         elif lead.ring.is_in_use or is_used:
             self._not_before_s = now_s + AGAIN_S
         else:
@@ -110,12 +104,12 @@ class NodeWatch:
     async def _open_again(self, lead: Lead) -> None:
         """Have the ring that was given up built again, for requests to come."""
         choice = lead.opened.choice
-        async with self._head.lead(
+        async with self.head.lead(
             choice, on_plan=lambda plan: None, on_progress=lambda *_: None
         ) as found:
             if isinstance(found, Lead):
                 names = ", ".join(node.name for node in found.plan.nodes)
-                self._log(f"{choice.model} is served again, over {names}")
+                self.log(f"{choice.model} is served again, over {names}")
 
 
 def _stages(plan: Plan) -> list[tuple[str, int, int]]:

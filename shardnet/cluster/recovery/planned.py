@@ -72,24 +72,19 @@ class PlannedRecord:
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PlannedChanges:
     """Replaces the ring that `head` leads, for nodes that ask for it and for this one.
 
     `left_out` returns the nodes that are not to be used for a lead now, and why.
     """
 
-    def __init__(
-        self,
-        *,
-        head: Head,
-        planner: Planner,
-        left_out: Callable[[Lead], Mapping[NodeId, str]],
-        log: Callable[[str], None],
-    ) -> None:
-        self._head = head
-        self._planner = planner
-        self._left_out = left_out
-        self._log = log
+    head: Head
+    planner: Planner
+    left_out: Callable[[Lead], Mapping[NodeId, str]]
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self.records: deque[PlannedRecord] = deque(maxlen=256)
         """The last replacements, the latest at the end."""
 
@@ -99,7 +94,7 @@ class PlannedChanges:
 
     async def _leave(self, control: ControlLink, message: LeaveRing) -> None:
         """Do without a node. Raises as `replace`; then the ring is as it was."""
-        lead, peer = self._head.latest, control.link.peer
+        lead, peer = self.head.latest, control.link.peer
         if lead is not None and lead.ring.name == message.ring and lead.ring.is_in_use:
             why = f"node {peer.name} leaves"
             work = self.replace(lead, {NodeId(peer.node): message.why or "it is draining"}, why)
@@ -121,8 +116,8 @@ class PlannedChanges:
         async with self._replacing(lead):
             if not any(node.node in without for node in lead.plan.ring_nodes):
                 return
-            out = {**self._left_out(lead), **without}
-            plan = await self._planner.replan(lead.opened, lead.plan, out)
+            out = {**self.left_out(lead), **without}
+            plan = await self.planner.replan(lead.opened, lead.plan, out)
             former = await self._put(lead, plan, why)
         await former.release({node.address for node in plan.ring_nodes})
 
@@ -139,7 +134,7 @@ class PlannedChanges:
     @asynccontextmanager
     async def _replacing(self, lead: Lead) -> AsyncIterator[None]:
         """Keep others from changing a ring that works; raises as `_check_works`."""
-        async with self._head.led.changing(lead):
+        async with self.head.led.changing(lead):
             _check_works(lead)
             lead.is_replacing = True
             try:
@@ -150,7 +145,7 @@ class PlannedChanges:
     async def _put(self, lead: Lead, plan: Plan, why: str) -> Ring:
         """Do that; return the ring that was replaced, whose stages are to be freed."""
         record, began_s = PlannedRecord(at_s=time.time(), why=why), time.monotonic()
-        former, ring = lead.ring, await self._head.led.ring_instead(lead, plan)
+        former, ring = lead.ring, await self.head.led.ring_instead(lead, plan)
         moves = RingMoves(former, ring)
         try:
             is_ready = await _unless_lost(former, self._make_ready(former, moves))
@@ -164,7 +159,7 @@ class PlannedChanges:
         await self._switch(lead, plan, ring, moves if is_ready else None, record)
         record.held_s, record.n_bytes = time.monotonic() - held_s, moves.n_bytes
         self.records.append(record)
-        self._log(record.words)
+        self.log(record.words)
         return former
 
     async def _make_ready(self, former: Ring, moves: RingMoves) -> bool:
@@ -179,7 +174,7 @@ class PlannedChanges:
         try:
             await moves.prepare()
         except CapacityError as error:
-            self._log(f"the next ring's stages are loaded when this one has ended: {error}")
+            self.log(f"the next ring's stages are loaded when this one has ended: {error}")
             await moves.drop()
             return False
         return True
@@ -207,10 +202,10 @@ class PlannedChanges:
                     async with asyncio.timeout(MOVE_S):
                         moved = await moves.bring(computed, is_last=True)
                 except TimeoutError:
-                    self._log(f"nothing was moved within {MOVE_S:g} s: it is computed again")
+                    self.log(f"nothing was moved within {MOVE_S:g} s: it is computed again")
             engine.suspend(record.why, EXPECTED_S)
             engine.moved(moved)
-            await self._head.led.put_instead(lead, plan, ring)
+            await self.head.led.put_instead(lead, plan, ring)
             record.n_moved = len(moved)
         except BaseException as error:
             lost = error if isinstance(error, ShardnetError) else PeerFailedError(record.why)

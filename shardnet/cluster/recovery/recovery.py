@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from shardnet.cluster.head.head import Head
@@ -36,24 +37,18 @@ EXPECTED_S = 1.0
 """How long a recovery is expected to take, beside loading."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Recovery:
     """Replaces the rings of `head`. Its work runs in `tasks`, a group that outlives it."""
 
-    def __init__(
-        self,
-        *,
-        head: Head,
-        planner: Planner,
-        standbys: Standbys,
-        tasks: asyncio.TaskGroup,
-        log: Callable[[str], None],
-    ) -> None:
-        self._standbys = standbys
-        self._head = head
-        self._planner = planner
-        self._tasks = tasks
-        self._log = log
-        self._jobs = SupervisedJobs(tasks, log)
+    head: Head
+    planner: Planner
+    standbys: Standbys
+    tasks: asyncio.TaskGroup
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._jobs = SupervisedJobs(self.tasks, self.log)
         self._lead: Lead | None = None
         self._policy = RecoveryPolicy()
         """That of `_lead`."""
@@ -88,7 +83,7 @@ class Recovery:
         self.records.append(record)
         lead.is_recovering = True
         record.notice_s = engine.suspend(why, expected_s)
-        self._log(record.first_words)
+        self.log(record.first_words)
         return record
 
     def left_out(self, lead: Lead) -> dict[NodeId, str]:
@@ -126,7 +121,7 @@ class Recovery:
     ) -> bool:
         """Have the standby of the node that was lost go on; return whether it does."""
         former, began_s = lead.ring, time.monotonic()
-        ready = await self._standbys.ready_for(former)
+        ready = await self.standbys.ready_for(former)
         record.plan_s += time.monotonic() - began_s
         if ready is None:
             return False
@@ -136,10 +131,10 @@ class Recovery:
         ready.ring.on_replayed = partial(self._replayed, lead, record)
         ready.ring.on_acquitted = self._policy_of(lead).acquit
         try:
-            async with self._head.led.changing(lead):
-                record.n_moved = len(await self._standbys.take_over(lead, ready, computed))
+            async with self.head.led.changing(lead):
+                record.n_moved = len(await self.standbys.take_over(lead, ready, computed))
         except ShardnetError as failure:
-            self._log(f"the standby of {ready.name} cannot go on: {failure}")
+            self.log(f"the standby of {ready.name} cannot go on: {failure}")
             return False
         finally:
             record.load_s += time.monotonic() - began_s
@@ -159,17 +154,17 @@ class Recovery:
                 record.n_attempts += 1
                 tried.clear()
                 try:
-                    async with self._head.led.changing(lead):
+                    async with self.head.led.changing(lead):
                         await self._attempt(lead, record, decision.without, tried)
                     return
                 except ShardnetError as failure:
                     blamed = [blame for ring in tried for blame in _blames(ring)]
-                    if isinstance(failure, SupersededError) and await self._head.successor():
+                    if isinstance(failure, SupersededError) and await self.head.successor():
                         raise  # its requests were sent there
-                    if not self._head.led.leads(lead):
+                    if not self.head.led.leads(lead):
                         raise
                     decision = policy.failed(time.monotonic(), failure, blamed)
-                    self._log(f"no ring yet: {failure}")
+                    self.log(f"no ring yet: {failure}")
             error = decision.error
         except ShardnetError as failure:
             error = failure
@@ -184,7 +179,7 @@ class Recovery:
                 record.error, record.is_over = str(error), True
                 for ring in () if self._is_closing else tried:  # they keep stages for one more
                     self._jobs.begin(ring.release, "freeing stages of a ring that was not built")
-                self._log(record.words)
+                self.log(record.words)
 
     async def _attempt(
         self,
@@ -197,7 +192,7 @@ class Recovery:
         began_s = time.monotonic()
         former, former_plan = lead.ring, lead.plan
         try:
-            plan = await self._planner.replan(lead.opened, lead.plan, without)
+            plan = await self.planner.replan(lead.opened, lead.plan, without)
         finally:
             planned_s = time.monotonic()
             record.plan_s += planned_s - began_s
@@ -212,7 +207,7 @@ class Recovery:
             ring.on_acquitted = self._policy_of(lead).acquit
 
         try:
-            await self._head.led.build_instead(lead, plan, begin)
+            await self.head.led.build_instead(lead, plan, begin)
         finally:
             record.load_s += time.monotonic() - planned_s
         self._resumed(lead, record, former, plan)
@@ -236,7 +231,7 @@ class Recovery:
         if record.is_replayed and record.resumed_at_s is not None and not record.is_over:
             record.is_over = True
             lead.ring.engine.totals.add_recovery(record.pause_s)
-            self._log(record.words)
+            self.log(record.words)
 
 
 def _blames(ring: Ring) -> list[Blame]:

@@ -35,8 +35,7 @@ from shardnet.cluster.recovery.witnesses import is_lost
 from shardnet.cluster.router.router import Router
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.engine.engine import Engine
-from shardnet.types import Epoch, LiveState, NodeId
-from shardnet.wire.framing.schema import U32_MAX
+from shardnet.types import U32_MAX, Epoch, LiveState, NodeId
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.deputies import (
     FindNode,
@@ -85,38 +84,29 @@ class Duty:
     """Set when this node begins to stand in."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class StandIn:
     """Stands by for heads, takes over from them, and gives way. `node` is this node.
 
     `address_of` gives the address of a node. Its work runs in `tasks`, a group that outlives it.
     """
 
-    def __init__(
-        self,
-        *,
-        node: NodeId,
-        head: Head,
-        planner: Planner,
-        router: Router,
-        copying: Copying,
-        links: PeerLinks,
-        address_of: Callable[[NodeId], str],
-        tasks: asyncio.TaskGroup,
-        log: Callable[[str], None],
-    ) -> None:
-        self._node = node
-        self._head = head
-        self._planner = planner
-        self._router = router
-        self._copying = copying
-        self._links = links
-        self._address_of = address_of
-        self._log = log
+    node: NodeId
+    head: Head
+    planner: Planner
+    router: Router
+    copying: Copying
+    links: PeerLinks
+    address_of: Callable[[NodeId], str]
+    tasks: asyncio.TaskGroup
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._duties: dict[NodeId, Duty] = {}
-        self._jobs = SupervisedJobs(tasks, log)
+        self._jobs = SupervisedJobs(self.tasks, self.log)
         self._is_closing = False
         self._not_before_s = 0.0
-        head.until_settled = self._settled
+        self.head.until_settled = self._settled
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register what heads tell their deputies, and what is asked of either."""
@@ -132,10 +122,10 @@ class StandIn:
     @property
     def deputy(self) -> DeputyState | None:
         """The node that goes on with what this one leads, None without one."""
-        deputy = self._copying.deputy
-        if deputy is None or self._head.latest is None:
+        deputy = self.copying.deputy
+        if deputy is None or self.head.latest is None:
             return None
-        n_requests = len(self._copying.book.running)
+        n_requests = len(self.copying.book.running)
         return DeputyState(node=deputy.control.link.peer.name, n_requests=n_requests)
 
     @property
@@ -148,7 +138,7 @@ class StandIn:
 
     def stop_copying(self) -> None:
         """Copy nothing more: this node ends; see Copying.stop."""
-        self._copying.stop()
+        self.copying.stop()
 
     async def close(self) -> None:
         """End what runs."""
@@ -179,15 +169,15 @@ class StandIn:
             name = control.link.peer.name
             duty = Duty(head=head, name=name, told=message, control=control)
             self._duties[head] = duty
-            duty.stop_watching = self._links.watch(control, partial(self._head_lost, duty))
+            duty.stop_watching = self.links.watch(control, partial(self._head_lost, duty))
         duty.told = message
         if message.adapters != known:  # of the head's own layers no other node has them
-            fetch = partial(self._planner.prepare_instead, message)
+            fetch = partial(self.planner.prepare_instead, message)
             self._jobs.begin(fetch, f"adapters of {duty.name}")
 
     async def _refused(self, control: ControlLink, message: StandByRefused) -> None:
         """Have another node stand by for this one."""
-        self._copying.refused_by(NodeId(control.link.peer.node), message.why)
+        self.copying.refused_by(NodeId(control.link.peer.node), message.why)
 
     async def _request_copied(self, control: ControlLink, message: RequestCopied) -> None:
         duty = self._duties.get(NodeId(control.link.peer.node))
@@ -226,7 +216,7 @@ class StandIn:
         try:
             if not duty.book.running or not (is_sure or await self._is_lost(duty)):
                 return
-            self._log(f"{why}; this node takes over {len(duty.book.running)} requests")
+            self.log(f"{why}; this node takes over {len(duty.book.running)} requests")
             until_s = time.monotonic() + STAND_IN_S
             while True:
                 try:
@@ -234,33 +224,33 @@ class StandIn:
                     return
                 except ShardnetError as error:
                     if time.monotonic() > until_s or not _may_change(error):
-                        self._log(f"this node cannot take over: {error}")
+                        self.log(f"this node cannot take over: {error}")
                         return
                 await asyncio.sleep(AGAIN_S)
         finally:
             choice = structs.replace(duty.told.choice, nodes=[], layers=[])
-            self._copying.book.take_over(duty.book, choice, time.monotonic())
+            self.copying.book.take_over(duty.book, choice, time.monotonic())
             if self._duties.get(duty.head) is duty:
                 del self._duties[duty.head]
 
     async def _is_lost(self, duty: Duty) -> bool:
-        others = [NodeId(place.node) for place in duty.told.nodes[1:] if place.node != self._node]
-        return await is_lost(duty.head, others, self._links.link_of)
+        others = [NodeId(place.node) for place in duty.told.nodes[1:] if place.node != self.node]
+        return await is_lost(duty.head, others, self.links.link_of)
 
     async def _take_over(self, duty: Duty) -> None:
         """Build a ring without the former head. Raises what planning and building raise."""
         told = duty.told
-        lead, asked = self._head.latest, structs.replace(told.choice, nodes=[], layers=[])
+        lead, asked = self.head.latest, structs.replace(told.choice, nodes=[], layers=[])
         if lead is not None and lead.stands and lead.suits(asked):
             return  # it leads one of several rings behind the head that is lost: that goes on
         epoch = min(duty.told.epoch + EPOCHS, U32_MAX)
 
         async def plan() -> Plan:
-            return await self._planner.plan_instead(told, {duty.head: "it was lost"})
+            return await self.planner.plan_instead(told, {duty.head: "it was lost"})
 
-        lead = await self._head.lead_instead(plan, duty.head, Epoch(epoch))
+        lead = await self.head.lead_instead(plan, duty.head, Epoch(epoch))
         lead.instead = told.choice
-        self._copying.book.take_over(duty.book, lead.plan.choice, time.monotonic())
+        self.copying.book.take_over(duty.book, lead.plan.choice, time.monotonic())
         self._jobs.begin(
             partial(self._tell_former, duty.head, lead.ring.epoch), "telling a former head"
         )
@@ -272,7 +262,7 @@ class StandIn:
         """
         told, until_s = None, math.inf
         while time.monotonic() < until_s:
-            control = self._links.link_of(former)
+            control = self.links.link_of(former)
             if control is not told and control is not None and not control.link.closed:
                 control.send(TakenOver(epoch=epoch))
                 told, until_s = control, time.monotonic() + TOLD_S
@@ -281,7 +271,7 @@ class StandIn:
             await asyncio.sleep(AGAIN_S)
 
     async def _find_node(self, control: ControlLink, message: FindNode) -> None:
-        is_linked = self._links.link_of(NodeId(message.node)) is not None
+        is_linked = self.links.link_of(NodeId(message.node)) is not None
         control.send(NodeFound(request=message.request, is_linked=is_linked))
 
     # --- for clients
@@ -304,13 +294,13 @@ class StandIn:
                 control.send(state)
             if duty.standing_in is not None:
                 await asyncio.wait([duty.standing_in])
-        copied = self._copying.book.find(message.key, time.monotonic())
+        copied = self.copying.book.find(message.key, time.monotonic())
         if copied is not None:
-            await self._router.resume(control, message.request, copied, message.n_tokens)
+            await self.router.resume(control, message.request, copied, message.n_tokens)
         elif duty is not None and duty.told.nodes:
             address = duty.told.nodes[0].address
             control.send(Redirect(request=message.request, address=address))
-        elif (elsewhere := self._head.elsewhere()) is not None:
+        elif (elsewhere := self.head.elsewhere()) is not None:
             control.send(Redirect(request=message.request, address=elsewhere.address))
         else:
             raise UsageError(
@@ -330,20 +320,20 @@ class StandIn:
 
         One that could not is not asked again at once: requests stand still meanwhile.
         """
-        lead, deputy = self._head.latest, self._copying.deputy
+        lead, deputy = self.head.latest, self.copying.deputy
         if lead is None or deputy is None or lead.is_recovering or lead.ring.broken is not None:
             return False
         if time.monotonic() < self._not_before_s:
             return False
-        engine, n_copied = lead.ring.engine, len(self._copying.book.running)
-        if not n_copied or max(engine.n_active, self._router.n_requests) > n_copied:
+        engine, n_copied = lead.ring.engine, len(self.copying.book.running)
+        if not n_copied or max(engine.n_active, self.router.n_requests) > n_copied:
             return False
         try:
-            async with asyncio.timeout(HOLD_S), self._head.led.changing(lead):
+            async with asyncio.timeout(HOLD_S), self.head.led.changing(lead):
                 await self._offer(engine, deputy)
         except (ShardnetError, TimeoutError) as error:
             reason = str(error) or f"it did not answer within {HOLD_S:g} s"
-            self._log(f"the deputy does not take over: {reason}")
+            self.log(f"the deputy does not take over: {reason}")
             self._not_before_s = time.monotonic() + OFFER_S
             return False
         await self._give_way(deputy.address, deputy.told.epoch + EPOCHS)
@@ -353,8 +343,8 @@ class StandIn:
         """Hold all requests and have the deputy take them over; if it does not, they go on."""
         try:
             await engine.hold()
-            self._copying.flush()
-            if self._copying.deputy is not deputy:
+            self.copying.flush()
+            if self.copying.deputy is not deputy:
                 raise PeerFailedError("the deputy was lost")
             order = TakeOver(request=deputy.control.next_request())
             await deputy.control.ask(order, Done)
@@ -365,14 +355,14 @@ class StandIn:
     async def _taken_over(self, control: ControlLink, message: TakenOver) -> None:
         """Give way to the deputy, which leads by now. Others cannot say so."""
         deputy = NodeId(control.link.peer.node)
-        if deputy in self._copying.appointed and message.epoch >= self._head.led.epoch:
-            self._log(f"{control.link.peer.name} leads in place of this node")
-            await self._give_way(self._address_of(deputy), message.epoch)
+        if deputy in self.copying.appointed and message.epoch >= self.head.led.epoch:
+            self.log(f"{control.link.peer.name} leads in place of this node")
+            await self._give_way(self.address_of(deputy), message.epoch)
 
     async def _give_way(self, address: str, epoch: int) -> None:
-        self._copying.let_go()
-        self._router.give_way(address)
-        await self._head.give_way(address, epoch)
+        self.copying.let_go()
+        self.router.give_way(address)
+        await self.head.give_way(address, epoch)
 
 
 def _may_change(error: ShardnetError) -> bool:

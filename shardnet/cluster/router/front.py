@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -29,24 +30,23 @@ Tried = Collection[tuple[KeptRing, int]]
 """Rings that have failed a request, with `n_times` of each then."""
 
 
+@dataclass(eq=False, repr=False)
 class Front:
     """The rings of one plan, kept until `close`. The first is that of this node.
 
     `choice` is what a client asked for. Jobs run in `jobs`.
     """
 
-    def __init__(
-        self,
-        choice: ModelChoice,
-        plan: Plan,
-        reach: Reach,
-        jobs: SupervisedJobs,
-        log: Callable[[str], None],
-    ) -> None:
-        self.choice = choice
-        self.plan = plan
+    choice: ModelChoice
+    plan: Plan
+    reach: Reach
+    jobs: SupervisedJobs
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self.rings = [
-            KeptRing(ring, partial(reach, ring), self._changed, log) for ring in plan.rings
+            KeptRing(ring, partial(self.reach, ring), self._changed, self.log)
+            for ring in self.plan.rings
         ]
         self._change = asyncio.Event()
         self._closed: ShardnetError | None = None
@@ -57,7 +57,9 @@ class Front:
         self._open_at_s: float | None = None
         """When requests begin in any case, by the loop's clock; None before the first ring."""
         self._keeping = [
-            jobs.begin(partial(ring.keep, partial(self._progressed, ring)), "a ring behind a head")
+            self.jobs.begin(
+                partial(ring.keep, partial(self._progressed, ring)), "a ring behind a head"
+            )
             for ring in self.rings
         ]
 

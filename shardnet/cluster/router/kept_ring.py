@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
@@ -39,6 +40,7 @@ OnProgress = Callable[[NodeProgress], None]
 Answers = asyncio.Queue[ControlMessage | ShardnetError]
 
 
+@dataclass(eq=False, repr=False)
 class KeptRing:
     """A ring that its own head, this node or another one, builds and keeps for this one.
 
@@ -46,17 +48,12 @@ class KeptRing:
     requests, and when it takes none any more.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        reach: Callable[[], Awaitable[ControlLink]],
-        on_changed: Callable[[KeptRing], None],
-        log: Callable[[str], None],
-    ) -> None:
-        self.plan = plan
-        self._reach = reach
-        self._on_changed = on_changed
-        self._log = log
+    plan: Plan
+    reach: Callable[[], Awaitable[ControlLink]]
+    on_changed: Callable[[KeptRing], None]
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._control: ControlLink | None = None
         self._running: set[Answers] = set()
         self.prompts = RecentPrompts()
@@ -175,14 +172,14 @@ class KeptRing:
             except ShardnetError as error:
                 n_failed = 0 if self.n_times > n_times else n_failed + 1
                 if n_failed <= 1:
-                    self._log(f"the ring of {self.name} takes no requests: {error}")
+                    self.log(f"the ring of {self.name} takes no requests: {error}")
                 self._control = None
                 self.prompts.clear()
                 self._takes_none(error, is_hopeful=not n_failed)
             await asyncio.sleep(AGAIN_S[min(n_failed, len(AGAIN_S) - 1)])
 
     async def _keep_once(self, on_progress: OnProgress) -> None:
-        control = await self._reach()
+        control = await self.reach()
         message = KeepRing(request=control.next_request(), choice=self.plan.choice)
         async with control.conversation(message) as answers:
             is_kept = False
@@ -219,10 +216,10 @@ class KeptRing:
         elif self.why:
             self.why, self.is_hopeful = "", True
             self.n_times += 1
-            self._log(f"the ring of {self.name} takes requests")
-            self._on_changed(self)
+            self.log(f"the ring of {self.name} takes requests")
+            self.on_changed(self)
 
     def _takes_none(self, error: ShardnetError, *, is_hopeful: bool) -> None:
         self.error, self.why, self.is_hopeful = error, str(error), is_hopeful
         self.load = None
-        self._on_changed(self)
+        self.on_changed(self)

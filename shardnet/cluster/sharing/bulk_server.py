@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -66,6 +67,7 @@ class KvHolder(Protocol):
         """Copy positions `[begin, end)`, or the whole state. Raises UsageError likewise."""
 
 
+@dataclass(eq=False, repr=False)
 class BulkServer:
     """Answers the requests of bulk links, each link's in order, at `rate` over all weights.
 
@@ -73,21 +75,12 @@ class BulkServer:
     what sequences own on it.
     """
 
-    def __init__(
-        self,
-        models: LocalModels,
-        disk: DiskJobs,
-        rate: SendRate,
-        clock: Callable[[], float],
-        adapters: AdapterStore,
-        kv: KvHolder | None = None,
-    ) -> None:
-        self._adapters = adapters
-        self._kv = kv
-        self._models = models
-        self._disk = disk
-        self._rate = rate
-        self._clock = clock
+    models: LocalModels
+    disk: DiskJobs
+    rate: SendRate
+    clock: Callable[[], float]
+    adapters: AdapterStore
+    kv: KvHolder | None = None
 
     async def serve(self, link: Link) -> None:
         """Answer requests until the link ends; raises its LinkError then.
@@ -111,7 +104,7 @@ class BulkServer:
             raise
         finally:
             for model in opened.values():
-                self._disk.submit(model.checkpoint.folder, model.close)
+                self.disk.submit(model.checkpoint.folder, model.close)
 
     async def _answer(self, link: Link, message: BulkRequest, opened: dict[str, OpenModel]) -> None:
         try:
@@ -123,8 +116,8 @@ class BulkServer:
                 return
             model = opened.get(message.model_id)
             if model is None:
-                model = await self._disk.run(
-                    f"model {message.model_id[:12]}", partial(self._models.open, message.model_id)
+                model = await self.disk.run(
+                    f"model {message.model_id[:12]}", partial(self.models.open, message.model_id)
                 )
                 opened[message.model_id] = model
             await self._carry_out(link, message, model)
@@ -140,7 +133,7 @@ class BulkServer:
             _refuse(link, message, internal_error(what, error))
 
     async def _carry_out(self, link: Link, message: WeightsRequest, model: OpenModel) -> None:
-        disk = self._disk.at(model.checkpoint.folder)
+        disk = self.disk.at(model.checkpoint.folder)
         match message:
             case FetchSkeleton(request=request):
                 heads = await disk.run(model.checkpoint.skeleton)
@@ -175,8 +168,8 @@ class BulkServer:
         """Send `n_bytes` of a file from `offset`, piece by piece."""
         at = 0
         while at < n_bytes:
-            size = min(self._rate.piece_bytes(PIECE_BYTES), n_bytes - at)
-            data = await self._disk.run(
+            size = min(self.rate.piece_bytes(PIECE_BYTES), n_bytes - at)
+            data = await self.disk.run(
                 model.checkpoint.folder, partial(model.files.read, file, offset + at, size)
             )
             await self._send_piece(link, request, data)
@@ -184,16 +177,16 @@ class BulkServer:
 
     async def _send_adapter(self, link: Link, ask: FetchAdapter) -> None:
         """Send the file of one layer of an adapter, piece by piece."""
-        disk = self._disk.at(self._adapters.folder)
-        content = await disk.run(partial(self._adapters.read, ask.adapter_id, ask.layer))
+        disk = self.disk.at(self.adapters.folder)
+        content = await disk.run(partial(self.adapters.read, ask.adapter_id, ask.layer))
         at = 0
         while at < len(content):
-            size = self._rate.piece_bytes(PIECE_BYTES)
+            size = self.rate.piece_bytes(PIECE_BYTES)
             await self._send_piece(link, ask.request, content[at : at + size])
             at += size
 
     async def _send_piece(self, link: Link, request: int, data: Buffer) -> None:
-        wait_s = self._rate.book(len(data), self._clock())
+        wait_s = self.rate.book(len(data), self.clock())
         if wait_s > 0:
             await asyncio.sleep(wait_s)
         link.send(bulk_frame(Piece(request=request), data))
@@ -201,14 +194,14 @@ class BulkServer:
 
     async def _send_kv(self, link: Link, ask: FetchKv) -> None:
         """Send rows in parts of one block at most: computing goes on between them."""
-        if self._kv is None:
+        if self.kv is None:
             raise UsageError("this node has no sequences")
-        rows = await self._kv.held(ask)
+        rows = await self.kv.held(ask)
         link.send(bulk_frame(rows))
         digest = hashlib.sha256()
         parts = [(0, ask.end)] if rows.is_state else block_spans(rows.first, ask.end)
         for begin, end in parts:
-            data = await self._kv.read(ask, begin, end)
+            data = await self.kv.read(ask, begin, end)
             digest.update(data)
             for at in range(0, len(data), PIECE_BYTES):
                 link.send(bulk_frame(Piece(request=ask.request), data[at : at + PIECE_BYTES]))

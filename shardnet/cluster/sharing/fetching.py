@@ -57,6 +57,7 @@ class Fetched:
     sources: tuple[str, ...]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Fetch:
     """Fetches tensors of the model `model_id` into `replica`.
 
@@ -64,27 +65,18 @@ class Fetch:
     Disk writes run on `writer`. `on_progress` takes (bytes fetched, bytes to fetch in all).
     """
 
-    def __init__(
-        self,
-        *,
-        model_id: str,
-        replica: Replica,
-        sources: Sequence[str],
-        dial: Callable[[str], Awaitable[Link]],
-        writer: JobThread,
-        on_progress: Callable[[int, int], None],
-        log: Callable[[str], None],
-        times: FetchTimes | None = None,
-    ) -> None:
-        self._model_id = model_id
-        self._replica = replica
-        self._sources = tuple(dict.fromkeys(sources))
-        self._dial = dial
-        self._writer = writer
-        self._on_progress = on_progress
-        self._log = log
-        self._times = times or FetchTimes()
-        self._plan = FetchPlan(self._sources)
+    model_id: str
+    replica: Replica
+    sources: Sequence[str]
+    dial: Callable[[str], Awaitable[Link]]
+    writer: JobThread
+    on_progress: Callable[[int, int], None]
+    log: Callable[[str], None]
+    times: FetchTimes = FetchTimes()
+
+    def __post_init__(self) -> None:
+        self.sources = tuple(dict.fromkeys(self.sources))
+        self._plan = FetchPlan(self.sources)
         self._digests: dict[TensorPart, tuple[str, str]] = {}
         self._has_mismatch = False
         self._names: dict[str, str] = {}
@@ -101,13 +93,13 @@ class Fetch:
         or send wrong bytes, CapacityError if the disk is full. Parts fetched by then stay, also
         after a cancellation.
         """
-        parts = self._replica.parts(tensors)
+        parts = self.replica.parts(tensors)
         try:
             async with asyncio.TaskGroup() as tasks:
                 await self._verify_stored(tensors)
-                self._total_bytes = self._replica.lacking_bytes(tensors)
+                self._total_bytes = self.replica.lacking_bytes(tensors)
                 self._report()
-                fetching = [tasks.create_task(self._fetch_from(s)) for s in self._sources]
+                fetching = [tasks.create_task(self._fetch_from(s)) for s in self.sources]
                 await self._settle_digests(parts)
                 while not self._plan.finished:
                     await self._news.wait()
@@ -117,7 +109,7 @@ class Fetch:
             raise first_error(group) from None
         if self._fetched_bytes:
             files = {part.file for part in parts}
-            await self._writer.run(lambda: self._replica.seal(files))
+            await self.writer.run(lambda: self.replica.seal(files))
         return Fetched(
             n_bytes=sum(self._fetched_bytes.values()),
             sources=tuple(self._names[source] for source in self._fetched_bytes),
@@ -125,14 +117,14 @@ class Fetch:
 
     async def _verify_stored(self, tensors: Sequence[str]) -> None:
         """Verify the stored parts in files that were not left sealed; drop the damaged ones."""
-        unverified = await self._writer.run(lambda: self._replica.unverified(tensors))
+        unverified = await self.writer.run(lambda: self.replica.unverified(tensors))
         n_wrong = 0
         for part in unverified:
-            n_wrong += not await self._writer.run(partial(self._replica.check, part))
+            n_wrong += not await self.writer.run(partial(self.replica.check, part))
         if n_wrong:
-            self._log(f"{n_wrong} parts in {self._replica.folder} are damaged: fetched again")
+            self.log(f"{n_wrong} parts in {self.replica.folder} are damaged: fetched again")
         if unverified:
-            await self._writer.run(lambda: self._replica.seal({part.file for part in unverified}))
+            await self.writer.run(lambda: self.replica.seal({part.file for part in unverified}))
 
     # --- digests
 
@@ -143,13 +135,13 @@ class Fetch:
         fails, the next one states all digests, so that two different models are not mixed.
         """
         rest = list(parts)
-        for source in self._sources:
+        for source in self.sources:
             if not rest:
                 break
             lacking = await self._ask_digests(source, rest, TRIES if self._total_bytes else 1)
             rest = list(parts) if lacking is None else lacking
         for part in rest:
-            if part not in self._digests and self._replica.digest(part) is None:
+            if part not in self._digests and self.replica.digest(part) is None:
                 raise self._unobtainable(part)
         self._plan.close()
         self._wake()
@@ -177,7 +169,7 @@ class Fetch:
             except LinkError as error:
                 self._failures[source] = str(error)
                 left -= 1
-                await asyncio.sleep(self._times.redial_s if left else 0)
+                await asyncio.sleep(self.times.redial_s if left else 0)
         return None if waiting else lacking
 
     async def _take_digests(
@@ -194,16 +186,16 @@ class Fetch:
         if known != sha256:
             raise CheckpointError(
                 f"{self._name(first)} and {self._name(source)} hold different weights under one "
-                f"model id ({self._model_id[:12]}): tensor {part.tensor} differs",
+                f"model id ({self.model_id[:12]}): tensor {part.tensor} differs",
                 remedy="copy one checkpoint to both",
             )
         if first != source:
             return
-        held = self._replica.digest(part)
+        held = self.replica.digest(part)
         if held == sha256:
             return
         if held is not None:
-            await self._writer.run(lambda: self._replica.drop(part))
+            await self.writer.run(lambda: self.replica.drop(part))
             self._total_bytes += part.size_bytes
         self._plan.want(part)
         self._wake()
@@ -229,7 +221,7 @@ class Fetch:
                 left = TRIES if self._fetched_bytes.get(source, 0) > had else left - 1
                 if not left:
                     self._drop_source(source)
-                await asyncio.sleep(self._times.redial_s if left else 0)
+                await asyncio.sleep(self.times.redial_s if left else 0)
 
     async def _pull(self, source: str, client: BulkClient) -> None:
         asked: deque[tuple[int, TensorPart]] = deque()
@@ -255,7 +247,7 @@ class Fetch:
             if sha256 != self._digests[part][0]:
                 self._reject_part(part, source, client)
                 return
-            await self._writer.run(partial(self._replica.record, part, sha256))
+            await self.writer.run(partial(self.replica.record, part, sha256))
         except SourceRefused as refusal:
             self._failures[source] = str(refusal)
             if is_ours:
@@ -279,14 +271,14 @@ class Fetch:
         while at < part.size_bytes:
             piece = await client.piece(request, part.size_bytes - at)
             if store:
-                await self._writer.run(partial(self._write, part, at, piece, digest))
+                await self.writer.run(partial(self._write, part, at, piece, digest))
                 self._partial_bytes[part] = at + len(piece)
                 self._report()
             at += len(piece)
         return digest.hexdigest()
 
     def _write(self, part: TensorPart, at: int, piece: memoryview, digest: hashlib._Hash) -> None:
-        self._replica.write(part, at, piece)
+        self.replica.write(part, at, piece)
         digest.update(piece)
 
     def _reject_part(self, part: TensorPart, source: str, client: BulkClient) -> None:
@@ -300,7 +292,7 @@ class Fetch:
         self._drop_source(source)
 
     def _drop_source(self, source: str) -> None:
-        self._log(f"no more weights from {self._name(source)}: {self._failures[source]}")
+        self.log(f"no more weights from {self._name(source)}: {self._failures[source]}")
         self._plan.drop_source(source)
         self._wake()
         self._check_obtainable()
@@ -313,11 +305,11 @@ class Fetch:
     def _unobtainable(self, part: TensorPart) -> ShardnetError:
         asked = "; ".join(
             f"{self._name(source)}: {self._failures.get(source, 'does not have it')}"
-            for source in self._sources
+            for source in self.sources
         )
         kind = CheckpointError if self._has_mismatch else PeerFailedError
         return kind(
-            f"no node sends tensor {part.tensor} of model {self._model_id[:12]} "
+            f"no node sends tensor {part.tensor} of model {self.model_id[:12]} "
             f"({asked or 'no node to ask'})",
             remedy="start a node that has the whole checkpoint, or copy one to those that differ",
         )
@@ -327,7 +319,7 @@ class Fetch:
     @contextlib.asynccontextmanager
     async def _open(self, source: str) -> AsyncIterator[BulkClient]:
         try:
-            link = await self._dial(source)
+            link = await self.dial(source)
         except LinkError:
             raise
         except ShardnetError as error:
@@ -335,7 +327,7 @@ class Fetch:
         self._names[source] = link.peer.name
         is_done = False
         try:
-            yield BulkClient(link, self._model_id, answer_s=self._times.answer_s)
+            yield BulkClient(link, self.model_id, answer_s=self.times.answer_s)
             is_done = True
         finally:
             if is_done:
@@ -357,7 +349,7 @@ class Fetch:
         return sum(self._fetched_bytes.values()) + sum(self._partial_bytes.values())
 
     def _report(self) -> None:
-        self._on_progress(self._done_bytes, self._total_bytes)
+        self.on_progress(self._done_bytes, self._total_bytes)
 
 
 def _batches(parts: Sequence[TensorPart]) -> list[list[TensorPart]]:

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -62,6 +63,7 @@ FetchProgress = Callable[[int, int], None]
 """Takes (bytes fetched, bytes to fetch in all)."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Sharing:
     """Finds models on this node and others, serves them, and fetches them into `cache`.
 
@@ -70,31 +72,24 @@ class Sharing:
     values of sequences, which go over bulk links too.
     """
 
-    def __init__(
-        self,
-        *,
-        node: NodeId,
-        name: str,
-        cache: ModelCache,
-        peers: Peers,
-        dial: Callable[[str], Awaitable[Link]],
-        rate: SendRate,
-        disk: DiskJobs,
-        log: Callable[[str], None],
-        kv: KvHolder | None = None,
-    ) -> None:
-        self._node = node
-        self._name = name
-        self._cache = cache
-        self._peers = peers
-        self._dial = dial
-        self._log = log
-        self._disk = disk
-        self._models = LocalModels(cache)
-        store = AdapterStore(cache.folder / ADAPTERS_FOLDER)
-        self.adapters = AdapterSharing(store, dial, disk)
+    node: NodeId
+    name: str
+    cache: ModelCache
+    peers: Peers
+    dial: Callable[[str], Awaitable[Link]]
+    rate: SendRate
+    disk: DiskJobs
+    log: Callable[[str], None]
+    kv: KvHolder | None = None
+
+    def __post_init__(self) -> None:
+        self._models = LocalModels(self.cache)
+        store = AdapterStore(self.cache.folder / ADAPTERS_FOLDER)
+        self.adapters = AdapterSharing(store, self.dial, self.disk)
         """Finds LoRA adapters here, and fetches them."""
-        self._server = BulkServer(self._models, self._disk, rate, time.monotonic, store, kv)
+        self._server = BulkServer(
+            self._models, self.disk, self.rate, time.monotonic, store, self.kv
+        )
         self._links: set[Link] = set()
         self._n_at_work = 0
         self._idle = asyncio.Event()
@@ -132,7 +127,7 @@ class Sharing:
                 await self._server.serve(link)
         except ShardnetError as error:
             if not link.closed:
-                self._log(f"stopped sending weights: {error}")
+                self.log(f"stopped sending weights: {error}")
             link.abort("the fetch has ended")
         finally:
             self._links.discard(link)
@@ -144,7 +139,7 @@ class Sharing:
             async with asyncio.timeout(CLOSE_S):
                 while self._n_at_work:
                     await self._idle.wait()
-                await self._disk.drain()
+                await self.disk.drain()
         self.release()
 
     # --- requests of this node
@@ -158,13 +153,13 @@ class Sharing:
         own = await self._at(model)
         if own is not None and own.is_complete:
             return own
-        answers = await self._ask_peers(self._peers.links.linked(), model, "")
+        answers = await self._ask_peers(self.peers.links.linked(), model, "")
         replicas = agreed(
             [answer for answer in answers.values() if isinstance(answer, ReplicaSource)]
         )
         if not replicas:
             if own is None:
-                raise _not_found(model, self._name, answers)
+                raise _not_found(model, self.name, answers)
             return own
         model_id = replicas[0].model_id
         if own is not None and own.model_id == model_id:
@@ -183,11 +178,11 @@ class Sharing:
         def check() -> bool:
             return find_folder(model) == facts.path and stamp(facts.path) == facts.stamp
 
-        return facts.is_complete and await self._disk.run(model, check)
+        return facts.is_complete and await self.disk.run(model, check)
 
     async def is_here(self, model: str) -> bool:
         """Say whether `model` names a folder or a GGUF file on this machine."""
-        return await self._disk.run(model, lambda: find_folder(model) is not None)
+        return await self.disk.run(model, lambda: find_folder(model) is not None)
 
     def inspect(self, path: Path) -> ModelFacts:
         """Identify the checkpoint at a path here; others can fetch it from then on. Blocks.
@@ -214,7 +209,7 @@ class Sharing:
         if all(source.is_complete for source in found):
             return found
         known = {source.node for source in found}
-        rest = [c for c in self._peers.links.linked() if c.link.peer.node not in known]
+        rest = [c for c in self.peers.links.linked() if c.link.peer.node not in known]
         answers = await self._ask_peers(rest, model, facts.model_id)
         return found + [answer for answer in answers.values() if isinstance(answer, ReplicaSource)]
 
@@ -238,8 +233,8 @@ class Sharing:
 
     async def control(self, node: NodeInfo) -> ControlLink:
         """Return the control link to another node, dialled if need be."""
-        control = self._peers.links.link_of(NodeId(node.node))
-        return control if control is not None else await self._peers.link_to(node.address)
+        control = self.peers.links.link_of(NodeId(node.node))
+        return control if control is not None else await self.peers.link_to(node.address)
 
     async def folder(self, order: LoadStage, on_progress: FetchProgress) -> Path:
         """Return a folder with the tensors of a stage, fetched if they are not on this machine.
@@ -280,7 +275,7 @@ class Sharing:
     async def _fetch_stage(self, order: LoadStage, on_progress: FetchProgress) -> Path:
         """Fetch the tensors of a stage into the model's replica, which is in use from now on."""
         with contextlib.ExitStack() as unless_fetched:
-            use = await self._in_cache.run(partial(self._cache.use, order.model_id))
+            use = await self._in_cache.run(partial(self.cache.use, order.model_id))
             unless_fetched.callback(use.close)
             folder = await self._find_or_begin_replica(order.model, order.model_id, order.sources)
             await self._fetch(folder, order, on_progress)
@@ -299,21 +294,21 @@ class Sharing:
 
     @property
     def _in_cache(self) -> DiskPlace:
-        return self._disk.at(self._cache.folder)
+        return self.disk.at(self.cache.folder)
 
     async def _at(self, model: str) -> ModelFacts | None:
-        return await self._disk.run(model, partial(self._models.at, model))
+        return await self.disk.run(model, partial(self._models.at, model))
 
     async def _by_id(self, model_id: str) -> ModelFacts | None:
-        return await self._disk.run(f"model {model_id[:12]}", partial(self._models.by_id, model_id))
+        return await self.disk.run(f"model {model_id[:12]}", partial(self._models.by_id, model_id))
 
     # --- asking
 
     async def _ask_node(self, facts: ModelFacts, model: str, node: NodeInfo) -> ReplicaSource:
-        if node.node == self._node:
+        if node.node == self.node:
             return ReplicaSource(
-                node=self._node,
-                name=self._name,
+                node=self.node,
+                name=self.name,
                 address=node.address,
                 model_id=facts.model_id,
                 is_complete=facts.is_complete,
@@ -327,7 +322,7 @@ class Sharing:
         """Ask peers for the model; return by name what each has, or why it did not answer."""
 
         async def ask(control: ControlLink) -> ReplicaSource | str:
-            address = self._peers.address_of(NodeId(control.link.peer.node))
+            address = self.peers.address_of(NodeId(control.link.peer.node))
             try:
                 async with asyncio.timeout(PEER_ANSWER_S):
                     return await self._ask(control, model, model_id, address)
@@ -362,17 +357,17 @@ class Sharing:
 
         Records that the path `model` means it.
         """
-        folder = await self._in_cache.run(partial(self._cache.find, model_id))
+        folder = await self._in_cache.run(partial(self.cache.find, model_id))
         if folder is None:
             folder = await self._begin_replica(model_id, sources)
-        await self._in_cache.run(partial(self._cache.remember, model, model_id))
+        await self._in_cache.run(partial(self.cache.remember, model, model_id))
         return folder
 
     async def _begin_replica(self, model_id: str, sources: Sequence[str]) -> Path:
         failures = []
         for source in sources:
             try:
-                link = await self._dial(source)
+                link = await self.dial(source)
                 try:
                     return await self._fetch_skeleton(BulkClient(link, model_id), model_id)
                 finally:
@@ -401,12 +396,12 @@ class Sharing:
                 finally:
                     disk.submit(files.close)
                 await disk.run(partial(begin_replica, staged, model_id, client.name))
-                return await disk.run(partial(self._cache.install, staged, model_id))
+                return await disk.run(partial(self.cache.install, staged, model_id))
 
     @contextlib.asynccontextmanager
     async def _staging(self) -> AsyncIterator[Path]:
         """Give ModelCache.staging, its folder made and deleted off the loop."""
-        staging = self._cache.staging()
+        staging = self.cache.staging()
         staged = await self._in_cache.run(staging.__enter__)
         try:
             yield staged
@@ -429,24 +424,24 @@ class Sharing:
                     model_id=order.model_id,
                     replica=replica,
                     sources=order.sources,
-                    dial=self._dial,
+                    dial=self.dial,
                     writer=disk,
                     on_progress=on_progress,
-                    log=self._log,
+                    log=self.log,
                 ).run(tensors)
             finally:
                 disk.submit(replica.close)
         if fetched.n_bytes:
-            self._log(
+            self.log(
                 f"fetched {fetched.n_bytes / 2**20:.1f} MiB of {order.model} from "
                 f"{', '.join(fetched.sources)} in {time.monotonic() - began:.1f} s"
             )
 
     async def _make_room(self, n_bytes: int, model_id: str) -> None:
         if n_bytes:
-            room = partial(self._cache.make_room, n_bytes, keep=model_id)
+            room = partial(self.cache.make_room, n_bytes, keep=model_id)
             for model in await self._in_cache.run(room):
-                self._log(f"deleted {model.name or model.model_id[:12]} from the cache for room")
+                self.log(f"deleted {model.name or model.model_id[:12]} from the cache for room")
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:

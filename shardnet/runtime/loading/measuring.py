@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -217,26 +217,22 @@ def rounded(value: float) -> float:
     return float(f"{value:.2g}")
 
 
+@dataclass(eq=False, repr=False)
 class Windows:
     """Mean times of a warmed-up step, `take`, in `at_least` or more time windows.
 
     `tick` is called before each. `clock` gives seconds.
     """
 
-    def __init__(
-        self,
-        take: Callable[[], StepTimes],
-        *,
-        at_least: int,
-        tick: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    take: Callable[[], StepTimes]
+    _: KW_ONLY
+    at_least: int
+    tick: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
         self.means: list[StepTimes] = []
         """The windows that are full."""
-        self._take = take
-        self._at_least = at_least
-        self._tick = tick
-        self._clock = clock
         self._began_s: float | None = None
         self._window_began_s = 0.0
         self._times: list[StepTimes] = []
@@ -245,17 +241,17 @@ class Windows:
         """Take one step, and say whether more are needed."""
         from shardnet.stage.synthetic_model import mean_times
 
-        self._tick()
+        self.tick()
         if self._began_s is None:
-            self._began_s = self._window_began_s = self._clock()
-        self._times.append(self._take())
-        now_s = self._clock()
+            self._began_s = self._window_began_s = self.clock()
+        self._times.append(self.take())
+        now_s = self.clock()
         if now_s - self._window_began_s < WINDOW_S:
             return True
         self.means.append(mean_times(self._times))
         self._times, self._window_began_s = [], now_s
-        n_more = N_WINDOWS if now_s - self._began_s < FIGURE_S else self._at_least
-        return len(self.means) < max(self._at_least, n_more)
+        n_more = N_WINDOWS if now_s - self._began_s < FIGURE_S else self.at_least
+        return len(self.means) < max(self.at_least, n_more)
 
 
 def _is_steady(times: Sequence[float]) -> bool:

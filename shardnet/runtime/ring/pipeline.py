@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
@@ -81,6 +82,7 @@ class _InFlight(msgspec.Struct, frozen=True, kw_only=True):
     sent_ns: int
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Pipeline:
     """Sends steps into the ring's first stage and matches answers to them.
 
@@ -90,27 +92,19 @@ class Pipeline:
     because no step before it took as long.
     """
 
-    def __init__(
-        self,
-        *,
-        epoch: Epoch,
-        vocab_size: int,
-        clock_ns: Callable[[], int],
-        on_answered: Callable[[StepAnswered], None],
-        on_failed: Callable[[StepFailed], None],
-        routing: RoutingShape | None = None,
-        chunk_s: float | None = None,
-    ) -> None:
-        self._epoch = epoch
-        self._vocab_size = vocab_size
-        self._routing = routing
-        self._clock_ns = clock_ns
-        self._on_answered = on_answered
-        self._on_failed = on_failed
+    epoch: Epoch
+    vocab_size: int
+    clock_ns: Callable[[], int]
+    on_answered: Callable[[StepAnswered], None]
+    on_failed: Callable[[StepFailed], None]
+    routing: RoutingShape | None = None
+    chunk_s: float | None = None
+
+    def __post_init__(self) -> None:
         self._inputs = StageInputs()
         self._in_flight: dict[StepId, _InFlight] = {}
-        self._longest_ns = 0 if chunk_s is None else int(chunk_s * 1e9)
-        self._at_least_s = STUCK_UNMEASURED_S if chunk_s is None else STUCK_AT_LEAST_S
+        self._longest_ns = 0 if self.chunk_s is None else int(self.chunk_s * 1e9)
+        self._at_least_s = STUCK_UNMEASURED_S if self.chunk_s is None else STUCK_AT_LEAST_S
         self._is_abandoned = False
         self.dropped: Counter[str] = Counter()
         """Answers that were dropped, by reason."""
@@ -123,11 +117,11 @@ class Pipeline:
         self._is_abandoned = True
         oldest = next(iter(self._in_flight.values()), None)
         self._in_flight.clear()
-        return (self._clock_ns() - oldest.sent_ns) / 1e9 if oldest is not None else 0.0
+        return (self.clock_ns() - oldest.sent_ns) / 1e9 if oldest is not None else 0.0
 
     def send(self, batch: MicroBatch) -> None:
         """Send a step. The scheduler's credit bounds how many are queued here."""
-        now = self._clock_ns()
+        now = self.clock_ns()
         self._in_flight[batch.step] = _InFlight(batch=batch, sent_ns=now)
         self._inputs.put(StepArrived(batch=batch, activations=None, timings=(), arrived_ns=now))
 
@@ -156,21 +150,21 @@ class Pipeline:
         if isinstance(answer, StepFailed):
             if self._in_flight.pop(answer.step, None) is None:
                 raise RemoteProtocolError(f"the tail failed step {answer.step}, not in flight")
-            self._on_failed(answer)
+            self.on_failed(answer)
             return
-        if answer.epoch != self._epoch:
+        if answer.epoch != self.epoch:
             self.dropped["old epoch"] += 1
             return
         sent = self._in_flight.pop(answer.step, None)
         if sent is None:
             raise RemoteProtocolError(f"the tail answered step {answer.step}, not in flight")
         if answer.routing:
-            blocks = join_routing(sent.batch, answer.routing, self._routing)
+            blocks = join_routing(sent.batch, answer.routing, self.routing)
             answer = replace(answer, blocks=[*answer.blocks, *blocks], routing=())
         self._check(sent.batch, answer)
-        took_ns = self._clock_ns() - sent.sent_ns
+        took_ns = self.clock_ns() - sent.sent_ns
         self._longest_ns = max(self._longest_ns, took_ns)
-        self._on_answered(
+        self.on_answered(
             StepAnswered(
                 batch=sent.batch,
                 answer=answer,
@@ -188,7 +182,7 @@ class Pipeline:
         if not self._in_flight:
             return None
         step, oldest = next(iter(self._in_flight.items()))
-        age_s = (self._clock_ns() - oldest.sent_ns) / 1e9
+        age_s = (self.clock_ns() - oldest.sent_ns) / 1e9
         limit_s = max(self._at_least_s, STUCK_FACTOR * self._longest_ns / 1e9)
         if age_s < limit_s:
             return None
@@ -203,9 +197,9 @@ class Pipeline:
                 f"{len(answer.token_ids)} tokens"
             )
         for token_id in answer.token_ids:
-            if token_id >= self._vocab_size:
+            if token_id >= self.vocab_size:
                 raise RemoteProtocolError(
-                    f"the tail sampled token {token_id}, the vocabulary has {self._vocab_size}"
+                    f"the tail sampled token {token_id}, the vocabulary has {self.vocab_size}"
                 )
         for logprobs in answer.logprobs:
             if logprobs is not None:
@@ -224,10 +218,10 @@ class Pipeline:
                     f"the tail drafted for sequence {drafts.sequence_id} in step {batch.step}, "
                     "which samples none of its rows"
                 )
-            if max(drafts.token_ids, default=0) >= self._vocab_size:
+            if max(drafts.token_ids, default=0) >= self.vocab_size:
                 raise RemoteProtocolError(
                     f"the tail drafted token {max(drafts.token_ids)}, the vocabulary has "
-                    f"{self._vocab_size}"
+                    f"{self.vocab_size}"
                 )
 
     def _check_outputs(self, batch: MicroBatch, answer: StepAnswer) -> None:
@@ -248,18 +242,17 @@ class Pipeline:
                     f"{position + n_rows - 1} for step {batch.step}, which has no such rows"
                 )
         for block in answer.blocks:
-            if block.kind is OutputKind.LOGITS and block.width != self._vocab_size:
+            if block.kind is OutputKind.LOGITS and block.width != self.vocab_size:
                 raise RemoteProtocolError(
-                    f"the tail sent logits {block.width} wide, the vocabulary has "
-                    f"{self._vocab_size}"
+                    f"the tail sent logits {block.width} wide, the vocabulary has {self.vocab_size}"
                 )
 
     def _check_logprobs(self, logprobs: TokenLogprobs) -> None:
         """Check that every token of a row's logprobs is in the vocabulary."""
         highest = max(logprobs.token_id, *(token_id for token_id, _ in logprobs.top), 0)
-        if highest >= self._vocab_size:
+        if highest >= self.vocab_size:
             raise RemoteProtocolError(
-                f"the tail sent a logprob of token {highest}, the vocabulary has {self._vocab_size}"
+                f"the tail sent a logprob of token {highest}, the vocabulary has {self.vocab_size}"
             )
 
 

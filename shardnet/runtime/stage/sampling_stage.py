@@ -7,6 +7,7 @@ links or threads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 from torch import Tensor
@@ -24,6 +25,7 @@ from shardnet.types import MicroBatch, RowGroup, SlotId
 Owners = Mapping[SlotId, OpenSequence]
 
 
+@dataclass(eq=False, repr=False)
 class SamplingStage:
     """The sampler and the token history of a stage that is the tail.
 
@@ -31,19 +33,14 @@ class SamplingStage:
     None where nothing can.
     """
 
-    def __init__(
-        self,
-        model: TailModel,
-        sampler: Sampler,
-        owners: Owners,
-        drafts: MtpDrafts | None = None,
-    ) -> None:
-        self._model = model
-        self._sampler = sampler
-        self._owners = owners
+    model: TailModel
+    sampler: Sampler
+    owners: Owners
+    drafts: MtpDrafts | None = None
+
+    def __post_init__(self) -> None:
         self._history = TokenHistory()
-        self._outputs = RowOutputs(model, sampler)
-        self._drafts = drafts
+        self._outputs = RowOutputs(self.model, self.sampler)
 
     def keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
         """Keep what is known of the slot's first positions, its own or copied from `source`."""
@@ -51,21 +48,21 @@ class SamplingStage:
             self._history.copy(source, slot, n_positions)
         self._history.trim(slot, n_positions)
         self._outputs.forget(slot)
-        if self._drafts is not None:
-            self._drafts.keep(slot, n_positions, source)
+        if self.drafts is not None:
+            self.drafts.keep(slot, n_positions, source)
 
     def restore(self, slot: SlotId, token_ids: Sequence[int]) -> None:
         """Take the tokens at the first positions of an empty slot, whose rows are not computed."""
         self._history.write(slot, 0, token_ids)
-        if self._drafts is not None:
-            self._drafts.restore(slot, len(token_ids))
+        if self.drafts is not None:
+            self.drafts.restore(slot, len(token_ids))
 
     def clear(self) -> None:
         """Forget all slots."""
         self._history.clear()
         self._outputs.clear()
-        if self._drafts is not None:
-            self._drafts.clear()
+        if self.drafts is not None:
+            self.drafts.clear()
 
     def answer(self, batch: MicroBatch, hidden: Tensor) -> Samples:
         """Draw a token for each of the last `n_sampled` rows of the batch's groups.
@@ -73,7 +70,7 @@ class SamplingStage:
         `hidden` is [T, E], what the last layer gave. The rows' own tokens become part of their
         history.
         """
-        logits = self._model.logits(sampled_rows(hidden, batch))  # [n_sampled, V]
+        logits = self.model.logits(sampled_rows(hidden, batch))  # [n_sampled, V]
         rows: list[SampleRow] = []
         masks = {each.row: each.mask for each in batch.masks}
         given = Given()
@@ -82,7 +79,7 @@ class SamplingStage:
             end = start + group.n_rows
             token_ids = batch.token_ids[start:end]
             self._history.write(group.slot, group.position, token_ids)
-            owner = self._owners[group.slot]
+            owner = self.owners[group.slot]
             if owner.outputs.asks:
                 part = GroupRows(
                     group=group,
@@ -99,12 +96,10 @@ class SamplingStage:
                 ]
             rows += drawn
             start = end
-        result = self._sampler.sample(logits, rows)
+        result = self.sampler.sample(logits, rows)
         drafts = None
-        if self._drafts is not None:
-            drafts = self._drafts.draft(
-                batch, hidden, result.token_ids, self._owners, self._history
-            )
+        if self.drafts is not None:
+            drafts = self.drafts.draft(batch, hidden, result.token_ids, self.owners, self._history)
         return Samples(
             token_ids=result.token_ids,
             logprobs=result.logprobs,

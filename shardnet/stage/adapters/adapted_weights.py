@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -32,25 +33,20 @@ from shardnet.stage.adapters.loaded_adapter import LoadedAdapter
 _LINEAR: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
+@dataclass(eq=False, repr=False)
 class AdaptedWeights:
     """The WeightSource of a stage with adapters: `weights`, whose linears are wrapped."""
 
-    def __init__(
-        self,
-        weights: WeightSource,
-        config: ModelConfig,
-        adapters: Sequence[LoadedAdapter],
-        active: ActiveAdapters,
-        device: torch.device,
-    ) -> None:
-        self._weights = weights
-        self._config = config
-        self._adapters = adapters
-        self._active = active
-        self._device = device
+    weights: WeightSource
+    config: ModelConfig
+    adapters: Sequence[LoadedAdapter]
+    active: ActiveAdapters
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self._left = {
             (adapter.adapter_id, layer, name)
-            for adapter in adapters
+            for adapter in self.adapters
             for layer, linears in adapter.layers.items()
             for name in linears
         }
@@ -63,7 +59,7 @@ class AdaptedWeights:
         if self._left:
             _, layer, name = min(self._left)
             raise UnsupportedModelError(
-                f"the adapter is for {name} of layer {layer}, which {self._config.family} models "
+                f"the adapter is for {name} of layer {layer}, which {self.config.family} models "
                 "do not compute as a linear of its own",
                 remedy="merge the adapter into the model, and use that instead",
             )
@@ -78,7 +74,7 @@ class AdaptedWeights:
         inputs: Axis | None = None,
     ) -> Linear:
         """See WeightSource."""
-        base = self._weights.linear(
+        base = self.weights.linear(
             *names,
             transposed=transposed,
             precise=precise,
@@ -90,40 +86,40 @@ class AdaptedWeights:
         begin = 0
         for name in names:
             match = _LINEAR.fullmatch(name)
-            if match is None or int(match[1]) >= self._config.n_layers:
+            if match is None or int(match[1]) >= self.config.n_layers:
                 return base
             layer, own = int(match[1]), match[2]
-            shape = linear_shapes(self._config, layer).get(own)
+            shape = linear_shapes(self.config, layer).get(own)
             if shape is None:
                 return base
             self._collect(added, layer, own, begin, begin + shape[0])
             begin += shape[0]
-        return AdaptedLinear(base, added, self._active) if added else base
+        return AdaptedLinear(base, added, self.active) if added else base
 
     def _collect(
         self, added: dict[str, list[AddedPart]], layer: int, name: str, begin: int, end: int
     ) -> None:
         """Add to `added` what the adapters have for one linear."""
-        for adapter in self._adapters:
+        for adapter in self.adapters:
             low_rank = adapter.layers.get(layer, {}).get(name)
             if low_rank is not None:
-                product = LowRankProduct(low_rank, self._device)
+                product = LowRankProduct(low_rank, self.device)
                 part = AddedPart(begin=begin, end=end, product=product)
                 added.setdefault(adapter.adapter_id, []).append(part)
                 self._left.discard((adapter.adapter_id, layer, name))
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """See WeightSource."""
-        return self._weights.norm(name, eps, offset)
+        return self.weights.norm(name, eps, offset)
 
     def table(self, name: str) -> Table:
         """See WeightSource."""
-        return self._weights.table(name)
+        return self.weights.table(name)
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """See WeightSource."""
-        return self._weights.matrix(name, rows=rows)
+        return self.weights.matrix(name, rows=rows)
 
     def parameter(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """See WeightSource."""
-        return self._weights.parameter(name, rows=rows)
+        return self.weights.parameter(name, rows=rows)

@@ -7,7 +7,7 @@ nor names.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -118,52 +118,36 @@ class StoredLinear:
         return make_linear(self.choice, [weight], self.biases, self.device)
 
 
+@dataclass(eq=False, repr=False)
 class StreamedLinear:
-    """A linear layer whose weights are in a buffer of `stream` while its layer computes."""
+    """A linear layer whose weights are in a buffer of `stream` while its layer computes.
+
+    They begin at the offset `begin` of the buffer; `make` makes the linear of them. With `is_ready`
+    it uses the bytes in the buffer directly, and there is one for each buffer; else it is made anew
+    after every read, and dropped with its layer.
+    """
 
     weights_stay = False
 
-    def __init__(
-        self,
-        stream: LayerStream,
-        layer: int,
-        begin: int,
-        size_bytes: int,
-        shape: tuple[int, int],
-        make: Callable[[Tensor], Linear],
-        *,
-        is_ready: bool,
-        is_native: bool,
-    ) -> None:
-        """Take the offset `begin` of the weights in a buffer, and `make`, which makes the linear.
+    stream: LayerStream
+    layer: int
+    begin: int
+    size_bytes: int
+    shape: tuple[int, int]
+    """(N, K)."""
+    make: Callable[[Tensor], Linear]
+    _: KW_ONLY
+    is_ready: bool
+    is_native: bool
+    """Whether the compiled library computes it."""
 
-        With `is_ready` the linear uses the bytes in the buffer directly, and there is one for each
-        buffer; else it is made anew after every read, and dropped with its layer.
-        """
-        self._stream = stream
-        self._layer = layer
-        self._begin = begin
-        self._size_bytes = size_bytes
-        self._shape = shape
-        self._make = make
-        self._is_ready = is_ready
-        self._is_native = is_native
+    def __post_init__(self) -> None:
         self._by_buffer: dict[int, Linear] = {}
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self._shape
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """None: they are read from disk for every pass."""
         return ()
-
-    @property
-    def is_native(self) -> bool:
-        """Whether the compiled library computes it."""
-        return self._is_native
 
     def native_matmul(self) -> NativeMatmul:
         """Return the library's matmul with the weights in the current buffer."""
@@ -177,10 +161,10 @@ class StreamedLinear:
 
     def _current(self) -> Linear:
         """Return the linear with the weights in the current buffer."""
-        buffer = self._stream.buffer_of(self._layer)
-        made, key = self._stream.made, self._begin
-        if self._is_ready:
+        buffer = self.stream.buffer_of(self.layer)
+        made, key = self.stream.made, self.begin
+        if self.is_ready:
             made, key = self._by_buffer, buffer
         if key not in made:
-            made[key] = self._make(self._stream.weights(self._begin, self._size_bytes, buffer))
+            made[key] = self.make(self.stream.weights(self.begin, self.size_bytes, buffer))
         return made[key]

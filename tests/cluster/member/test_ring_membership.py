@@ -239,7 +239,7 @@ def test_a_seat_that_is_left_before_its_work_begins_is_not_kept_awake(
             return there
 
         one, executor = membership(print, n_stages=3, rank=1, dial=dial), Executor("test")
-        one._may_spin = lambda: True
+        one.may_spin = lambda: True
         one.accept(here)
         await one.join([Lane(BrokenCompute(), executor)], None)
         await one.leave()

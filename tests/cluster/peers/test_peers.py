@@ -73,7 +73,7 @@ def test_a_link_that_has_a_request_to_answer_is_not_closed_under_it() -> None:
                     await answer.wait()
                 await handle(control, message)
 
-            a.peers.links._handler = slowly
+            a.peers.links.handler = slowly
             old = await b.peers.link_to(a.address)
             asking = asyncio.create_task(old.ask(Ping(request=1000), Done))
             await begun.wait()
@@ -101,7 +101,7 @@ def test_the_larger_id_leaves_closing_to_the_smaller_one() -> None:
 
     async def main() -> None:
         async with town("a", "b") as (a, b):
-            a.peers.links._retire_s = 3600.0
+            a.peers.links.retire_s = 3600.0
             await asyncio.gather(a.peers.find(b.address), b.peers.find(a.address))
             for _ in range(3):
                 await asyncio.sleep(TIMES.retire_s)  # the time after which an idle one is closed
@@ -118,7 +118,7 @@ def test_a_link_outlives_the_one_that_was_to_replace_it() -> None:
             lost: list[str] = []
             first = await a.peers.link_to(b.address)
             a.peers.links.watch(first, lambda error: lost.append(str(error)))
-            second = await b.peers._dial(a.address)  # b has given the first one up
+            second = await b.peers.dial(a.address)  # b has given the first one up
             b.peers._link_up(second, dialled_at=a.address)
             await a.until(lambda: len(a.peers.links._peers[b.node].links) == 2)
             first.link.abort("the network between is cut")
@@ -447,7 +447,7 @@ def test_callers_that_want_one_dead_address_wait_for_one_dial_and_leave_nothing(
 
     async def main() -> None:
         async with town("a") as (a,):
-            a.peers._dial = nobody_answers
+            a.peers.dial = nobody_answers
             for n_dialled in (1, 2):
                 finding = [a.peers.find("10.0.0.1:1") for _ in range(5)]
                 errors = await asyncio.gather(*finding, return_exceptions=True)

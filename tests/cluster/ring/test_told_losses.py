@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardnet.cluster.ring.told_losses import lost_first
+from shardnet.cluster.head.head import lost_first
 
 BERT = "bert (10.0.0.2:7000): the connection is closed"
 OTHERS = ["bert", "cleo", "dora"]
