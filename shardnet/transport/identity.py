@@ -18,6 +18,7 @@ from typing import Final
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -50,12 +51,7 @@ def make_identity(secret: bytes) -> Identity:
     authority = make_authority(authority_key)
     leaf_key = Ed25519PrivateKey.generate()
     leaf = make_leaf(authority, authority_key, leaf_key)
-    chain = leaf.public_bytes(serialization.Encoding.PEM) + leaf_key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-    with as_file(chain) as path:
+    with as_file(with_key(leaf, leaf_key)) as path:
         return Identity(
             server=_context(ssl.PROTOCOL_TLS_SERVER, authority, path),
             client=_context(ssl.PROTOCOL_TLS_CLIENT, authority, path),
@@ -81,9 +77,9 @@ def make_authority(key: Ed25519PrivateKey) -> x509.Certificate:
     Nothing in it is random, and Ed25519 signs without chance.
     """
     public = key.public_key()
-    name = _name(_AUTHORITY_NAME)
+    name = common_name(_AUTHORITY_NAME)
     return (
-        _certificate(name, name, 1)
+        certificate(name, name, 1)
         .public_key(public)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(key_usage(signs_certificates=True), critical=True)
@@ -100,7 +96,7 @@ def make_leaf(
     public, issuer = key.public_key(), authority_key.public_key()
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     return (
-        _certificate(_name(_LEAF_NAME), authority.subject, x509.random_serial_number())
+        certificate(common_name(_LEAF_NAME), authority.subject, x509.random_serial_number())
         .public_key(public)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(key_usage(signs_certificates=False), critical=True)
@@ -126,19 +122,36 @@ def _context(protocol: int, authority: x509.Certificate, chain_path: str) -> ssl
     return context
 
 
-def _certificate(subject: x509.Name, issuer: x509.Name, serial: int) -> x509.CertificateBuilder:
+def certificate(
+    subject: x509.Name,
+    issuer: x509.Name,
+    serial: int,
+    begin: datetime.datetime = _BEGIN,
+    end: datetime.datetime = _END,
+) -> x509.CertificateBuilder:
+    """Begin to make a certificate."""
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .serial_number(serial)
-        .not_valid_before(_BEGIN)
-        .not_valid_after(_END)
+        .not_valid_before(begin)
+        .not_valid_after(end)
     )
 
 
-def _name(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+def common_name(text: str) -> x509.Name:
+    """Return a name of at most 64 characters."""
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def with_key(made: x509.Certificate, key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
+    """Write a certificate and its private key (PEM)."""
+    return made.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
 
 
 def key_usage(*, signs_certificates: bool) -> x509.KeyUsage:

@@ -17,8 +17,7 @@ from support.servers.asgi_client import ask
 from support.servers.http_app import served
 
 from shardnet import api
-from shardnet.api.serve.added_endpoints import installed_endpoints
-from shardnet.api.serve.server import application
+from shardnet.api.serve.server import application, installed_endpoints
 from shardnet.api.server.endpoint import Endpoint, Json
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.service import Service

@@ -15,7 +15,6 @@ from shardnet.api.chat_formats.deltas import OutputParser
 from shardnet.api.chat_formats.gemma import GemmaReader
 from shardnet.api.chat_formats.glm import GlmReader
 from shardnet.api.chat_formats.harmony import HarmonyReader
-from shardnet.api.chat_formats.hermes import HermesReader
 from shardnet.api.chat_formats.json_text import read_tools
 from shardnet.api.chat_formats.kimi import KimiElementsReader, KimiReader
 from shardnet.api.chat_formats.llama import LlamaReader
@@ -23,7 +22,38 @@ from shardnet.api.chat_formats.marked import MarkedReader
 from shardnet.api.chat_formats.marks import TokenText
 from shardnet.api.chat_formats.mistral import ListReader, MistralReader
 from shardnet.api.chat_formats.qwen_xml import QwenXmlReader
-from shardnet.api.chat_formats.reader import HOLD, Reader, ReaderSettings
+from shardnet.api.chat_formats.reader import HOLD, Reader, ReaderSettings, Steps
+
+
+class HermesReader(MarkedReader):
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one after the other.
+
+    Granite writes a list of objects between the marks.
+    """
+
+    MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    OPENERS = ("<tool_call>",)
+
+    def calls(self) -> Steps[bool]:
+        """Read one call."""
+        return (yield from self.attempt(self._call()))
+
+    def _call(self) -> Steps[None]:
+        self.take()
+        yield from self.skip_space()
+        is_list = yield from self.optional("[")
+        yield from self.skip_space()
+        yield from self.call_object()
+        yield from self.skip_space()
+        while (yield from self.peek()) in ("{", "," if is_list else "{"):
+            yield from self.optional(",")
+            yield from self.skip_space()
+            yield from self.call_object()
+            yield from self.skip_space()
+        if is_list:
+            yield from self.expect("]")
+            yield from self.skip_space()
+        yield from self.optional(self.marks.char("</tool_call>"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

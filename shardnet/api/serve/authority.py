@@ -17,9 +17,17 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from shardnet.transport.identity import as_file, derive_authority_key, fingerprint, key_usage
+from shardnet.transport.identity import (
+    as_file,
+    certificate,
+    common_name,
+    derive_authority_key,
+    fingerprint,
+    key_usage,
+    with_key,
+)
 
 HOME_NAMES: Final = ("localhost", "local", "lan", "home", "home.arpa", "internal")
 """Names for which the authority may speak, and all below them: none is one of the Internet."""
@@ -47,9 +55,6 @@ LEAF_DAYS: Final = 800
 BEGUN_DAYS: Final = 20
 """A leaf is valid from before it was made: clocks at home are wrong."""
 
-_BEGIN: Final = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
-_END: Final = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
-
 
 class HttpAuthority:
     """The authority of one cluster, the same for every holder of its key."""
@@ -60,7 +65,7 @@ class HttpAuthority:
         number = int.from_bytes(derived.derive(secret)) % (_P256_ORDER - 1) + 1
         self._key = ec.derive_private_key(number, ec.SECP256R1())
         cluster = fingerprint(derive_authority_key(secret))
-        self._name = _name(f"shardnet HTTPS of cluster {cluster}")
+        self._name = common_name(f"shardnet HTTPS of cluster {cluster}")
 
     def certificate(self) -> bytes:
         """Write the authority's certificate (PEM), which whoever asks has to trust.
@@ -74,7 +79,7 @@ class HttpAuthority:
             *map(x509.IPAddress, HOME_NETWORKS),
         ]
         made = (
-            _builder(self._name, self._name, _BEGIN, _END)
+            certificate(self._name, self._name, x509.random_serial_number())
             .public_key(public)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(key_usage(signs_certificates=True), critical=True)
@@ -95,8 +100,9 @@ class HttpAuthority:
         key = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
         begin = now - datetime.timedelta(days=BEGUN_DAYS)
+        end, serial = begin + datetime.timedelta(days=LEAF_DAYS), x509.random_serial_number()
         made = (
-            _builder(_name(hosts[0]), self._name, begin, begin + datetime.timedelta(days=LEAF_DAYS))
+            certificate(common_name(hosts[0]), self._name, serial, begin, end)
             .public_key(key.public_key())
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(key_usage(signs_certificates=False), critical=True)
@@ -108,11 +114,7 @@ class HttpAuthority:
             )
             .sign(self._key, hashes.SHA256())
         )
-        return made.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
+        return with_key(made, key)
 
 
 def at_home(host: str) -> bool:
@@ -183,23 +185,6 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ip_address(host))
     except ValueError:
         return x509.DNSName(host)
-
-
-def _name(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
-
-
-def _builder(
-    subject: x509.Name, issuer: x509.Name, begin: datetime.datetime, end: datetime.datetime
-) -> x509.CertificateBuilder:
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(begin)
-        .not_valid_after(end)
-    )
 
 
 _P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551

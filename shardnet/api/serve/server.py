@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -30,7 +30,6 @@ from shardnet.api.ollama import endpoints as ollama
 from shardnet.api.openai import endpoints as openai
 from shardnet.api.openai.faults import OPENAI
 from shardnet.api.responses import endpoints as responses
-from shardnet.api.serve.added_endpoints import check_added, installed_endpoints
 from shardnet.api.serve.waiting import Waiting, WaitingProtocol
 from shardnet.api.server import health
 from shardnet.api.server.app import make_app
@@ -40,6 +39,7 @@ from shardnet.api.server.service import Service
 from shardnet.api.server.settings import Listening
 from shardnet.cluster.machine.addresses import rank, read_interfaces
 from shardnet.errors import ConfigurationError, ShardnetError
+from shardnet.plugins import ENDPOINTS, installed, installed_names
 from shardnet.transport.address import format_address
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.tokens import Encode
@@ -225,3 +225,38 @@ def _bind(host: str, port: int) -> socket.socket:
             remedy="choose another port" if taken else "choose an address of this machine",
         ) from error
     return opened
+
+
+def installed_endpoints() -> list[Endpoint[Any]]:
+    """List them. Raises ConfigurationError for a package that cannot be used."""
+    return [one for name in installed_names(ENDPOINTS) for one in _endpoints_of(name)]
+
+
+def check_added(own: Sequence[Endpoint[Any]], added: Sequence[Endpoint[Any]]) -> None:
+    """Raise ConfigurationError for an added endpoint whose method and path another one has."""
+    taken = {(one.method, one.path) for one in own}
+    for one in added:
+        if (one.method, one.path) in taken:
+            raise ConfigurationError(
+                f"{one.method} {one.path} of the format {one.dialect.name!r} is taken",
+                remedy="uninstall the package that adds it, or have it use another path",
+            )
+        taken.add((one.method, one.path))
+
+
+def _endpoints_of(name: str) -> list[Endpoint[Any]]:
+    make = installed(ENDPOINTS, name)
+    try:
+        made = cast(Callable[[], object], make)()
+    except Exception as error:  # of somebody else's code: any
+        raise _unusable(name) from error
+    if isinstance(made, list) and all(isinstance(one, Endpoint) for one in made):
+        return made
+    raise _unusable(name)
+
+
+def _unusable(name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name!r} of {ENDPOINTS} should be a function that returns a list of endpoints",
+        remedy="uninstall the package that adds it, or tell its makers",
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -21,10 +21,10 @@ from shardnet.api.client import Client
 from shardnet.api.events import GenerationEvent, RequestState
 from shardnet.api.generation import AGAIN_S, RESUME_S
 from shardnet.api.requests import GenerationOptions, Message, Prompt, Prompts
+from shardnet.api.server.errors import RETRY_S
 from shardnet.api.server.keys import ApiKey, WrongKeys
 from shardnet.api.server.metrics import Metrics
 from shardnet.api.server.model_names import ModelNames
-from shardnet.api.server.pace import Pace
 from shardnet.api.server.settings import Settings
 from shardnet.api.switching.model_switch import PATIENCE_S, Keep, ModelSwitch
 from shardnet.api.switching.turns import Ticket
@@ -34,6 +34,39 @@ from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 from shardnet.wire.messages.tokens import Detokenized, Encode, Encoded, Tokenized
+
+MAX_RETRY_S: Final = 60
+_REMEMBERED: Final = 64
+
+
+class Pace:
+    """How fast requests end. Times are of any clock, in seconds.
+
+    Each request that is turned away is told of another place: who comes again together would be
+    turned away together.
+    """
+
+    def __init__(self) -> None:
+        self._ends_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._promised_s = 0.0
+
+    def ended(self, now_s: float) -> None:
+        """Note that a request has ended."""
+        self._ends_s.append(now_s)
+
+    def retry_s(self, now_s: float) -> int:
+        """Return in how many whole seconds a place should be free; RETRY_S where nothing is known.
+
+        At least 1, at most MAX_RETRY_S.
+        """
+        if len(self._ends_s) < 2:
+            return RETRY_S
+        # To now, and not to the last end: a pace that slows down shows at once.
+        each_s = (now_s - self._ends_s[0]) / len(self._ends_s)
+        latest_s = now_s + MAX_RETRY_S
+        self._promised_s = min(max(now_s, self._promised_s) + each_s, latest_s)
+        return max(1, min(MAX_RETRY_S, ceil(self._promised_s - now_s)))
+
 
 TOKENIZER_FRESH_S: Final = 60.0
 """What is known of a tokenizer counts for so long: files may change."""

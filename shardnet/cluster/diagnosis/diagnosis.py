@@ -14,10 +14,11 @@ from shardnet.cluster.diagnosis.key_findings import key_findings
 from shardnet.cluster.diagnosis.model_findings import model_findings
 from shardnet.cluster.diagnosis.multicast_findings import multicast_findings
 from shardnet.cluster.diagnosis.peer_findings import pair_findings, seconds_apart
-from shardnet.cluster.diagnosis.pressure_findings import pressure_findings
 from shardnet.cluster.diagnosis.remedies import TOPICS, remedy_for
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.addresses import Verdict, is_loopback
+from shardnet.cluster.placement.words import size
+from shardnet.cluster.pressure.memory_strain import MemoryLook
 from shardnet.wire.messages.diagnostics import AddressView, NodeReport, PeerView
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
@@ -232,3 +233,29 @@ def _versions(facts: Facts) -> Iterator[Finding]:
     if versions and not others:
         what = f"every node runs shardnet {facts.software}"
         yield Finding(topic="version", where=HERE, what=what)
+
+
+def pressure_findings(where: str, info: NodeInfo, report: NodeReport) -> Iterator[Finding]:
+    """Say why a node takes no layers, and whether programs on its machine wait for memory."""
+    if info.rests:
+        yield Finding(
+            severity=Severity.INFO,
+            topic="node",
+            where=where,
+            what=f"it rests and takes no layers: {info.rests}",
+            remedy="it takes part again by itself",
+        )
+    pressure = report.pressure
+    if pressure is None:
+        return
+    look = MemoryLook(
+        available_bytes=pressure.available_bytes,
+        total_bytes=pressure.total_bytes,
+        stalled=pressure.stalled,
+    )
+    if look.is_short:
+        what = f"{size(look.available_bytes)} of {size(look.total_bytes)} of memory are available"
+        if look.stalled is not None:
+            what += f", and programs waited for memory in {look.stalled:.0%} of the last 10 s"
+        remedy = "end other programs there, or start the node with less --memory"
+        yield problem("memory", where, what, remedy)

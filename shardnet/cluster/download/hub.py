@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import logging
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,10 +28,31 @@ from shardnet.checkpoint.hub_cache import (
 )
 from shardnet.checkpoint.hub_files import choose_files, is_plain
 from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
-from shardnet.cluster.machine.disk_room import check_room
-from shardnet.errors import HubError
+from shardnet.errors import HubError, ShardnetError
 from shardnet.tokenizers.formats.tokenizer_files import has_tokenizer
 from shardnet.tokenizers.tokenizer import no_tokenizer
+
+LEFT_FREE_BYTES: Final = 64 << 20
+"""Space that is always left free for other programs."""
+
+
+def check_room(
+    what: str, n_bytes: int, folder: Path, *, else_do: str, error: type[ShardnetError]
+) -> None:
+    """Raise `error` if the disk of `folder`, which may not exist yet, has no room for `n_bytes`.
+
+    `what` is the subject of the message; `else_do` its remedy besides making room, in the
+    imperative.
+    """
+    place = next(p for p in (folder, *folder.parents) if p.exists())
+    free_bytes = max(0, shutil.disk_usage(place).free - LEFT_FREE_BYTES)
+    if n_bytes > free_bytes:
+        raise error(
+            f"{what} needs {n_bytes / 2**30:.1f} GiB more in {folder} and "
+            f"{free_bytes / 2**30:.1f} GiB are free",
+            remedy=f"make room, or {else_do}",
+        )
+
 
 Report = Callable[[str, int, int], None]
 """Takes (file name, bytes done of all files, bytes in all). If it raises, the download ends."""

@@ -1,7 +1,7 @@
 """The shards of one stage, which exchange the columns that each has computed.
 
 Knows what a shard may ask of the others. Must not know what is computed, nor by what means shards
-reach each other: memory_group.py is for processes of one machine, distributed_group.py for GPUs.
+reach each other: memory_group.py is for processes of one machine.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from shardnet.api.anthropic.answers import ToolUseBlock
 from shardnet.api.anthropic.blocks import whole_blocks
 from shardnet.api.anthropic.body import ContinuedBody
 from shardnet.api.anthropic.conversation import continued
-from shardnet.api.anthropic.faults import fault_answer
+from shardnet.api.anthropic.endpoints import fault_answer
 from shardnet.api.chat.request import ChatTurn, ToolCall
 from shardnet.api.chat_formats.deltas import ToolCallDelta, ToolCallStarted
 from shardnet.api.server.bodies import decode_body

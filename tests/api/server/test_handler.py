@@ -18,8 +18,7 @@ from shardnet.api.server.bodies import MAX_VALUES, decode_body
 from shardnet.api.server.endpoint import Endpoint, Reply, Stream, comment, event
 from shardnet.api.server.errors import RETRY_S, HttpError, fault_of
 from shardnet.api.server.keys import MOST_GUESSES, Keyring, parse_key
-from shardnet.api.server.pace import MAX_RETRY_S, Pace
-from shardnet.api.server.service import MAX_TRACED_AT_ONCE, MAX_TRACES, Exchange
+from shardnet.api.server.service import MAX_RETRY_S, MAX_TRACED_AT_ONCE, MAX_TRACES, Exchange, Pace
 from shardnet.api.server.settings import LogLine, Settings
 from shardnet.errors import (
     BusyError,

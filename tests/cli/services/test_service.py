@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from shardnet_cli.main import app
 from shardnet_cli.services import service
-from shardnet_cli.services.service_files import Service, launchd, systemd
+from shardnet_cli.services.service import Service, launchd, systemd
 
 ODD = ["/opt/a b/python", "-m", "shardnet_cli", "node", "--name", 'x "%h" $HOME \\']
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.cluster.watchers import Watcher, new_record, running
 
-from shardnet.cluster.discovery.discovery import Discovery
-from shardnet.cluster.discovery.mdns_listener import MAX_HEARD, MdnsListener
+from shardnet.cluster.discovery.discovery import MAX_HEARD, Discovery, MdnsListener
 from shardnet.cluster.discovery.node_record import SERVICE_TYPE
 from shardnet.cluster.machine.addresses import rank, read_interfaces
 from shardnet.types import NodeId

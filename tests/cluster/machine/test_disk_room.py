@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardnet.cluster.machine import disk_room
-from shardnet.cluster.machine.disk_room import LEFT_FREE_BYTES, check_room
+from shardnet.cluster.download import hub
+from shardnet.cluster.download.hub import LEFT_FREE_BYTES, check_room
 from shardnet.errors import CheckpointError, HubError
 
 GIB = 2**30
@@ -21,7 +21,7 @@ def test_what_has_no_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         asked.append(place)
         return SimpleNamespace(free=2 * GIB + LEFT_FREE_BYTES)
 
-    monkeypatch.setattr(disk_room.shutil, "disk_usage", disk_usage)
+    monkeypatch.setattr(hub.shutil, "disk_usage", disk_usage)
     folder = tmp_path / "to" / "make"
     check_room("m", 2 * GIB, folder, else_do="do", error=HubError)
     message = "^m needs 3.0 GiB more in .*make and 2.0 GiB are free; make room, or go away$"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.models.checkpoints import make_decoder
 from support.needs import needs_library
 from support.rings.shard_threads import on_each_shard
@@ -16,7 +15,6 @@ from support.rings.stage_chain import StageChain, random_prompt
 
 from shardnet.errors import LostShardError, UsageError
 from shardnet.model.shards.cut import MAX_SHARDS, shares
-from shardnet.model.shards.distributed_group import DistributedGroup
 from shardnet.model.shards.group import PythonGather, ShardGroup
 from shardnet.model.shards.memory_group import BUFFER_BYTES, MemoryGroup, SharedMemory
 from shardnet.types import LayerRange
@@ -47,17 +45,6 @@ def assert_whole(made: list[torch.Tensor]) -> None:
 
 def test_shared_memory_brings_every_part_to_every_shard() -> None:
     for made in on_each_shard(4, gathered):
-        assert_whole(made)
-
-
-def test_torch_distributed_brings_every_part_to_every_shard() -> None:
-    """By Gloo: NCCL needs GPUs."""
-    store = dist.HashStore()
-
-    def by_gloo(group: MemoryGroup) -> ShardGroup:
-        return DistributedGroup(store, group.index, group.size, torch.device("cpu"))
-
-    for made in on_each_shard(4, gathered, by_gloo):
         assert_whole(made)
 
 

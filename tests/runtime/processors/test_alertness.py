@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from shardnet.model.kernels.library import native_kernels
-from shardnet.runtime.processors import alertness, cpu_latency
+from shardnet.runtime.processors import alertness
 from shardnet.runtime.processors.alertness import (
     LEAD_NS,
     REST_FACTOR,
     SHORT_NS,
     SPIN_NS,
     Alertness,
+    CpuLatency,
     Waits,
 )
-from shardnet.runtime.processors.cpu_latency import CpuLatency
 from shardnet.runtime.stage import executor
 from shardnet.runtime.stage.executor import Executor
 
@@ -166,7 +166,7 @@ def test_the_kernels_alarm_rings_once_and_never_after_its_end() -> None:
 def test_the_processors_latency_is_held_while_steps_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_latency, "HOLD_S", 0.01)
+    monkeypatch.setattr(alertness, "HOLD_S", 0.01)
     device = tmp_path / "device"
     device.write_bytes(b"")
 
@@ -175,7 +175,7 @@ def test_the_processors_latency_is_held_while_steps_come(
         latency.hold()
         latency.hold()
         assert latency.is_held
-        assert device.read_bytes() == cpu_latency.MOST_US.to_bytes(4, sys.byteorder)
+        assert device.read_bytes() == alertness.MOST_US.to_bytes(4, sys.byteorder)
         await until(lambda: not latency.is_held)  # no step comes any more
         latency.hold()
         latency.close()
