@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
@@ -20,7 +20,7 @@ from shardnet.wire.messages.plans import PlanReply
 from ..finding.target import Target, open_target
 from ..flags.cluster_access import Access
 from ..flags.help_sections import examples
-from ..flags.option_groups import option, takes_groups
+from ..flags.option_groups import flag, takes_groups
 from ..flags.options import Json
 from ..flags.ring_options import OnlineRingOptions, Wanted
 from ..output.exit_codes import counted, one_line, run_command, say, write_out
@@ -69,6 +69,32 @@ class Quality:
     took_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What is measured: the flags, in the order in which --help shows them."""
+
+    prompt: int = flag(256, "--prompt N", "Tokens per prompt.", min=2)
+    tokens: int = flag(64, "--tokens N", "Tokens to generate per sequence.", min=2)
+    parallel: list[int] | None = flag(
+        None,
+        "--parallel N",
+        "Sequences at once; may be given several times. Default: 1 and 4.",
+        min=1,
+    )
+    rounds: int = flag(2, "--rounds N", "Times to measure; the best one counts.", min=1)
+    static: bool = flag(
+        False,
+        "--static",
+        "Run sequences in fixed sets of 16, each in lockstep: the same steps each time.",
+    )
+    perplexity: str = flag(
+        "", "--perplexity FILE", "Score this text instead: perplexity and bits per byte."
+    )
+    piece: int = flag(
+        2000, "--piece N", "Characters per piece; each piece is scored on its own.", min=100
+    )
+
+
 @examples(
     "shardnet bench --model ~/models/Qwen3-4B",
     "shardnet bench --local 2 --parallel 1 --parallel 8",
@@ -78,35 +104,7 @@ class Quality:
 def bench(
     *,
     ring: OnlineRingOptions,
-    prompt: Annotated[int, option("--prompt N", "Tokens per prompt.", min=2)] = 256,
-    tokens: Annotated[int, option("--tokens N", "Tokens to generate per sequence.", min=2)] = 64,
-    parallel: Annotated[
-        list[int] | None,
-        option(
-            "--parallel N",
-            "Sequences at once; may be given several times. Default: 1 and 4.",
-            min=1,
-        ),
-    ] = None,
-    rounds: Annotated[
-        int,
-        option("--rounds N", "Times to measure; the best one counts.", min=1),
-    ] = 2,
-    static: Annotated[
-        bool,
-        option(
-            "--static",
-            "Run sequences in fixed sets of 16, each in lockstep: the same steps each time.",
-        ),
-    ] = False,
-    perplexity: Annotated[
-        str,
-        option("--perplexity FILE", "Score this text instead: perplexity and bits per byte."),
-    ] = "",
-    piece: Annotated[
-        int,
-        option("--piece N", "Characters per piece; each piece is scored on its own.", min=100),
-    ] = 2000,
+    options: BenchOptions,
     access: Access,
     as_json: Json = False,
 ) -> None:
@@ -117,13 +115,8 @@ def bench(
     """
     job = _Job(
         wanted=ring.wanted(access).adapted(),
-        n_prompt=prompt,
-        n_tokens=tokens,
-        parallel=parallel or [1, 4],
-        rounds=rounds,
-        static=static,
-        text=perplexity,
-        pieces=_pieces(perplexity, piece) if perplexity else [],
+        options=options,
+        pieces=_pieces(options.perplexity, options.piece) if options.perplexity else [],
         as_json=as_json,
     )
     run_command(_run(job))
@@ -132,12 +125,7 @@ def bench(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     wanted: Wanted
-    n_prompt: int
-    n_tokens: int
-    parallel: Sequence[int]
-    rounds: int
-    static: bool
-    text: str
+    options: BenchOptions
     pieces: Sequence[str]
     as_json: bool
 
@@ -185,7 +173,9 @@ async def _run(job: _Job) -> None:
             if not job.as_json:
                 write_out(quality_words(quality, bench.plan))
             return
-        speeds = [await bench.measure(n_sequences) for n_sequences in job.parallel]
+        speeds = [
+            await bench.measure(n_sequences) for n_sequences in job.options.parallel or [1, 4]
+        ]
         bench.show({"speeds": [asdict(speed) for speed in speeds]})
 
 
@@ -219,7 +209,7 @@ class _Bench:
         """Run `n_sequences` at once, repeatedly; return the round that decoded fastest."""
         if self._plan is None:
             await self._generate([self._prompt()], 2)  # loads the model
-        speeds = [await self._round(n_sequences) for _ in range(self._job.rounds)]
+        speeds = [await self._round(n_sequences) for _ in range(self._job.options.rounds)]
         best = max(speeds, key=lambda speed: speed.decode_tok_s)
         if not self._job.as_json:
             write_out(
@@ -232,17 +222,17 @@ class _Bench:
 
     async def _round(self, n_sequences: int) -> Speed:
         prompts = [self._prompt() for _ in range(n_sequences)]
-        results = await self._generate(prompts, self._job.n_tokens)
-        decode_s = max((self._job.n_tokens - 1) / r.timing.decode_tok_s for r in results)
+        results = await self._generate(prompts, self._job.options.tokens)
+        decode_s = max((self._job.options.tokens - 1) / r.timing.decode_tok_s for r in results)
         return Speed(
             sequences=n_sequences,
-            n_prompt=self._job.n_prompt,
-            n_tokens=self._job.n_tokens,
+            n_prompt=self._job.options.prompt,
+            n_tokens=self._job.options.tokens,
             ttft_s=sum(result.timing.ttft_s for result in results) / n_sequences,
             prefill_tok_s=n_sequences
-            * self._job.n_prompt
+            * self._job.options.prompt
             / max(result.timing.ttft_s for result in results),
-            decode_tok_s=n_sequences * (self._job.n_tokens - 1) / decode_s,
+            decode_tok_s=n_sequences * (self._job.options.tokens - 1) / decode_s,
         )
 
     async def score(self) -> Quality:
@@ -260,7 +250,7 @@ class _Bench:
                 say(f"{start + len(some)} of {counted(len(self._job.pieces), 'piece')}")
         n_bytes = sum(len(piece.encode()) for piece in self._job.pieces)
         return Quality(
-            text=self._job.text,
+            text=self._job.options.perplexity,
             perplexity=math.exp(-total / max(1, n_tokens)),
             bits_per_byte=-total / math.log(2) / n_bytes,
             n_tokens=n_tokens,
@@ -288,7 +278,10 @@ class _Bench:
     def _prompt(self) -> list[int]:
         """Make a prompt that shares no prefix with an earlier one: no KV cache is reused."""
         number = next(self._numbers)
-        return [3 + (number + 7 * place * (1 + number)) % 97 for place in range(self._job.n_prompt)]
+        return [
+            3 + (number + 7 * place * (1 + number)) % 97
+            for place in range(self._job.options.prompt)
+        ]
 
     async def _generate(
         self,
@@ -313,7 +306,7 @@ class _Bench:
                 max_tokens=n_tokens,
                 ignore_eos=True,
                 outputs=outputs,
-                lockstep=self._job.static,
+                lockstep=self._job.options.static,
             )
             async with contextlib.aclosing(events):
                 async for event in events:
