@@ -21,7 +21,7 @@ from shardnet.wire.messages.plans import PlanReply
 from ..finding.target import open_target
 from ..flags.cluster_access import Access
 from ..flags.help_sections import examples
-from ..flags.option_groups import option, takes_groups
+from ..flags.option_groups import flag, option, takes_groups
 from ..flags.options import Json
 from ..flags.ring_options import OnlineRingOptions, Wanted
 from ..output.exit_codes import counted, run_command, say, write_out
@@ -42,6 +42,28 @@ NONE: Final = "none"
 DTYPES: Final = {"<f4": "F32", "<i8": "I64"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOptions:
+    """What is written: the flags, in the order in which --help shows them."""
+
+    logits: str = flag(
+        LAST,
+        "--logits none|last|N|all",
+        "Of which tokens logits are written: none, the last, the last N, all.",
+    )
+    hidden: str = flag(
+        NONE,
+        "--hidden none|last|all|N,N",
+        "Which hidden states are written: the last, behind the final norm; all; or those after so "
+        "many layers, 0 for the embeddings, and the last.",
+    )
+    rows: str = flag(ALL, "--rows last|N|all", "Of which tokens hidden states are written.")
+    before_norm: bool = flag(
+        False, "--before-norm", "Take the last hidden states before the final norm."
+    )
+    max_tokens: int = flag(0, "--max-tokens N", "Tokens to generate first, greedily.", min=0)
+
+
 @examples(
     'shardnet inspect "It is a truth" --out truth.safetensors',
     'shardnet inspect "It is a truth" --hidden all --logits all --out truth.safetensors',
@@ -57,33 +79,7 @@ def inspect(
     access: Access,
     token_ids: Annotated[str, option("--token-ids 1,2,3", "The prompt as token ids.")] = "",
     out: Annotated[str, option("--out FILE", "The safetensors file to write.")],
-    logits: Annotated[
-        str,
-        option(
-            "--logits none|last|N|all",
-            "Of which tokens logits are written: none, the last, the last N, all.",
-        ),
-    ] = LAST,
-    hidden: Annotated[
-        str,
-        option(
-            "--hidden none|last|all|N,N",
-            "Which hidden states are written: the last, behind the final norm; all; or those after "
-            "so many layers, 0 for the embeddings, and the last.",
-        ),
-    ] = NONE,
-    rows: Annotated[
-        str,
-        option("--rows last|N|all", "Of which tokens hidden states are written."),
-    ] = ALL,
-    before_norm: Annotated[
-        bool,
-        option("--before-norm", "Take the last hidden states before the final norm."),
-    ] = False,
-    max_tokens: Annotated[
-        int,
-        option("--max-tokens N", "Tokens to generate first, greedily.", min=0),
-    ] = 0,
+    rows: RowOptions,
     as_json: Json = False,
 ) -> None:
     """Write what the model computes of a prompt to a file: logits and hidden states, in float32.
@@ -99,8 +95,8 @@ def inspect(
     job = _Job(
         prompt=parse_ids(token_ids) if token_ids else prompt or "",
         wanted=ring.wanted(access).adapted(),
-        outputs=_outputs(logits, hidden, rows, before_norm),
-        max_tokens=max_tokens,
+        outputs=_outputs(rows),
+        max_tokens=rows.max_tokens,
         path=path,
         as_json=as_json,
     )
@@ -119,17 +115,17 @@ class _Job:
     as_json: bool
 
 
-def _outputs(logits: str, hidden: str, rows: str, before_norm: bool) -> OutputParams:
+def _outputs(of: RowOptions) -> OutputParams:
     """Read what is wanted. Raises typer.BadParameter."""
     numbers: tuple[int, ...] = ()
-    if hidden not in (NONE, LAST, ALL):
-        numbers = tuple(sorted({*parse_ids(hidden, "--hidden")}))
+    if of.hidden not in (NONE, LAST, ALL):
+        numbers = tuple(sorted({*parse_ids(of.hidden, "--hidden")}))
     params = OutputParams(
-        logit_rows=None if logits == NONE else _n_rows(logits, "--logits"),
-        hidden_rows=None if hidden == NONE else _n_rows(rows, "--rows"),
+        logit_rows=None if of.logits == NONE else _n_rows(of.logits, "--logits"),
+        hidden_rows=None if of.hidden == NONE else _n_rows(of.rows, "--rows"),
         hidden_layers=numbers,
-        every_layer=hidden == ALL,
-        before_norm=before_norm,
+        every_layer=of.hidden == ALL,
+        before_norm=of.before_norm,
     )
     if not params.asks:
         raise typer.BadParameter("with --logits none and --hidden none nothing is written")

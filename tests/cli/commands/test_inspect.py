@@ -12,7 +12,7 @@ from safetensors import safe_open
 from shardnet.api.events import GenerationResult, GenerationTiming, Rows, Usage
 from shardnet.errors import ConfigurationError, ShardnetError
 from shardnet.output_params import ALL_ROWS, OutputParams
-from shardnet_cli.commands.inspect import _arrays, _metadata, _outputs, _write
+from shardnet_cli.commands.inspect import RowOptions, _arrays, _metadata, _outputs, _write
 
 SOME = OutputParams(logit_rows=1, hidden_rows=2, hidden_layers=(0, 3))
 RESULT = GenerationResult(
@@ -55,6 +55,11 @@ def test_the_file_is_read_by_others(tmp_path: Path) -> None:
         _arrays(RESULT, OutputParams(hidden_rows=ALL_ROWS, every_layer=True), 4)
 
 
+def options(flags: tuple[str, str, str]) -> RowOptions:
+    logits, hidden, rows = flags
+    return RowOptions(logits=logits, hidden=hidden, rows=rows)
+
+
 @pytest.mark.parametrize(
     ("flags", "params"),
     [
@@ -65,7 +70,7 @@ def test_the_file_is_read_by_others(tmp_path: Path) -> None:
     ],
 )
 def test_flags_say_what_is_wanted(flags: tuple[str, str, str], params: OutputParams) -> None:
-    assert _outputs(*flags, before_norm=False) == params
+    assert _outputs(options(flags)) == params
 
 
 @pytest.mark.parametrize(
@@ -80,4 +85,4 @@ def test_flags_say_what_is_wanted(flags: tuple[str, str, str], params: OutputPar
 )
 def test_wrong_flags_are_named(flags: tuple[str, str, str], message: str) -> None:
     with pytest.raises(typer.BadParameter, match=message):
-        _outputs(*flags, before_norm=False)
+        _outputs(options(flags))
