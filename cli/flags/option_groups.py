@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from inspect import Parameter, Signature
-from typing import Annotated, Any, TypeVar, cast, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
 
@@ -52,7 +52,7 @@ def option(
 def flag(default: T, spelled: str, help: str, **more: Any) -> T:
     """Make a field of a group that is a flag; the other arguments are those of `option`."""
     metadata = {"option": option(spelled, help, **more)}
-    return cast("T", dataclasses.field(default=default, metadata=metadata))
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:

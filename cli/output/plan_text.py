@@ -247,8 +247,10 @@ def _builtins(told: msgspec.Struct) -> dict[str, Any]:
 
 
 def _speeds_json(seconds: StageSeconds | None, *further: str) -> dict[str, float | None]:
-    names = ("layer", "layer_256", "head", *further)
-    return {f"{name}_ms": seconds and _in_ms(getattr(seconds, f"{name}_s")) for name in names}
+    return {
+        f"{name}_ms": None if seconds is None else _in_ms(getattr(seconds, f"{name}_s"))
+        for name in ("layer", "layer_256", "head", *further)
+    }
 
 
 def _stage_line(plan: PlanReply, stage: PlannedStage) -> str:

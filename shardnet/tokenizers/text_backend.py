@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -39,15 +39,21 @@ _BYTE_PIECE = re.compile(r"<0x(\+?[0-9A-Fa-f]+)>")
 _ANCHOR = "a"  # a first piece, so that the probed one is not at the start of the text
 
 
-@dataclass(eq=False, repr=False)
 class TextBackend:
     """Text to token ids and back, by the library. Not thread-safe."""
 
-    backend: tokenizers.Tokenizer
-    _: KW_ONLY
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-    template: ChatTemplate | None = None
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None,
+        eos_ids: tuple[int, ...],
+        template: ChatTemplate | None = None,
+    ) -> None:
+        self._backend = backend
+        self.bos_id = bos_id
+        self.eos_ids = eos_ids
+        self.template = template
 
     @classmethod
     def load_optional(cls, place: Path) -> TextBackend | None:
@@ -104,8 +110,8 @@ class TextBackend:
                 assert_never(bos)
 
     def _encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        self.backend.encode_special_tokens = not parse_special
-        token_ids: list[int] = self.backend.encode(text, add_special_tokens=add_special).ids
+        self._backend.encode_special_tokens = not parse_special
+        token_ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
         return token_ids
 
     def encode_input(
@@ -115,13 +121,13 @@ class TextBackend:
 
         The longer one is cut so that there are at most `most_tokens`, special ones included.
         """
-        self.backend.encode_special_tokens = False
+        self._backend.encode_special_tokens = False
         if most_tokens is not None:
-            self.backend.enable_truncation(most_tokens)
+            self._backend.enable_truncation(most_tokens)
         try:
-            found = self.backend.encode(text, pair, add_special_tokens=special_tokens)
+            found = self._backend.encode(text, pair, add_special_tokens=special_tokens)
         finally:
-            self.backend.no_truncation()
+            self._backend.no_truncation()
         return found.ids, found.type_ids
 
     def _without_double_bos(
@@ -135,7 +141,7 @@ class TextBackend:
 
     def decode(self, token_ids: Sequence[int], keep_special_tokens: bool) -> str:
         """Decode token ids. Ids without a token are skipped; invalid bytes become U+FFFD."""
-        text: str = self.backend.decode(
+        text: str = self._backend.decode(
             list(token_ids), skip_special_tokens=not keep_special_tokens
         )
         return text
@@ -145,18 +151,18 @@ class TextBackend:
 
         Raises CheckpointError for ids, tokens or a number of special tokens beyond its limits.
         """
-        ids = sorted(set(self.backend.get_vocab(with_added_tokens=True).values()))
+        ids = sorted(set(self._backend.get_vocab(with_added_tokens=True).values()))
         if ids[-1] >= MAX_ID:
             raise CheckpointError(f"{ids[-1]} is not a token id; they go from 0 to {MAX_ID - 1}")
         pieces: list[str | None] = [None] * (ids[-1] + 1)
         for token_id in ids:
-            pieces[token_id] = self.backend.id_to_token(token_id)
-        added_tokens = self.backend.get_added_tokens_decoder().values()
+            pieces[token_id] = self._backend.id_to_token(token_id)
+        added_tokens = self._backend.get_added_tokens_decoder().values()
         added = {token.content for token in added_tokens}
         special = {token.content for token in added_tokens if token.special}
         if len(special) > MAX_SPECIAL:
             raise CheckpointError(f"{len(special)} special tokens, at most {MAX_SPECIAL} are read")
-        rules = _rules_of(self.backend.decoder)
+        rules = _rules_of(self._backend.decoder)
         flags = bytearray(len(pieces))
         for token_id, piece in enumerate(pieces):
             if piece is not None:

@@ -24,6 +24,7 @@ PLAIN = {
     mi.NoneType: "null",
     mi.AnyType: "any",
     mi.RawType: "any",
+    mi.EnumType: "str",
 }
 
 
@@ -92,7 +93,7 @@ def shape(annotation: Any) -> Any:
 
 def _shape(info: mi.Type) -> Any:
     match info:
-        case mi.StructType(fields=fields):
+        case mi.StructType(fields=fields) | mi.DataclassType(fields=fields):
             return {field.encode_name: _shape(field.type) for field in fields}
         case mi.ListType(item_type=item) | mi.VarTupleType(item_type=item):
             return [_shape(item)]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from zeroconf import DNSIncoming
+from zeroconf import DNSIncoming  # type: ignore[attr-defined]  # public, but not in __all__
 from zeroconf import Error as ZeroconfError
 from zeroconf.asyncio import AsyncZeroconf
 

@@ -18,7 +18,7 @@ from shardnet.errors import (
     PeerFailedError,
     ShardnetError,
 )
-from shardnet.runtime.engine.counters import EngineTotals
+from shardnet.runtime.engine.counters import EngineTotals, StepLog
 from shardnet.runtime.engine.drafters import drafter_of
 from shardnet.runtime.engine.guide import Guide
 from shardnet.runtime.engine.live_request import LiveRequest
@@ -26,7 +26,6 @@ from shardnet.runtime.engine.live_requests import LiveRequests
 from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, RequestEvent
 from shardnet.runtime.engine.restoring import Restoring
-from shardnet.runtime.engine.step_log import StepLog
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduling.drafting import RingDrafts
 from shardnet.runtime.scheduling.limits import RingLimits
