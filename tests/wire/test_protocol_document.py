@@ -25,6 +25,7 @@ from shardnet.wire.connection.connection import (
     PeerLeft,
     ProgressReported,
 )
+from shardnet.wire.framing import schema
 from shardnet.wire.framing.frames import PREAMBLE, FrameKind, Limits, pack_frame
 from shardnet.wire.messages import (
     activity,
@@ -71,7 +72,8 @@ STRUCTS = {
     name: kind
     for module in (handshake, sequences, slot_operations, extras, *CONTROL_MESSAGES, bulk)
     for name, kind in vars(module).items()
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and name not in vars(types)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    if name not in {*vars(types), *vars(schema)}
 }
 
 

@@ -16,6 +16,7 @@ import shardnet.wire.messages
 from shardnet import slot_operations, types
 from shardnet.errors import RemoteProtocolError
 from shardnet.slot_operations import SlotOperation
+from shardnet.wire.framing import schema
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.bulk import BulkMessage, read_bulk
 from shardnet.wire.messages.control import ControlMessage, read_control
@@ -46,7 +47,7 @@ def all_structs() -> set[type[Any]]:
         for value in vars(module).values()
         if isinstance(value, type)
         and issubclass(value, msgspec.Struct)
-        and value.__name__ not in vars(types)
+        and value.__name__ not in {*vars(types), *vars(schema)}
     }
 
 
