@@ -1,11 +1,12 @@
 /* Included by sublayers_body.h: how rows attend over the keys and values in their slots.
  *
  * A tile is some consecutive rows of a slot with the query heads that share one KV head. Keys come in blocks of KEYS
- * positions, counted from position 0 whatever a row sees of them: scores, running softmax, weighted sum of values. A
- * block's keys are transposed into columns, so that a vector holds one column of many keys: scores need no horizontal
- * sums, and each column serves all queries of the tile. A row's bits are the same in any tile, that of a decode step
- * too: each score is added column by column, each output position by position, and what a row does not see is neither
- * added nor counted.
+ * positions, counted from position 0 whatever a row sees of them. A block is computed by itself: scores, softmax weights
+ * relative to its own largest score, weighted sum of its values from zero. Then it is joined to the blocks before it,
+ * in the order of docs/exactness.md, so that another device may compute blocks apart. A block's keys are transposed
+ * into columns, so that a vector holds one column of many keys: scores need no horizontal sums, and each column serves
+ * all queries of the tile. A row's bits are the same in any tile, that of a decode step too: each score is added column
+ * by column, each output position by position, and what a row does not see is neither added nor counted.
  */
 
 /* Queries that share each load of keys or values, and the vectors of keys or values that `n_queries` take at a time: as
@@ -150,9 +151,9 @@ INLINE TARGET lanes NAME(scores_within)(lanes some, int i, int begin, int end, c
     return is_whole ? some : NAME(select)((place >= begin) & (place < end), some, instead);
 }
 
-/* Turns the scores of a block into softmax weights relative to the largest score so far, and what is not in
- * [begin, end) into 0. Returns the factor by which earlier weights shrink. */
-INLINE TARGET float NAME(softmax)(float *scores, int begin, int end, float *best, lanes *sums, const int is_whole) {
+/* Turns the scores of a block into softmax weights relative to its largest score, and what is not in [begin, end)
+ * into 0. Adds them up in `sums`, from zero. Returns the largest score. */
+INLINE TARGET float NAME(softmax)(float *scores, int begin, int end, lanes *sums, const int is_whole) {
     const lanes none = (lanes){0} - INFINITY;
     const int first = begin / PARTS * PARTS;
     lanes most = none, parts[REGISTERS];
@@ -162,15 +163,8 @@ INLINE TARGET float NAME(softmax)(float *scores, int begin, int end, float *best
         most = NAME(more)(most, NAME(scores_within)(some, i, begin, end, is_whole, none));
     }
     const float largest = NAME(largest)(most);
-    float less = 1.0f;
-    memcpy(parts, sums, sizeof parts);
-    if (!(largest <= *best)) {
-        const lanes shrunk = NAME(exponential)(NAME(broadcast)(*best - largest));
-        less = shrunk[0];
-        *best = largest;
-        for (int r = 0; r < REGISTERS; r++) parts[r] *= less;
-    }
-    const lanes from = NAME(broadcast)(*best);
+    const lanes from = NAME(broadcast)(largest);
+    for (int r = 0; r < REGISTERS; r++) parts[r] = (lanes){0};
     for (int i = first; i < end; i += PARTS)
         for (int r = 0; r < REGISTERS; r++) {
             const int place = i + r * LANES;
@@ -182,7 +176,7 @@ INLINE TARGET float NAME(softmax)(float *scores, int begin, int end, float *best
             memcpy(scores + place, &some, sizeof some);
         }
     memcpy(sums, parts, sizeof parts);
-    return less;
+    return largest;
 }
 
 /* Loads and dequantises columns of a value in its slot. */
@@ -196,18 +190,27 @@ INLINE TARGET lanes NAME(value)(const struct attend *call, const char *row, int6
     return __builtin_convertvector(__builtin_convertvector(narrow, ints), lanes) * from_bf16(scale);
 }
 
-/* totals += weights * values, for `n_keys` values, some of their columns, and the first `n` queries of `n_queries`;
+/* Joins some outputs of a block to those of the blocks before. */
+INLINE TARGET void NAME(join)(float *totals, lanes added, float less, float own) {
+    lanes total;
+    memcpy(&total, totals, sizeof total);
+    total = NAME(fused)(added, NAME(broadcast)(own), total * NAME(broadcast)(less));
+    memcpy(totals, &total, sizeof total);
+}
+
+/* added += weights * values, for `n_keys` values, some of their columns, and the first `n` queries of `n_queries`;
  * weights: [n_queries][KEYS]. Prefetches the same columns of the values GROUP positions on. */
 INLINE TARGET void NAME(weigh_columns)(const struct attend *call, const char *row, int n_keys, const float *weights,
-                                       float (*totals)[MAX_HEAD], int n, int64_t begin, int width, const int n_vectors,
-                                       const int n_queries, const enum kind kind) {
+                                       const struct outputs *to, int n, int64_t begin, int width,
+                                       const int n_vectors, const int n_queries, const enum kind kind) {
     const int bytes = LANES * (kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1); /* of a vector */
+    const struct outputs own = *to; /* what is stored does not change it */
     lanes sums[8][8];
     for (int q = 0; q < n_queries; q++)
-        for (int v = 0; v < n_vectors; v++) {
-            sums[q][v] = (lanes){0};
-            if (q < n) memcpy(&sums[q][v], &totals[q][begin + v * LANES], sizeof(lanes));
-        }
+        for (int v = 0; v < n_vectors; v++) sums[q][v] = (lanes){0};
+    for (int q = 0; q < n_queries && !own.is_first; q++)
+        for (int v = 0; v < n_vectors; v++)
+            if (q < n) memcpy(&sums[q][v], &own.added[q][begin + v * LANES], sizeof(lanes));
     for (int i = 0; i < n_keys; i++, row += call->value_bytes, weights++) {
         const char *next = row + GROUP * call->value_bytes + begin * bytes / LANES;
         lanes value[8];
@@ -217,25 +220,28 @@ INLINE TARGET void NAME(weigh_columns)(const struct attend *call, const char *ro
             for (int v = 0; v < n_vectors; v++)
                 sums[q][v] = NAME(fused)(NAME(broadcast)(weights[q * KEYS]), value[v], sums[q][v]);
     }
-    for (int q = 0; q < n_queries; q++)
+    for (int q = 0; q < n_queries && !own.is_last; q++)
         for (int v = 0; v < n_vectors; v++)
-            if (q < n) memcpy(&totals[q][begin + v * LANES], &sums[q][v], sizeof(lanes));
+            if (q < n) memcpy(&own.added[q][begin + v * LANES], &sums[q][v], sizeof(lanes));
+    for (int q = 0; q < n_queries && own.is_last; q++)
+        for (int v = 0; v < n_vectors; v++)
+            if (q < n) NAME(join)(&own.totals[q][begin + v * LANES], sums[q][v], own.less[q], own.own[q]);
 }
 
 /* All columns. */
 INLINE TARGET void NAME(weigh)(const struct attend *call, const char *values, int n_keys, const float *weights,
-                               float (*totals)[MAX_HEAD], int n, const int n_queries, const enum kind kind) {
+                               const struct outputs *to, int n, const int n_queries, const enum kind kind) {
     const int n_vectors = VECTORS(n_queries);
     const int64_t size = call->value_size;
     int64_t c = 0;
     for (; c + n_vectors * LANES <= size; c += n_vectors * LANES)
-        NAME(weigh_columns)(call, values, n_keys, weights, totals, n, c, LANES, n_vectors, n_queries, kind);
+        NAME(weigh_columns)(call, values, n_keys, weights, to, n, c, LANES, n_vectors, n_queries, kind);
     if (n_vectors == 8 && c + 4 * LANES <= size) {
-        NAME(weigh_columns)(call, values, n_keys, weights, totals, n, c, LANES, 4, n_queries, kind);
+        NAME(weigh_columns)(call, values, n_keys, weights, to, n, c, LANES, 4, n_queries, kind);
         c += 4 * LANES;
     }
     for (; c < size; c += LANES)
-        NAME(weigh_columns)(call, values, n_keys, weights, totals, n, c, of_last(size, c), 1, n_queries, kind);
+        NAME(weigh_columns)(call, values, n_keys, weights, to, n, c, of_last(size, c), 1, n_queries, kind);
 }
 
 /* The number of queries that `n` are padded to. */
@@ -251,7 +257,7 @@ INLINE TARGET int NAME(padded)(int n) { return n <= 2 ? n : n <= 4 ? 4 : QUERIES
         }                                                                                                            \
     }                                                                                                                \
     static NOINLINE TARGET void NAME(weigh_##name)(const struct attend *call, const char *values, int n_keys,        \
-                                                   const float *weights, float(*totals)[MAX_HEAD], int n) {          \
+                                                   const float *weights, const struct outputs *to, int n) {          \
         WEIGH(1, kind) WEIGH(2, kind) WEIGH(4, kind) WEIGH(6, kind) WEIGH(8, kind)                                   \
     }
 #define SCORE(number, kind)                                                                                          \
@@ -260,7 +266,7 @@ INLINE TARGET int NAME(padded)(int n) { return n <= 2 ? n : n <= 4 ? 4 : QUERIES
         (call, columns, scales, n_keys, queries + q * query_columns(call), scores + q * KEYS, next, number, kind);
 #define WEIGH(number, kind)                                                                                          \
     if (number <= QUERIES && NAME(padded)(n) == number)                                                              \
-        NAME(weigh)(call, values, n_keys, weights, totals, n, number, kind);
+        NAME(weigh)(call, values, n_keys, weights, to, n, number, kind);
 KIND(float32, FLOAT32)
 KIND(bfloat16, BFLOAT16)
 KIND(int8, INT8)
@@ -273,10 +279,12 @@ struct NAME(tile) {
     const struct attend *call;
     int64_t first_position; /* of the first row */
     int n_rows, n_heads, n;
-    float best[TILE];
-    lanes sums[TILE][REGISTERS];
+    float best[TILE], largest[TILE]; /* scores of all blocks so far, of this one */
+    float less[TILE], own[TILE];     /* factors of what those before have added up to, and of this one's */
+    lanes sums[TILE][REGISTERS], parts[TILE][REGISTERS];
     float scores[TILE + 8][KEYS]; /* as many queries as are padded to */
     float totals[TILE][MAX_HEAD];
+    float added[TILE][MAX_HEAD]; /* of the block so far */
     float queries[TILE * MAX_HEAD];
     float scales[MAX_HEAD / PARTS][KEYS];
     uint32_t columns[MAX_HEAD * GROUP];
@@ -292,18 +300,19 @@ INLINE void NAME(seen)(const struct NAME(tile) *tile, int row, int64_t block, in
 
 /* Adds the values [begin, end) of a block, weighted, for `n` queries. */
 INLINE TARGET void NAME(weigh_queries)(struct NAME(tile) *tile, const char *values, int query, int n, int begin,
-                                       int end) {
+                                       int end, int is_first, int is_last) {
     const struct attend *call = tile->call;
     const float *weights = &tile->scores[query][begin];
-    float(*totals)[MAX_HEAD] = tile->totals + query;
+    const struct outputs to = {tile->added + query, tile->totals + query, tile->less + query, tile->own + query,
+                               is_first, is_last};
     if (begin >= end) return;
     values += begin * call->value_bytes;
     if (call->group)
-        NAME(weigh_int8)(call, values, end - begin, weights, totals, n);
+        NAME(weigh_int8)(call, values, end - begin, weights, &to, n);
     else if (call->is_bf16)
-        NAME(weigh_bfloat16)(call, values, end - begin, weights, totals, n);
+        NAME(weigh_bfloat16)(call, values, end - begin, weights, &to, n);
     else
-        NAME(weigh_float32)(call, values, end - begin, weights, totals, n);
+        NAME(weigh_float32)(call, values, end - begin, weights, &to, n);
 }
 
 /* The same for what each of the queries' rows sees of these values. */
@@ -315,26 +324,53 @@ static NOINLINE TARGET void NAME(weigh_each)(struct NAME(tile) *tile, const char
         if (own > n) own = n;
         NAME(seen)(tile, query / tile->n_heads, block, &first, &last);
         NAME(weigh_queries)
-        (tile, values, query, own, first > begin ? first : begin, last < end ? last : end);
+        (tile, values, query, own, first > begin ? first : begin, last < end ? last : end, 0, 0);
     }
 }
 
-/* Adds the values [low, high) of a block, GROUP at a time, which stay in the first cache for all queries. What QUERIES
- * queries all see is weighted for all at once, the positions before and behind for each row. */
+/* The same where the rows of `n` queries see unlike parts of a block, [low, high) together: what all see is weighted
+ * for all at once, the positions before and behind for each row. */
+static NOINLINE TARGET void NAME(weigh_unlike)(struct NAME(tile) *tile, const char *values, int64_t block, int query,
+                                               int n, int begin, int end, int low, int high) {
+    const int64_t size = tile->call->value_size;
+    int from, to, ignored;
+    NAME(seen)(tile, (query + n - 1) / tile->n_heads, block, &from, &ignored);
+    NAME(seen)(tile, query / tile->n_heads, block, &ignored, &to);
+    from = from < begin ? begin : from < end ? from : end;
+    to = to < from ? from : to < end ? to : end;
+    for (int q = query; begin == low && q < query + n; q++)
+        for (int64_t c = 0; c < size; c += LANES) memset(&tile->added[q][c], 0, sizeof(lanes));
+    NAME(weigh_each)(tile, values, block, query, n, begin, from);
+    NAME(weigh_queries)(tile, values, query, n, from, to, 0, 0);
+    NAME(weigh_each)(tile, values, block, query, n, to, end);
+    for (int q = query; end == high && q < query + n; q++) {
+        int first, last;
+        NAME(seen)(tile, q / tile->n_heads, block, &first, &last);
+        for (int64_t c = 0; first < last && c < size; c += LANES) {
+            lanes added;
+            memcpy(&added, &tile->added[q][c], sizeof added);
+            NAME(join)(&tile->totals[q][c], added, tile->less[q], tile->own[q]);
+        }
+    }
+}
+
+/* Adds the values [low, high) of a block, GROUP at a time, which stay in the first cache for all queries, and joins
+ * them to those of the blocks before. */
 static NOINLINE TARGET void NAME(weigh_block)(struct NAME(tile) *tile, const char *values, int64_t block, int low,
                                               int high) {
     for (int begin = low, end; begin < high; begin = end) {
         end = begin / GROUP * GROUP + GROUP < high ? begin / GROUP * GROUP + GROUP : high;
         for (int query = 0; query < tile->n; query += QUERIES) {
             const int n = tile->n - query < QUERIES ? tile->n - query : QUERIES;
-            int from, to, ignored;
-            NAME(seen)(tile, (query + n - 1) / tile->n_heads, block, &from, &ignored);
-            NAME(seen)(tile, query / tile->n_heads, block, &ignored, &to);
-            from = from < begin ? begin : from < end ? from : end;
-            to = to < from ? from : to < end ? to : end;
-            NAME(weigh_each)(tile, values, block, query, n, begin, from);
-            NAME(weigh_queries)(tile, values, query, n, from, to);
-            NAME(weigh_each)(tile, values, block, query, n, to, end);
+            int first, last, first_of_last, last_of_last;
+            NAME(seen)(tile, query / tile->n_heads, block, &first, &last);
+            NAME(seen)(tile, (query + n - 1) / tile->n_heads, block, &first_of_last, &last_of_last);
+            if (first == first_of_last && last == last_of_last)
+                NAME(weigh_queries)
+                (tile, values, query, n, first > begin ? first : begin, last < end ? last : end, begin <= first,
+                 last <= end);
+            else
+                NAME(weigh_unlike)(tile, values, block, query, n, begin, end, low, high);
         }
     }
 }
@@ -365,31 +401,44 @@ static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const cha
     }
 }
 
+/* Turns the scores of a block into weights, and joins their sums and largest scores to those before. */
+static NOINLINE TARGET void NAME(weights)(struct NAME(tile) *tile, int64_t block) {
+    const float soft_cap = tile->call->soft_cap;
+    for (int query = 0; query < TILE; query++) tile->largest[query] = -INFINITY;
+    for (int query = 0; query < tile->n; query++) {
+        float *scores = tile->scores[query];
+        int begin, end;
+        NAME(seen)(tile, query / tile->n_heads, block, &begin, &end);
+        if (begin >= end) continue;
+        if (soft_cap > 0) NAME(cap)(scores, begin / LANES * LANES, end, soft_cap);
+        tile->largest[query] = begin == 0 && end == KEYS ? NAME(softmax)(scores, 0, KEYS, tile->parts[query], 1)
+                                                         : NAME(softmax)(scores, begin, end, tile->parts[query], 0);
+    }
+    for (int query = 0; query < tile->n; query += LANES) {
+        lanes best, largest;
+        memcpy(&best, tile->best + query, sizeof best);
+        memcpy(&largest, tile->largest + query, sizeof largest);
+        const lanes most = NAME(select)(largest <= best, best, largest);
+        const lanes less = NAME(exponential)(best - most), own = NAME(exponential)(largest - most);
+        memcpy(tile->best + query, &most, sizeof most);
+        memcpy(tile->less + query, &less, sizeof less);
+        memcpy(tile->own + query, &own, sizeof own);
+    }
+    for (int query = 0; query < tile->n; query++) {
+        const lanes less = NAME(broadcast)(tile->less[query]), own = NAME(broadcast)(tile->own[query]);
+        for (int r = 0; tile->largest[query] != -INFINITY && r < REGISTERS; r++)
+            tile->sums[query][r] = NAME(fused)(tile->parts[query][r], own, tile->sums[query][r] * less);
+    }
+}
+
 /* Attends over the KEYS positions from `block` on; `keys` and `values` are where position `block` is, or would be. */
 static NOINLINE TARGET void NAME(attend_block)(struct NAME(tile) *tile, const char *keys, const char *values,
                                                int64_t block) {
-    const struct attend *call = tile->call;
     int low, high, ignored;
     NAME(seen)(tile, 0, block, &low, &ignored);
     NAME(seen)(tile, tile->n_rows - 1, block, &ignored, &high);
     NAME(score_block)(tile, keys, block, low, high);
-    for (int row = 0; row < tile->n_rows; row++) {
-        int first, last;
-        NAME(seen)(tile, row, block, &first, &last);
-        for (int query = row * tile->n_heads; first < last && query < (row + 1) * tile->n_heads; query++) {
-            if (call->soft_cap > 0) NAME(cap)(tile->scores[query], first / LANES * LANES, last, call->soft_cap);
-            float *scores = tile->scores[query], *best = &tile->best[query];
-            const float less = first == 0 && last == KEYS
-                                   ? NAME(softmax)(scores, 0, KEYS, best, tile->sums[query], 1)
-                                   : NAME(softmax)(scores, first, last, best, tile->sums[query], 0);
-            for (int64_t i = 0; less != 1 && i < call->value_size; i += LANES) {
-                lanes total;
-                memcpy(&total, &tile->totals[query][i], sizeof total);
-                total *= less;
-                memcpy(&tile->totals[query][i], &total, sizeof total);
-            }
-        }
-    }
+    NAME(weights)(tile, block);
     NAME(weigh_block)(tile, values, block, low, high);
 }
 
@@ -401,6 +450,7 @@ static NOINLINE TARGET void NAME(attend_tile)(const struct attend *call, const s
     const struct slot_layer *stored = &span->layers[call->layer];
     const float scale = call->soft_cap > 0 ? call->scale / call->soft_cap : call->scale;
     struct NAME(tile) tile;
+    for (int i = 0; i < TILE; i++) tile.best[i] = -INFINITY;
     tile.call = call;
     tile.first_position = span->position + row - span->start;
     tile.n_rows = n_rows;
@@ -417,7 +467,7 @@ static NOINLINE TARGET void NAME(attend_tile)(const struct attend *call, const s
             if (i == tile.n - 1)
                 for (int pad = i % QUERIES + 1; pad < n_queries; pad++) to[c * n_queries + pad - i % QUERIES] = 0;
         }
-        tile.best[i] = call->sinks ? call->sinks[own] : -INFINITY;
+        if (call->sinks) tile.best[i] = call->sinks[own];
         for (int r = 0; r < REGISTERS; r++) tile.sums[i][r] = (lanes){0};
         if (call->sinks) tile.sums[i][0][0] = 1;
         for (int64_t c = 0; c < call->value_size; c += LANES) memset(&tile.totals[i][c], 0, sizeof(lanes));

@@ -81,6 +81,14 @@ struct attend {
     int32_t values_are_keys; /* the slots hold no values: they are the keys' columns */
 };
 
+/* Outputs of some queries: of a block so far, and of all blocks before, with the factors by which they are joined.
+ * What is added may be the first of the block, and the last. */
+struct outputs {
+    float (*added)[MAX_HEAD], (*totals)[MAX_HEAD];
+    const float *less, *own;
+    int32_t is_first, is_last;
+};
+
 /* The columns of a query in a tile: its own, and zeros up to a whole word of any kind. */
 static inline int64_t query_columns(const struct attend *call) { return (call->head_size + 3) / 4 * 4; }
 
