@@ -41,6 +41,15 @@ def is_noted(position: int, n_rows: int, n_noted: int) -> bool:
     return n_rows > MAX_STATE_DRAFTS + 1 and position - n_noted >= BLOCK_POSITIONS
 
 
+def settled_blocks(n_positions: int) -> int:
+    """Return how many blocks of a slot with so many positions do not change any more.
+
+    They end before the last position: the layer that predicts further tokens computes it again when
+    the token behind is known.
+    """
+    return max(0, n_positions - 1) // BLOCK_POSITIONS
+
+
 def block_spans(begin: int, end: int) -> Iterator[tuple[int, int]]:
     """Cut positions `[begin, end)` at the ends of blocks."""
     while begin < end:

@@ -212,6 +212,37 @@ async def second_turn(bench: Bench) -> dict[str, Any]:
     }
 
 
+async def shared_prefix(bench: Bench) -> dict[str, Any]:
+    """Sixteen requests at once that begin with the same 2,000 tokens, against one such request."""
+    ratios, lasts, blocks = [], [], []
+    async with open_ring(bench.checkpoint, 2, bench.threads) as engine:
+        for turn in range(1, bench.rounds + 1):
+            system, other = bench.prompts(2, 2000, 1200 + turn)
+            alone = await follow(engine, request([*other, 7], 1))
+            engine.drop_warm()
+            streams = [Stream(time.perf_counter()) for _ in range(16)]
+
+            def on_token(streams: list[Stream] = streams) -> None:
+                if all(stream.times_s for stream in streams):
+                    blocks.append(engine.counters.used_blocks)
+
+            await asyncio.gather(
+                *(
+                    follow(engine, request([*system, 100 + place], 64), stream, on_token)
+                    for place, stream in enumerate(streams)
+                )
+            )
+            first = [stream.ttft_s for stream in streams]
+            ratios.append(statistics.mean(first) / alone.ttft_s)
+            lasts.append(max(first) / alone.ttft_s)
+    return {
+        "mean_first_token_to_alone": round(statistics.median(ratios), 3),
+        "last_first_token_to_alone": round(statistics.median(lasts), 3),
+        "blocks_of_sixteen": max(blocks),
+        "blocks_of_sixteen_unshared": 16 * 9,
+    }
+
+
 async def deterministic(bench: Bench) -> dict[str, Any]:
     """What --deterministic costs, with one stream and with eight."""
     report = {}
@@ -341,6 +372,7 @@ EXPERIMENTS: dict[str, Callable[[Bench], Awaitable[dict[str, Any]]]] = {
     "prompt-beside": prompt_beside,
     "prefill": prefill,
     "second-turn": second_turn,
+    "shared-prefix": shared_prefix,
     "speculation": speculation,
     "deterministic": deterministic,
 }

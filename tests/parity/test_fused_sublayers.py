@@ -422,7 +422,7 @@ def test_a_position_has_the_same_bits_in_any_chunk_on_any_machine(
 @pytest.mark.parametrize("name", ISAS)
 @pytest.mark.parametrize("window", [None, 20, 300])
 def test_a_slot_is_read_where_it_is_after_it_has_moved(name: str, window: int | None) -> None:
-    """It grows in blocks, gives up what its window does not see, and is copied."""
+    """It grows in blocks, gives up what its window does not see, and shares blocks with a copy."""
     plain = layer_by_torch(name, window=window)
     ours = with_native_sublayers(plain, kernels_named(name))
     runners = [Runner(layer, 8, 2, torch.float32) for layer in (ours, plain)]
@@ -432,6 +432,10 @@ def test_a_slot_is_read_where_it_is_after_it_has_moved(name: str, window: int | 
             runner.run(hidden, group(0, position, 250))
     for runner in runners:
         runner.kv.copy(SlotId(0), SlotId(1), 1400)
+        assert runner.kv.blocks_used == 6 + 1
+        hidden = numbers(8, WIDTH, seed=1400)
+        of_both = [runner.run(hidden, group(slot, 1400, 8)) for slot in (0, 1)]
+        assert torch.equal(*of_both)
         runner.kv.free(SlotId(0))
     for position in range(1400, 1440, 8):
         hidden = numbers(8, WIDTH, seed=position)

@@ -110,6 +110,30 @@ def test_shared_prefixes_change_no_token(stages: TorchStages) -> None:
     assert [n_kept(events) for events in cold] == [0, 0, 0]
 
 
+def test_requests_that_begin_alike_run_together_in_the_blocks_of_one_beginning(
+    stages: TorchStages,
+) -> None:
+    """600 positions are 2 whole blocks; each of five requests has a third one for itself."""
+    if not stages.shares_blocks:
+        pytest.skip("blocks are shared where the compiled library computes")
+    system = random_prompt(600, 300, seed=7)
+    asked = [request([*system, *random_prompt(30, 300, seed=seed)], 20) for seed in range(8, 13)]
+    alone = [tokens_of(run(stages, one, chunk_rows=256)[0]) for one in asked]
+    most = [0] * len(stages.caches)
+
+    def note(place: int, used: int) -> None:
+        most[place] = max(most[place], used)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for place, kv in enumerate(stages.caches):
+            kv.clear()
+            patch.setattr(kv, "before_write", lambda *_, at=place, of=kv: note(at, of.blocks_used))
+        together = run(stages, *asked, chunk_rows=256, room_blocks=2 + 5)
+    assert [tokens_of(events) for events in together] == alone
+    assert [n_kept(events) for events in together] == [0, 600, 600, 600, 600]
+    assert most == [2 + 5] * len(stages.caches)
+
+
 def test_deterministic_text_with_rounded_keys_and_values_is_the_same_whatever_goes_on(
     folder: Path,
 ) -> None:

@@ -141,7 +141,7 @@ def test_a_bit_that_flips_is_found_and_its_parameter_named(name: str, tmp_path: 
 def test_a_bit_of_a_key_that_flips_is_found(tmp_path: Path) -> None:
     stage, audit = loaded(order_of(make_llama(tmp_path / "llama"), context=512))
     kv = audit._model.kv
-    kv.ensure(SlotId(0), BLOCK_POSITIONS, BLOCK_POSITIONS)
+    kv.ensure(SlotId(0), BLOCK_POSITIONS + 1, BLOCK_POSITIONS + 1)
     a_turn(audit)
     kv.layer(SlotId(0), 1)[0].view(-1).view(torch.uint8)[3] ^= 4
     with pytest.raises(ChangedMemoryError, match="keys or values of positions 0 to 256"):

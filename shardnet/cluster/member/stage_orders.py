@@ -363,4 +363,5 @@ def _ready(message: LoadStage, loaded: LoadedStage, reused: bool) -> StageReady:
         load_s=loaded.load_s,
         exact_rows=loaded.exact_rows,
         arithmetic=loaded.arithmetic,
+        shares_blocks=loaded.shares_blocks,
     )

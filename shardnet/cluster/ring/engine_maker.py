@@ -143,6 +143,7 @@ class EngineMaker:
                 notes_states=self.spec.notes_states,
             ),
             prefix_seed=prefixes.seed if prefixes else None,
+            shares_blocks=all(stage.shares_blocks for stage in ready),
         )
 
     def engine(self, ready: Sequence[StageReady]) -> Engine:
@@ -159,6 +160,7 @@ class EngineMaker:
             state_slots=STATE_SLOTS if self.spec.has_state else None,
             limits=ring.limits,
             prefix_seed=ring.prefix_seed,
+            shares_blocks=ring.shares_blocks,
         )
         return Engine(
             scheduler=scheduler,

@@ -11,6 +11,10 @@ A layer with a recurrence keeps no positions but its state after the last one (s
 fixed size: such a slot cannot be rewound but to its beginning, to before rows that were drafts, and
 to the state that was noted last on the way through a prompt.
 
+A slot that is copied shares whole blocks with its source, where the compiled library computes: it
+finds rows block by block. Such blocks lie apart and nobody writes to them. A slot that is rewound
+into one gets a copy of it.
+
 Rows are stored in the compute dtype, or quantised one by one (cache/kv_quantization.py): rows are
 quantised on write and dequantised on read.
 """
@@ -29,14 +33,28 @@ from torch import Tensor
 
 from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_quantization import dequantize_rows, quantize_rows
-from shardnet.model.cache.slot_blocks import BlockDigests, SlotContents, first_block
+from shardnet.model.cache.slot_blocks import (
+    BlockDigests,
+    SharedBlock,
+    SlotContents,
+    first_block,
+)
 from shardnet.model.cache.slot_state import SlotState
 from shardnet.model.config.model_config import HeadShape, StateShape
 from shardnet.model.kernels.device_memory import capacity_error_for
-from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, KvDType, SlotId, blocks_for
+from shardnet.model.kernels.library import native_kernels
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    REWIND_ROWS,
+    KvDType,
+    SlotId,
+    blocks_for,
+    settled_blocks,
+)
 
 SlotAddresses = npt.NDArray[np.int64]
-"""Addresses of a slot's keys and values, first position and capacity: [layers, 4]."""
+"""Addresses of a slot's own keys and values, their first position and capacity, and the address of
+the layer's row in a table of shared blocks: [layers, 5]."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,9 +62,10 @@ class _Slot:
     """Keys and values of one slot, layer by layer: [KV heads, capacity, W] each.
 
     `firsts` is the position of each layer's first row: a whole number of blocks, above 0 only where
-    the layer has a window. The slot ends after `blocks` blocks in all layers. `addresses` is the
-    same for the compiled library: addresses of keys and values, first position, capacity. Layers
-    with `states` have no keys and values.
+    the layer has a window, or behind the `shared` blocks. The slot ends after `blocks` blocks in
+    all layers. `addresses` is the same for the compiled library, and `table` the addresses of keys
+    and values in shared blocks: [layers, shared blocks, 2]. Layers with `states` have no keys and
+    values.
     """
 
     blocks: int = 0
@@ -56,10 +75,42 @@ class _Slot:
     addresses: SlotAddresses
     states: dict[int, SlotState]
     digests: BlockDigests = field(default_factory=BlockDigests)
+    shared: tuple[SharedBlock, ...] = ()
+    table: npt.NDArray[np.int64] | None = None
+
+    @property
+    def contents(self) -> SlotContents:
+        """The tensors, not copies."""
+        return SlotContents(
+            keys=[*self.keys],
+            values=[*self.values],
+            firsts=[*self.firsts],
+            states=dict(self.states),
+            shared=self.shared,
+        )
+
+    def place(self, layer: int, keys: Tensor, values: Tensor, first: int) -> None:
+        """Let the slot have these tensors in a layer, from position `first` on."""
+        self.keys[layer], self.values[layer], self.firsts[layer] = keys, values, first
+        self.addresses[layer, :4] = (keys.data_ptr(), values.data_ptr(), first, keys.shape[1])
+
+    def share(self, blocks: int, shared: tuple[SharedBlock, ...]) -> None:
+        """Let the slot have so many blocks, the first of them `shared`."""
+        self.blocks = blocks
+        if shared == self.shared:
+            return
+        self.shared, layers = shared, range(len(self.keys))
+        pairs = [
+            [(b.keys[layer].data_ptr(), b.values[layer].data_ptr()) for b in shared]
+            for layer in layers
+        ]
+        self.table = np.array(pairs, np.int64)
+        begin, stride = self.table.ctypes.data, self.table.strides[0]
+        self.addresses[:, 4] = [begin + layer * stride if shared else 0 for layer in layers]
 
 
 class KvCache:
-    """Slots of keys and values on `device`. Each slot is contiguous per layer: no gather to attend.
+    """Slots of keys and values on `device`. A slot is contiguous per layer, but for shared blocks.
 
     Layers are counted from 0 within the stage. A slot that was never grown holds nothing.
     `windows` has the sliding window of each layer, in positions, the row itself included; None is
@@ -152,6 +203,11 @@ class KvCache:
         return bool(self._states)
 
     @property
+    def shares(self) -> bool:
+        """Whether a copied slot shares blocks with its source. A state cannot be shared."""
+        return self._device.type == "cpu" and not self._states and native_kernels() is not None
+
+    @property
     def is_quantized(self) -> bool:
         """Whether rows are stored quantised."""
         return self._is_quantized
@@ -208,6 +264,9 @@ class KvCache:
             self._check_states(slot, begin)
             if slot in self._slots:
                 self._rewind_states(slot, begin)
+        found = self._slots.get(slot)
+        if found is not None and found.shared and begin <= len(found.shared) * BLOCK_POSITIONS:
+            self._own_from(slot, begin, found.blocks)
         wanted = blocks_for(n_positions)
         held = self._slots[slot].blocks if slot in self._slots else 0
         if wanted > held:
@@ -227,7 +286,8 @@ class KvCache:
         """Free the blocks beyond positions `[0, n_positions)`. Unknown slots are ignored.
 
         Where no memory is left for smaller tensors, the slot keeps those that it has. States that
-        cannot be rewound stay as they are: no row can follow them.
+        cannot be rewound stay as they are: no row can follow them. A block that is shared and not
+        whole any more is copied.
         """
         if slot not in self._slots:
             return
@@ -238,20 +298,20 @@ class KvCache:
         wanted = blocks_for(n_positions)
         if wanted == 0:
             self.free(slot)
-        elif wanted < self._slots[slot].blocks:
-            with suppress(CapacityError):
-                self._resize(slot, wanted, 0)
+            return
+        with suppress(CapacityError):
+            self._own_from(slot, n_positions, min(wanted, self._slots[slot].blocks))
 
     def free(self, slot: SlotId) -> None:
         """Free all blocks of the slot. Unknown slots are ignored."""
         held = self._slots.pop(slot, None)
         if held is not None:
-            self._blocks_used -= held.blocks
+            self._count(held, 0, ())
 
     def copy(self, source: SlotId, target: SlotId, n_positions: int) -> None:
-        """Copy the first `n_positions` of slot `source` to `target`, replacing its contents.
+        """Let slot `target` hold the first `n_positions` of slot `source`, in place of its own.
 
-        A slot copied to itself keeps them.
+        Whole blocks are shared where the cache `shares` them. A slot copied to itself keeps them.
 
         Raises CapacityError, without any change, if `source` does not hold them, if a state of it
         is that of another position, or if blocks or the machine's memory run out.
@@ -267,37 +327,24 @@ class KvCache:
             self.trim(target, n_positions)
             return
         self.free(target)
-        wanted = blocks_for(n_positions)
-        self._check_room(target, wanted, n_positions)
+        wanted, n_shared = blocks_for(n_positions), 0
+        if self.shares:
+            n_shared = settled_blocks(n_positions)
+            self._share(source, n_shared)
+        self._check_room(target, wanted - n_shared, n_positions)
         held = self._slots[source]
         with self._enough_memory(target, "the states of another slot"):
             states = {
                 layer: (state.at(n_positions) or state).clone()
                 for layer, state in held.states.items()
             }
-        self._slots[target] = _Slot(
-            keys=list(held.keys),
-            values=list(held.values),
-            firsts=list(held.firsts),
-            addresses=held.addresses.copy(),
-            states=states,
-            digests=held.digests.cut(n_positions),
-        )
-        try:
-            self._resize(target, wanted, n_positions - REWIND_ROWS)  # to tensors of its own
-        except CapacityError:
-            del self._slots[target]
-            raise
+        self._resize(target, wanted, n_positions - REWIND_ROWS, held.shared[:n_shared], held)
+        self._slots[target].states.update(states)
+        self._slots[target].digests = held.digests.cut(n_positions)
 
     def contents(self, slot: SlotId) -> SlotContents:
         """Return the slot's keys, values and states: the tensors, not copies."""
-        held = self._slots[slot]
-        return SlotContents(
-            keys=[*held.keys],
-            values=[*held.values],
-            firsts=[*held.firsts],
-            states=dict(held.states),
-        )
+        return self._slots[slot].contents
 
     def holds(self, slot: SlotId, n_positions: int) -> bool:
         """Say whether the slot has blocks for `n_positions`."""
@@ -346,17 +393,16 @@ class KvCache:
         self._check_room(slot, n_blocks, n_blocks * BLOCK_POSITIONS)
         held = self._new_slot()
         with self._enough_memory(slot, f"{n_blocks} KV blocks"):
-            for layer, first in enumerate(contents.firsts):
-                keys = contents.keys[layer].to(self._device)
-                values = contents.values[layer].to(self._device)
-                held.keys[layer], held.values[layer], held.firsts[layer] = keys, values, first
-                held.addresses[layer] = (keys.data_ptr(), values.data_ptr(), first, keys.shape[1])
+            for layer in range(self._n_layers):
+                first = contents.first(layer)
+                rows = (layer, first, contents.end(layer))
+                keys, values = contents.rows(*rows), contents.rows(*rows, values=True)
+                held.place(layer, keys.to(self._device), values.to(self._device), first)
             held.states.update(
                 (layer, state.to(self._device)) for layer, state in contents.states.items()
             )
-        held.blocks = n_blocks
         held.digests.end = n_blocks * BLOCK_POSITIONS  # a row behind a part of the last one says so
-        self._blocks_used += n_blocks
+        self._count(held, n_blocks, ())
         self._slots[slot] = held
 
     def look(self) -> int:
@@ -367,10 +413,10 @@ class KvCache:
         for turn in (self._turn, self._blocks()):
             self._turn = turn
             for held, layer, block in turn:
-                begin = block * BLOCK_POSITIONS - held.firsts[layer]
-                if begin >= 0 and (block + 1) * BLOCK_POSITIONS <= held.digests.end:
-                    rows = slice(begin, begin + BLOCK_POSITIONS)
-                    keys, values = held.keys[layer][:, rows], held.values[layer][:, rows]
+                begin, contents = block * BLOCK_POSITIONS, held.contents
+                if begin >= contents.first(layer) and block < settled_blocks(held.digests.end):
+                    rows = (layer, begin, begin + BLOCK_POSITIONS)
+                    keys, values = contents.rows(*rows), contents.rows(*rows, values=True)
                     return held.digests.look(layer, block, keys, values)
         return 0
 
@@ -391,13 +437,25 @@ class KvCache:
         self._blocks_used = 0
 
     def layer(self, slot: SlotId, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the slot's keys and values in a layer: [KV heads, capacity, W] each, writable.
+        """Return the slot's keys and values in a layer: [KV heads, capacity, W] each.
 
-        Their first row is position `first(slot, layer)`. Write the results of `quantize` there, and
-        pass what is read to `dequantize`.
+        Their first row is position `first(slot, layer)`. Pass what is read to `dequantize`. They
+        are copies where blocks are shared.
         """
         held = self._slots[slot]
-        return held.keys[layer], held.values[layer]
+        if not held.shared:
+            return held.keys[layer], held.values[layer]
+        contents = held.contents
+        rows = (layer, contents.first(layer), contents.end(layer))
+        return contents.rows(*rows), contents.rows(*rows, values=True)
+
+    def own(self, slot: SlotId, layer: int) -> tuple[tuple[Tensor, Tensor], int]:
+        """Return the keys and values that are the slot's alone, writable, and their first position.
+
+        All rows that `ensure` has made room for lie there. Write the results of `quantize`.
+        """
+        held = self._slots[slot]
+        return (held.keys[layer], held.values[layer]), held.firsts[layer]
 
     def state(self, slot: SlotId, layer: int) -> SlotState:
         """Return the slot's state in a layer that keeps one, writable."""
@@ -417,15 +475,13 @@ class KvCache:
         return dequantize_rows(stored, width, self._dtype) if self._is_quantized else stored
 
     def addresses(self, slot: SlotId) -> SlotAddresses:
-        """Return the addresses of the slot's keys and values, updated in place as it grows.
-
-        int64 [layers, 4]: address of keys, of values, position `first`, capacity in positions.
-        """
+        """Return the addresses of the slot's keys and values, updated in place as it grows."""
         return self._slots[slot].addresses
 
     def first(self, slot: SlotId, layer: int) -> int:
         """Return the first position that the slot still holds in a layer."""
-        return self._slots[slot].firsts[layer]
+        held = self._slots[slot]
+        return held.contents.first(layer) if held.shared else held.firsts[layer]
 
     def _check_room(self, slot: SlotId, more: int, n_positions: int) -> None:
         """Raise CapacityError unless `more` blocks are free."""
@@ -441,7 +497,10 @@ class KvCache:
         held = self._slots.get(slot)
         if held is None:
             return
-        for first, window in zip(held.firsts, self._windows, strict=True):
+        for layer, window in enumerate(self._windows):
+            first = held.firsts[layer] if window is not None else 0
+            if first and held.shared:
+                first = held.contents.first(layer)
             if first and window is not None and position - window + 1 < first:
                 raise CapacityError(
                     f"slot {slot} holds positions from {first} on in layers with a window of "
@@ -474,50 +533,109 @@ class KvCache:
             remedy="start the node with less --memory",
         )
 
-    def _resize(self, slot: SlotId, blocks: int, seen_from: int) -> None:
+    def _resize(
+        self,
+        slot: SlotId,
+        blocks: int,
+        seen_from: int,
+        shared: tuple[SharedBlock, ...] | None = None,
+        source: _Slot | None = None,
+    ) -> None:
         """Move the slot to tensors that end after `blocks` blocks, layer by layer.
 
-        Rows from position `seen_from` on may still be written. If memory runs out halfway, moved
-        layers stay moved: that wastes memory but loses no data.
+        They begin behind the `shared` blocks, by default those that the slot has, and hold what
+        `source` has of the positions, by default the slot itself. Rows from position `seen_from` on
+        may still be written. If memory runs out halfway, moved layers stay moved unless what is
+        shared changes: that wastes memory but loses no data.
         """
         held = self._slots.get(slot)
         with self._enough_memory(slot, f"{blocks} KV blocks of {self.block_bytes} bytes"):
             if held is None:
                 held = self._new_slot()
+            shared = held.shared if shared is None else shared
+            moved: list[tuple[int, Tensor, Tensor, int]] = []
+            is_alike = source is None and shared == held.shared
             for layer, window in enumerate(self._windows):
                 if layer in self._states:
                     continue
-                old = held.firsts[layer]
-                first = old
+                old = (source or held).contents
+                first = max(old.first(layer), len(shared) * BLOCK_POSITIONS)
                 if window is not None:
                     needed_from = max(0, seen_from - window + 1)
-                    first = max(old, needed_from // BLOCK_POSITIONS * BLOCK_POSITIONS)
-                keys = self._moved(held.keys[layer], old, first, blocks)
-                values = self._moved(held.values[layer], old, first, blocks)
-                held.keys[layer], held.values[layer], held.firsts[layer] = keys, values, first
-                held.addresses[layer] = (keys.data_ptr(), values.data_ptr(), first, keys.shape[1])
-        self._blocks_used += blocks - held.blocks
-        held.blocks = blocks
+                    first = max(first, needed_from // BLOCK_POSITIONS * BLOCK_POSITIONS)
+                keys = self._moved(old, layer, first, blocks, values=False)
+                values = self._moved(old, layer, first, blocks, values=True)
+                moved.append((layer, keys, values, first))
+                if is_alike:
+                    held.place(*moved.pop())
+        for place in moved:
+            held.place(*place)
+        self._count(held, blocks, shared)
         self._slots[slot] = held
+
+    def _count(self, held: _Slot, blocks: int, shared: tuple[SharedBlock, ...]) -> None:
+        """Let a slot have so many blocks, the first of them `shared`. Each is counted once."""
+        for block in shared:
+            self._blocks_used += block.users == 0
+            block.users += 1
+        for block in held.shared:
+            block.users -= 1
+            self._blocks_used -= block.users == 0
+        self._blocks_used += (blocks - len(shared)) - (held.blocks - len(held.shared))
+        held.share(blocks, shared)
+
+    def _share(self, slot: SlotId, n_blocks: int) -> None:
+        """Move the first blocks of a slot to where others may have them too."""
+        held = self._slots[slot]
+        if n_blocks <= len(held.shared):
+            return
+        old, n_shared = held.contents, len(held.shared)
+        with self._enough_memory(slot, f"{n_blocks - n_shared} blocks to share"):
+            rows: list[list[list[Tensor]]] = [[[], []] for _ in range(n_shared, n_blocks)]
+            for block, pair in enumerate(rows, start=n_shared):
+                begin, end = block * BLOCK_POSITIONS, (block + 1) * BLOCK_POSITIONS
+                for layer in range(self._n_layers):
+                    for values, made in enumerate(pair):
+                        made.append(old.rows(layer, begin, end, values=bool(values)).clone())
+        shared = [SharedBlock(keys=keys, values=values) for keys, values in rows]
+        self._resize(slot, held.blocks, 0, (*held.shared, *shared))
+
+    def _own_from(self, slot: SlotId, position: int, blocks: int) -> None:
+        """Give the slot blocks of its own from `position` on, and an end after `blocks` blocks.
+
+        Raises CapacityError, without any change, as `ensure`.
+        """
+        held = self._slots[slot]
+        kept = held.shared[: settled_blocks(position)]
+        if blocks == held.blocks and len(kept) == len(held.shared):
+            return
+        n_freed = [block.users for block in held.shared[len(kept) :]].count(1)
+        more = (blocks - len(kept)) - (held.blocks - len(held.shared)) - n_freed
+        self._check_room(slot, more, position)
+        self._resize(slot, blocks, 0, kept)
 
     def _new_slot(self) -> _Slot:
         return _Slot(
             keys=[self._empty(heads.n_kv_heads, 0, heads.key_size) for heads in self._heads],
             values=[self._empty(heads.n_kv_heads, 0, heads.value_size) for heads in self._heads],
             firsts=[0] * self._n_layers,
-            addresses=np.zeros((self._n_layers, 4), np.int64),
+            addresses=np.zeros((self._n_layers, 5), np.int64),
             states={
                 layer: SlotState.empty(shape, self._dtype, self._device)
                 for layer, shape in self._states.items()
             },
         )
 
-    def _moved(self, old: Tensor, old_first: int, first: int, blocks: int) -> Tensor:
+    def _moved(
+        self, old: SlotContents, layer: int, first: int, blocks: int, *, values: bool
+    ) -> Tensor:
         """Copy the positions from `first` on to a new tensor that begins there."""
-        new = self._empty(old.shape[0], max(0, blocks * BLOCK_POSITIONS - first), old.shape[2])
-        skipped = first - old_first
-        kept = max(0, min(old.shape[1] - skipped, new.shape[1]))
-        new[:, :kept] = old[:, skipped : skipped + kept]
+        n_heads, _, width = (old.values if values else old.keys)[layer].shape
+        new = self._empty(n_heads, max(0, blocks * BLOCK_POSITIONS - first), width)
+        for begin, rows in old.parts(layer, values=values):
+            low, high = max(begin, first), min(begin + rows.shape[1], first + new.shape[1])
+            if low < high:
+                new[:, low - first : high - first] = rows[:, low - begin : high - begin]
         return new
 
     def _empty(

@@ -5,16 +5,18 @@ Knows tensors, layers and blocks of 256 positions. Must not know files, links, s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
 from shardnet.errors import CHECK_MACHINE, ChangedMemoryError
 from shardnet.model.cache.slot_state import SlotState
 from shardnet.model.kernels.codec import to_bytes
-from shardnet.types import BLOCK_POSITIONS
+from shardnet.types import BLOCK_POSITIONS, settled_blocks
 
 
 def first_block(n_blocks: int, window: int | None) -> int:
@@ -24,24 +26,68 @@ def first_block(n_blocks: int, window: int | None) -> int:
     return max(0, n_blocks * BLOCK_POSITIONS - window + 1) // BLOCK_POSITIONS
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class SharedBlock:
+    """A block that `users` slots have in common: nobody writes to it.
+
+    Keys and values by layer, [KV heads, 256, W] each; no rows where a window had dropped them.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    users: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotContents:
     """Stored keys and values of a slot, layer by layer: [KV heads, positions, W] each.
 
     The first row of layer `n` is position `firsts[n]`, a whole number of blocks. Layers that keep a
-    state have it in `states`, and no rows.
+    state have it in `states`, and no rows. The first blocks may be `shared` with other slots: then
+    tensors begin behind them, or where a window has dropped more.
     """
 
     keys: list[Tensor]
     values: list[Tensor]
     firsts: list[int]
     states: dict[int, SlotState] = field(default_factory=dict)
+    shared: tuple[SharedBlock, ...] = ()
+
+    def first(self, layer: int) -> int:
+        """Return the first position from which on a layer has rows, shared ones included."""
+        own = self.firsts[layer]
+        if own > len(self.shared) * BLOCK_POSITIONS:
+            return own
+        n_held = len(self.shared)
+        while n_held and self.shared[n_held - 1].keys[layer].shape[1]:
+            n_held -= 1
+        return n_held * BLOCK_POSITIONS if self.shared else own
+
+    def parts(self, layer: int, *, values: bool = False) -> Iterator[tuple[int, Tensor]]:
+        """Return the tensors of a layer's keys or values, each with its first position."""
+        for block, shared in enumerate(self.shared):
+            yield block * BLOCK_POSITIONS, (shared.values if values else shared.keys)[layer]
+        yield self.firsts[layer], (self.values if values else self.keys)[layer]
+
+    def rows(self, layer: int, begin: int, end: int, *, values: bool = False) -> Tensor:
+        """Return positions `[begin, end)` of a layer, not copied where they lie in one tensor."""
+        found = [
+            tensor[:, max(0, begin - first) : max(0, end - first)]
+            for first, tensor in self.parts(layer, values=values)
+        ]
+        held = [rows for rows in found if rows.shape[1]]
+        return torch.cat(held, 1) if len(held) > 1 else held[0] if held else found[-1]
+
+    def end(self, layer: int) -> int:
+        """Return the position behind the last row for which a layer has room."""
+        return self.firsts[layer] + self.keys[layer].shape[1]
 
     def row_bytes(self, layers: Sequence[int]) -> int:
         """Return the bytes of one position in `layers`."""
         return sum(
             tensor.shape[0] * tensor.shape[2] * tensor.element_size()
-            for tensor, _ in self._tensors(layers)
+            for layer in layers
+            for tensor in (self.keys[layer], self.values[layer])
         )
 
     def block_bytes(self, layers: Sequence[int]) -> int:
@@ -74,17 +120,19 @@ class SlotContents:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Pair the parts of `flat` with the rows that they hold: [KV heads, rows, W] each."""
         offset = 0
-        for tensor, first in self._tensors(layers):
-            held = tensor[:, begin - first : end - first]
-            n_bytes = held.numel() * held.element_size()
-            yield flat[offset : offset + n_bytes].view(tensor.dtype).view(held.shape), held
-            offset += n_bytes
-
-    def _tensors(self, layers: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
         for layer in layers:
-            for tensor in (self.keys[layer], self.values[layer]):
-                if tensor.shape[2]:
-                    yield tensor, self.firsts[layer]
+            for values, tensor in enumerate((self.keys[layer], self.values[layer])):
+                if not tensor.shape[2]:
+                    continue
+                shape = (tensor.shape[0], end - begin, tensor.shape[2])
+                n_bytes = math.prod(shape) * tensor.element_size()
+                piece = flat[offset : offset + n_bytes].view(tensor.dtype).view(shape)
+                offset += n_bytes
+                for first, held in self.parts(layer, values=bool(values)):
+                    low, high = max(begin, first), min(end, first + held.shape[1])
+                    if low < high:
+                        rows = held[:, low - first : high - first]
+                        yield piece[:, low - begin : high - begin], rows
 
 
 class BlockDigests:
@@ -105,7 +153,7 @@ class BlockDigests:
     def writes(self, begin: int, end: int) -> None:
         """Note that positions `[begin, end)` are written next, and are the slot's last."""
         self.end = end
-        n_whole = begin // BLOCK_POSITIONS
+        n_whole = settled_blocks(begin)
         if n_whole < self._n_blocks:
             self._digests = {key: had for key, had in self._digests.items() if key[0] < n_whole}
             self._n_blocks = n_whole

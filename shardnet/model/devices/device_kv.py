@@ -54,6 +54,11 @@ class DeviceKvCache(KvCache):
         self._buffers: list[tuple[Buffer, Buffer]] = []
         """Keys and values of each layer: [pages, KV heads, PAGE, head size] each."""
 
+    @property
+    def shares(self) -> bool:
+        """See KvCache: no pages are shared on a device."""
+        return self._driver is None and super().shares
+
     def pages_of(self, layer: int) -> tuple[Buffer, Buffer]:
         """Return the keys and values of a layer; valid until the next `bring`."""
         return self._buffers[layer]

@@ -220,9 +220,8 @@ def attention(
     """
     n_rows, n_heads, head_size = queries.shape
     kv, widths = step.kv, (keys.shape[-1], values.shape[-1])
-    slots = [kv.layer(span.slot, layer) for span in step.spans]  # [KV heads, P, W] each
-    firsts = [kv.first(span.slot, layer) for span in step.spans]  # their first positions
-    _store(kv.quantize(keys), kv.quantize(values), slots, firsts, step.spans)
+    slots = [kv.own(span.slot, layer) for span in step.spans]  # [KV heads, P, W] each
+    _store(kv.quantize(keys), kv.quantize(values), slots, step.spans)
     if step.native_spans is not None:
         native = native_attend(
             queries, keys.shape[1], widths[1], layer, step.native_spans, kv, kind
@@ -258,18 +257,17 @@ def _seen(
 def _store(
     keys: Tensor,
     values: Tensor,
-    slots: Sequence[tuple[Tensor, Tensor]],
-    firsts: Sequence[int],
+    slots: Sequence[tuple[tuple[Tensor, Tensor], int]],
     spans: Sequence[Span],
 ) -> None:
-    """Write the rows' keys and values, [T, KV heads, W], to their slots.
+    """Write the rows' keys and values, [T, KV heads, W], to their slots and these' first positions.
 
     In one operator: with many sequences, one call per row costs more than the copy itself.
     """
     targets: list[Tensor] = []
     parts: list[Tensor] = []
     key_rows, value_rows = keys.unbind(0), values.unbind(0)
-    for (slot_keys, slot_values), first, span in zip(slots, firsts, spans, strict=True):
+    for ((slot_keys, slot_values), first), span in zip(slots, spans, strict=True):
         start, n_rows, position = span.start, span.end - span.start, span.position - first
         if n_rows == 1:
             targets += (slot_keys.select(1, position), slot_values.select(1, position))

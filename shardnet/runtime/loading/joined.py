@@ -123,6 +123,7 @@ def join(order: StageOrder, stages: Sequence[LoadedStage]) -> LoadedStage:
         load_s=sum(part.load_s for part in parts),
         kernel=parts[0].kernel,
         exact_rows=min(part.exact_rows for part in parts),
+        shares_blocks=all(part.shares_blocks for part in parts),
         moves=joined_moves,
         parts=tuple(parts),
     )

@@ -45,9 +45,10 @@ class LoadedStage:
     """A stage ready to compute. `stamp` is that of the checkpoint's files when it was loaded.
 
     `prefixes` are those on disk of finished prompts, None where none are kept; `arithmetic` is "".
-    `moves` takes the sequences of other stages in, None where it cannot. `linears` are those that a
-    later stage may take. `audit` looks for wrong bits, None where nothing does. A stage that has
-    grown has `parts`, which were loaded one by one.
+    A slot that is copied `shares_blocks` with its source. `moves` takes the sequences of other
+    stages in, None where it cannot. `linears` are those that a later stage may take. `audit` looks
+    for wrong bits, None where nothing does. A stage that has grown has `parts`, which were loaded
+    one by one.
     """
 
     order: StageOrder
@@ -60,6 +61,7 @@ class LoadedStage:
     exact_rows: int
     prefixes: StagePrefixes | None = None
     arithmetic: str = ""
+    shares_blocks: bool = False
     moves: SlotMoves | None = None
     linears: KeptLinears | None = None
     audit: StageAudit | None = None

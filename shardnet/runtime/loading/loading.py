@@ -168,6 +168,7 @@ def load(
         exact_rows=loaded.exact_rows,
         prefixes=stored,
         arithmetic=arithmetic,
+        shares_blocks=model is not None and model.group is None and model.kv.shares,
         moves=getattr(loaded.compute, "moves", None),
         linears=model.linears if model is not None else None,
         audit=_audit(order, model),

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from shardnet.errors import CapacityError, ContextExceededError, QueueFullError, UsageError
 from shardnet.runtime.scheduling.drafting import check_drafts
 from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, Slot, Start, common_prefix
+from shardnet.runtime.scheduling.limits import RingLimits
 from shardnet.runtime.scheduling.prefix_keys import block_keys
 from shardnet.runtime.scheduling.sequences import (
     Instruction,
@@ -55,6 +56,7 @@ class AdmissionQueue:
     state_slots: int | None
     chunk_rows: int
     prefix_seed: bytes | None = None
+    shares_blocks: bool = False
     book: KvBlockManager = field(init=False)
     waiting: list[LiveSequence] = field(default_factory=list)
     """Waiting and paused sequences, the next to be admitted first."""
@@ -78,6 +80,7 @@ class AdmissionQueue:
             most_warm_blocks=max(WARM_CONTEXTS * blocks_for(self.context), share),
             window=self.window,
             state_slots=self.state_slots,
+            shares=self.shares_blocks,
         )
 
     def submit(self, request: SequenceRequest) -> None:
@@ -133,9 +136,10 @@ class AdmissionQueue:
             sequence.lose_slot()
         self.book = self._empty_book()
 
-    def move(self, room_blocks: int, prefix_seed: bytes | None) -> list[SequenceFailed]:
+    def move(self, ring: RingLimits) -> list[SequenceFailed]:
         """Go on with the room of another ring; end what could never fit it. None may run."""
-        self.room_blocks, self.prefix_seed = room_blocks, prefix_seed
+        self.room_blocks, self.prefix_seed = ring.room_blocks, ring.prefix_seed
+        self.shares_blocks = ring.shares_blocks
         self.book = self._empty_book()
         failed = []
         for sequence in [*self.waiting]:
@@ -165,13 +169,11 @@ class AdmissionQueue:
         """
         while self.waiting and len(self.running) < self.max_slots:
             sequence = self.waiting[0]
-            n_blocks = self._first_blocks(sequence)
-            must_wait = sequence.n_in_flight or n_blocks > self.book.available_blocks
-            if must_wait or (not sequence.n_moved and self._prefix_is_coming(sequence, least_rows)):
+            is_coming = not sequence.n_moved and self._prefix_is_coming(sequence, least_rows)
+            if sequence.n_in_flight or is_coming or not self._start(sequence):
                 return
             self.waiting.pop(0)
             self.anew.discard(sequence.sequence_id)
-            self._start(sequence, n_blocks)
 
     def _first_blocks(self, sequence: LiveSequence) -> int:
         """Count the blocks to start with: for the tokens so far, plus one to grow into beside
@@ -197,23 +199,28 @@ class AdmissionQueue:
             and other.request.adapters == sequence.request.adapters
         )
 
-    def _start(self, sequence: LiveSequence, n_blocks: int) -> None:
-        request = sequence.request
+    def _start(self, sequence: LiveSequence) -> bool:
+        """Give a sequence a slot; return False, and nothing changed, where there is no room."""
+        request, n_blocks = sequence.request, self._first_blocks(sequence)
+        is_room = n_blocks <= self.book.available_blocks
         if sequence.n_moved:
-            self._start_moved(sequence, n_blocks)
-            return
-        if self._restores(sequence):
+            if is_room:
+                self._start_moved(sequence, n_blocks)
+            return is_room
+        if is_room and self._restores(sequence):
             self._start_restoring(sequence, n_blocks)
-            return
+            return True
         if request.whole_prompt:
-            start = self.book.start_empty(n_blocks)
+            start = self.book.start_empty(n_blocks) if is_room else None
         else:
             only_chunks = self.chunk_rows if request.deterministic else 0
             start = self.book.start(
                 sequence.tokens, n_blocks, request.adapters, chunk_rows=only_chunks
             )
-        self._free(start.given_up)
-        self._open(sequence, start)
+        if start is not None:
+            self._free(start.given_up)
+            self._open(sequence, start)
+        return start is not None
 
     def _start_moved(self, sequence: LiveSequence, n_blocks: int) -> None:
         n_moved, sequence.n_moved = sequence.n_moved, 0

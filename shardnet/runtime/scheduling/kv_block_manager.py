@@ -10,11 +10,26 @@ are still in flight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardnet.slot_operations import AdapterUse
-from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, SlotId, blocks_for, is_noted
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    REWIND_ROWS,
+    SlotId,
+    blocks_for,
+    is_noted,
+    settled_blocks,
+)
+
+
+@dataclass(slots=True, eq=False)
+class SharedBlock:
+    """A block that so many slots have in common on every stage."""
+
+    users: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -22,10 +37,11 @@ class Slot:
     """One slot. Its first `n_held` positions hold keys and values of the first of `tokens`.
 
     `n_chunked` of them were computed in whole prompt chunks. `n_written` is the highest position
-    ever written plus one, rejected drafts included. `n_shared` counts the sequences that were
-    started with a copy of it. The rows of the first `n_answered` positions were answered: every
-    stage has computed them. All were computed with the same `adapters`. Stages have noted the state
-    of layers that keep one after `n_noted` positions, 0 for none.
+    ever written plus one, rejected drafts included. The first of its `n_blocks` may be `shared`.
+    `n_shared` counts the sequences that were started with a copy of it. The rows of the first
+    `n_answered` positions were answered: every stage has computed them. All were computed with the
+    same `adapters`. Stages have noted the state of layers that keep one after `n_noted` positions,
+    0 for none.
     """
 
     slot: SlotId
@@ -37,6 +53,7 @@ class Slot:
     n_answered: int = 0
     n_noted: int = 0
     n_blocks: int = 0
+    shared: tuple[SharedBlock, ...] = ()
     n_shared: int = 0
     is_warm: bool = False
     used_at: int = 0
@@ -93,13 +110,16 @@ class KvBlockManager:
     layers drop old positions (design decision 6), and a slot cannot be rewound below its `floor`.
     `state_slots` is the most slots, warm ones included, of a model whose layers keep a state, None
     where none does: such a slot can be continued only from where its state is known. Warm slots
-    hold at most `most_warm_blocks` together, None for all of the room.
+    hold at most `most_warm_blocks` together, None for all of the room. Where every stage `shares`
+    blocks, a slot that is started with a prefix of another has its whole blocks in common with it:
+    they are booked once, and a slot that is rewound into one gets a block of its own.
     """
 
     room_blocks: int
     most_warm_blocks: int | None = None
     window: int | None = None
     state_slots: int | None = None
+    shares: bool = False
     least_copied: int = 16
     """A shorter common prefix is not worth a copy."""
     _slots: dict[SlotId, Slot] = field(default_factory=dict)
@@ -114,8 +134,8 @@ class KvBlockManager:
 
     @property
     def warm_blocks(self) -> int:
-        """Blocks held by warm slots, which can be freed."""
-        return sum(slot.n_blocks for slot in self._slots.values() if slot.is_warm)
+        """Blocks held by warm slots alone, which can be freed."""
+        return _only_in(slot for slot in self._slots.values() if slot.is_warm)
 
     @property
     def available_blocks(self) -> int:
@@ -171,31 +191,51 @@ class KvBlockManager:
         adapters: tuple[AdapterUse, ...] = (),
         *,
         chunk_rows: int = 0,
-    ) -> Start:
-        """Assign a slot with `n_blocks` blocks, which must be available.
+    ) -> Start | None:
+        """Assign a slot with `n_blocks` blocks; None, and nothing changed, if they cannot be had.
 
         A warm slot is continued if all of it is a prefix of the prompt or there is no room for a
-        copy; otherwise the common prefix is copied. For `adapters` and `chunk_rows` see `prefix`.
+        copy; otherwise the common prefix is copied, or its whole blocks are shared. For `adapters`
+        and `chunk_rows` see `prefix`.
         """
-        assert blocks_for(len(prompt)) <= n_blocks <= self.available_blocks
+        assert blocks_for(len(prompt)) <= n_blocks
+        if n_blocks - self._shareable(len(prompt) - 1) > self.available_blocks:
+            return None
         prefix = self.prefix(prompt, adapters, chunk_rows=chunk_rows)
-        if prefix is None or prefix.n_kept < self.least_copied:
-            return self.start_empty(n_blocks)
-        source = prefix.slot
-        room_beside = self.available_blocks - (source.n_blocks if source.is_warm else 0)
+        start = None
+        if prefix is not None and prefix.n_kept >= self.least_copied:
+            start = self._start_with(prefix, n_blocks)
+        if start is None and n_blocks <= self.available_blocks:
+            start = self.start_empty(n_blocks)
+        return start
+
+    def _shareable(self, n_positions: int) -> int:
+        return settled_blocks(n_positions) if self.shares else 0
+
+    def _start_with(self, prefix: Prefix, n_blocks: int) -> Start | None:
+        source, n_kept = prefix.slot, prefix.n_kept
+        room_beside = (
+            self.room_blocks
+            - self._booked
+            + _only_in(slot for slot in self._slots.values() if slot.is_warm and slot is not source)
+        )
+        n_shared = self._shareable(n_kept)
+        is_room = n_blocks - n_shared <= room_beside
         has_slot = self.state_slots is None or self._n_kept_slots(source) < self.state_slots
-        if source.is_warm and (prefix.is_whole or n_blocks > room_beside or not has_slot):
-            return self._continue(prefix, n_blocks)
-        if n_blocks > room_beside:
-            return self.start_empty(n_blocks)
-        given_up = self._make_room(n_blocks, n_slots=1, spare=source)
+        if source.is_warm and (prefix.is_whole or not is_room or not has_slot):
+            return self._continue(prefix, n_blocks, room_beside)
+        if not is_room:
+            return None
+        given_up = self._make_room(n_blocks - n_shared, n_slots=1, spare=source)
         source.n_shared += 1
         self._touch(source)
-        slot = self._new(n_blocks)
-        slot.n_chunked = min(source.n_chunked, prefix.n_kept)
+        more = max(0, n_shared - len(source.shared))
+        self._book(source, source.n_blocks, (*source.shared, *(SharedBlock() for _ in range(more))))
+        slot = self._new(n_blocks, source.shared[:n_shared])
+        slot.n_chunked = min(source.n_chunked, n_kept)
         slot.n_written = source.n_written  # the copy lacks what the source has forgotten
-        slot.n_answered = min(source.n_answered, prefix.n_kept)
-        return Start(slot=slot, n_kept=prefix.n_kept, source=source.slot, given_up=given_up)
+        slot.n_answered = min(source.n_answered, n_kept)
+        return Start(slot=slot, n_kept=n_kept, source=source.slot, given_up=given_up)
 
     def start_empty(self, n_blocks: int) -> Start:
         """Assign an empty slot with `n_blocks` blocks, which must be available."""
@@ -221,7 +261,7 @@ class KvBlockManager:
         if more > self.available_blocks:
             return None
         given_up = self._make_room(more)
-        self._book(slot, slot.n_blocks + more)
+        self._book(slot, slot.n_blocks + more, slot.shared)
         return given_up
 
     def keep_warm(self, slot: Slot) -> tuple[Slot, ...]:
@@ -230,7 +270,7 @@ class KvBlockManager:
         Returns the warm slots that were dropped for it, beyond `most_warm_blocks`.
         """
         slot.is_warm = True
-        self._book(slot, blocks_for(slot.n_held))
+        self._book(slot, blocks_for(slot.n_held), slot.shared[: settled_blocks(slot.n_held)])
         self._touch(slot)
         dropped = []
         if self.most_warm_blocks is not None:
@@ -242,7 +282,7 @@ class KvBlockManager:
 
     def drop(self, slot: Slot) -> None:
         """Free a slot."""
-        self._booked -= slot.n_blocks
+        self._book(slot, 0, ())
         del self._slots[slot.slot]
         self._free_ids.append(slot.slot)
 
@@ -251,16 +291,22 @@ class KvBlockManager:
         warm = [slot for slot in self._slots.values() if slot.is_warm]
         return sorted(warm, key=lambda slot: (slot.n_shared > 0, slot.used_at))
 
-    def _continue(self, prefix: Prefix, n_blocks: int) -> Start:
-        slot = prefix.slot
+    def _continue(self, prefix: Prefix, n_blocks: int, room_beside: int) -> Start | None:
+        slot, n_kept = prefix.slot, prefix.n_kept
+        shared = slot.shared[: settled_blocks(n_kept)]
+        n_freed = [block.users for block in slot.shared[len(shared) :]].count(1)
+        n_own = slot.n_blocks - len(slot.shared) + n_freed
+        more = n_blocks - len(shared) - n_own
+        if more > room_beside:
+            return None
         slot.is_warm = False
-        slot.n_chunked = min(slot.n_chunked, prefix.n_kept)
-        slot.n_answered = min(slot.n_answered, prefix.n_kept)
-        if slot.n_noted >= prefix.n_kept:  # it has become the state
+        slot.n_chunked = min(slot.n_chunked, n_kept)
+        slot.n_answered = min(slot.n_answered, n_kept)
+        if slot.n_noted >= n_kept:  # it has become the state
             slot.n_noted = 0
-        given_up = self._make_room(n_blocks - slot.n_blocks)
-        self._book(slot, n_blocks)
-        return Start(slot=slot, n_kept=prefix.n_kept, given_up=given_up)
+        given_up = self._make_room(more)
+        self._book(slot, n_blocks, shared)
+        return Start(slot=slot, n_kept=n_kept, given_up=given_up)
 
     def _make_room(
         self, n_blocks: int, *, n_slots: int = 0, spare: Slot | None = None
@@ -284,19 +330,35 @@ class KvBlockManager:
         is_full = self.state_slots is not None and len(self._slots) + n_slots > self.state_slots
         return self.room_blocks - self._booked >= n_blocks and not is_full
 
-    def _new(self, n_blocks: int) -> Slot:
+    def _new(self, n_blocks: int, shared: tuple[SharedBlock, ...] = ()) -> Slot:
         slot = Slot(slot=self._free_ids.pop() if self._free_ids else SlotId(len(self._slots)))
         self._slots[slot.slot] = slot
-        self._book(slot, n_blocks)
+        self._book(slot, n_blocks, shared)
         return slot
 
-    def _book(self, slot: Slot, n_blocks: int) -> None:
-        self._booked += n_blocks - slot.n_blocks
-        slot.n_blocks = n_blocks
+    def _book(self, slot: Slot, n_blocks: int, shared: tuple[SharedBlock, ...]) -> None:
+        """Let a slot have so many blocks, the first of them `shared`. Each is counted once."""
+        for block in shared:
+            self._booked += block.users == 0
+            block.users += 1
+        for block in slot.shared:
+            block.users -= 1
+            self._booked -= block.users == 0
+        self._booked += (n_blocks - len(shared)) - (slot.n_blocks - len(slot.shared))
+        slot.n_blocks, slot.shared = n_blocks, shared
 
     def _touch(self, slot: Slot) -> None:
         self._uses += 1
         slot.used_at = self._uses
+
+
+def _only_in(slots: Iterable[Slot]) -> int:
+    """Count the blocks that no other slots have."""
+    n_own, users = 0, Counter[SharedBlock]()
+    for slot in slots:
+        n_own += slot.n_blocks - len(slot.shared)
+        users.update(slot.shared)
+    return n_own + sum(block.users == n for block, n in users.items())
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int], limit: int) -> int:

@@ -37,3 +37,4 @@ class RingLimits:
     room_blocks: int
     limits: StepLimits = field(default_factory=StepLimits)
     prefix_seed: bytes | None = None
+    shares_blocks: bool = False

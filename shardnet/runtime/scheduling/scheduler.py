@@ -48,7 +48,8 @@ class Scheduler:
     the sequences that run at once, `max_waiting` those that wait. `window` is the smallest sliding
     window of the model's layers, None where none has one. `state_slots` is the most slots, warm
     ones included, where layers keep a state, which cannot be rewound; None where none does.
-    `prefix_seed` stands for the ring where all stages keep prefixes on disk, else it is None.
+    `prefix_seed` stands for the ring where all stages keep prefixes on disk, else it is None. All
+    of them share blocks between slots if it `shares_blocks`.
     """
 
     epoch: Epoch
@@ -61,6 +62,7 @@ class Scheduler:
     state_slots: int | None = None
     limits: StepLimits = field(default_factory=StepLimits)
     prefix_seed: bytes | None = None
+    shares_blocks: bool = False
     mixed_rows: int = field(init=False)
     """Most prompt rows batched with decode rows at present."""
     _queue: AdmissionQueue = field(init=False)
@@ -83,6 +85,7 @@ class Scheduler:
             state_slots=self.state_slots,
             chunk_rows=self.limits.chunk_rows,
             prefix_seed=self.prefix_seed,
+            shares_blocks=self.shares_blocks,
         )
         self._chooser = RowChooser(
             queue=self._queue, limits=self.limits, rewinds=self.state_slots is None
@@ -154,7 +157,7 @@ class Scheduler:
         self.limits, self.prefix_seed = ring.limits, ring.prefix_seed
         self._chooser.limits = ring.limits
         self.mixed_rows = min(self.mixed_rows, self.limits.mixed_rows)
-        return self._queue.move(ring.room_blocks, ring.prefix_seed)
+        return self._queue.move(ring)
 
     def drop_warm(self) -> None:
         """Free what is kept for requests to come; see AdmissionQueue.drop_warm."""

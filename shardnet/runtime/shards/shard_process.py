@@ -187,7 +187,8 @@ class _Shard:
                 self._arriving.adopt(slot, firsts, n_blocks)
             case Read(slot=slot, layer=layer, begin=begin, end=end, values=values):
                 contents = kv.contents(slot)
-                held = (contents.values if values else contents.keys)[layer][:, begin:end]
+                first = contents.first(layer)
+                held = contents.rows(layer, first + begin, first + end, values=values)
                 data = self._arriving.as_bytes(held)
                 dtype = str(held.dtype).rpartition(".")[2]
                 shape = (held.shape[0], held.shape[1], held.shape[2])

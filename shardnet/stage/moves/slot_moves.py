@@ -93,7 +93,7 @@ class SlotMoves:
                 f"positions {begin} to {end} of sequence {sequence_id} were asked for, and slot "
                 f"{slot} does not hold them"
             )
-        first = max(begin, contents.firsts[index])
+        first = max(begin, contents.first(index))
         return HeldRows(first=first, n_bytes=max(0, end - first) * contents.row_bytes([index]))
 
     def read(
@@ -207,7 +207,7 @@ class SlotMoves:
     def take_own(
         self, sequence_id: SequenceId, other: SlotMoves, slot: SlotId, layer: int, end: int
     ) -> None:
-        """Take a layer from a slot of another stage of this node, not copied.
+        """Take a layer from a slot of another stage of this node, copied only where it is shared.
 
         Nothing before `end` may be written there afterwards. Raises UsageError as `held`, and if
         the slot has gone on so far that its window has dropped what the next row attends to.
@@ -227,9 +227,10 @@ class SlotMoves:
             assert found is not None, "held has looked"
             arriving.contents.states[here] = found
         else:
-            arriving.contents.keys[here] = contents.keys[there]
-            arriving.contents.values[here] = contents.values[there]
-            arriving.contents.firsts[here] = contents.firsts[there]
+            rows = (there, contents.first(there), contents.end(there))
+            arriving.contents.keys[here] = contents.rows(*rows)
+            arriving.contents.values[here] = contents.rows(*rows, values=True)
+            arriving.contents.firsts[here] = contents.first(there)
         arriving.ends[here] = end
 
     def is_whole(self, sequence_id: SequenceId, n_positions: int) -> bool:

@@ -56,7 +56,7 @@ class _Part:
 
     def first_held(self, contents: SlotContents) -> int:
         """Return the first block that a slot holds whole in all of these layers."""
-        return max(contents.firsts[layer] for layer in self.layers) // BLOCK_POSITIONS
+        return max(contents.first(layer) for layer in self.layers) // BLOCK_POSITIONS
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -66,7 +66,7 @@ class LeadingKvCache(KvCache):
         return WholeContents(
             keys=cast(Any, _Layers(self, slot, own, values=False)),  # as a list is read
             values=cast(Any, _Layers(self, slot, own, values=True)),
-            firsts=own.firsts,
+            firsts=[own.first(layer) for layer in range(len(own.keys))],
             states=own.states,
             own=own,
             n_shares=self.whole_kv_heads // self.n_kv_heads,
@@ -76,8 +76,8 @@ class LeadingKvCache(KvCache):
         self, slot: SlotId, own: SlotContents, layer: int, rows: tuple[int, int], *, values: bool
     ) -> Tensor:
         """Join what all shards have of a layer's rows, counted from the first one of the slot."""
-        tensors = own.values if values else own.keys
-        mine = tensors[layer][:, rows[0] : rows[1]]
+        first = own.first(layer)
+        mine = own.rows(layer, first + rows[0], first + rows[1], values=values)
         if not self._cut.cuts_heads or not mine.numel():
             return mine
         parts = [mine, *self._followers.read(slot, layer, *rows, values=values)]
@@ -98,8 +98,7 @@ class _Layers(Sequence[Tensor]):
         return len(self._own.keys)
 
     def __getitem__(self, layer: Any) -> Any:
-        tensor = (self._own.values if self._is_values else self._own.keys)[layer]
-        return self.rows(layer, 0, tensor.shape[1])
+        return self.rows(layer, 0, self._own.end(layer) - self._own.first(layer))
 
     def rows(self, layer: int, begin: int, end: int) -> Tensor:
         """Return some rows of one layer."""

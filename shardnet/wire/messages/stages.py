@@ -145,7 +145,8 @@ class StageReady(Tagged, frozen=True, kw_only=True):
     `room_blocks` is the KV room that is really there; `reused` that the weights were there already.
     A row's bits do not depend on the rows beside it in steps of at most `exact_rows` rows.
     `arithmetic` stands for everything but the model that decides the bits of its keys and values,
-    "" where the node keeps no prefixes on disk.
+    "" where the node keeps no prefixes on disk. With `shares_blocks` a slot that is copied shares
+    whole blocks with its source, and they count once.
     """
 
     request: RequestId
@@ -156,6 +157,7 @@ class StageReady(Tagged, frozen=True, kw_only=True):
     load_s: Seconds
     exact_rows: U32
     arithmetic: DigestOrNone = ""
+    shares_blocks: bool = False
 
 
 class RingBroken(Tagged, frozen=True, kw_only=True):

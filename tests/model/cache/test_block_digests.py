@@ -32,8 +32,8 @@ def make_cache(value_size: int | None = None, kv_dtype: KvDType = KvDType.AUTO) 
 def write(cache: KvCache, slot: SlotId, begin: int, end: int) -> None:
     cache.ensure(slot, end, end - begin)
     for layer in range(N_LAYERS):
-        first = cache.first(slot, layer)
-        for held in cache.layer(slot, layer):
+        tensors, first = cache.own(slot, layer)
+        for held in tensors:
             held[:, begin - first : end - first] = torch.randn(
                 held[:, begin - first : end - first].shape
             ).to(held.dtype)
@@ -52,8 +52,10 @@ def test_a_flipped_bit_is_found(value_size: int | None, kv_dtype: KvDType, is_co
     assert a_turn(cache) > 0
     slot = SlotId(2) if is_copy else SLOT
     if is_copy:
-        cache.copy(SLOT, slot, BLOCK_POSITIONS)
-    held = cache.layer(slot, 0)[value_size is None]
+        cache.copy(SLOT, slot, BLOCK_POSITIONS + 1)
+    contents = cache.contents(slot)
+    assert bool(contents.shared) == (is_copy and cache.shares)
+    held = contents.rows(0, 0, BLOCK_POSITIONS, values=value_size is None)
     held[1, 200].view(torch.uint8)[3] ^= 4
     with pytest.raises(ChangedMemoryError, match=r"positions 0 to 256 .* in layer 0.*memtest86"):
         a_turn(cache)

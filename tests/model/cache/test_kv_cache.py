@@ -78,6 +78,41 @@ def test_keys_without_values_grow_and_are_copied(kv_dtype: KvDType) -> None:
     assert held_bytes(cache, SLOT) == 2 * cache.block_bytes == 2 * held_bytes(cache, other)
 
 
+def test_sixteen_copies_hold_the_blocks_of_a_prefix_once() -> None:
+    """2,000 positions are 7 whole blocks and 208 positions that each slot has for itself."""
+    cache, others = make_cache(room_blocks=64), [SlotId(number) for number in range(10, 25)]
+    if not cache.shares:
+        pytest.skip("blocks are shared where the compiled library computes")
+    n_tail = 208
+    cache.ensure(SLOT, 2010)
+    keys = torch.randn(N_KV_HEADS, 2010, HEAD_SIZE)
+    cache.own(SLOT, 1)[0][0][:, :2010] = keys
+    for other in others:
+        cache.copy(SLOT, other, 2000)
+    assert cache.blocks_used == 7 + 16
+    moved = []
+    for slot in (SLOT, *others):
+        contents = cache.contents(slot)
+        moved.append(torch.empty(2000 * contents.row_bytes([1]), dtype=torch.uint8))
+        contents.read_rows([1], 0, 2000, moved[-1])
+        assert torch.equal(moved[-1], moved[0])
+        assert torch.equal(cache.layer(slot, 1)[0][:, :2000], keys[:, :2000])
+        (own, _), first = cache.own(slot, 1)
+        assert (first, own.shape[1]) == (7 * BLOCK_POSITIONS, BLOCK_POSITIONS)
+        own[:, :n_tail] = 0
+    cache.trim(others[0], 600)  # two blocks are shared still, and part of the third is its own
+    assert cache.blocks_used == 7 + 16
+    cache.own(others[0], 1)[0][0].fill_(7)
+    for slot in (SLOT, *others[1:]):
+        assert torch.equal(cache.layer(slot, 1)[0][:, :1792], keys[:, :1792])
+    for slot in (SLOT, *others[1:]):
+        cache.free(slot)
+    assert cache.blocks_used == 3
+    assert torch.equal(cache.layer(others[0], 1)[0][:, :512], keys[:, :512])
+    cache.free(others[0])
+    assert cache.blocks_used == 0
+
+
 def test_ensure_never_shrinks_and_trim_never_grows() -> None:
     cache = make_cache()
     cache.ensure(SLOT, 600)

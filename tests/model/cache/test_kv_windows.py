@@ -30,9 +30,9 @@ def write(cache: KvCache, slot: SlotId, position: int, values: Tensor) -> None:
     end = position + len(values)
     cache.ensure(slot, end, len(values))
     for layer in range(len(WINDOWS)):
-        rows = slice(position - cache.first(slot, layer), end - cache.first(slot, layer))
-        for tensor in cache.layer(slot, layer):
-            tensor[0, rows] = cache.quantize(values[:, None])
+        tensors, first = cache.own(slot, layer)
+        for tensor in tensors:
+            tensor[0, position - first : end - first] = cache.quantize(values[:, None])
 
 
 def seen(cache: KvCache, slot: SlotId, layer: int, end: int) -> list[float]:
@@ -119,14 +119,17 @@ def test_a_rewind_below_what_is_kept_is_refused() -> None:
     write(cache, SLOT, 0, torch.zeros(256))
 
 
-def test_a_copy_shares_nothing_with_its_source() -> None:
+def test_what_is_written_to_a_copy_leaves_its_source_alone() -> None:
+    """Three blocks are shared, and the fourth is copied."""
     cache = make_cache()
     for position in range(0, 1024, 256):
         write(cache, SLOT, position, torch.full((256,), 1.0))
     cache.copy(SLOT, OTHER, 1000)
     write(cache, OTHER, 1000, torch.full((24,), 2.0))
     assert [set(seen(cache, SLOT, layer, 1024)) for layer in range(3)] == [{1.0}] * 3
-    assert cache.blocks_used == 8
+    assert cache.blocks_used == (5 if cache.shares else 8)
+    write(cache, OTHER, 900, torch.full((10,), 3.0))
+    assert set(seen(cache, SLOT, 0, 1024)) == {1.0}
 
 
 def test_the_rows_of_a_whole_frame_can_be_written_again() -> None:

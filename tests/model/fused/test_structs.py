@@ -25,7 +25,15 @@ from shardnet.model.kernels.recurrence import RecurrenceStruct
 from shardnet.model.layers.attention import plan_step
 from shardnet.model.layers.native_attention import MAX_HEAD, AttendStruct
 from shardnet.model.shards.group import GatherStruct, JoinedStruct
-from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    Epoch,
+    MicroBatch,
+    RowGroup,
+    SequenceId,
+    SlotId,
+    StepId,
+)
 
 SOURCES = Path(__file__).parents[3] / "shardnet" / "model" / "kernels" / "csrc"
 TYPES = {
@@ -102,6 +110,7 @@ def test_tables_of_spans_and_slots_have_the_columns_of_their_structs() -> None:
         ("values", ctypes.c_void_p),
         ("first", ctypes.c_int64),
         ("capacity", ctypes.c_int64),
+        ("shared", ctypes.c_void_p),
     ]
     assert fields_of("span") == [
         ("layers", ctypes.c_void_p),
@@ -132,6 +141,7 @@ def test_tables_of_spans_and_slots_have_the_columns_of_their_structs() -> None:
             values.data_ptr(),
             first,
             keys.shape[1],
+            0,
         ]
     assert tables[1][1, 2] > 0  # a window has given something up
     for table in (native_spans.spans, *tables):
@@ -153,6 +163,7 @@ def test_numbers_stand_for_the_same_on_both_sides() -> None:
     in_c = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
     assert {dtype: constant(name) for dtype, name in in_c.items()} == packing._TYPES
     assert constant("MAX_HEAD") == MAX_HEAD
+    assert constant("BLOCK") == BLOCK_POSITIONS
     assert constant("PANEL") == panel_form.PANEL
     assert constant("UNIT") == panel_form.UNIT
     names = {"BFLOAT16": "BF16", "FLOAT16": "F16", "FLOAT32": "F32"}

@@ -34,17 +34,21 @@ def ring(
     room_blocks: int = 8,
     max_slots: int = 16,
     max_waiting: int = 100,
+    context: int = CONTEXT,
     limits: StepLimits = LIMITS,
+    *,
+    shares_blocks: bool = False,
 ) -> ToyRing:
     return ToyRing(
         Scheduler(
             epoch=Epoch(1),
             n_stages=n_stages,
             room_blocks=room_blocks,
-            context=CONTEXT,
+            context=context,
             max_slots=max_slots,
             max_waiting=max_waiting,
             limits=limits,
+            shares_blocks=shares_blocks,
         )
     )
 
@@ -386,6 +390,47 @@ def test_requests_that_come_together_compute_their_common_beginning_once() -> No
         assert one.said[SequenceId(number)] == text_of((*system, number, 1), 4, CONTEXT)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_sixteen_requests_compute_and_hold_a_common_beginning_once(together: bool) -> None:
+    """2,000 tokens are 7 whole blocks, and each request has one more: the room is no larger."""
+    one = ring(room_blocks=7 + 16, context=4096, shares_blocks=True)
+    system, numbers = prompt(7, 2000), range(1, 17)
+    for number in numbers:
+        one.scheduler.submit(request(number, (*system, number, 1), max_tokens=40))
+        if not together:
+            one.pump()
+    one.pump()
+    while one.in_flight and len(one.said) < 16:
+        one.answer()
+        one.pump()
+    assert len(one.scheduler.computed()) == 16
+    assert one.stage.n_blocks == one.scheduler.book.booked_blocks == 7 + 16
+    one.run()
+    n_rows = sum(group.n_rows for group in one.groups())
+    assert n_rows <= 2000 + 16 * (2 + 39) + 15 * LIMITS.mixed_rows
+    assert not one.paused
+    for number in numbers:
+        assert one.said[SequenceId(number)] == text_of((*system, number, 1), 40, 4096)
+
+
+def test_a_slot_that_is_rewound_into_a_shared_block_is_booked_one_of_its_own() -> None:
+    """The third request takes the first one's slot, whose second block the second one keeps."""
+    one = ring(room_blocks=5, shares_blocks=True)
+    system = prompt(7, 600)
+    asked = {1: ((*system, 1), 300), 2: ((*system, 2), 140), 3: ((*system[:300], 3), 10)}
+    for number in asked:
+        one.scheduler.submit(request(number, *asked[number]))
+        one.pump()
+        while number != 2 and one.in_flight:
+            one.answer()
+            one.pump()
+    opened = one.operations(OpenSequence)
+    assert [o.n_kept for o in opened] == [0, 600, 300]
+    assert (opened[2].slot, opened[2].source) == (opened[0].slot, None)
+    for number, (tokens, max_tokens) in asked.items():
+        assert one.said[SequenceId(number)] == text_of(tokens, max_tokens, CONTEXT)
+
+
 def test_a_request_for_every_row_of_the_prompt_shares_nothing() -> None:
     one = ring()
     for number in (1, 2):
@@ -479,7 +524,7 @@ def test_deterministic_sequences_reuse_whole_chunks_alone() -> None:
 requests = st.tuples(
     st.just("submit"),
     st.integers(0, 3),  # which beginning the prompt has
-    st.integers(1, 300),  # how much of it
+    st.integers(1, 300) | st.integers(500, 600),  # how much of it
     st.integers(0, 400),  # tokens to make
     st.sampled_from(["plain", "exact", "drafted", "urgent", "whole"]),
 )
@@ -500,11 +545,16 @@ events = st.lists(
     n_stages=st.integers(1, 4),
     max_slots=st.integers(1, 6),
     room_blocks=st.integers(3, 6),
+    shares_blocks=st.booleans(),
 )
 def test_every_request_ends_exactly_once_and_says_what_it_says_alone(
-    events: list[tuple[str, int]], n_stages: int, max_slots: int, room_blocks: int
+    events: list[tuple[str, int]],
+    n_stages: int,
+    max_slots: int,
+    room_blocks: int,
+    shares_blocks: bool,
 ) -> None:
-    one = ring(n_stages=n_stages, room_blocks=room_blocks, max_slots=max_slots)
+    one = ring(n_stages, room_blocks, max_slots, shares_blocks=shares_blocks)
     asked: dict[SequenceId, SequenceRequest] = {}
     ended_from_outside = set()
     for kind, number, *rest in events:
@@ -514,7 +564,7 @@ def test_every_request_ends_exactly_once_and_says_what_it_says_alone(
                 asked_for = request(
                     len(asked) + 1,
                     prompt(number, n_prompt),
-                    max_tokens,
+                    min(max_tokens, 3 * BLOCK_POSITIONS - n_prompt),
                     stop=True,
                     priority=int(how == "urgent"),
                     deterministic=how == "exact",

@@ -82,7 +82,7 @@ class SimulatedRing:
         self._chance = chance
         self._step_s = step_s
         self._fails = fails
-        self.stage = ToyStage(room_blocks=limits.room_blocks)
+        self.stage = ToyStage(limits.room_blocks, limits.shares_blocks)
         self._opened: dict[SequenceId, OpenSequence] = {}
         self._answers: asyncio.Queue[tuple[float, StepAnswer | StepFailed]] = asyncio.Queue()
         self._taking = tasks.create_task(self._take())

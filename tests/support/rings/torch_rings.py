@@ -78,6 +78,8 @@ class TorchStages:
                 for layers in ranges
             ]
         self.exact_rows = min(stage.exact_rows for stage in stages)
+        self.caches = [stage.kv for stage in stages]
+        self.shares_blocks = all(kv.shares for kv in self.caches)
         self.vocab_size = stages[-1].vocab_size
         sampler = Sampler(self.vocab_size)
         self.computes = [
@@ -122,6 +124,7 @@ class LoadedStages:
     routing: RoutingShape | None = None
     state_slots: int | None = None
     exact_rows: int = 1
+    shares_blocks: bool = False
 
 
 def load_stages(
@@ -151,6 +154,7 @@ def load_stages(
         computes=[stage.compute for stage in loaded],
         vocab_size=checkpoint.config.vocab_size,
         exact_rows=min(stage.exact_rows for stage in loaded),
+        shares_blocks=all(stage.shares_blocks for stage in loaded),
     )
 
 
@@ -197,6 +201,7 @@ def run(
                 notes_states=stages.state_slots is not None,
             ),
             prefix_seed=prefixes.seed if prefixes else None,
+            shares_blocks=stages.shares_blocks,
         )
         ring = running_ring(
             stages.computes,

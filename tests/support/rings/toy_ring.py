@@ -23,7 +23,14 @@ from shardnet.runtime.scheduling.sequences import (
     TokenSampled,
 )
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
-from shardnet.types import MicroBatch, RowGroup, SequenceId, SlotId, blocks_for
+from shardnet.types import (
+    MicroBatch,
+    RowGroup,
+    SequenceId,
+    SlotId,
+    blocks_for,
+    settled_blocks,
+)
 
 Operation = TypeVar("Operation", OpenSequence, CloseSequence, FreeSlot)
 
@@ -54,13 +61,20 @@ class ToySlot:
     """The tokens of each position, and who owns the slot."""
 
     tokens: list[int] = field(default_factory=list)
-    n_blocks: int = 0
+    blocks: list[object] = field(default_factory=list)
     owner: SequenceId | None = None
 
     def trim(self, n_positions: int) -> None:
+        """Keep so many positions. A block that is not whole any more is its own from now on."""
         assert n_positions <= len(self.tokens), "positions were never computed"
+        if n_positions < len(self.tokens):
+            del self.blocks[settled_blocks(n_positions) :]
         del self.tokens[n_positions:]
-        self.n_blocks = blocks_for(n_positions)
+        self.grow(n_positions)
+
+    def grow(self, n_positions: int) -> None:
+        del self.blocks[blocks_for(n_positions) :]
+        self.blocks += [object() for _ in range(blocks_for(n_positions) - len(self.blocks))]
 
 
 @dataclass(slots=True)
@@ -68,11 +82,12 @@ class ToyStage:
     """A stage's slots, changed in data order."""
 
     room_blocks: int
+    shares: bool = False
     slots: dict[SlotId, ToySlot] = field(default_factory=dict)
 
     @property
     def n_blocks(self) -> int:
-        return sum(slot.n_blocks for slot in self.slots.values())
+        return len({id(block) for slot in self.slots.values() for block in slot.blocks})
 
     def carry_out(self, operation: SlotOperation) -> None:
         match operation:
@@ -86,9 +101,10 @@ class ToyStage:
                 assert source is not None
                 kept = self.slots[source].tokens[: operation.n_kept]
                 assert len(kept) == operation.n_kept
-                self.slots[slot] = ToySlot(
-                    tokens=kept, n_blocks=blocks_for(len(kept)), owner=operation.sequence_id
-                )
+                n_shared = settled_blocks(len(kept)) if self.shares else 0
+                blocks = self.slots[source].blocks[:n_shared]
+                self.slots[slot] = ToySlot(kept, blocks, operation.sequence_id)
+                self.slots[slot].grow(len(kept))
             case CloseSequence(slot=slot):
                 held = self.slots[slot]
                 assert held.owner == operation.sequence_id
@@ -109,11 +125,14 @@ class ToyStage:
             assert held.owner == group.sequence_id
             assert group.position <= len(held.tokens), "a position was left out"
             end = group.position + group.n_rows
+            held.grow(max(end, len(held.tokens)))
+            written = {id(b) for b in held.blocks[settled_blocks(group.position) :]}
+            others = (other for other in self.slots.values() if other is not held)
+            assert not written & {id(b) for other in others for b in other.blocks}
             for position in range(group.position, end):
                 held.tokens[position : position + 1] = [next(ids)]
                 if position >= end - group.n_sampled:
                     sampled.append(next_token(held.tokens[: position + 1]))
-            held.n_blocks = max(held.n_blocks, blocks_for(end))
         assert self.n_blocks <= self.room_blocks
         return sampled
 
@@ -133,7 +152,7 @@ class ToyRing:
     instructions: list[Instruction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.stage = ToyStage(room_blocks=self.scheduler.room_blocks)
+        self.stage = ToyStage(self.scheduler.room_blocks, self.scheduler.shares_blocks)
 
     def operations(self, kind: type[Operation]) -> list[Operation]:
         """The slot operations of one kind, in order."""

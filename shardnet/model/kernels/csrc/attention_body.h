@@ -476,10 +476,14 @@ static NOINLINE TARGET void NAME(attend_tile)(const struct attend *call, const s
     const int64_t first =
         call->window && tile.first_position >= call->window ? tile.first_position - call->window + 1 : 0;
     for (int64_t block = first / KEYS * KEYS; block <= last; block += KEYS) {
-        const int64_t place = kv_head * stored->capacity + block - stored->first;
-        const char *values = call->values_are_keys ? stored->keys : stored->values;
+        const struct kv_block own = {stored->keys, stored->values};
+        const int is_shared = stored->shared && block < stored->first;
+        const struct kv_block *held = is_shared ? &stored->shared[block / BLOCK] : &own;
+        const int64_t place = is_shared ? kv_head * BLOCK + block % BLOCK
+                                        : kv_head * stored->capacity + block - stored->first;
+        const char *values = call->values_are_keys ? held->keys : held->values;
         NAME(attend_block)
-        (&tile, (char *)stored->keys + place * call->row_bytes, values + place * call->value_bytes, block);
+        (&tile, (char *)held->keys + place * call->row_bytes, values + place * call->value_bytes, block);
     }
     for (int i = 0; i < tile.n; i++) {
         const float part = 1.0f / NAME(sum)(tile.sums[i]);

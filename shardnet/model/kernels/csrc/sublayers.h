@@ -18,6 +18,7 @@
 #define MAX_HEAD 576  /* columns of a head */
 #define TILE 48       /* queries that are attended together: of consecutive rows and the heads of a group */
 #define KEYS 128      /* scored before their values are weighted and summed: a block of positions */
+#define BLOCK 256      /* positions of a block of the KV cache */
 #define GROUP 32      /* keys that are transposed and scored at a time: their columns stay in the first cache */
 #define LINE 64       /* bytes of a cache line */
 
@@ -48,12 +49,18 @@ struct residual {
     struct team team;
 };
 
+/* Keys and values [KV heads, BLOCK, row_bytes] of a block that several slots share. */
+struct kv_block {
+    void *keys, *values;
+};
+
 /* Keys and values [KV heads, capacity, row_bytes] of a slot in one layer, from position `first` on: unchanged, or
  * quantised to int8 as in cache/kv_quantization.py: a head's columns, zeros up to whole groups, then a bfloat16 scale
- * for each group. */
+ * for each group. Positions before are in blocks that it shares. */
 struct slot_layer {
     void *keys, *values;
     int64_t first, capacity;
+    const struct kv_block *shared;
 };
 
 /* The rows [start, end) of one slot, `position` the first one's. */
