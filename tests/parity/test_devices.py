@@ -28,7 +28,10 @@ from shardnet.types import Arith, DType
 
 pytestmark = compared
 PROMPTS = [random_prompt(length, 300, seed=length) for length in (5, 150)]
-USUAL = ["qwen3-host", "gemma2-host", "gpt_oss-host", "qwen2_moe-host", f"qwen2-windows-{OPENCL}"]
+USUAL = [
+    *("qwen3-host", "gemma2-host", "gpt_oss-host", "qwen2_moe-host", "ernie4_5_moe-host"),
+    *("glm4_moe-groups-host", f"qwen2-windows-{OPENCL}"),
+]
 ALL = [f"{case}-{kind}" for case in CASES for kind in (HOST, OPENCL)]
 
 
@@ -112,10 +115,12 @@ def _script(chain: StageChain, before: Any) -> list[torch.Tensor]:
     kv.trim(stage_chain.SlotId(1), 100)
     run(5, 1, 100, prompt[100:140])
     contents = kv.contents(stage_chain.SlotId(2))
+    layers = range(len(contents.keys))
+    spans = [(layer, contents.first(layer), contents.end(layer)) for layer in layers]
     copied = type(contents)(
-        keys=[each.clone() for each in contents.keys],
-        values=[each.clone() for each in contents.values],
-        firsts=contents.firsts,
+        keys=[contents.rows(*span).clone() for span in spans],
+        values=[contents.rows(*span, values=True).clone() for span in spans],
+        firsts=[first for _, first, _ in spans],
         states={},
     )
     kv.free(stage_chain.SlotId(2))

@@ -10,13 +10,10 @@ from shardnet.errors import ConfigurationError
 from shardnet.model.devices.device_layers import Device
 from shardnet.model.devices.host import HostDriver
 from shardnet.model.devices.opencl import OpenClDriver, opencl_devices
-from shardnet.model.kernels.library import KERNELS_VERSION, native_kernels
+from shardnet.model.kernels.library import native_kernels
 
 HOST, OPENCL = "host", "opencl"
-compared = pytest.mark.skipif(
-    native_kernels() is None or KERNELS_VERSION < 20,
-    reason="it is compared with the library, which attends in blocks from version 20 on",
-)
+compared = pytest.mark.skipif(native_kernels() is None, reason="it is compared with the library")
 
 
 @functools.cache

@@ -14,7 +14,8 @@ from typing import Final
 import numpy as np
 
 from shardnet.model.arithmetic.row_functions import ACTIVATIONS
-from shardnet.model.devices.driver import THREADS, Buffer
+from shardnet.model.config.model_config import Experts
+from shardnet.model.devices.driver import THREADS, Array, Buffer
 from shardnet.model.devices.products import DeviceProduct, Gating, Rows, Visits
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import PanelLinear
@@ -26,13 +27,18 @@ from shardnet.model.layers.experts import (
     SoftmaxRouter,
     SparseMlp,
 )
+from shardnet.model.layers.group_routers import BestTwoRouter, SoftmaxGroupRouter
 from shardnet.model.layers.modules import GatedMlp, Mlp
 
 MakeProduct = Callable[[Sequence[PanelLinear]], DeviceProduct]
 """Uploads linears that are alike, one or one for each expert."""
 Launch = Callable[..., None]
 """Launches a kernel by name: groups, buffers, numbers."""
+Put = Callable[[Array], Buffer]
+"""Uploads an array."""
 _CLAMPED: Final = 3
+_BY_SOFTMAX: Final = 3
+"""As the text numbers activations, and ways to route."""
 
 
 def why_no_experts(mlp: SparseMlp, is_multiplied: Callable[[Linear], bool]) -> str:
@@ -62,11 +68,19 @@ def gating_of(mlp: Mlp) -> Gating | None:
 class DeviceExperts:
     """The experts of one layer, of which `why_no_experts` says nothing."""
 
-    def __init__(self, mlp: SparseMlp, make: MakeProduct, scratch: Rows, launch: Launch) -> None:
+    def __init__(
+        self, mlp: SparseMlp, make: MakeProduct, put: Put, scratch: Rows, launch: Launch
+    ) -> None:
         self._scratch, self._launch = scratch, launch
         routing = _routing(mlp.router)
         assert routing is not None
         self._routing, self._top_k = routing
+        self._groups: Experts | None = None
+        self._bias: Buffer | None = None
+        if isinstance(mlp.router, BestTwoRouter | SoftmaxGroupRouter):
+            self._groups = mlp.router.experts
+        if isinstance(mlp.router, BestTwoRouter) and mlp.router.bias is not None:
+            self._bias = put(mlp.router.bias.numpy())
         experts, gating = [_linears(expert) for expert in mlp.experts], gating_of(mlp.experts[0])
         assert gating is not None
         self._gating = gating
@@ -80,19 +94,14 @@ class DeviceExperts:
         """Run normalised rows [T, E] through their experts: `inner` [T, E]."""
         of, top_k, width = self._scratch.of, self._top_k, self._down.shape[0]
         n_experts, n_visits = self._router.shape[0], n_rows * top_k
-        scores, best = of("scores", 4 * n_rows * n_experts), of("best", 4 * n_visits)
+        scores = of("scores", 4 * n_rows * n_experts)
         ids, weights = of("ids", 4 * n_visits), of("weights", 4 * n_visits)
         both, outputs = (
             of("gates", 4 * n_visits * self._gate_up.shape[0]),
             of("outputs", 4 * n_visits * width),
         )
         self._router(rows, n_rows, scores)
-        self._launch(
-            "route",
-            (-(-n_rows // THREADS), 1),
-            [scores, ids, weights, best],
-            *(n_rows, n_experts, top_k, self._routing),
-        )
+        self._route(scores, ids, weights, n_rows)
         self._gate_up(rows, n_rows, both, visits=Visits(ids=ids, each=top_k))
         self._down(both, n_visits, outputs, self._gating, Visits(ids=ids, each=1))
         of_shared, gates = outputs, weights
@@ -112,19 +121,51 @@ class DeviceExperts:
             *(n_rows, width, top_k, bool(self._shared) + (self._gate is not None)),
         )
 
+    def _route(self, scores: Buffer, ids: Buffer, weights: Buffer, n_rows: int) -> None:
+        """Choose the experts of rows, by the router's scores."""
+        n_experts, groups, own = self._router.shape[0], (-(-n_rows // THREADS), 1), self._groups
+        sizes = n_rows, n_experts, self._top_k
+        if own is None:
+            best = self._scratch.of("best", 4 * n_rows * self._top_k)
+            self._launch("route", groups, [scores, ids, weights, best], *sizes, self._routing)
+            return
+        by = self._scratch.of("by", 4 * n_rows * (n_experts + own.n_groups))
+        self._launch(
+            "route_in_groups",
+            groups,
+            [scores, scores if self._bias is None else self._bias, by, ids, weights],
+            *(*sizes, own.n_groups, own.top_groups, self._routing),
+            int(self._routing != _BY_SOFTMAX and own.normalize_top_k),
+            int(self._bias is not None),
+            np.float32(own.output_scale),
+        )
+
 
 def _routing(router: Router) -> tuple[int, int] | None:
     """Return how a router weighs, as the text numbers it, and how many experts a row has."""
     if isinstance(router, SoftmaxRouter):
         return (0 if router.normalize else 1), router.top_k
-    return (2, router.top_k) if isinstance(router, SigmoidRouter) else None
+    if isinstance(router, SigmoidRouter):
+        return 2, router.top_k
+    if not isinstance(router, BestTwoRouter | SoftmaxGroupRouter):
+        return None
+    own = router.experts
+    if own.n_experts % own.n_groups or (own.n_groups > 1 and own.n_experts == own.n_groups):
+        return None
+    if isinstance(router, SoftmaxGroupRouter):
+        return _BY_SOFTMAX, own.top_k
+    return (5 if router.has_softmax else 4), own.top_k
 
 
 def _gates(mlp: SparseMlp) -> list[Linear]:
     """Return the gate of the router, and that of the shared expert, if it has one."""
     each = (mlp.router, mlp.shared)
     return [
-        one.gate for one in each if isinstance(one, SoftmaxRouter | SigmoidRouter | SharedExpert)
+        one.gate
+        for one in each
+        if isinstance(
+            one, SoftmaxRouter | SigmoidRouter | BestTwoRouter | SoftmaxGroupRouter | SharedExpert
+        )
     ]
 
 

@@ -36,15 +36,21 @@ from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.model.layers.attention import ForwardStep
-from shardnet.model.layers.decoder_layer import ExpertsSublayer, Layer, Residual, Sublayer
+from shardnet.model.layers.decoder_layer import (
+    AttentionSublayer,
+    ExpertsSublayer,
+    Layer,
+    Residual,
+    Sublayer,
+)
 from shardnet.model.layers.modules import SelfAttention
 from shardnet.model.layers.native_attention import MAX_HEAD
-from shardnet.model.layers.norms import Norm
+from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary
 
 LAYER_PARTS: Final = ("vectors", "rows", "attention", "experts")
 """Of the text."""
-_NAMES: Final = ("add_and_norm", "rotate_heads", "attend", "route", "combine")
+_NAMES: Final = ("add_and_norm", "rotate_heads", "attend", "route", "route_in_groups", "combine")
 _ADDS, _AFTER, _ROUNDS, _BEFORE = 1, 2, 4, 8
 """What `add_and_norm` does."""
 
@@ -148,7 +154,8 @@ class _Around:
 
     @classmethod
     def of(cls, device: Device, residual: Residual) -> _Around:
-        def weight(norm: Norm | None) -> Buffer | None:
+        def weight(norm: Norm | BareNorm | None) -> Buffer | None:
+            assert not isinstance(norm, BareNorm), "is_rms says so"
             return None if norm is None else device.put(norm.weight.float().numpy())
 
         norms = residual.before, residual.after
@@ -198,10 +205,9 @@ def why_not(layers: Sequence[object], kv: DeviceKvCache) -> str:
     for layer in layers:
         if not isinstance(layer, Layer) or layer.scale != 1:
             return "layers that are no attention and MLP"
-        attention = layer.attention.fusible_attention
-        if attention is None or not attention.residual.is_rms:
+        own = _attention_of(layer.attention)
+        if own is None:
             return "this attention"
-        own = attention.self_attn
         if own.head_size > MAX_HEAD or own.head_size % 2:
             return f"heads of {own.head_size} columns"
         if own.qk_norm is not None and own.qk_norm.per_head is None:
@@ -211,6 +217,19 @@ def why_not(layers: Sequence[object], kv: DeviceKvCache) -> str:
         if why := _why_no_mlp(layer.mlp):
             return why
     return ""
+
+
+def _attention_of(sublayer: Sublayer) -> SelfAttention | None:
+    """Return the attention of a sub-layer if the text computes what is around its products."""
+    if not isinstance(sublayer, AttentionSublayer) or not sublayer.residual.is_rms:
+        return None
+    own = sublayer.self_attn
+    if not isinstance(own, SelfAttention) or own.is_joined:
+        return None
+    if own.norms_rotated or own.norms_values:
+        return None
+    is_both = own.has_pairs and own.qk_norm is not None  # a norm adds columns in their own order
+    return None if own.is_value_key or is_both else own
 
 
 def _why_no_mlp(sublayer: Sublayer) -> str:
@@ -252,15 +271,15 @@ class DeviceLayers:
         self._layers = [self._uploaded(layer) for layer in layers]
 
     def _uploaded(self, layer: Layer) -> _Layer:
-        attention = layer.attention.fusible_attention
-        assert attention is not None
+        assert isinstance(layer.attention, AttentionSublayer)
         residual, mlp = self._mlp_of(layer.mlp)
-        own, put = attention.self_attn, self._device.put
+        own, put = _attention_of(layer.attention), self._device.put
+        assert own is not None
         norm = None if own.qk_norm is None else own.qk_norm.per_head
         sinks = own.kind.sinks
         return _Layer(
             own=own,
-            around_attention=_Around.of(self._device, attention.residual),
+            around_attention=_Around.of(self._device, layer.attention.residual),
             around_mlp=_Around.of(self._device, residual),
             qkv=self._product(own.qkv_proj),
             output=self._product(own.o_proj),
@@ -276,6 +295,7 @@ class DeviceLayers:
             experts = DeviceExperts(
                 sublayer.mlp,
                 lambda linears: device.product(*linears),
+                device.put,
                 device.scratch,
                 self._launch,
             )
@@ -359,6 +379,7 @@ class DeviceLayers:
             table[2],
             PAGE,
             int(layer.head_norm is not None),
+            int(own.has_pairs),
             np.float32(layer.head_eps),
         )
         kind = own.kind

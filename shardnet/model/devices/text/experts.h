@@ -14,6 +14,16 @@ INLINE float share_of(float x, GLOBAL const float *numbers, uint32_t n) {
     return DIV(exponential(ADD(x, -best)), parts[0]);
 }
 
+/* The best of `n` scores behind `last` (n: of all), of equal ones the first. */
+INLINE uint32_t next_best(GLOBAL const float *scores, uint32_t n, uint32_t last) {
+    uint32_t best = n;
+    for (uint32_t i = 0; i < n; i++) {
+        if (last < n && (is_more(scores[i], scores[last]) || (i <= last && !is_more(scores[last], scores[i])))) continue;
+        if (best == n || is_more(scores[i], scores[best])) best = i;
+    }
+    return best;
+}
+
 /* A thread chooses a row's `top_k` best experts, of equal ones the first, and weighs them: 0 by the softmax of the
  * chosen, 1 by their softmax among all, 2 by their sigmoids. `best` is scratch [rows, top_k]. */
 KERNEL route(GLOBAL const float *scores, GLOBAL uint32_t *chosen, GLOBAL float *weights, GLOBAL float *best,
@@ -23,14 +33,9 @@ KERNEL route(GLOBAL const float *scores, GLOBAL uint32_t *chosen, GLOBAL float *
         if (row < n_rows) {
             GLOBAL const float *own = scores + (uint64_t)row * n_experts;
             GLOBAL float *of_best = best + (uint64_t)row * top_k;
-            uint32_t last = 0;
+            uint32_t last = n_experts;
             for (uint32_t k = 0; k < top_k; k++) {
-                uint32_t found = n_experts;
-                for (uint32_t i = 0; i < n_experts; i++) {
-                    if (k && (is_more(own[i], own[last]) || (i <= last && !is_more(own[last], own[i])))) continue;
-                    if (found == n_experts || is_more(own[i], own[found])) found = i;
-                }
-                last = found;
+                last = next_best(own, n_experts, last);
                 chosen[(uint64_t)row * top_k + k] = last;
                 of_best[k] = own[last];
             }
@@ -38,6 +43,50 @@ KERNEL route(GLOBAL const float *scores, GLOBAL uint32_t *chosen, GLOBAL float *
                 weights[(uint64_t)row * top_k + k] = routing == 2   ? sigmoid(of_best[k])
                                                      : routing == 1 ? share_of(of_best[k], own, n_experts)
                                                                     : share_of(of_best[k], of_best, top_k);
+        }
+    }
+}
+
+/* The same in the groups that are best: 3 by softmax and a group's best, 4 by sigmoids and its best two, 5 by softmax
+ * and its best two. A bias is added for the choice alone. `by` is scratch [rows, experts + groups]. */
+KERNEL route_in_groups(GLOBAL float *scores, GLOBAL const float *bias, GLOBAL float *by, GLOBAL uint32_t *chosen,
+                       GLOBAL float *weights, uint32_t n_rows, uint32_t n_experts, uint32_t top_k, uint32_t n_groups,
+                       uint32_t top_groups, uint32_t routing, uint32_t normalises, uint32_t has_bias,
+                       float scale WHERE) {
+    PHASE {
+        const uint32_t row = GROUP_X * THREADS + THREAD, size = n_experts / n_groups;
+        if (row < n_rows) {
+            GLOBAL float *own = scores + (uint64_t)row * n_experts, *of_row = weights + (uint64_t)row * top_k;
+            GLOBAL float *biased = by + (uint64_t)row * (n_experts + n_groups), *of_groups = biased + n_experts;
+            for (uint32_t e = 0; e < n_experts; e++)
+                biased[e] = routing == 4 ? sigmoid(own[e]) : share_of(own[e], own, n_experts);
+            for (uint32_t e = 0; e < n_experts; e++) {
+                own[e] = biased[e];
+                if (has_bias) biased[e] = ADD(own[e], bias[e]);
+            }
+            for (uint32_t g = 0; g < n_groups; g++) {
+                GLOBAL const float *some = biased + g * size;
+                const uint32_t best = next_best(some, size, size);
+                of_groups[g] = routing == 3 ? some[best] : ADD(some[best], some[next_best(some, size, best)]);
+            }
+            uint32_t last = n_groups;
+            for (uint32_t i = 0; i < n_groups && top_groups < n_groups; i++) {
+                last = next_best(of_groups, n_groups, last);
+                for (uint32_t e = last * size; e < (last + 1) * size && i >= top_groups; e++)
+                    biased[e] = routing == 3 ? 0.0f : -INFINITY;
+            }
+            float sum = 0;
+            last = n_experts;
+            for (uint32_t k = 0; k < top_k; k++) {
+                last = next_best(biased, n_experts, last);
+                chosen[(uint64_t)row * top_k + k] = last;
+                of_row[k] = routing == 3 ? biased[last] : own[last];
+                sum = k ? ADD(sum, of_row[k]) : of_row[k];
+            }
+            for (uint32_t k = 0; k < top_k; k++) {
+                const float weight = normalises ? DIV(of_row[k], ADD(sum, 1e-20f)) : of_row[k];
+                of_row[k] = MUL(weight, scale);
+            }
         }
     }
 }

@@ -59,12 +59,12 @@ KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL cons
 }
 
 /* A group has head GROUP_Y of row GROUP_X, which has `n_heads` queries, then `n_kv_heads` keys and as many values.
- * Queries and keys are normed with `has_norm`, and rotated; keys and values go to their slot: of a row, `places` has
+ * Queries and keys are normed with `has_norm`, and rotated, with `has_pairs` columns that are neighbours; keys and values go to their slot: of a row, `places` has
  * position and where the numbers of its slot's pages begin, and a page is `page_size` positions of all KV heads. */
 KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL const float *cosines, GLOBAL const float *sines,
               GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages, GLOBAL float *keys, GLOBAL float *values,
               uint32_t n_heads, uint32_t n_kv_heads, uint32_t size, uint32_t n_rotated, uint32_t page_size,
-              uint32_t has_norm, float eps WHERE) {
+              uint32_t has_norm, uint32_t has_pairs, float eps WHERE) {
     SHARED float line[LINE], parts[PARTS];
     const uint32_t row = GROUP_X, head = GROUP_Y, half_size = n_rotated / 2, position = places[2 * row];
     const uint64_t own = ((uint64_t)row * (n_heads + 2 * n_kv_heads) + head) * size;
@@ -74,7 +74,10 @@ KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL cons
     const int is_value = head >= n_heads + n_kv_heads;
     PHASE {
         if (THREAD < PARTS) parts[THREAD] = 0;
-        for (uint32_t i = THREAD; i < size; i += THREADS) line[i] = heads[own + i];
+        for (uint32_t i = THREAD; i < size; i += THREADS) {
+            const int is_apart = has_pairs && !is_value && i < n_rotated;
+            line[i] = heads[own + (is_apart ? i % half_size * 2 + i / half_size : i)];
+        }
     }
     if (has_norm && !is_value) {
         PHASE { ADD_SQUARES(size) }
