@@ -9,10 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Final, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Final, Protocol
 
 from shardnet.errors import UsageError
 from shardnet.model.config.fields import Fields
@@ -21,11 +18,17 @@ from shardnet.model.vision.picture import PreparedPicture
 from shardnet.model.vision.resampling import Filter, resize
 from shardnet.model.vision.vision_family import TokenId
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 MAX_RATIO: Final = 200
 """How much longer one side of a picture may be than the other."""
 LOW_PIXELS: Final = 512
 """A side of the pictures that are asked for with low detail."""
 
+CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
+CLIP_DEVIATION: Final = (0.26862954, 0.26130258, 0.27577711)
 _LEVELS: Final = Range(0.0, 1.0)
 
 
@@ -139,6 +142,8 @@ class PatchProcessor:
 
     def prepare(self, rgb: NDArray[np.uint8], detail: str = "auto") -> PreparedPicture:
         """Prepare a picture [H, W, 3]; see PictureProcessor."""
+        import numpy as np
+
         height, width = rgb.shape[:2]
         if max(height, width) > MAX_RATIO * min(height, width):
             raise UsageError(
@@ -161,6 +166,8 @@ class PatchProcessor:
 
     def _patches(self, picture: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Cut a picture [H, W, 3] into normalised patches [N, 3 x frames x patch x patch]."""
+        import numpy as np
+
         n_high, n_wide = (side // (self.patch * self.merge) for side in picture.shape[:2])
         shape = (n_high, self.merge, self.patch, n_wide, self.merge, self.patch, 3)
         cut = picture.reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5)  # rows, merged, C, P, P

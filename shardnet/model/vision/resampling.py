@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _BITS: Final = 22
 _ROWS_AT_ONCE: Final = 16
@@ -32,6 +33,8 @@ class Filter(enum.Enum):
 
     def weigh(self, distance: NDArray[np.float64]) -> NDArray[np.float64]:
         """Weigh pixels by their distance from the centre."""
+        import numpy as np
+
         x = np.abs(distance)
         if self is Filter.BILINEAR:
             return np.maximum(1.0 - x, 0.0)
@@ -62,6 +65,8 @@ def _resize_width(picture: NDArray[np.uint8], width: int, kind: Filter) -> NDArr
 
 def _resize_height(picture: NDArray[np.uint8], n_out: int, kind: Filter) -> NDArray[np.uint8]:
     """Resize the first axis of [N, M, C]."""
+    import numpy as np
+
     n_in, *others = picture.shape
     if n_in == n_out:
         return picture
@@ -85,6 +90,8 @@ def _resize_height(picture: NDArray[np.uint8], n_out: int, kind: Filter) -> NDAr
 
 def _taps(n_in: int, n_out: int, kind: Filter) -> tuple[list[int], Sequence[NDArray[np.float64]]]:
     """Return for each output the first input that counts, and whole weights of it and the next."""
+    import numpy as np
+
     scale = n_in / n_out
     stretch = max(scale, 1.0)
     support = kind.support * stretch
