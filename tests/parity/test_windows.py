@@ -52,13 +52,16 @@ def stages(folder: Path) -> TorchStages:
 class WrongDrafts:
     """Guesses more tokens than a window holds, nearly always wrong."""
 
+    kinds = range(31)
+    flies = True
+
     def __init__(self) -> None:
         self._random = random.Random(0)
 
     def prepare(self, tokens: Sequence[int], limit: int) -> bool:
         return True
 
-    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
         return [self._random.randrange(300) for _ in range(limit)]
 
     def close(self) -> None: ...

@@ -41,6 +41,10 @@ _WORK: Final = {
     "prefix_hits": ("n_prefix_hits", "Prompts whose beginning was in the KV cache", 1.0),
     "prompt_tokens": ("n_prompt_tokens", "Tokens of prompts that began to run", 1.0),
     "prefix_tokens": ("n_prefix_tokens", "Tokens of prompts that were in the KV cache", 1.0),
+    "drafted_tokens": ("n_drafted", "Drafted tokens of requests that have ended", 1.0),
+    "accepted_tokens": ("n_accepted", "Drafted tokens that were right", 1.0),
+    "flown_steps": ("n_flown", "Steps that went behind drafts in flight", 1.0),
+    "wasted_steps": ("n_wasted", "Steps that went behind a wrong draft", 1.0),
 }
 
 _NODE: Final = {

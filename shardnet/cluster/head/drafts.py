@@ -6,8 +6,10 @@ Knows which draft model this head has loaded. Must not know how drafts are verif
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:  # it imports torch, which a node without a draft model may ne
 OFF, NGRAM, MTP = "off", "ngram", "mtp"
 MOST_BY_MTP = 4
 """Drafts of the tail where as many are wanted as pay: each is less likely than the one before."""
+
+_MOST_TEXTS = 4
+"""Texts that have ended in which drafts are looked up, too."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -43,6 +48,7 @@ class Drafts:
         self._changing = asyncio.Lock()
         self._model: DraftModel | None = None
         self._key: tuple[object, ...] = ()
+        self._texts: deque[NgramDrafts] = deque(maxlen=_MOST_TEXTS)
 
     async def speculation(
         self,
@@ -79,7 +85,8 @@ class Drafts:
         most = most or MAX_DRAFT_TOKENS
         check_drafts(has_state=has_state)
         if how == NGRAM:
-            return Speculation(make_draft_source=lambda wake: NgramDrafts(), most=most)
+            make = partial(NgramDrafts, before=self._texts)
+            return Speculation(make_draft_source=lambda wake: make(), most=most)
         model = await self._load(how, vocab_size, context, ignore_unknown)
         return Speculation(make_draft_source=model.draft_source, most=most)
 

@@ -195,6 +195,10 @@ class Ring:
             n_prefix_tokens=totals.n_prefix_tokens,
             n_recoveries=totals.n_recoveries,
             recovery_us=totals.recovery_us,
+            n_drafted=totals.n_drafted,
+            n_accepted=totals.n_accepted,
+            n_flown=totals.n_flown,
+            n_wasted=totals.n_wasted,
         )
 
     async def clocks(self) -> list[ClockOffset]:

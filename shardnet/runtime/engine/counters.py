@@ -20,7 +20,9 @@ class EngineTotals:
 
     `wire_us` is what steps took beside all computing and queueing. Of `n_prompts` the first
     positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`. Lost
-    rings were replaced `n_recoveries` times, in `recovery_us`.
+    rings were replaced `n_recoveries` times, in `recovery_us`. Of `n_drafted` tokens of requests
+    that have ended `n_accepted` were right. `n_flown` steps went behind drafts in flight,
+    `n_wasted` of them behind a wrong one.
     """
 
     n_steps: int = 0
@@ -33,6 +35,10 @@ class EngineTotals:
     n_prefix_tokens: int = 0
     n_recoveries: int = 0
     recovery_us: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+    n_flown: int = 0
+    n_wasted: int = 0
 
     def add_step(self, answered: StepAnswered) -> int:
         """Count a step; return how long it was queued."""

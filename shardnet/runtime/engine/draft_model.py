@@ -18,6 +18,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CheckpointError, ShardnetError, UnsupportedModelError
 from shardnet.model.kernels.linear import probe
 from shardnet.runtime.loading.loading import kv_room_blocks, set_compute_threads
+from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS
 from shardnet.runtime.scheduling.kv_block_manager import common_prefix
 from shardnet.runtime.stage.executor import Executor
 from shardnet.stage.estimate.stored_dtype import weight_form
@@ -96,6 +97,9 @@ class DraftModel:
 class ModelDrafts:
     """Drafts for one sequence (drafting.DraftSource), computed while the ring does other work."""
 
+    kinds: Sequence[int] = range(MAX_DRAFT_TOKENS)
+    flies = False
+
     def __init__(self, draft: DraftModel, slot: SlotId | None, wake: Callable[[], None]) -> None:
         self._draft = draft
         self._slot = slot
@@ -118,7 +122,7 @@ class ModelDrafts:
             self._job.add_done_callback(lambda job: self._take(text, job))
         return False
 
-    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
         """Return the drafts made for exactly these tokens; none if they are for others."""
         return self._drafted[:limit] if self._n_tokens == len(tokens) else []
 

@@ -203,6 +203,8 @@ class Engine:
                 expiry.cancel()
             self._live.pop(sequence_id, None)
             if drafter is not None:
+                self.totals.n_drafted += drafter.n_proposed
+                self.totals.n_accepted += drafter.n_accepted
                 drafter.draft_source.close()
             if self._replayed:
                 self._note_replayed(sequence_id)
@@ -398,14 +400,13 @@ class Engine:
         return True
 
     def _on_answered(self, answered: StepAnswered) -> None:
+        step, flies = answered.answer.step, bool(self._scheduler.behind)
+        groups, is_behind = self._scheduler.counting(step), step in self._scheduler.behind
         for drafts in answered.answer.drafts:
             drafted = self._live.get(drafts.sequence_id)
             if drafted is not None and drafted.ring_drafts is not None:
                 drafted.ring_drafts.take(drafts.position, drafts.token_ids)
         outcomes = self._scheduler.on_tokens(answered.answer.step, answered.answer.token_ids)
-        # What is sent next may make a sequence whose step has failed one like the others again.
-        starts_anew = self._scheduler.starts_anew
-        groups = [group for group in answered.batch.groups if not starts_anew(group.sequence_id)]
         waits = any(map(self._live.may_stop, groups))
         if waits:
             self._live.take_step(groups, answered)
@@ -419,25 +420,33 @@ class Engine:
             self._live.deliver(outcomes, answered)
             if len(self._live) < n_live:
                 self._pump()
-        self._learn_cost(answered, n_rows, n_sampled)
+        self._learn_cost(answered, n_rows, n_sampled, flies=flies)
         n_tokens = 0
         for outcome in outcomes:
             n_tokens += isinstance(outcome, TokenSampled)
             if self._replayed:
                 self._note_replayed(outcome.sequence_id)
+        self.totals.n_flown += is_behind
+        if groups:
+            self._live.note_pace(groups[0].sequence_id, n_tokens)
+        else:
+            self.totals.n_wasted += is_behind
         self.log.add(answered, n_rows, n_sampled, n_tokens)
 
     def _on_failed(self, failed: StepFailed) -> None:
         self._live.deliver(self._scheduler.on_step_failed(failed.step, failed.error), None)
         self._pump()
 
-    def _learn_cost(self, answered: StepAnswered, n_rows: int, n_sampled: int) -> None:
+    def _learn_cost(
+        self, answered: StepAnswered, n_rows: int, n_sampled: int, *, flies: bool
+    ) -> None:
         """Count a step; take from one with decode rows what rows cost, and how many may mix."""
         queued_us = self.totals.add_step(answered)
         first = answered.batch.groups[0]
         if first.n_sampled == first.n_rows:  # decode rows stand before prompt rows
             took_s = max(1, answered.round_trip_us - queued_us) / 1e6
-            self._step_cost.learn(n_rows, took_s)
+            slowest_us = max((timing.compute_us for timing in answered.answer.timings), default=0)
+            self._step_cost.learn(n_rows, took_s, slowest_us / 1e6, flies=flies)
             if n_sampled < n_rows:
                 self._scheduler.mix(n_sampled, self._step_cost, SLOWDOWN)
         elif answered.answer.timings:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from shardnet.constraints import TokenMask
 from shardnet.errors import ShardnetError, internal_error
-from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
+from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, AdaptiveDrafter
 from shardnet.runtime.scheduling.sequences import Drafter
 from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.runtime.stage.executor import Executor
@@ -195,6 +195,9 @@ class Guide:
 class _ForcedText:
     """Drafts what a constraint forces (drafting.DraftSource)."""
 
+    kinds: Sequence[int] = range(MAX_DRAFT_TOKENS)
+    flies = False
+
     def __init__(self, forced: Callable[[int], list[int]]) -> None:
         self._forced = forced
 
@@ -202,7 +205,7 @@ class _ForcedText:
         """Return True: the matcher is where the tokens are."""
         return True
 
-    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
         """See DraftSource."""
         return self._forced(limit)
 

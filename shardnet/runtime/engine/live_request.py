@@ -107,6 +107,8 @@ class LiveRequest:
     """Positions that are in the KV cache."""
     n_kept: int = 0
     """Those of the prompt that were there before it began to run."""
+    noted_ns: int = 0
+    """When it last made tokens while no other request lived."""
     outputs: OutputCollector | None = None
     trace: StepTrace | None = None
     _sums: _StageSums = field(default_factory=_StageSums)

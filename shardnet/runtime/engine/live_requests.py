@@ -90,6 +90,15 @@ class LiveRequests(dict[SequenceId, LiveRequest]):
                 except BaseException as error:
                     self.end_alone(group.sequence_id, live, error)
 
+    def note_pace(self, sequence_id: SequenceId, n_tokens: int) -> None:
+        """Note that a sequence has made so many tokens more, if no other has the ring too."""
+        live = self.get(sequence_id)
+        if live is not None and live.drafter is not None:
+            now_ns, before_ns = self._clock_ns(), live.noted_ns
+            live.noted_ns = now_ns if len(self) == 1 else 0
+            if before_ns and live.noted_ns:
+                live.drafter.took(n_tokens, (now_ns - before_ns) / 1e9)
+
     def may_stop(self, group: RowGroup) -> bool:
         """Say whether the text of a sequence may end it, or say what its next row may be."""
         live = self.get(group.sequence_id)

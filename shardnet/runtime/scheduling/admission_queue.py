@@ -310,7 +310,8 @@ class AdmissionQueue:
         if sequence.slot is not None:
             self._pause(sequence)
         self.anew.add(sequence.sequence_id)
-        sequence.awaits_token = sequence.may_restore = False
+        sequence.may_restore = False
+        sequence.land()
 
     def end(self, sequence: LiveSequence, *, keep_warm: bool) -> None:
         """End a sequence. Steps of it that are in flight reach the stages before its slot is

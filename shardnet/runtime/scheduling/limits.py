@@ -9,6 +9,9 @@ from shardnet.types import PREFILL_CHUNK_ROWS, Epoch
 MIXED_ROWS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Choices for the number of prompt rows batched with decode rows."""
 
+MAX_ROWS_IN_FLIGHT = 128
+"""Drafts of one sequence in flight: half the rows by which any slot may be rewound."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:

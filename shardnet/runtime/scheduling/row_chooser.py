@@ -13,7 +13,7 @@ import msgspec
 
 from shardnet.constraints import MAX_STEP_MASK_BYTES, RowMask, TokenMask
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
-from shardnet.runtime.scheduling.limits import StepLimits
+from shardnet.runtime.scheduling.limits import MAX_ROWS_IN_FLIGHT, StepLimits
 from shardnet.runtime.scheduling.sequences import LiveSequence
 from shardnet.types import BLOCK_POSITIONS, RowGroup
 
@@ -21,13 +21,19 @@ from shardnet.types import BLOCK_POSITIONS, RowGroup
 class Rows(msgspec.Struct, frozen=True, kw_only=True):
     """The next `n_rows` rows of a sequence, the last of them `drafts`.
 
-    `masks` are those of its sampled rows, if its output is constrained.
+    `masks` are those of its sampled rows, if its output is constrained. All are drafts where they
+    go behind others that are in flight.
     """
 
     sequence: LiveSequence
     n_rows: int
     drafts: tuple[int, ...] = ()
     masks: tuple[TokenMask, ...] = ()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether they go behind drafts in flight."""
+        return self.n_rows == len(self.drafts)
 
     def inputs(self, group: RowGroup) -> list[int]:
         """Return the token ids of the rows, which travel as `group`."""
@@ -46,8 +52,11 @@ class RowChooser:
     limits: StepLimits
     rewinds: bool
 
-    def decode_rows(self, share: int) -> list[Rows]:
-        """Select the newest token's row of up to `share` sequences, each followed by its drafts."""
+    def decode_rows(self, share: int, n_frames: int = 1) -> list[Rows]:
+        """Select the newest token's row of up to `share` sequences, each followed by its drafts.
+
+        `n_frames` steps of each may be in flight at once.
+        """
         ready = (sequence for sequence in self.queue.ready.values() if sequence.may_travel)
         chosen = [*islice(ready, share)]
         is_exact = any(sequence.request.deterministic for sequence in chosen)
@@ -60,7 +69,8 @@ class RowChooser:
         rows: list[Rows] = []
         mask_bytes = 0
         for n_left, sequence in zip(range(len(secured), 0, -1), secured, strict=True):
-            drafts, masks = _masked(sequence, self._drafts(sequence, spare // n_left))
+            found = self._drafts(sequence, spare // n_left, n_frames)
+            drafts, masks = _masked(sequence, found)
             if masks:
                 mask_bytes += sum(len(mask.data) for mask in masks)
                 if rows and mask_bytes > MAX_STEP_MASK_BYTES:
@@ -76,7 +86,24 @@ class RowChooser:
             )
         return rows
 
-    def _drafts(self, sequence: LiveSequence, limit: int) -> Sequence[int]:
+    def flight_rows(self, n_frames: int) -> list[Rows]:
+        """Select drafts that go behind the drafts in flight of the sequence with the fewest steps.
+
+        They are right if all those before them are, and take no room that is not booked.
+        """
+        flying = [each for each in self.queue.running.values() if self.rewinds and each.may_fly]
+        for sequence in sorted(flying, key=lambda each: each.n_in_flight):
+            is_exact = sequence.request.deterministic
+            limit = self.limits.exact_rows if is_exact else self.limits.cheap_rows
+            limit = min(limit, MAX_ROWS_IN_FLIGHT - len(sequence.ahead))
+            drafts = self._drafts(sequence, limit, n_frames, is_behind=True)
+            if drafts:
+                return [Rows(sequence=sequence, n_rows=len(drafts), drafts=tuple(drafts))]
+        return []
+
+    def _drafts(
+        self, sequence: LiveSequence, limit: int, n_frames: int, *, is_behind: bool = False
+    ) -> Sequence[int]:
         """Ask for drafts within what is left of the request, the context and the booked room.
 
         What a constraint forces goes before what a drafter guesses.
@@ -84,13 +111,16 @@ class RowChooser:
         request, slot = sequence.request, sequence.slot
         if slot is None:
             return ()
-        left = self.queue.longest_life(request) - len(sequence.tokens) - 1
+        ahead = sequence.ahead
+        left = self.queue.longest_life(request) - len(sequence.tokens) - len(ahead) - 1
         room = slot.n_blocks * BLOCK_POSITIONS - sequence.n_sent - 1
         limit = min(limit, left, room)
         forced = request.guide.forced if request.guide and self.rewinds else None
         for drafter in (forced, request.drafter):
             if drafter is not None and limit > 0:
-                drafts = drafter.propose(sequence.tokens, limit)
+                drafts = drafter.propose(
+                    sequence.tokens, limit, ahead if is_behind else None, n_frames
+                )
                 if drafts:
                     sequence.drafted_by = drafter
                     return drafts
@@ -123,7 +153,7 @@ class RowChooser:
 
     def _samples(self, sequence: LiveSequence, n_rows: int) -> bool:
         """Say whether the last of the next `n_rows` rows, drafts aside, samples a token."""
-        is_last = sequence.n_sent + n_rows == len(sequence.tokens)
+        is_last = sequence.n_sent + n_rows >= len(sequence.tokens)
         return is_last and sequence.request.max_tokens > 0
 
     def _waits_for_mask(self, sequence: LiveSequence, n_rows: int) -> bool:
@@ -153,7 +183,7 @@ class RowChooser:
             slot=sequence.slot.slot,
             position=sequence.n_sent,
             n_rows=rows.n_rows,
-            n_sampled=1 + len(rows.drafts) if makes_token else 0,
+            n_sampled=min(1 + len(rows.drafts), rows.n_rows) if makes_token else 0,
         )
 
 

@@ -10,6 +10,8 @@ Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
   of the sequences plus up to `mixed_rows` prompt rows, limited by how much they slow decoding
   down; with prompts alone, twice as many steps;
 - prompt chunks end at multiples of a fixed size counted from position 0;
+- where steps could be in flight and no sequence is ready, drafts go behind drafts that are in
+  flight (docs/scheduling.md);
 - a row whose token is constrained is sent when its mask is there, and takes it along;
 - the KV room of rows is booked before they are sent (scheduling/admission_queue.py).
 """
@@ -67,9 +69,12 @@ class Scheduler:
     """Most prompt rows batched with decode rows at present."""
     _queue: AdmissionQueue = field(init=False)
     _chooser: RowChooser = field(init=False)
-    _steps: dict[StepId, tuple[tuple[RowGroup, LiveSequence, tuple[int, ...]], ...]] = field(
+    _steps: dict[StepId, tuple[tuple[RowGroup, LiveSequence, int], ...]] = field(
         default_factory=dict
     )
+    """The groups of each step in flight, with their sequences and the flights of these."""
+    behind: set[StepId] = field(init=False, default_factory=set)
+    """The steps in flight that are drafts behind drafts in flight."""
     _next_step: int = 1
     _n_round: int = 0
     """Rows of the lockstep round that are still to be sent, `_round_share` in each step."""
@@ -145,6 +150,7 @@ class Scheduler:
         Its sequences wait. Nothing may be sent before `resume`.
         """
         self._steps.clear()
+        self.behind.clear()
         self._n_round = 0
         self._queue.suspend()
 
@@ -195,10 +201,10 @@ class Scheduler:
             raise LocalProtocolError(f"step {step} was answered with {len(token_ids)} tokens")
         outcomes: list[Outcome] = []
         row = 0
-        for group, sequence, drafts in groups:
+        for group, sequence, flight in groups:
             sampled = token_ids[row : row + group.n_sampled]
-            if self._queue.is_live(sequence) and sequence.sequence_id not in self._queue.anew:
-                outcomes += self._answer(sequence, group, drafts, sampled, row)
+            if self._queue.is_live(sequence) and self._counts(sequence, flight):
+                outcomes += self._answer(sequence, group, sampled, row)
             row += group.n_sampled
         return outcomes
 
@@ -210,8 +216,11 @@ class Scheduler:
         Where the values of one are wrong, that one fails.
         """
         groups = self._take_step(step)
-        live = [sequence for _, sequence, _ in groups if self._queue.is_live(sequence)]
-        failed = [sequence for sequence in live if sequence.sequence_id not in self._queue.anew]
+        failed = [
+            sequence
+            for _, sequence, flight in groups
+            if self._queue.is_live(sequence) and self._counts(sequence, flight)
+        ]
         anew: list[LiveSequence] = []
         if isinstance(error, CapacityError) and len(groups) > 1:
             last = max(failed, key=lambda sequence: sequence.rank, default=None)
@@ -228,9 +237,16 @@ class Scheduler:
             self._queue.start_anew(sequence)
         return [SequenceFailed(sequence_id=one.sequence_id, error=error) for one in failed]
 
-    def starts_anew(self, sequence_id: SequenceId) -> bool:
-        """Say whether the steps in flight of a sequence say nothing, since one has failed."""
-        return sequence_id in self._queue.anew
+    def counting(self, step: StepId) -> list[RowGroup]:
+        """List the groups of a step in flight that say something.
+
+        Those of a sequence do not where a step before them has failed, or had a wrong draft.
+        """
+        groups = self._steps.get(step, ())
+        return [group for group, sequence, flight in groups if self._counts(sequence, flight)]
+
+    def _counts(self, sequence: LiveSequence, flight: int) -> bool:
+        return sequence.flight == flight and sequence.sequence_id not in self._queue.anew
 
     def mix(self, n_decode: int, cost: StepCost, slowdown: float) -> None:
         """Choose how many prompt rows to batch with `n_decode` decode rows.
@@ -269,13 +285,15 @@ class Scheduler:
         if not n_decoding:
             rows = self._chooser.prompt_rows(self.limits.chunk_rows)
             return self._send(rows, is_decode=False)
-        if len(self._steps) >= self.n_stages:
+        if len(self._steps) - len(self.behind) >= self.n_stages:
             return False
         all_decode = n_decoding == len(running)
-        if all_decode and not self._queue.ready:
-            return False
         chooser = self._chooser
-        decode = chooser.decode_rows(-(-n_decoding // self.n_stages))
+        n_frames = max(1, self.max_in_flight // n_decoding) if n_decoding < self.n_stages else 1
+        if all_decode and not self._queue.ready:
+            return n_frames > 1 and self._send(chooser.flight_rows(n_frames), is_decode=True)
+        n_frames = n_frames if all_decode else 1
+        decode = chooser.decode_rows(-(-n_decoding // self.n_stages), n_frames)
         is_exact = any(rows.sequence.request.deterministic for rows in decode)
         no_prompts = is_exact or all_decode
         prompts = [] if no_prompts else chooser.prompt_rows(self.mixed_rows, beside=decode)
@@ -317,8 +335,11 @@ class Scheduler:
             masks=tuple(row_masks(rows, groups)),
         )
         self._steps[step] = tuple(
-            (group, part.sequence, part.drafts) for group, part in zip(groups, rows, strict=True)
+            (group, part.sequence, part.sequence.flight)
+            for group, part in zip(groups, rows, strict=True)
         )
+        if rows[0].is_behind:
+            self.behind.add(step)
         for part, group in zip(rows, groups, strict=True):
             self._count_sent(part, group, is_alone=len(rows) == 1)
         self._queue.pending.append(SendStep(batch=batch, is_decode=is_decode))
@@ -329,10 +350,11 @@ class Scheduler:
         assert slot is not None
         sequence.n_sent += group.n_rows
         sequence.n_in_flight += 1
-        sequence.awaits_token = group.n_sampled > 0
+        sequence.ahead += rows.drafts
         self._queue.ready.pop(sequence.sequence_id, None)
         self._queue.note_ready(sequence)
-        slot.n_held = group.position + group.n_rows - len(rows.drafts)
+        if not rows.is_behind:
+            slot.n_held = group.position + group.n_rows - len(rows.drafts)
         slot.n_written = max(slot.n_written, group.position + group.n_rows)
         if self.limits.notes_states:
             slot.note_state(group.position, group.n_rows)
@@ -342,25 +364,22 @@ class Scheduler:
 
     # --- answers
 
-    def _take_step(
-        self, step: StepId
-    ) -> tuple[tuple[RowGroup, LiveSequence, tuple[int, ...]], ...]:
+    def _take_step(self, step: StepId) -> tuple[tuple[RowGroup, LiveSequence, int], ...]:
         if step not in self._steps:
             raise LocalProtocolError(f"step {step} is not in flight")
         groups = self._steps.pop(step)
+        self.behind.discard(step)
         for _, sequence, _ in groups:
             sequence.n_in_flight -= 1
         return groups
 
     def _answer(
-        self,
-        sequence: LiveSequence,
-        group: RowGroup,
-        drafts: tuple[int, ...],
-        sampled: Sequence[int],
-        row: int,
+        self, sequence: LiveSequence, group: RowGroup, sampled: Sequence[int], row: int
     ) -> Iterable[Outcome]:
-        """Append the sampled tokens of a live sequence up to the first rejected draft."""
+        """Append the sampled tokens of a live sequence up to the first rejected draft.
+
+        Where all drafts are right, and the first one behind the step too, the flight goes on.
+        """
         if not sampled:
             if sequence.slot is not None:
                 sequence.slot.note_answered(group.position, group.position + group.n_rows)
@@ -369,10 +388,15 @@ class Scheduler:
             ):
                 yield self._finish(sequence, FinishReason.LENGTH)
             return
-        sequence.awaits_token = False
-        n_right = common_prefix(drafts, sampled, len(drafts))
-        if drafts and sequence.drafted_by is not None:
-            sequence.drafted_by.learn(len(drafts), n_right)
+        ahead = sequence.ahead
+        n_right = common_prefix(ahead, sampled, min(len(ahead), len(sampled)))
+        goes_on = n_right == len(sampled)
+        if ahead and sequence.drafted_by is not None:
+            sequence.drafted_by.learn(n_right if goes_on else len(ahead), n_right)
+        if goes_on:
+            del ahead[:n_right]
+        elif ahead:
+            sequence.land()
         for index, token_id in enumerate(sampled[: n_right + 1]):
             sequence.tokens.append(token_id)
             yield TokenSampled(sequence_id=sequence.sequence_id, token_id=token_id, row=row + index)
@@ -382,9 +406,10 @@ class Scheduler:
                 self._hold(sequence, group.position, n_before + index + 1)
                 yield self._finish(sequence, reason)
                 return
-        n_positions = group.position + group.n_rows - len(drafts) + n_right
-        self._hold(sequence, group.position, n_positions)
-        if sequence.slot is not None:
+        n_before = group.position + group.n_rows - group.n_sampled
+        self._hold(sequence, group.position, n_before + min(n_right + 1, group.n_sampled))
+        if sequence.slot is not None and not goes_on:
+            sequence.n_sent = sequence.slot.n_held
             self._queue.note_ready(sequence)
 
     def _hold(self, sequence: LiveSequence, position: int, n_positions: int) -> None:
@@ -394,7 +419,7 @@ class Scheduler:
         """
         slot = sequence.slot
         if slot is not None:
-            sequence.n_sent = slot.n_held = n_positions
+            slot.n_held = n_positions
             if position <= slot.n_answered:  # as Slot.note_answered, at each token's cost
                 slot.n_answered = n_positions
 

@@ -39,11 +39,21 @@ class Drafter(Protocol):
         A sequence is not scheduled until it can.
         """
 
-    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Return at most `limit` draft tokens after `tokens`, possibly none."""
+    def propose(
+        self,
+        tokens: Sequence[int],
+        limit: int,
+        ahead: Sequence[int] | None = None,
+        n_frames: int = 1,
+    ) -> list[int]:
+        """Return at most `limit` draft tokens after `tokens`, possibly none.
+
+        Where `tokens` is in flight already they go behind it and the drafts `ahead`. `n_frames`
+        frames of the sequence may be in flight at once.
+        """
 
     def learn(self, n_proposed: int, n_accepted: int) -> None:
-        """Record how many leading tokens of a proposal were accepted."""
+        """Record how many of the first drafts in flight were accepted; the rest of them are not."""
 
 
 class Guide(Protocol):
@@ -177,10 +187,11 @@ class LiveSequence:
     """A sequence that waits, runs or is paused.
 
     `tokens` holds prompt and output; the rows of the first `n_sent` positions have been sent and
-    are valid. `n_in_flight` counts its steps in flight; `awaits_token` says that one of them
-    samples a token. `drafted_by` made the drafts of the last step that had any. It has a slot and
-    no rows are sent while it `is_restoring`. Every stage of the next ring has its first `n_moved`
-    positions, and gives them to the slot that it opens.
+    are valid, if the drafts `ahead` are right, which were sent behind `tokens`; `drafted_by` made
+    them. `n_in_flight` counts its steps in flight. Those sent in another `flight` than the present
+    one say nothing: a draft before them was wrong. It has a slot and no rows are sent while it
+    `is_restoring`. Every stage of the next ring has its first `n_moved` positions, and gives them
+    to the slot that it opens.
     """
 
     request: SequenceRequest
@@ -189,8 +200,9 @@ class LiveSequence:
     slot: Slot | None = None
     n_sent: int = 0
     n_in_flight: int = 0
-    awaits_token: bool = False
+    ahead: list[int] = field(default_factory=list)
     drafted_by: Drafter | None = None
+    flight: int = 0
     is_restoring: bool = False
     may_restore: bool = True
     n_moved: int = 0
@@ -208,7 +220,13 @@ class LiveSequence:
         """
         self.slot = None
         self.n_sent = self.n_in_flight = self.n_moved = 0
-        self.awaits_token = self.is_restoring = self.may_restore = False
+        self.is_restoring = self.may_restore = False
+        self.land()
+
+    def land(self) -> None:
+        """End the flight: what is in flight behind the rows that were answered says nothing."""
+        self.ahead.clear()
+        self.flight += 1
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -248,6 +266,14 @@ class LiveSequence:
     def is_ready_to_decode(self) -> bool:
         """Whether the row of its newest token can be sent."""
         return self.n_sent == len(self.tokens) - 1 and self.n_generated > 0
+
+    @property
+    def may_fly(self) -> bool:
+        """Whether drafts can go behind those in flight: its masks, if any, come one by one."""
+        request = self.request
+        is_over = not request.stop_ids.isdisjoint(self.ahead)
+        is_in_flight = self.n_generated > 0 and self.n_sent > len(self.tokens) - 1
+        return is_in_flight and request.guide is None and not is_over
 
     @property
     def computed(self) -> ComputedSequence | None:

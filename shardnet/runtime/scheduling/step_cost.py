@@ -18,14 +18,40 @@ class StepCost:
     """
 
     half_life: float = 64.0
+    slowest: float = 1.0
+    """The part of a step's time that its slowest stage computes: no step can follow it sooner."""
+    company: float = 1.0
+    """How much longer a step takes while others are in flight: stages may share their memory."""
+    most_rows: int = 0
+    """Rows of the largest measured step."""
     _weight: float = 0.0
     _rows: float = 0.0
     _time: float = 0.0
     _rows_rows: float = 0.0
     _rows_time: float = 0.0
 
-    def learn(self, n_rows: int, time_s: float) -> None:
-        """Add one measured step: its rows and its seconds."""
+    @property
+    def one_row_s(self) -> float:
+        """The seconds of a step of one row; 0 before any measurement."""
+        line = self._line()
+        return line[0] + line[1] if line else 0.0
+
+    def learn(
+        self, n_rows: int, time_s: float, slowest_s: float = 0.0, *, flies: bool = False
+    ) -> None:
+        """Add one measured step: its rows, its seconds, and those of its slowest stage.
+
+        One that `flies` was in flight with others of its sequence.
+        """
+        if slowest_s:
+            self.slowest += 0.1 * (min(1.0, slowest_s / time_s) - self.slowest)
+        line = self._line()
+        if flies and line:
+            times_as_long = time_s / (line[0] + line[1] * n_rows)
+            self.company += 0.1 * (times_as_long - self.company)
+            return
+        self.company += (1 - self.company) / 256  # to try again
+        self.most_rows = max(self.most_rows, n_rows)
         fade = 0.5 ** (1 / self.half_life)
         self._weight = self._weight * fade + 1
         self._rows = self._rows * fade + n_rows

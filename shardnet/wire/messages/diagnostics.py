@@ -262,7 +262,9 @@ class RingWork(Strict, frozen=True, kw_only=True):
 
     `wire_us` is what steps took beside all computing and queueing. Of `n_prompts` the first
     positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`. It
-    replaced others `n_recoveries` times, while which requests stood still for `recovery_us`.
+    replaced others `n_recoveries` times, while which requests stood still for `recovery_us`. Of
+    `n_drafted` tokens of requests that have ended, `n_accepted` were right. Of `n_flown` steps,
+    which went behind drafts in flight, `n_wasted` were behind a wrong one.
     """
 
     load: RingLoad
@@ -275,6 +277,10 @@ class RingWork(Strict, frozen=True, kw_only=True):
     n_prefix_tokens: Count = 0
     n_recoveries: Count = 0
     recovery_us: Count = 0
+    n_drafted: Count = 0
+    n_accepted: Count = 0
+    n_flown: Count = 0
+    n_wasted: Count = 0
 
 
 class LinkTraffic(Strict, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from shardnet.errors import CheckpointError, UsageError
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.runtime.engine.draft_model import DraftModel, load_draft_model
 from shardnet.runtime.engine.requests import GenerationRequest, Speculation
-from shardnet.runtime.scheduling.drafting import DraftSource, NgramDrafts
+from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, DraftSource, NgramDrafts
 from shardnet.runtime.scheduling.limits import StepLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.stage.compute import Activations, Samples
@@ -63,13 +63,16 @@ def draft_model(path: Path, vocab_size: int = 320, memory_bytes: int = 1 << 30) 
 class WildGuesser:
     """Guesses at random, as often right as wrong: half of the vocabulary is never said."""
 
+    kinds = range(31)
+    flies = True
+
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def prepare(self, tokens: Sequence[int], limit: int) -> bool:
         return True
 
-    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
         return [self._random.randrange(8) for _ in range(self._random.randint(0, limit))]
 
     def close(self) -> None: ...
@@ -119,6 +122,28 @@ def test_look_up_changes_no_token(folder: Path, plain: list[list[int]], n_stages
     guessed = run(folder, [guessing(r, NGRAM) for r in requests()], n_stages=n_stages)
     assert [said.tokens for said in guessed] == plain
     assert sum(said.n_drafted for said in guessed) > 0
+
+
+@pytest.mark.usefixtures("drafts_always_pay")
+@pytest.mark.parametrize("source", ["look-up", "wild"])
+def test_drafts_in_flight_change_no_token(
+    folder: Path, plain: list[list[int]], source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request after the other, as many frames in flight as may be, right and wrong ones."""
+    monkeypatch.setattr(AdaptiveDrafter, "_most_frames", 9)
+    monkeypatch.setattr(AdaptiveDrafter, "_pays_behind", lambda *_: True)
+    speculation = Speculation(make_draft_source=lambda wake: GUESSERS[source](), most=3)
+
+    async def scenario() -> None:
+        choice = probed(CPU, DType.FLOAT32, None)
+        async with real_ring(folder, choice, n_stages=3, room_blocks=64) as engine:
+            said = [await say(engine, guessing(request, speculation)) for request in requests()]
+            assert [one.tokens for one in said] == plain
+            totals = engine.totals
+            assert totals.n_wasted > 0
+            assert source == "wild" or totals.n_flown > totals.n_wasted
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.usefixtures("drafts_always_pay")

@@ -46,11 +46,14 @@ def test_a_text_that_repeats_itself_is_guessed_beyond_its_end() -> None:
 class Coin:
     """A draft_source that is right with a given chance."""
 
+    kinds = range(31)
+    flies = True
+
     def __init__(self, chance: float) -> None:
         self.chance = chance
         self.random = random.Random(1)
 
-    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
         return [0] * limit
 
     def prepare(self, tokens: Sequence[int], limit: int) -> bool:
@@ -124,5 +127,7 @@ def test_a_draft_that_does_not_pay_is_asked_for_until_there_is_one() -> None:
 
 @pytest.mark.parametrize("most", [1, 5])
 def test_the_cap_holds(most: int) -> None:
-    drafter = AdaptiveDrafter(draft_source=Coin(1), cost=StepCost(), most=most)
+    cost = StepCost()
+    cost.learn(32, 1.0)
+    drafter = AdaptiveDrafter(draft_source=Coin(1), cost=cost, most=most)
     assert len(drafter.propose([1], 31)) == most

@@ -24,7 +24,7 @@ class NoDrafts:
     def prepare(self, tokens: Sequence[int]) -> bool:
         return True
 
-    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def propose(self, tokens: Sequence[int], limit: int, *_: object) -> list[int]:
         return []
 
     def learn(self, n_proposed: int, n_accepted: int) -> None:
@@ -37,7 +37,7 @@ class Oracle(NoDrafts):
 
     learned: list[tuple[int, int]] = field(default_factory=list)
 
-    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def propose(self, tokens: Sequence[int], limit: int, *_: object) -> list[int]:
         guessed = list(tokens)
         for _ in range(limit):
             guessed.append(next_token(guessed))

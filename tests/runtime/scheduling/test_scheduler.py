@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rings.toy_ring import STOP_ID, ToyRing, next_token, text_of
 
-from shardnet.errors import BusyError, CapacityError, LocalProtocolError, ShardnetError, UsageError
+from shardnet.errors import (
+    BusyError,
+    CapacityError,
+    LocalProtocolError,
+    ShardnetError,
+    UsageError,
+    WrongValuesError,
+)
 from shardnet.runtime.scheduling.limits import StepLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
@@ -62,18 +69,26 @@ class Oracle:
     """A drafter that knows the text, and errs on every `errs`-th token; 0 never."""
 
     errs: int = 0
+    most: int = 31
     learned: list[tuple[int, int]] = field(default_factory=list)
 
     def prepare(self, tokens: Sequence[int]) -> bool:
         return True
 
-    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        guessed = list(tokens)
-        for _ in range(limit):
+    def propose(
+        self,
+        tokens: Sequence[int],
+        limit: int,
+        ahead: Sequence[int] | None = None,
+        n_frames: int = 1,
+    ) -> list[int]:
+        start = [*tokens, *(ahead or ())]
+        guessed = [*start]
+        for _ in range(min(limit, self.most)):
             right = next_token(guessed)
             is_error = self.errs and (len(guessed) % self.errs == 0)
             guessed.append(right + 1 if is_error else right)
-        return guessed[len(tokens) :]
+        return guessed[len(start) :]
 
     def learn(self, n_proposed: int, n_accepted: int) -> None:
         self.learned.append((n_proposed, n_accepted))
@@ -526,7 +541,7 @@ requests = st.tuples(
     st.integers(0, 3),  # which beginning the prompt has
     st.integers(1, 300) | st.integers(500, 600),  # how much of it
     st.integers(0, 400),  # tokens to make
-    st.sampled_from(["plain", "exact", "drafted", "urgent", "whole"]),
+    st.sampled_from(["plain", "exact", "drafted", "flown", "urgent", "whole"]),
 )
 events = st.lists(
     st.one_of(
@@ -537,6 +552,13 @@ events = st.lists(
     ),
     max_size=50,
 )
+
+
+DRAFTERS = {
+    "drafted": lambda: Oracle(errs=3),
+    "exact": lambda: Oracle(errs=3, most=2),
+    "flown": lambda: Oracle(errs=7, most=2),
+}
 
 
 @settings(max_examples=200)
@@ -569,7 +591,7 @@ def test_every_request_ends_exactly_once_and_says_what_it_says_alone(
                     priority=int(how == "urgent"),
                     deterministic=how == "exact",
                     whole_prompt=how == "whole",
-                    drafter=Oracle(errs=3) if how in ("drafted", "exact") else None,
+                    drafter=DRAFTERS[how]() if how in DRAFTERS else None,
                 )
                 asked[asked_for.sequence_id] = asked_for
                 one.scheduler.submit(asked_for)
@@ -592,6 +614,46 @@ def test_every_request_ends_exactly_once_and_says_what_it_says_alone(
     assert one.scheduler.n_active == 0
     assert one.scheduler.book.booked_blocks == one.scheduler.book.warm_blocks
     assert all(slot.owner is None for slot in one.stage.slots.values())
+
+
+@pytest.mark.parametrize(
+    ("n_stages", "n_others", "n_flying"), [(1, 0, 1), (2, 0, 4), (4, 0, 8), (4, 1, 8), (2, 1, 2)]
+)
+def test_drafts_go_behind_drafts_where_stages_have_nothing_else_to_do(
+    n_stages: int, n_others: int, n_flying: int
+) -> None:
+    """One answer comes round in as many frames, but as many of them are in flight as can be."""
+    one, drafter = ring(n_stages=n_stages), Oracle(errs=9, most=1)
+    one.scheduler.submit(request(1, 5, max_tokens=200, drafter=drafter))
+    for number in range(2, n_others + 2):
+        one.scheduler.submit(request(number, 5, max_tokens=200))
+    n_rounds, most = 0, 0
+    one.pump()
+    while one.in_flight:
+        n_rounds += 1
+        flight = [batch for batch, _ in one.in_flight for _ in batch.groups]
+        most = max(most, len(flight))
+        for _ in range(len(one.in_flight)):
+            one.answer()
+        one.pump()
+    for number in range(1, n_others + 2):
+        assert one.said[SequenceId(number)] == text_of(prompt(number, 5), 200, CONTEXT)
+    assert most == n_flying
+    if not n_others:
+        waits = 200 / (1 + 8 / 9)  # two rows a step, and one step in nine has a wrong draft
+        assert n_rounds < 0.7 * waits if n_stages > 1 else n_rounds > 0.9 * waits
+
+
+def test_a_frame_behind_a_wrong_draft_fails_nobody() -> None:
+    one = ring()
+    one.scheduler.submit(request(1, 5, max_tokens=9, drafter=Oracle(errs=7, most=1)))
+    one.pump()
+    while one.scheduler.counting(one.in_flight[0][0].step):
+        one.answer()
+        one.pump()
+    one.fail(WrongValuesError("not finite"))
+    one.run()
+    assert one.said[SequenceId(1)] == text_of(prompt(1, 5), 9, CONTEXT)
 
 
 def test_blocks_are_what_stages_count() -> None:

@@ -46,15 +46,18 @@ FAILURE = "a stage ran out of memory"
 class WildGuesser:
     """Drafts at random, often rightly: the vocabulary is small."""
 
+    kinds = range(31)
+    flies = True
+
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
 
     def prepare(self, tokens: Sequence[int], limit: int) -> bool:
         return True
 
-    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
         if self._chance.random() < 0.5:
-            return [next_token(tokens)][:limit]
+            return [next_token([*tokens, *ahead])][:limit]
         return [self._chance.randrange(VOCABULARY) for _ in range(min(limit, 3))]
 
     def close(self) -> None: ...

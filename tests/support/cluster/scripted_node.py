@@ -208,6 +208,10 @@ _WORK = RingWork(
     n_prefix_hits=1,
     n_prompt_tokens=100,
     n_prefix_tokens=40,
+    n_drafted=30,
+    n_accepted=20,
+    n_flown=6,
+    n_wasted=2,
 )
 _LINK = LinkTraffic(
     name="bert", purpose="data", n_links=1, n_failed=2, sent_bytes=1000, received_bytes=10

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -79,11 +79,12 @@ class ToySlot:
 
 @dataclass(slots=True)
 class ToyStage:
-    """A stage's slots, changed in data order."""
+    """A stage's slots, changed in data order. `next_token` is what its model says."""
 
     room_blocks: int
     shares: bool = False
     slots: dict[SlotId, ToySlot] = field(default_factory=dict)
+    next_token: Callable[[Sequence[int]], int] = next_token
 
     @property
     def n_blocks(self) -> int:
@@ -132,7 +133,7 @@ class ToyStage:
             for position in range(group.position, end):
                 held.tokens[position : position + 1] = [next(ids)]
                 if position >= end - group.n_sampled:
-                    sampled.append(next_token(held.tokens[: position + 1]))
+                    sampled.append(self.next_token(held.tokens[: position + 1]))
         assert self.n_blocks <= self.room_blocks
         return sampled
 

@@ -1,0 +1,175 @@
+"""Benchmark one request whose drafts fly over two nodes, beside drafts that wait and none.
+
+The drafter knows the text, which is the model's own, and errs at a given rate; or drafts are looked
+up, and the text is a given one (--script). Figures are medians over rounds of one run, in which the
+contestants take turns. A delay of the links is made at the head: answers are held back for two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_engine import PROMPT_MARK, TEXTS, Forcing
+from bench_rig import Stream, follow, make_prompt, open_ring, request
+from bench_ring import random_1b
+
+from shardnet.assets import DEFAULT_MODEL_PATH
+from shardnet.runtime.engine.engine import Engine
+from shardnet.runtime.engine.requests import Speculation
+from shardnet.runtime.ring.pipeline import Pipeline, StepAnswer
+from shardnet.runtime.scheduling.drafting import DraftSource, NgramDrafts
+from shardnet.runtime.stage.compute import StepFailed
+from shardnet.tokenizers.tokenizer import Tokenizer
+from shardnet.transport.loop import run
+
+Make = Callable[[], DraftSource]
+
+
+class Erring:
+    """Knows the text, and errs at a rate, at the same places whoever asks."""
+
+    kinds: Sequence[int] = [0] * 64
+
+    def __init__(self, text: Sequence[int], right: float, *, flies: bool) -> None:
+        self.flies = flies
+        self._drafts = [
+            token if random.Random(f"{right} {place}").random() < right else token ^ 1
+            for place, token in enumerate(text)
+        ]
+
+    def prepare(self, tokens: Sequence[int], limit: int) -> bool:
+        """Return True."""
+        return True
+
+    def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
+        """Return what comes, or nearly."""
+        start = len(tokens) + len(ahead)
+        return self._drafts[start : start + limit]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class WaitingNgrams(NgramDrafts):
+    """Look-up whose drafts wait for each other."""
+
+    flies = False
+
+
+def delay_answers(delay_s: float) -> None:
+    """Hold all answers back at the head for as long as two links take."""
+    real = Pipeline.answer
+
+    def later(pipeline: Pipeline, answer: StepAnswer | StepFailed) -> None:
+        asyncio.get_running_loop().call_later(2 * delay_s, real, pipeline, answer)
+
+    Pipeline.answer = later  # type: ignore[method-assign]
+
+
+async def main() -> None:
+    """Measure and print one JSON object."""
+    options = _parse_options()
+    if options.delay_ms:
+        delay_answers(options.delay_ms / 1000)
+    async with open_ring(options.checkpoint, options.stages, options.threads) as engine:
+        found = await (_scripts if options.script else _rates)(engine, options)
+    print(json.dumps({"stages": options.stages, "delay_ms": options.delay_ms, **found}, indent=2))
+
+
+async def _rates(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure drafters that err at given rates, on what the model says by itself."""
+    prompt = make_prompt(3, 16, 1000)
+    said = (await follow(engine, request(prompt, options.tokens))).tokens
+    text = [*prompt, *said]
+    report = {}
+    for right in options.rate:
+        makers: dict[str, Make | None] = {
+            "plain": None,
+            "waits": lambda right=right: Erring(text, right, flies=False),  # type: ignore[misc]
+            "flies": lambda right=right: Erring(text, right, flies=True),  # type: ignore[misc]
+        }
+        report[f"right {right:g}"] = await _by_turns(engine, prompt, options, makers)
+    return report
+
+
+async def _scripts(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure look-up on given texts: what is sampled is replaced by the text's tokens."""
+    tokenizer = Tokenizer.load(DEFAULT_MODEL_PATH)
+    report = {}
+    for path in options.script:
+        parts = path.read_text(encoding="utf-8").partition(PROMPT_MARK)
+        prompt, said = (tokenizer.encode(part, bos="off") for part in (parts[0], parts[2]))
+        options.tokens = min(len(said), options.most_tokens)
+        real = engine._scheduler
+        engine._scheduler = Forcing(real, [*prompt, *said])  # type: ignore[assignment]
+        makers: dict[str, Make | None] = {
+            "plain": None,
+            "waits": WaitingNgrams,
+            "flies": NgramDrafts,
+        }
+        report[path.stem] = await _by_turns(engine, prompt, options, makers)
+        engine._scheduler = real
+    tokenizer.close()
+    return report
+
+
+async def _by_turns(
+    engine: Engine, prompt: list[int], options: argparse.Namespace, makers: dict[str, Make | None]
+) -> dict[str, Any]:
+    streams: dict[str, list[Stream]] = {name: [] for name in makers}
+    for _ in range(options.rounds):
+        for name, make in makers.items():
+            speculation = Speculation(make_draft_source=lambda wake, make=make: make())  # type: ignore[misc]
+            asked = request(prompt, options.tokens, speculation=speculation if make else None)
+            streams[name].append(await follow(engine, asked))
+    return {
+        name: {
+            "tok_s": round(statistics.median(one.tok_s for one in some), 2),
+            "to_plain": _ratio(some, streams["plain"]),
+            "to_waits": _ratio(some, streams["waits"]),
+            "accepted": round(
+                sum(s.n_accepted for s in some) / max(1, sum(s.n_drafted for s in some)), 3
+            ),
+            "same_text": all(one.tokens == streams["plain"][0].tokens for one in some),
+        }
+        for name, some in streams.items()
+    }
+
+
+def _ratio(some: Sequence[Stream], others: Sequence[Stream]) -> float:
+    pairs = zip(some, others, strict=True)
+    return round(statistics.median(one.tok_s / other.tok_s for one, other in pairs), 3)
+
+
+def _parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, prog="scripts/bench flight")
+    parser.add_argument("--checkpoint", type=Path, help="instead of the 1.1B shape")
+    parser.add_argument("--bundled", action="store_true", help="the bundled model")
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rate", type=float, action="append", help="repeatable")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="of each link, one way")
+    parser.add_argument("--script", type=Path, action="append", help="a text to force; repeatable")
+    parser.add_argument("--scripts", action="store_true", help="all texts of scripts/benchmarks")
+    parser.add_argument("--most-tokens", type=int, default=400, help="of a forced text")
+    options = parser.parse_args()
+    options.rate = options.rate or [0.6, 0.8, 0.9]
+    if options.scripts:
+        options.script = sorted(TEXTS.glob("*.txt"))
+    if options.bundled:
+        options.checkpoint = DEFAULT_MODEL_PATH
+    options.checkpoint = (options.checkpoint or random_1b()).absolute()
+    return options
+
+
+if __name__ == "__main__":
+    run(main())
