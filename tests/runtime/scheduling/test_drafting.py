@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 
 import pytest
@@ -41,6 +42,27 @@ def test_an_index_that_grows_guesses_what_a_search_finds(
 
 def test_a_text_that_repeats_itself_is_guessed_beyond_its_end() -> None:
     assert NgramDrafts().draft([1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_drafts_in_flight_are_what_one_long_draft_would_be() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4]
+    drafts = NgramDrafts()
+    whole = drafts.draft(text, 8)
+    assert whole == [5, 6, 7, 8, 9, 1, 2, 3]
+    assert drafts.draft(text, 4, whole[:4]) == whole[4:]
+    assert [*drafts.kinds] == [4, 4, 4, 4]  # 8 to 11 tokens before it agree
+    assert NgramDrafts().draft([1, 2, 1, 2, 1], 3, [2, 1, 2]) == [1, 2, 1]
+
+
+def test_texts_that_have_ended_are_looked_up_too_the_last_first() -> None:
+    texts: deque[NgramDrafts] = deque(maxlen=2)
+    for text in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8], [9, 9]):
+        one = NgramDrafts(before=texts)
+        one.draft(text, 1)
+        one.close()
+    assert len(texts) == 2
+    assert NgramDrafts(before=texts).draft([0, 1, 2, 3, 4], 3) == [7, 8]
+    assert NgramDrafts(before=texts).draft([0, 0, 2, 3, 4], 3) == []
 
 
 class Coin:
@@ -112,9 +134,9 @@ def test_a_drafter_that_had_given_up_comes_back_when_guesses_are_right() -> None
 def test_a_draft_that_does_not_pay_is_asked_for_until_there_is_one() -> None:
     """The tail makes one now and then, at a moment of its own."""
     drafts, cost = RingDrafts(), StepCost()
-    for n_rows in (1, 2):
-        cost.learn(n_rows, float(n_rows))
-    drafter = AdaptiveDrafter(draft_source=drafts, cost=cost)
+    for n_rows, time_s in ((1, 1.0), (2, 1.2)):
+        cost.learn(n_rows, time_s)
+    drafter = AdaptiveDrafter(draft_source=drafts, cost=cost, acceptance=0.1)
     assert drafter.length == 0
     proposed = []
     for n_tokens in range(1, 40):
