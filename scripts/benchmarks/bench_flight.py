@@ -124,13 +124,20 @@ async def _by_turns(
     engine: Engine, prompt: list[int], options: argparse.Namespace, makers: dict[str, Make | None]
 ) -> dict[str, Any]:
     streams: dict[str, list[Stream]] = {name: [] for name in makers}
+    costs, totals, flown = {}, engine.totals, dict.fromkeys(makers, [0, 0])
     for _ in range(options.rounds):
         for name, make in makers.items():
             speculation = Speculation(make_draft_source=lambda wake, make=make: make())  # type: ignore[misc]
             asked = request(prompt, options.tokens, speculation=speculation if make else None)
+            before = totals.n_flown, totals.n_wasted
             streams[name].append(await follow(engine, asked))
+            flown[name] = [totals.n_flown - before[0], totals.n_wasted - before[1]]
+            cost = engine._step_cost
+            costs[name] = [cost.extra(1), cost.slowest, cost.company, cost.one_row_s]
     return {
         name: {
+            "flown_and_wasted": flown[name],
+            "row_slowest_company_one_row_s": [round(figure, 3) for figure in costs[name]],
             "tok_s": round(statistics.median(one.tok_s for one in some), 2),
             "to_plain": _ratio(some, streams["plain"]),
             "to_waits": _ratio(some, streams["waits"]),

@@ -29,13 +29,15 @@ _LENGTHS: Final = (*range(9), 10, 12, 15, 18, 23, 31)
 _LEAST_WASTE: Final = 0.1
 """What a frame of wrong drafts costs at least, as part of the slowest stage's time: energy, and the
 memory that stages may share."""
+_PROMISED: Final = 1.05
+"""A flight has to promise so many times the speed of drafts that wait: what it wastes takes energy."""
 _MOST_MATCHED: Final = 32
 """Tokens before a draft that are compared with those before its source."""
 _MOST_KEPT: Final = 16384
 """A longer text is not looked up by others: its index takes some hundred bytes a token."""
-_MOST_BEHIND: Final = 2.5
-_REST_TOKENS: Final = 200
-"""Who is so many tokens behind plain decoding drafts no more for so many."""
+_MOST_BEHIND, _FORGIVEN = 3.0, 0.0125
+"""Drafts may cost so many tokens' time more than they give, and so much of each token's after that:
+3 % of 200 tokens together."""
 
 
 def check_drafts(*, has_state: bool) -> None:
@@ -186,7 +188,7 @@ class AdaptiveDrafter:
     the drafts follows in frames of the same size, each at the pace of the slowest stage and with
     the probability that all before it are right: else the next right one may have to wait for it.
     `most` caps the drafts of a frame. Where no draft pays, one is proposed now and then to measure
-    again. Who falls behind plain decoding rests.
+    again. No drafts are risked that would take it too far behind plain decoding, were they wrong.
     """
 
     draft_source: DraftSource
@@ -207,7 +209,6 @@ class AdaptiveDrafter:
     """Opportunities since drafts have paid, or one was proposed."""
     _n_behind: float = 0.0
     """Tokens that plain decoding would have made more."""
-    _n_to_rest: int = 0
 
     @property
     def length(self) -> int:
@@ -227,8 +228,6 @@ class AdaptiveDrafter:
         n_frames: int = 1,
     ) -> list[int]:
         """See sequences.Drafter."""
-        if self._n_to_rest:
-            return []
         n_frames = min(n_frames, self._most_frames)
         if ahead is not None:
             return self._propose_behind(tokens, limit, ahead, n_frames)
@@ -245,7 +244,7 @@ class AdaptiveDrafter:
         self, tokens: Sequence[int], limit: int, ahead: Sequence[int], n_frames: int
     ) -> list[int]:
         """Propose a frame behind those in flight, if it is likely enough that it is not wasted."""
-        if self._n_frames >= n_frames or not self._flies:
+        if self._n_frames >= n_frames or not self._flies or self._spare < 1:
             return []
         del self._in_flight[len(ahead) :]
         drafts = self.draft_source.draft(tokens, self.most, ahead)
@@ -269,8 +268,9 @@ class AdaptiveDrafter:
         gains = [0.0, *accumulate(reach)]
         period, waste = self._pace(n_frames)
         row = self.cost.extra(1)
-        best, best_rate = 0, 0.0
+        best, best_rate, self._flies = 0, 0.0, False
         most = min(len(likely), max(1, 2 * self.cost.most_rows - 1))  # what more cost is not known
+        most = min(most, int(self._spare / row)) if row else most
         for length in _LENGTHS:
             if length > most:
                 break
@@ -281,7 +281,7 @@ class AdaptiveDrafter:
                 flies = True
                 time += period * reach[place] + waste * (1 - reach[place])
                 tokens += gains[min(place + length + 1, len(reach))] - gains[place]
-            time *= (1 + row * length) * (self.cost.company if flies else 1)
+            time *= (1 + row * length) * (self.cost.company * _PROMISED if flies else 1)
             if tokens / time > best_rate * 1.001:
                 best, best_rate, self._flies = length, tokens / time, flies
         return best
@@ -311,10 +311,16 @@ class AdaptiveDrafter:
         return (n_right + self.acceptance) / (n_judged + 1)
 
     @property
+    def _spare(self) -> float:
+        """Tokens' time that may be risked."""
+        return max(0.0, _MOST_BEHIND - self._n_behind)
+
+    @property
     def _n_probed(self) -> int:
         """1 where it is time to propose a draft although none pays, else 0."""
-        every = max(_PROBE_EVERY, _PROBE_ROWS * self.cost.extra(1))
-        return int(self._n_without + 1 >= every)
+        row = self.cost.extra(1)
+        every = max(_PROBE_EVERY, _PROBE_ROWS * row)
+        return int(self._n_without + 1 >= every and self._spare >= row)
 
     def learn(self, n_proposed: int, n_accepted: int) -> None:
         """See sequences.Drafter. Drafts after the first rejected one carry no information."""
@@ -332,9 +338,7 @@ class AdaptiveDrafter:
 
     def took(self, n_tokens: int, time_s: float) -> None:
         """Note how long some tokens took, of a sequence that had the ring to itself."""
-        self._n_to_rest = max(0, self._n_to_rest - n_tokens)
         plain_s = self.cost.one_row_s
         if plain_s:
-            self._n_behind = max(0.0, self._n_behind + 0.99 * time_s / plain_s - n_tokens)
-        if self._n_behind > _MOST_BEHIND:
-            self._n_behind, self._n_to_rest = 0.0, _REST_TOKENS
+            lost = time_s / plain_s - n_tokens * (1 + _FORGIVEN)
+            self._n_behind = max(0.0, self._n_behind + lost)

@@ -48,7 +48,7 @@ class StepCost:
         line = self._line()
         if flies and line:
             times_as_long = time_s / (line[0] + line[1] * n_rows)
-            self.company += 0.1 * (times_as_long - self.company)
+            self.company += 0.2 * (times_as_long - self.company)
             return
         self.company += (1 - self.company) / 256  # to try again
         self.most_rows = max(self.most_rows, n_rows)
