@@ -400,7 +400,7 @@ class Engine:
         return True
 
     def _on_answered(self, answered: StepAnswered) -> None:
-        step, flies = answered.answer.step, bool(self._scheduler.behind)
+        step, flies = answered.answer.step, answered.answer.step in self._scheduler.beside
         groups, is_behind = self._scheduler.counting(step), step in self._scheduler.behind
         for drafts in answered.answer.drafts:
             drafted = self._live.get(drafts.sequence_id)

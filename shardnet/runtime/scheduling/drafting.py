@@ -30,7 +30,7 @@ _LEAST_WASTE: Final = 0.1
 """What a frame of wrong drafts costs at least, as part of the slowest stage's time: energy, and the
 memory that stages may share."""
 _PROMISED: Final = 1.05
-"""A flight has to promise so many times the speed of drafts that wait: what it wastes takes energy."""
+"""A flight has to promise so many times the speed of drafts that wait: its waste takes energy."""
 _MOST_MATCHED: Final = 32
 """Tokens before a draft that are compared with those before its source."""
 _MOST_KEPT: Final = 16384
@@ -38,6 +38,9 @@ _MOST_KEPT: Final = 16384
 _MOST_BEHIND, _FORGIVEN = 3.0, 0.0125
 """Drafts may cost so many tokens' time more than they give, and so much of each token's after that:
 3 % of 200 tokens together."""
+_FLIGHT_SPARE: Final = 2.0
+"""Drafts fly only where so much of that is left: else what flights cost would be taken from drafts
+that wait."""
 
 
 def check_drafts(*, has_state: bool) -> None:
@@ -244,7 +247,7 @@ class AdaptiveDrafter:
         self, tokens: Sequence[int], limit: int, ahead: Sequence[int], n_frames: int
     ) -> list[int]:
         """Propose a frame behind those in flight, if it is likely enough that it is not wasted."""
-        if self._n_frames >= n_frames or not self._flies or self._spare < 1:
+        if self._n_frames >= n_frames or not self._flies or self._spare < _FLIGHT_SPARE:
             return []
         del self._in_flight[len(ahead) :]
         drafts = self.draft_source.draft(tokens, self.most, ahead)

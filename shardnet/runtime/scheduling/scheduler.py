@@ -75,6 +75,8 @@ class Scheduler:
     """The groups of each step in flight, with their sequences and the flights of these."""
     behind: set[StepId] = field(init=False, default_factory=set)
     """The steps in flight that are drafts behind drafts in flight."""
+    beside: set[StepId] = field(init=False, default_factory=set)
+    """These, and those that were in flight with one of them."""
     _next_step: int = 1
     _n_round: int = 0
     """Rows of the lockstep round that are still to be sent, `_round_share` in each step."""
@@ -151,6 +153,7 @@ class Scheduler:
         """
         self._steps.clear()
         self.behind.clear()
+        self.beside.clear()
         self._n_round = 0
         self._queue.suspend()
 
@@ -340,6 +343,9 @@ class Scheduler:
         )
         if rows[0].is_behind:
             self.behind.add(step)
+            self.beside.update(self._steps)
+        elif self.behind:
+            self.beside.add(step)
         for part, group in zip(rows, groups, strict=True):
             self._count_sent(part, group, is_alone=len(rows) == 1)
         self._queue.pending.append(SendStep(batch=batch, is_decode=is_decode))
@@ -369,6 +375,7 @@ class Scheduler:
             raise LocalProtocolError(f"step {step} is not in flight")
         groups = self._steps.pop(step)
         self.behind.discard(step)
+        self.beside.discard(step)
         for _, sequence, _ in groups:
             sequence.n_in_flight -= 1
         return groups

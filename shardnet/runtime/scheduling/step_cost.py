@@ -44,7 +44,8 @@ class StepCost:
         One that `flies` was in flight with others of its sequence.
         """
         if slowest_s:
-            self.slowest += 0.1 * (min(1.0, slowest_s / time_s) - self.slowest)
+            part = min(1.0, slowest_s / time_s)
+            self.slowest += (0.1 if self.most_rows else 1.0) * (part - self.slowest)
         line = self._line()
         if flies and line:
             times_as_long = time_s / (line[0] + line[1] * n_rows)

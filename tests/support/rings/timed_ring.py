@@ -87,7 +87,7 @@ class TimedRing:
         while ring.in_flight:
             self.now_s, n_rows, slowest_us, queued_s = heapq.heappop(self._answers)
             batch = ring.in_flight[0][0]
-            says, flies = bool(scheduler.counting(batch.step)), bool(scheduler.behind)
+            says, flies = bool(scheduler.counting(batch.step)), batch.step in scheduler.beside
             n_new = sum(isinstance(outcome, TokenSampled) for outcome in ring.answer())
             self.times_s += [self.now_s] * n_new
             took_s = self.now_s - self._sent_s.pop(batch.step) - queued_s
