@@ -124,7 +124,8 @@ async def _by_turns(
     engine: Engine, prompt: list[int], options: argparse.Namespace, makers: dict[str, Make | None]
 ) -> dict[str, Any]:
     streams: dict[str, list[Stream]] = {name: [] for name in makers}
-    costs, totals, flown = {}, engine.totals, dict.fromkeys(makers, [0, 0])
+    costs: dict[str, list[float]] = {}
+    totals, flown = engine.totals, {name: [0, 0] for name in makers}
     for _ in range(options.rounds):
         for name, make in makers.items():
             speculation = Speculation(make_draft_source=lambda wake, make=make: make())  # type: ignore[misc]
