@@ -70,7 +70,7 @@ def delay_answers(delay_s: float) -> None:
     def later(pipeline: Pipeline, answer: StepAnswer | StepFailed) -> None:
         asyncio.get_running_loop().call_later(2 * delay_s, real, pipeline, answer)
 
-    Pipeline.answer = later  # type: ignore[method-assign]
+    Pipeline.answer = later  # type: ignore[method-assign, assignment]
 
 
 async def main() -> None:
