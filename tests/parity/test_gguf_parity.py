@@ -102,6 +102,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "qwen3": (ODD, {}),
+    "qwen3-reranker": (
+        {"tie_word_embeddings": True},
+        {
+            "pooling_type": 4,
+            "classifier__output_labels": ["yes", "no"],
+            "extra": {"cls.output.weight": np.ones((2, 40), dtype=np.float32)},
+        },
+    ),
     "olmo2": ({}, {}),
     "olmo3": (
         {
@@ -320,6 +328,7 @@ def test_a_gguf_says_what_its_weights_say_in_transformers(case: str, tmp_path: P
     checkpoint = Checkpoint.open(path)
     config_read = checkpoint.config
     assert left_over(config_read, checkpoint.tensors) == []
+    assert checkpoint.unknown_keys == ()
     chain = StageChain.load(path, even_split(config_read.n_layers, 2))
     prompts = [random_prompt(40, VOCAB_SIZE, seed=3), random_prompt(5, VOCAB_SIZE, seed=4)]
     check_generation(chain, load_reference(source), prompts, 8)

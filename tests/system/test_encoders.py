@@ -14,7 +14,7 @@ import openai
 import pytest
 import torch
 import transformers
-from support.models.encoder_checkpoints import add_modules, make_encoder
+from support.models.encoder_checkpoints import add_modules, make_encoder, write_encoder_gguf
 from support.system.nodes import Machine, NodeProcess
 
 from shardnet.api.client import connect
@@ -57,10 +57,12 @@ class Oracle:
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """An embedder, which takes its first hidden state, and a reranker, in one folder."""
+    """An embedder, which takes its first hidden state, and a reranker, each as a GGUF, too."""
     folder = tmp_path / "models"
     add_modules(make_encoder(folder / "embedder", "BertModel"), "cls_token", normalizes=True)
-    make_encoder(folder / "reranker", "XLMRobertaForSequenceClassification")
+    make_encoder(folder / "reranker", "XLMRobertaForSequenceClassification", type_vocab_size=1)
+    write_encoder_gguf(folder / "embedder", folder / "vectors.gguf", pooling_type=2)
+    write_encoder_gguf(folder / "reranker", folder / "scores.gguf", "F16", pooling_type=4)
     return folder
 
 
@@ -95,7 +97,11 @@ def test_vectors_and_rankings_are_those_of_transformers(machine: Machine, models
                 assert answer.usage.prompt_tokens == n_tokens
             await check_lengths(http, client, embedder)
             await check_ollama(http, embedder)
-            await check_ranking(http, reranker)
+            for name in ("reranker", "scores"):
+                await check_ranking(http, reranker, name)
+            of_gguf = await client.embeddings.create(model="vectors", input=TEXTS)
+            found = [one.embedding for one in of_gguf.data]
+            np.testing.assert_allclose(found, vectors, rtol=0, atol=TOLERANCE)
             await check_refused(http, client)
         await check_lists(node, models)
 
@@ -140,13 +146,13 @@ async def check_ollama(http: httpx2.AsyncClient, oracle: Oracle) -> None:
     assert shown["capabilities"] == ["embedding"]
 
 
-async def check_ranking(http: httpx2.AsyncClient, oracle: Oracle) -> None:
+async def check_ranking(http: httpx2.AsyncClient, oracle: Oracle, name: str) -> None:
     """In Cohere's form, in Jina's, and with the scores as the model gives them."""
     documents: list[Any] = ["She read.", {"text": "It rained all day."}, "A letter came.", LONG]
     texts = [one if isinstance(one, str) else one["text"] for one in documents]
     logits = [oracle.logit(QUERY, text) for text in texts]
     order = sorted(range(4), key=lambda place: -logits[place])
-    body = {"model": "reranker", "query": QUERY, "documents": documents, "top_n": 3}
+    body = {"model": name, "query": QUERY, "documents": documents, "top_n": 3}
     for path, more in (("/v2/rerank", {}), ("/rerank", {"return_documents": True})):
         answer = (await http.post(path, json={**body, **more})).json()
         assert [one["index"] for one in answer["results"]] == order[:3]
@@ -190,4 +196,5 @@ async def check_lists(node: NodeProcess, models: Path) -> None:
     kinds = {one["name"]: (one["family"], one["kind"]) for one in models_json(lists)["models"]}
     assert kinds[str(models / "embedder")] == ("bert", "embedding")
     assert kinds[str(models / "reranker")] == ("xlm-roberta", "reranker")
+    assert kinds[str(models / "scores.gguf")] == ("bert", "reranker")
     assert any("bert (embedding)" in line for line in model_lines(lists, None))

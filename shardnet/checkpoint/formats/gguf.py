@@ -7,7 +7,7 @@ knows. Must not know kernels.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -53,12 +53,7 @@ def open_gguf(path: Path) -> Contents:
     UnsupportedModelError for an architecture or a type that is not implemented.
     """
     paths = gguf_files(path)
-    headers: list[GgufHeader] = []
-    files: dict[str, TensorFile] = {}
-    totals = FileTotals(paths[0])
-    for part in paths:
-        headers.append(read_gguf_header(part))
-        files[part.name] = totals.add(read_tensor_file(part, headers[-1]))
+    headers, files = read_gguf_files(paths)
     stored = {name: info for file in files.values() for name, info in file.tensors.items()}
     factors = {
         info.name: _read_factors(part, info)
@@ -83,6 +78,8 @@ def open_gguf(path: Path) -> Contents:
     arch = str(metadata["general.architecture"])
     n_blocks = metadata.get(f"{arch}.block_count")
     assert isinstance(n_blocks, int), "the family has read it"
+    if f"{arch}.classifier.output_labels" in metadata:
+        stored.pop("cls.output.weight", None)  # the LM head's rows of a reranker's answers
     return Contents(
         folder=paths[0].parent,
         config=config,
@@ -93,6 +90,17 @@ def open_gguf(path: Path) -> Contents:
         form=form_name(metadata.get("general.file_type")),
         unknown_keys=tuple(unknown),
     )
+
+
+def read_gguf_files(paths: Sequence[Path]) -> tuple[list[GgufHeader], dict[str, TensorFile]]:
+    """Read the headers of the parts of a checkpoint; see `open_gguf`."""
+    headers: list[GgufHeader] = []
+    files: dict[str, TensorFile] = {}
+    totals = FileTotals(paths[0])
+    for part in paths:
+        headers.append(read_gguf_header(part))
+        files[part.name] = totals.add(read_tensor_file(part, headers[-1]))
+    return headers, files
 
 
 def read_tensor_file(path: Path, header: GgufHeader) -> TensorFile:

@@ -7,13 +7,17 @@ keys. An unknown key is noted by name. Must not know files.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import Any
+from typing import Any, Final
 
 from shardnet.checkpoint.formats.gguf_header import MetadataValue
 from shardnet.errors import UnsupportedModelError, shown
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors
+from shardnet.model.families.encoders import GGUF_TYPES, writes_nothing
 from shardnet.model.families.registry import gguf_families
+
+ANSWERS: Final = ["yes", "no"]
+"""What a reranker answers; others' rows of the LM head are no use to it."""
 
 
 def config_of_metadata(
@@ -41,9 +45,12 @@ def config_of_metadata(
             "inputs, and images are not implemented",
             remedy="name the file of the language model",
         )
+    if arch in GGUF_TYPES:
+        raise writes_nothing(where)
     if "bert" in arch:
         raise UnsupportedModelError(
-            f"{where}: general.architecture = {shown(arch)}: encoders are not read from GGUF",
+            f"{where}: general.architecture = {shown(arch)}: of encoders these are read from GGUF: "
+            f"{', '.join(GGUF_TYPES)}",
             remedy="take the model's own repository, with safetensors",
         )
     own = {
@@ -65,6 +72,15 @@ def config_of_metadata(
     if config is None:
         raise general.unsupported("general.architecture", arch, ", ".join(sorted(families)))
     fields.ignore("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
+    if own.get("pooling_type") in (
+        0,
+        3,
+        4,
+    ):  # none, that of vectors by the last token, a reranker's
+        fields.ignore("pooling_type")
+    labels = fields.take("classifier.output_labels", list, ANSWERS)
+    if labels != ANSWERS:
+        raise fields.unsupported("classifier.output_labels", labels, str(ANSWERS))
     fields.require("attention.causal", True)
     fields.note_the_rest()
     ends = ("eos", "eot", "eom")

@@ -26,6 +26,12 @@ CLASSES: Final[Mapping[str, str]] = {
     "modernbert": "ModernBert",
 }
 """What the names of transformers' classes begin with, by `model_type`."""
+GGUF_TYPES: Final[Mapping[str, str]] = {
+    "bert": "bert",  # RoBERTa, XLM-RoBERTa and DistilBERT, too: only tokenizers differ
+    "nomic-bert": "nomic_bert",
+    "modern-bert": "modernbert",
+}
+"""The `model_type` of a GGUF's `general.architecture`."""
 MAX_ENCODED_POSITIONS: Final = 1 << 17
 """Most positions that a config may claim: transformers makes tables of so many."""
 
@@ -125,7 +131,7 @@ def read_encoder_config(raw: Mapping[str, Any], where: str) -> EncoderConfig:
         context=context,
         hidden_size=hidden_size,
         n_layers=n_layers,
-        has_types=model_type in _HAS_TYPES,
+        has_types=model_type in _HAS_TYPES and fields.take("type_vocab_size", int, 2) > 1,
         n_maps=2 * fields.positive("num_attention_heads") if model_type == "mpnet" else _N_MASKS,
     )
 

@@ -18,8 +18,8 @@ from shardnet.runtime.encoding.encoder_facts import (
     BATCH_POSITIONS,
     MAX_BATCH,
     EncoderFacts,
-    Pooling,
 )
+from shardnet.runtime.encoding.gguf_encoder import Pooling
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,8 +120,14 @@ def load_encoder(
     """
     made = _class_of(facts)
     tensors = {
-        tensor.name: read_stored(facts.path, tensor, facts.opened[tensor.file], came)
-        for tensor in facts.stored
+        tensor.name: tensor.make(
+            [
+                read_stored(facts.folder, source, facts.opened[source.file], came)
+                for source in tensor.sources
+            ],
+            torch.float32,
+        )
+        for tensor in facts.tensors
     }
     try:
         config = made.config_class.from_dict(dict(facts.config.keys))

@@ -10,10 +10,15 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+from shardnet.checkpoint.checkpoint import gguf_file
+from shardnet.checkpoint.formats.gguf import read_gguf_files
+from shardnet.checkpoint.formats.gguf_header import first_texts, gguf_files
+from shardnet.checkpoint.formats.gguf_types import form_name
 from shardnet.checkpoint.formats.huggingface import open_huggingface
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
 from shardnet.checkpoint.tensors.json_files import (
@@ -22,12 +27,17 @@ from shardnet.checkpoint.tensors.json_files import (
     read_file,
     read_json,
 )
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, FileState, StoredTensor
+from shardnet.checkpoint.tensors.model_tensor import ModelTensor, unchanged
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN, FileState, TensorFile
 from shardnet.errors import CheckpointError, UnsupportedModelError, shown
-from shardnet.model.families.encoders import EncoderConfig, is_encoder, read_encoder_config
+from shardnet.model.families.encoders import (
+    GGUF_TYPES,
+    EncoderConfig,
+    is_encoder,
+    read_encoder_config,
+)
+from shardnet.runtime.encoding.gguf_encoder import Pooling, gguf_encoder
 from shardnet.runtime.loading.model_facts import Stamp, stamp
-
-Pooling = Literal["mean", "cls", "last"]
 
 BATCH_POSITIONS: Final = 4096
 """Positions, padding included, that are computed at once, unless one input alone has more."""
@@ -39,6 +49,7 @@ _FLAGS: Final[dict[str, Pooling]] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_lasttoken": "last",
 }
+_ARCHITECTURE: Final = "general.architecture"
 _FOLDER: Final = re.compile(r"[\w-]+")
 
 
@@ -48,8 +59,8 @@ class EncoderFacts:
 
     Its vectors are pooled by `pooling` and have length 1 if they are `normalized`, None where no
     file says so. `context` is the most tokens of one input, special ones included. `lowers` says
-    that texts are put in lower case first. `stored` are its tensors, `opened` their files.
-    `model_id` is SHA-256 in hex over config and headers.
+    that texts are put in lower case first. `tensors` are its parameters, `opened` their files, by
+    name in `folder`. `model_id` is SHA-256 in hex over config and headers.
     """
 
     path: Path
@@ -59,7 +70,8 @@ class EncoderFacts:
     normalized: bool | None
     context: int
     lowers: bool
-    stored: tuple[StoredTensor, ...]
+    folder: Path
+    tensors: tuple[ModelTensor, ...]
     opened: dict[str, FileState]
     form: str
     size_bytes: int
@@ -68,7 +80,7 @@ class EncoderFacts:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in float32."""
-        return 4 * sum(math.prod(tensor.shape) for tensor in self.stored)
+        return 4 * sum(math.prod(tensor.shape) for tensor in self.tensors)
 
     @property
     def activation_bytes(self) -> int:
@@ -83,14 +95,43 @@ class EncoderFacts:
 
 
 def find_encoder(path: Path) -> EncoderFacts | None:
-    """Read the headers of the encoder in a folder; None if something else is there.
+    """Read the headers of the encoder in a folder or a GGUF; None if something else is there.
 
     Raises CheckpointError if a file is damaged, UnsupportedModelError for what is not implemented.
     """
+    file = gguf_file(path)
+    if file is not None:
+        is_one = first_texts(file, [_ARCHITECTURE]).get(_ARCHITECTURE) in GGUF_TYPES
+        return _in_gguf(path) if is_one else None
     if not os.path.isdir(path) or not has_file(path / "config.json"):
         return None
-    if not is_encoder(read_json(path / "config.json")):
-        return None
+    return _in_folder(path) if is_encoder(read_json(path / "config.json")) else None
+
+
+def _in_gguf(path: Path) -> EncoderFacts:
+    stamped, paths = stamp(path), gguf_files(path)
+    headers, files = read_gguf_files(paths)
+    stored = {name: one for file in files.values() for name, one in file.tensors.items()}
+    raw, tensors, pooling = gguf_encoder(headers[0], stored, str(paths[0]))
+    config = read_encoder_config(raw, str(paths[0]))
+    return EncoderFacts(
+        path=path,
+        stamp=stamped,
+        config=config,
+        pooling=pooling,
+        normalized=None,
+        context=config.context,
+        lowers=False,
+        folder=paths[0].parent,
+        tensors=tensors,
+        opened={name: FileState.of(paths[0].with_name(name)) for name in files},
+        form=form_name(headers[0].metadata.get("general.file_type")),
+        size_bytes=sum(file.size_bytes for file in files.values()),
+        model_id=_model_id(files.values(), config),
+    )
+
+
+def _in_folder(path: Path) -> EncoderFacts:
     stamped = stamp(path)
     contents = open_huggingface(path)
     if contents.form:
@@ -98,8 +139,6 @@ def find_encoder(path: Path) -> EncoderFacts | None:
     config = read_encoder_config(contents.config, contents.where)
     modules = _modules(path) if config.kind == "embedding" else None
     limits = _optional(path / "sentence_bert_config.json")
-    headers = [f"{file.name} {file.size_bytes} {file.sha256}" for file in contents.files.values()]
-    headers.append(json.dumps(config.keys, sort_keys=True))
     stored = [tensor for file in contents.files.values() for tensor in file.tensors.values()]
     return EncoderFacts(
         path=path,
@@ -109,12 +148,19 @@ def find_encoder(path: Path) -> EncoderFacts | None:
         normalized=None if modules is None else "Normalize" in modules,
         context=min(config.context, _most_tokens(limits, config.context)),
         lowers=limits.get("do_lower_case") is True,
-        stored=tuple(stored),
+        folder=path,
+        tensors=tuple(unchanged(tensor.name, tensor) for tensor in stored),
         opened={name: FileState.of(contents.folder / name) for name in contents.files},
         form=max(stored, key=lambda tensor: tensor.size_bytes).dtype if stored else "",
         size_bytes=sum(file.size_bytes for file in contents.files.values()),
-        model_id=hashlib.sha256("\n".join(headers).encode()).hexdigest(),
+        model_id=_model_id(contents.files.values(), config),
     )
+
+
+def _model_id(files: Iterable[TensorFile], config: EncoderConfig) -> str:
+    headers = [f"{file.name} {file.size_bytes} {file.sha256}" for file in files]
+    headers.append(json.dumps(config.keys, sort_keys=True))
+    return hashlib.sha256("\n".join(headers).encode()).hexdigest()
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -225,7 +225,7 @@ def _unigram(pieces: Pieces, vocabulary: dict[str, int]) -> models.Unigram:
         raise CheckpointError(
             f"{pieces.where}: no piece has id {gap}, which a unigram vocabulary cannot leave out"
         )
-    scores = [*_unigram_scores(pieces), *(0.0 for _ in texts[len(pieces.texts) :])]
+    scores = [*_unigram_scores(pieces)[: len(texts)], *(0.0 for _ in texts[len(pieces.texts) :])]
     return models.Unigram(
         vocab=list(zip(texts, scores, strict=True)),
         unk_id=vocabulary[pieces.of_kind(PieceKind.UNKNOWN)[0]],

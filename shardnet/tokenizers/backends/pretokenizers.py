@@ -198,5 +198,7 @@ GGUF_NAMES = {
     "olmo": GPT2,
     "minimax-m2": replace(O200K, whole_words=False),
     "seed-coder": SEED_CODER,
+    "roberta-bpe": GPT2,
+    "modern-bert": replace(GPT2, composes=True),
 }
 """tokenizer.ggml.pre, as llama.cpp writes it (its src/llama-vocab.cpp)."""

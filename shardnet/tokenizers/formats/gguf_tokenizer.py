@@ -6,13 +6,19 @@ writes them. Must not know the file's bytes: gguf_header.py does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
 from shardnet.errors import CheckpointError
-from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken
+from shardnet.model.families.encoders import GGUF_TYPES
+from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken, add_tokens
 from shardnet.tokenizers.backends.byte_level import merged_backend
-from shardnet.tokenizers.backends.piece_tokenizer import PieceKind, Pieces, build_backend
+from shardnet.tokenizers.backends.piece_tokenizer import SPACE, PieceKind, Pieces, build_backend
 from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, Pretokenizer
 from shardnet.tokenizers.chat.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
 from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
@@ -20,6 +26,12 @@ from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 _KEY = "tokenizer.ggml."
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_MARKS = (
+    *("cls_token_id", "seperator_token_id", "padding_token_id"),  # as the format spells them
+    *("unknown_token_id", "mask_token_id"),
+)
+MAX_CHARSMAP = 1 << 22
+"""Limit of a compiled normalization; that of XLM-RoBERTa has 237 539 bytes."""
 _AGAIN = "fetch the file again or choose one that a newer llama.cpp has converted"
 
 _Kind = TypeVar("_Kind", bound=object)
@@ -43,11 +55,18 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> LoadedTokeni
             loaded = _read_pieces(values, tokens, merges=_merges(values))
         case "gpt2":
             loaded = _read_bytes(values, tokens)
+        case "bert":
+            loaded = _read_words(values, tokens)
+        case "t5":
+            loaded = _read_pieces(values, tokens, is_unigram=True)
         case _:
             raise CheckpointError(
                 f"{where}: {_KEY}model = {model!r:.80} is not supported; supported: llama, gpt2, "
-                "gemma4"
+                "gemma4, bert, t5"
             )
+    if metadata.get("general.architecture") in GGUF_TYPES:
+        _mark_ends(values, tokens, loaded.backend)
+        return loaded
     ends = [values.token_id(key, tokens) for key in _END_KEYS]
     adds_bos = values.one("add_bos_token", bool)
     return LoadedTokenizer(
@@ -65,6 +84,7 @@ class _Metadata:
     def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
         self._metadata = metadata
         self.where = where
+        self.architecture = metadata.get("general.architecture")
 
     def damaged(self, key: str, why: str) -> CheckpointError:
         """Make the error that names file and key."""
@@ -139,11 +159,16 @@ def _is_unicode(text: str) -> bool:
 
 
 def _read_pieces(
-    values: _Metadata, tokens: list[str], *, merges: list[tuple[str, str]] | None = None
+    values: _Metadata,
+    tokens: list[str],
+    *,
+    merges: list[tuple[str, str]] | None = None,
+    is_unigram: bool = False,
 ) -> LoadedTokenizer:
     """Read a sentencepiece tokenizer. Tokens of type UNUSED pad the vocabulary and are dropped.
 
-    `merges` are those that the file has beside the scores, if any (Gemma 4).
+    `merges` are those that the file has beside the scores, if any (Gemma 4). Those that are
+    `is_unigram` are XLM-RoBERTa's, which joins spaces whatever the file says.
     """
     scores = values.many("scores", (float, int), MAX_ID)
     if scores is None or len(scores) != len(tokens):
@@ -157,11 +182,82 @@ def _read_pieces(
         texts=tokens,
         scores=scores,
         kinds=values.kinds(tokens),
+        is_unigram=is_unigram,
         add_dummy_prefix=prefix is not False,
-        remove_extra_whitespaces=bool(collapses),
+        remove_extra_whitespaces=is_unigram or bool(collapses),
+        charsmap=_charsmap(values),
         merges=merges,
     )
     return LoadedTokenizer(backend=build_backend(pieces, {}), adds_bos=True)
+
+
+def _charsmap(values: _Metadata) -> bytes:
+    numbers = values.many("precompiled_charsmap", (int,), MAX_CHARSMAP) or []
+    return bytes(number % 256 for number in numbers)  # older files have them signed
+
+
+def _read_words(values: _Metadata, tokens: list[str]) -> LoadedTokenizer:
+    """Read BERT's tokenizer: words begin with ▁, where its own files have ## inside of words.
+
+    No key says whether it lowers and strips accents: no token shows what it has never left.
+    """
+    kinds, vocabulary = values.kinds(tokens), dict[str, int]()
+    roles = {values.token_id(key, tokens) for key in _MARKS}
+    special = [
+        text
+        for token_id, (text, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind in (PieceKind.CONTROL, PieceKind.UNKNOWN) or token_id in roles
+    ]
+    for token_id, text in enumerate(tokens):
+        is_whole = text in special or (text.startswith("[") and text.endswith("]"))
+        word = text if is_whole else text[1:] if text.startswith(SPACE) else f"##{text}"
+        vocabulary.setdefault(word, token_id)
+    words = [word for word in vocabulary if not word.startswith("[")]
+    lowers = _are_few(words, str.lower)
+    unknown = values.token_id("unknown_token_id", tokens)
+    unknown_token = "[UNK]" if unknown is None else tokens[unknown]
+    if unknown_token not in vocabulary:
+        raise values.damaged("unknown_token_id", "is missing, and no token is [UNK]")
+    backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=unknown_token))
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=lowers,
+        strip_accents=lowers and _are_few(words, partial(unicodedata.normalize, "NFD")),
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    add_tokens(
+        backend,
+        [NamedToken(text=text, token_id=vocabulary[text], special=True) for text in special],
+    )
+    return LoadedTokenizer(backend=backend)
+
+
+def _are_few(words: list[str], change: Callable[[str], str]) -> bool:
+    """Say whether a change would leave all words but one in a hundred as they are."""
+    return 100 * sum(change(word) != word for word in words) < len(words)
+
+
+def _mark_ends(values: _Metadata, tokens: list[str], backend: tokenizers.Tokenizer) -> None:
+    """Have an encoder's texts, and pairs of them, marked as its family does.
+
+    RoBERTa's families have two marks between a query and a document.
+    """
+    first, last = (
+        next((found for key in keys if (found := values.token_id(key, tokens)) is not None), None)
+        for keys in (("cls_token_id", "bos_token_id"), ("seperator_token_id", "eos_token_id"))
+    )
+    is_words = values.one("model", str) == "bert"
+    if is_words:
+        first = tokens.index("[CLS]") if first is None and "[CLS]" in tokens else first
+        last = tokens.index("[SEP]") if last is None and "[SEP]" in tokens else last
+    if first is None or last is None:
+        raise values.damaged("cls_token_id or seperator_token_id", "is missing")
+    twice = not is_words and values.architecture == "bert"
+    backend.post_processor = processors.TemplateProcessing(
+        single="first $A last",
+        pair=f"first $A last {'last ' if twice else ''}$B:{int(is_words)} last:{int(is_words)}",
+        special_tokens=[("first", first), ("last", last)],
+    )
 
 
 def _read_bytes(values: _Metadata, tokens: list[str]) -> LoadedTokenizer:

@@ -61,7 +61,7 @@ def test_a_batch_is_what_transformers_makes_of_each_text(tmp_path: Path, name: s
     facts = facts_of(folder)
     behind = 1 if name.startswith(("XLMRoberta", "Roberta", "MPNet")) else 0
     assert facts.context == 48 - behind
-    assert facts.weight_bytes == 4 * sum(np.prod(one.shape) for one in facts.stored)
+    assert facts.weight_bytes == 4 * sum(np.prod(one.shape) for one in facts.tensors)
     inputs = inputs_of(TEXTS)
     encoder = load_encoder(facts, "cpu")
     made = encoder.forward(inputs, "mean")

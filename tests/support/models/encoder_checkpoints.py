@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 import transformers
+from gguf.quants import dequantize, quantize
+from safetensors.numpy import load_file, save_file
+from support.models.gguf_files import add_value
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers.utils import logging as transformers_logging
 
@@ -99,3 +103,97 @@ def add_modules(
     flags = {f"pooling_mode_{mode}": mode == pooling for mode in ("cls_token", "mean_tokens")}
     settings = {"word_embedding_dimension": 32, **flags, f"pooling_mode_{pooling}": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+
+
+ARCHITECTURES = {
+    "NomicBert": gguf.MODEL_ARCH.NOMIC_BERT,
+    "ModernBert": gguf.MODEL_ARCH.MODERN_BERT,
+}
+"""By the beginning of a class's name; the others are BERT's."""
+_PREFIXES = ("bert.", "roberta.", "distilbert.", "model.")
+_NO_VECTORS = ("pooler.", "cls.", "lm_head.", "vocab_")
+
+
+def write_encoder_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> Path:
+    """Write the checkpoint in `folder` as llama.cpp's converter does, its matrices as `kind`.
+
+    The folder has the values of that file from then on. Of `metadata` None leaves a key out.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    [name] = config["architectures"]
+    arch = next((ARCHITECTURES[key] for key in ARCHITECTURES if name.startswith(key)), None)
+    arch = arch or gguf.MODEL_ARCH.BERT
+    names = gguf.get_tensor_name_map(arch, 4)
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    tensors = load_file(folder / "model.safetensors")
+    for own, values in tensors.items():
+        known = next((own[len(p) :] for p in _PREFIXES if own.startswith(p)), own)
+        if known.startswith(_NO_VECTORS):
+            continue
+        if known in ("classifier.weight", "classifier.bias"):
+            known = known.replace("classifier", "classifier.out_proj")
+        stored = names.get_name(known, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, known
+        how = gguf.GGMLQuantizationType[
+            kind if values.ndim > 1 and min(values.shape) > 1 else "F32"
+        ]
+        packed = quantize(values, how)
+        tensors[own] = dequantize(packed, how).reshape(values.shape)
+        if known.endswith("position_embeddings.weight") and "oberta" in name:
+            packed = packed[config["pad_token_id"] + 1 :]
+        whole = packed if packed.size == 1 else packed.squeeze()
+        writer.add_tensor(stored, whole, raw_dtype=how)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for key, value in (_encoder_metadata(config) | metadata).items():
+        whole = key if key.startswith("tokenizer.") else f"{gguf.MODEL_ARCH_NAMES[arch]}.{key}"
+        if value is not None:
+            add_value(writer, whole, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _encoder_metadata(config: dict[str, Any]) -> dict[str, Any]:
+    """What the file says of a config, and BERT's tokenizer of `make_tokenizer`."""
+    sizes = {new: config[old] for new, old in zip(SIZES, _DISTILLED, strict=True) if old in config}
+    said = {**config, **sizes}
+    behind = said["pad_token_id"] + 1 if "oberta" in config["model_type"] else 0
+    made = {
+        "block_count": said["num_hidden_layers"],
+        "context_length": said["max_position_embeddings"] - behind,
+        "embedding_length": said["hidden_size"],
+        "feed_forward_length": said["intermediate_size"],
+        "attention.head_count": said["num_attention_heads"],
+        "attention.layer_norm_epsilon": said.get("layer_norm_eps", 1e-12),
+        "attention.causal": False,
+        "tokenizer.ggml.padding_token_id": 0,
+    }
+    if config["model_type"] == "nomic_bert":
+        made["rope.freq_base"] = float(config["rope_parameters"]["rope_theta"])
+    if config["model_type"] == "modernbert":
+        rope = config["rope_parameters"]
+        made |= {
+            "attention.layer_norm_epsilon": config["norm_eps"],
+            "attention.sliding_window": config["local_attention"],
+            "rope.freq_base": float(rope["full_attention"]["rope_theta"]),
+            "rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
+        }
+    return made | gguf_words(make_tokenizer())
+
+
+def gguf_words(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Describe BERT's tokenizer, with a mark before words in place of ## inside of them."""
+    pieces = sorted(tokenizer.get_vocab().items(), key=lambda piece: piece[1])
+    tokens = [
+        text if text in SPECIAL else text[2:] if text.startswith("##") else f"▁{text}"
+        for text, _ in pieces
+    ]
+    ids = ("padding", 0), ("unknown", 1), ("cls", 2), ("seperator", 3), ("mask", 4)
+    return {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if text in SPECIAL else 1 for text in tokens],
+        **{f"tokenizer.ggml.{role}_token_id": token_id for role, token_id in ids},
+    }

@@ -111,10 +111,10 @@ def write_gguf(
     own = gguf_metadata(config) | {key.replace("__", "."): value for key, value in metadata.items()}
     for key, value in own.items():
         if value is not None:
-            _add(writer, f"{arch}.{key}", value)
+            add_value(writer, f"{arch}.{key}", value)
     ids = {f"tokenizer.ggml.{role}_token_id": config[f"{role}_token_id"] for role in ("bos", "eos")}
     for key, value in (tokenizer or ids).items():
-        _add(writer, key, value)
+        add_value(writer, key, value)
     whole = converted(source) | dict(extra or {})
     tensors = {name: values for name, values in whole.items() if values is not None}
     if not has_whole_latents:
@@ -313,7 +313,8 @@ def _as_it_is(name: str, values: Array) -> tuple[Array, None]:
     return values, None
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Add a key of whatever type its value has."""
     match value:
         case bool():
             writer.add_bool(key, value)

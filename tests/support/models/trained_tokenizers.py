@@ -20,6 +20,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from shardnet.tokenizers.backends.byte_level import byte_of_character
 from shardnet.tokenizers.backends.merges import merges_of
 from shardnet.tokenizers.backends.pretokenizers import LLAMA3, TEKKEN, Pretokenizer
+from shardnet.tokenizers.formats.sentencepiece_file import protobuf_fields
 
 TEXT = [
     "hello world the cat sat on the mat " * 3,
@@ -41,6 +42,13 @@ _IN_SENTENCEPIECE: dict[str, dict[str, Any]] = {
     "collapsing": {"remove_extra_whitespaces": True},
     "nfkc": {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
     "unigram": {"model_type": "unigram", "vocab_size": 320},
+    "xlm": {
+        "model_type": "unigram",
+        "vocab_size": 300,
+        "byte_fallback": False,
+        "normalization_rule_name": "nmt_nfkc",
+        "remove_extra_whitespaces": True,
+    },
     "unigram_symbols": {
         "model_type": "unigram",
         "vocab_size": 330,
@@ -224,6 +232,32 @@ def gguf_pieces_with_merges() -> dict[str, Any]:
         "tokenizer.ggml.scores": [0.0] * (len(kinds) + 1),
         "tokenizer.ggml.token_type": [*kinds, kinds[first]],
         "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+    }
+
+
+def gguf_pieces_of_an_encoder() -> dict[str, Any]:
+    """The metadata of XLM-RoBERTa's tokenizer: four special tokens before the pieces, and a mask.
+
+    The id of each piece is one more than sentencepiece's.
+    """
+    said = gguf_pieces("xlm")
+    own = {key: said[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores", "token_type")}
+    (normalizer,) = (
+        value
+        for number, value in protobuf_fields(memoryview(sentencepiece_model("xlm")), 1 << 16)
+        if number == 3
+    )
+    assert isinstance(normalizer, memoryview)
+    charsmap = dict(protobuf_fields(normalizer, 99))[2]
+    return said | {
+        "general.architecture": "bert",
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": ["<s>", "<pad>", "</s>", "<unk>", *own["tokens"][3:]],
+        "tokenizer.ggml.scores": [0.0] * 4 + own["scores"][3:],
+        "tokenizer.ggml.token_type": [3, 3, 3, 2, *own["token_type"][3:]],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.precompiled_charsmap": [*bytes(charsmap)],
+        "tokenizer.ggml.remove_extra_whitespaces": False,
     }
 
 

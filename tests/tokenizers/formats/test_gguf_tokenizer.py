@@ -53,6 +53,59 @@ def test_pieces_with_merges_give_the_ids_of_sentencepiece(text: str) -> None:
     assert tokenizer.decode(expected) == other.decode(other.encode(text))
 
 
+@given(text=trained.TEXTS)
+def test_pieces_of_an_encoder_give_the_ids_of_sentencepiece_and_marks(text: str) -> None:
+    other = sentencepiece.SentencePieceProcessor(model_proto=trained.sentencepiece_model("xlm"))
+    loaded = read_gguf_tokenizer(trained.gguf_pieces_of_an_encoder(), "a.gguf")
+    assert loaded is not None
+    ids = [token_id + 1 or 3 for token_id in other.encode(text)]
+    ids = [3 if token_id == 1 else token_id for token_id in ids]  # that of <unk> was 0
+    assert loaded.backend.encode(text).ids == [0, *ids, 2]
+    assert loaded.backend.encode("the", text).ids[-len(ids) - 3 :] == [2, 2, *ids, 2]
+
+
+WORDS = ["the", "cat", "##s", "caf", "##e", "e", "Paris", "paris", "##é"]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "lowers", "strips"),
+    [(["Paris", "##é"], True, True), (["Paris"], True, False), ([], False, False)],
+)
+def test_words_are_changed_as_their_tokens_show(
+    left_out: list[str], lowers: bool, strips: bool
+) -> None:
+    """BERT's kind: no key says whether it lowers and strips accents."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    words = [*special, "[unused0]", *(word for word in WORDS if word not in left_out)]
+    vocabulary = {word: place for place, word in enumerate(words)}
+    other = tokenizers.BertWordPieceTokenizer(vocabulary, lowercase=lowers, strip_accents=strips)
+    said = {
+        "general.architecture": "nomic-bert",
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.tokens": [
+            word if word[0] == "[" else word[2:] if word[:2] == "##" else f"▁{word}"
+            for word in words
+        ],
+        "tokenizer.ggml.token_type": [3] * 4 + [1] * (len(words) - 4),
+    }
+    loaded = read_gguf_tokenizer(said, "a.gguf")
+    assert loaded is not None
+    for text in ("The cats,  café CAFÉ Paris 中the", "[UNK][SEP] [unused0]", ""):
+        found, expected = loaded.backend.encode(text, "the"), other.encode(text, "the")
+        assert (found.ids, found.type_ids) == (expected.ids, expected.type_ids)
+
+
+def test_two_marks_are_between_two_texts_of_roberta() -> None:
+    for arch, between in (("bert", 2), ("modern-bert", 1)):
+        said = trained.gguf_ranks(LLAMA3, "roberta-bpe") | {"general.architecture": arch}
+        loaded = read_gguf_tokenizer(said, "a.gguf")
+        assert loaded is not None
+        begin, end = loaded.backend.encode("").ids
+        plain_ids = loaded.backend.encode("the", add_special_tokens=False).ids
+        expected = [begin, *plain_ids, *[end] * between, *plain_ids, end]
+        assert loaded.backend.encode("the", "the").ids == expected
+
+
 @pytest.mark.parametrize("kind", ["llama3", "tekken"])
 @settings(max_examples=80)
 @given(text=trained.TEXTS)
@@ -195,8 +248,8 @@ def element(key: str, place: int, value: Any) -> Callable[[Said], Said]:
 
 LLAMA_BAD = {
     "another kind": (
-        with_key("model", "bert"),
-        "tokenizer.ggml.model = 'bert' is not supported; supported: llama, gpt2, gemma4",
+        with_key("model", "rwkv"),
+        "tokenizer.ggml.model = 'rwkv' is not supported; supported: llama, gpt2, gemma4, bert",
     ),
     "a kind that is a number": (with_key("model", 7), "model must be of type str"),
     "no tokens": (with_key("tokens", None), "tokens is missing or empty"),
