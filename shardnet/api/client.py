@@ -46,6 +46,16 @@ from shardnet.transport.link import Link, LinkOptions
 from shardnet.wire.messages.activity import CancelSequence, GetActivity, RingActivity
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
+from shardnet.wire.messages.deputies import (
+    DropValue,
+    FindValue,
+    KeepValue,
+    ListedValue,
+    ListValues,
+    ValueFound,
+    ValueName,
+    ValuesListed,
+)
 from shardnet.wire.messages.generation import LastRun, LastRunRequest, Unload
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
@@ -84,6 +94,10 @@ Ask = (
     | Detokenize
     | DescribeTokenizer
     | Encode
+    | KeepValue
+    | FindValue
+    | ListValues
+    | DropValue
 )
 Request = Ask | ReportRequest | ListModels
 Answer = TypeVar(
@@ -96,6 +110,8 @@ Answer = TypeVar(
     Detokenized,
     TokenizerDescribed,
     Encoded,
+    ValueFound,
+    ValuesListed,
 )
 
 GREEDY = SamplingParams()
@@ -374,6 +390,25 @@ class Client:
         Raises ContextExceededError for a text that is too long, UsageError for the wrong kind.
         """
         return await self._follow(message, Encoded, on_progress)
+
+    async def keep_value(self, owner: str, name: str, value: bytes) -> None:
+        """Have the node, and one more, keep up to 2 MiB in memory, as long as there is room."""
+        of = ValueName(owner=owner, name=name)
+        await self._follow(KeepValue(request=0, of=of, value=value), Done)
+
+    async def find_value(self, owner: str, name: str) -> bytes | None:
+        """Return what some node of the cluster keeps under a name, None where none does."""
+        of = ValueName(owner=owner, name=name)
+        return (await self._follow(FindValue(request=0, of=of), ValueFound)).value
+
+    async def list_values(self, owner: str, prefix: str) -> list[ListedValue]:
+        """Return the owner's small values whose names begin with `prefix`, the latest first."""
+        of = ValueName(owner=owner, name=prefix)
+        return (await self._follow(ListValues(request=0, of=of), ValuesListed)).values
+
+    async def drop_value(self, owner: str, name: str) -> None:
+        """Have no node keep a value any longer."""
+        await self._follow(DropValue(request=0, of=ValueName(owner=owner, name=name)), Done)
 
     def _chosen(self, model: str | ModelChoice | None) -> ModelChoice:
         if model is None:

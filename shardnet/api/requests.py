@@ -22,18 +22,13 @@ from shardnet.errors import RemoteProtocolError, SamplingError, UsageError, show
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages import generation
-from shardnet.wire.messages.activity import CancelSequence, GetActivity
-from shardnet.wire.messages.chat import ChatMessage, DescribeTokenizer
-from shardnet.wire.messages.control import control_frame, read_control
+from shardnet.wire.messages.chat import ChatMessage
+from shardnet.wire.messages.control import ControlMessage, control_frame, read_control
 from shardnet.wire.messages.generation import (
     Generate,
-    LastRunRequest,
     RecommendedName,
-    Unload,
 )
-from shardnet.wire.messages.plans import AdapterScale, ModelChoice, PlanRequest
-from shardnet.wire.messages.stages import Drain
-from shardnet.wire.messages.tokens import Detokenize, Encode, Tokenize
+from shardnet.wire.messages.plans import AdapterScale, ModelChoice
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -199,19 +194,7 @@ def name_model(model: str) -> str:
     return str(path.absolute())
 
 
-def check_request(
-    message: PlanRequest
-    | LastRunRequest
-    | GetActivity
-    | CancelSequence
-    | Generate
-    | Unload
-    | Drain
-    | Tokenize
-    | Detokenize
-    | DescribeTokenizer
-    | Encode,
-) -> None:
+def check_request(message: ControlMessage) -> None:
     """Raise UsageError, which names the field, for values that do not fit into the message."""
     try:
         read_control(control_frame(message))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,19 +25,27 @@ from shardnet.api.batches.lines import (
 from shardnet.api.openai.kept import Kept
 from shardnet.api.openai.paging import page_of
 from shardnet.api.server.endpoint import Endpoint, Json, Reply
-from shardnet.api.server.errors import refused, too_many
+from shardnet.api.server.errors import Fault, HttpError, refused, too_many
 from shardnet.api.server.keys import ApiKey
 from shardnet.api.server.service import Exchange, Service
+from shardnet.errors import ShardnetError
 
 AT_ONCE: Final = 8
 """Requests of batches that a server works on at one time."""
-MOST_KEPT: Final = 256
 MOST_RUNNING: Final = 32
 RETRY_S: Final = 60
 WINDOW_S: Final = 24 * 3600
 """How long a batch may take: OpenAI's only number."""
-MOST_BYTES: Final = 64 << 20
+MOST_BYTES: Final = 32 << 20
 """Answers of one batch."""
+TELL_S: Final = 5.0
+"""How often the cluster is told how far a batch is."""
+GONE_S: Final = 60.0
+"""Of a batch nothing was told for so long: the server that ran it has ended."""
+
+
+_Key = Annotated[str, Meta(max_length=64)]
+_Text = Annotated[str, Meta(max_length=512)]
 
 
 class BatchBody(msgspec.Struct, kw_only=True):
@@ -45,7 +54,7 @@ class BatchBody(msgspec.Struct, kw_only=True):
     input_file_id: str
     endpoint: str
     completion_window: Literal["24h"] = "24h"
-    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    metadata: Annotated[dict[_Key, _Text], Meta(max_length=16)] | None = None
 
 
 class BatchFault(msgspec.Struct, kw_only=True):
@@ -150,31 +159,34 @@ class _Batch:
 
 
 class Batches:
-    """The batches of one server, in its memory. `runnable` are the endpoints of their lines."""
+    """The batches that one server runs, and those that the cluster knows of.
+
+    `runnable` are the endpoints of their lines.
+    """
 
     def __init__(self, files: Files, runnable: Mapping[str, Endpoint[Any]]) -> None:
         self._files = files
         self._runnable = runnable
-        self._kept = Kept[BatchObject]("batch", most=MOST_KEPT, most_bytes=MOST_BYTES)
+        self._kept = Kept(what="batch", prefix="batch_")
         self._places = asyncio.Semaphore(AT_ONCE)
-        self._n_running = 0
+        self._running: dict[tuple[str, str], BatchObject] = {}
 
     async def create(self, exchange: Exchange, body: BatchBody) -> Reply:
         """Begin a batch; one whose file is wrong has failed at once.
 
         Raises HttpError 400 for another endpoint, 404 for no file, 429 for too many batches.
         """
+        service = exchange.service
         endpoint = self._runnable.get(body.endpoint)
         if endpoint is None:
             known = ", ".join(self._runnable)
             raise refused(
                 f"endpoint cannot be run in a batch: those that can are {known}", "endpoint"
             )
-        if self._n_running >= MOST_RUNNING:
+        if len(self._running) >= MOST_RUNNING:
             raise too_many(f"{MOST_RUNNING} batches are running already", RETRY_S)
-        content = self._files.content_of(exchange.owner, body.input_file_id)
+        content = await self._files.content_of(service.client, exchange.owner, body.input_file_id)
         described = _described(body)
-        self._kept.put(exchange.owner, described.id, described, 0)
         try:
             lines = read_lines(content, body.endpoint)
         except WrongLineError as error:
@@ -183,47 +195,95 @@ class Batches:
                 fault.code or fault.kind, fault.message, param=fault.parameter, line=error.number
             )
             described.status, described.failed_at = "failed", int(time.time())
+            await self._tell(service, exchange.owner, described)
             return Json(value=described)
         described.request_counts.total = len(lines)
+        await self._tell(service, exchange.owner, described)
         batch = _Batch(described=described, key=exchange.key, lines=lines)
-        self._n_running += 1
-        exchange.service.keep(self._run(exchange.service, batch, endpoint))
+        self._running[exchange.owner, described.id] = described
+        service.keep(self._run(service, exchange.owner, batch, endpoint))
         return Json(value=described)
 
     async def show(self, exchange: Exchange, body: None) -> Reply:
         """Return a batch as it is now. Raises HttpError 404."""
-        return Json(value=self._of(exchange))
+        return Json(value=await self._of(exchange))
 
     async def list(self, exchange: Exchange, body: None) -> Reply:
         """List the batches of the request's key."""
-        batches = self._kept.of(exchange.owner)
-        batches.sort(key=lambda one: (-one.created_at, one.id))
+        known = await self._known(exchange)
+        batches = sorted(known, key=lambda one: (-one.created_at, one.id))
         data, has_more = page_of(batches, exchange.query)
         return Json(value=BatchList(data=data, has_more=has_more))
 
     async def cancel(self, exchange: Exchange, body: None) -> Reply:
         """Begin no more lines of a batch. Raises HttpError 404, 400 for one that has ended."""
-        described = self._of(exchange)
+        described = await self._of(exchange)
         if not described.is_running:
             raise refused(f"this batch cannot be cancelled: it is {described.status}")
         if described.status == "in_progress":
             described.status, described.cancelling_at = "cancelling", int(time.time())
+            await self._tell(exchange.service, exchange.owner, described)
         return Json(value=described)
 
-    def _of(self, exchange: Exchange) -> BatchObject:
-        return self._kept.get(exchange.owner, exchange.path_parameters["batch_id"])
+    async def _of(self, exchange: Exchange) -> BatchObject:
+        name = exchange.path_parameters["batch_id"]
+        running = self._running.get((exchange.owner, name))
+        if running is not None:
+            return running
+        found = await self._known(exchange, name if name.startswith("batch_") else "batch_ ")
+        for described in found:
+            if described.id == name:
+                return described
+        message = self._kept.gone(name)
+        raise HttpError(Fault(status=404, kind="invalid_request_error", message=message))
 
-    async def _run(self, service: Service, batch: _Batch, endpoint: Endpoint[Any]) -> None:
+    async def _known(self, exchange: Exchange, prefix: str = "") -> Sequence[BatchObject]:
+        """Return what the cluster knows of batches, of those that run here the latest."""
+        found = []
+        for kept in await self._kept.listed(exchange.service.client, exchange.owner, prefix[:128]):
+            described = msgspec.json.decode(kept.description, type=BatchObject)
+            running = self._running.get((exchange.owner, described.id))
+            if running is None and described.is_running and kept.age_s > GONE_S:
+                described.status, described.failed_at = "failed", int(time.time())
+                message = "the server that ran it has ended: send it again"
+                described.errors = _faults("server_gone", message)
+            found.append(running or described)
+        return found
+
+    async def _tell(self, service: Service, owner: str, described: BatchObject) -> None:
+        """Have the cluster know how far a batch is."""
+        description = msgspec.json.encode(described)
+        await self._kept.put(service.client, owner, described.id, description)
+
+    async def _tell_often(self, service: Service, owner: str, described: BatchObject) -> None:
+        """Tell it while the batch runs, and learn whether another server was asked to cancel it."""
+        while True:
+            await asyncio.sleep(TELL_S)
+            with contextlib.suppress(ShardnetError, HttpError):
+                known = await self._kept.listed(service.client, owner, described.id)
+                told = [msgspec.json.decode(one.description, type=BatchObject) for one in known]
+                if any(one.status == "cancelling" for one in told):
+                    described.status = "cancelling"
+                    described.cancelling_at = told[0].cancelling_at
+                await self._tell(service, owner, described)
+
+    async def _run(
+        self, service: Service, owner: str, batch: _Batch, endpoint: Endpoint[Any]
+    ) -> None:
         """Answer the lines, and write the files of the answers."""
         left = iter(enumerate(batch.lines))
+        telling = asyncio.create_task(self._tell_often(service, owner, batch.described))
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(min(AT_ONCE, len(batch.lines))):
                     tasks.create_task(self._work(service, batch, endpoint, left))
-            self._finish(batch)
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+            await self._finish(service, owner, batch)
             service.settings.log(_line(batch.described))
         finally:
-            self._n_running -= 1
+            telling.cancel()
+            del self._running[owner, batch.described.id]
 
     async def _work(
         self,
@@ -241,21 +301,26 @@ class Batches:
                 else:
                     batch.take(number, skipped(line, batch.end))
 
-    def _finish(self, batch: _Batch) -> None:
+    async def _finish(self, service: Service, owner: str, batch: _Batch) -> None:
         described = batch.described
-        owner = batch.key.name if batch.key is not None else ""
-        right, wrong = batch.written(is_right=True), batch.written(is_right=False)
-        for what, content in (("output", right), ("error", wrong)):
-            if content:
-                name, purpose = f"{described.id}_{what}.jsonl", "batch_output"
-                file = self._files.put(owner, name, purpose, content)
-                setattr(described, f"{what}_file_id", file.id)
         if batch.end == "failed":
             described.errors = _faults(
                 "output_too_large", f"its answers have over {MOST_BYTES} bytes"
             )
-        described.status = "cancelled" if described.status == "cancelling" else batch.end
-        setattr(described, f"{described.status}_at", int(time.time()))
+        try:
+            for is_right, what in ((True, "output"), (False, "error")):
+                content = batch.written(is_right=is_right)
+                if content:
+                    name, purpose = f"{described.id}_{what}.jsonl", "batch_output"
+                    file = await self._files.put(service.client, owner, name, purpose, content)
+                    setattr(described, f"{what}_file_id", file.id)
+        except ShardnetError as error:
+            batch.end, described.errors = "failed", _faults("not_kept", str(error)[:500])
+        status = "cancelled" if described.status == "cancelling" else batch.end
+        setattr(described, f"{status}_at", int(time.time()))
+        described.status = status
+        with contextlib.suppress(ShardnetError):
+            await self._tell(service, owner, described)
 
 
 def _line(described: BatchObject) -> str:

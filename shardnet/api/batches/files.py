@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import dataclass
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
+from shardnet.api.client import Client
 from shardnet.api.openai.kept import Kept
 from shardnet.api.openai.paging import page_of
 from shardnet.api.server.endpoint import Json, Reply, Text
 from shardnet.api.server.errors import refused
 from shardnet.api.server.service import Exchange
 
-MOST_FILES: Final = 1024
-MOST_BYTES: Final = 256 << 20
 MAX_NAME: Final = 255
 
 
@@ -63,20 +61,16 @@ class FileDeleted(msgspec.Struct, kw_only=True):
     deleted: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    described: FileObject
-    content: bytes
-
-
 class Files:
-    """The files of one server, in its memory."""
+    """The files that programs send, and those that batches write, in the cluster's memory."""
 
     def __init__(self) -> None:
-        self._kept = Kept[_File]("file", most=MOST_FILES, most_bytes=MOST_BYTES)
+        self._kept = Kept(what="file", prefix="file-")
 
-    def put(self, owner: str, filename: str, purpose: str, content: bytes) -> FileObject:
-        """Keep a file for the key `owner`."""
+    async def put(
+        self, client: Client, owner: str, filename: str, purpose: str, content: bytes
+    ) -> FileObject:
+        """Keep a file for the key `owner`. Raises ShardnetError where no node does."""
         described = FileObject(
             id=f"file-{uuid.uuid4().hex}",
             bytes=len(content),
@@ -84,45 +78,43 @@ class Files:
             filename=filename,
             purpose=purpose,
         )
-        self._kept.put(
-            owner, described.id, _File(described=described, content=content), len(content)
-        )
+        await self._kept.put(client, owner, described.id, msgspec.json.encode(described), content)
         return described
 
-    def content_of(self, owner: str, name: str) -> bytes:
+    async def content_of(self, client: Client, owner: str, name: str) -> bytes:
         """Return what a file has. Raises HttpError 404."""
-        return self._kept.get(owner, name).content
+        return await self._kept.get(client, owner, name)
 
     async def upload(self, exchange: Exchange, body: FileForm) -> Reply:
         """Keep a file that was sent. Raises HttpError 400 for one that is not for a batch."""
         if body.purpose != "batch":
             raise refused("purpose: files are for batches: give 'batch'", "purpose")
-        sent = body.file
-        return Json(value=self.put(exchange.owner, sent.filename, body.purpose, sent.content))
+        client, sent = exchange.service.client, body.file
+        file = await self.put(client, exchange.owner, sent.filename, body.purpose, sent.content)
+        return Json(value=file)
 
     async def list(self, exchange: Exchange, body: None) -> Reply:
         """List the files of the request's key."""
-        files = [file.described for file in self._kept.of(exchange.owner)]
+        kept = await self._kept.listed(exchange.service.client, exchange.owner)
+        files = [msgspec.json.decode(one.description, type=FileObject) for one in kept]
         files.sort(key=lambda file: (-file.created_at, file.id))
         data, has_more = page_of(files, exchange.query)
         return Json(value=FileList(data=data, has_more=has_more))
 
     async def show(self, exchange: Exchange, body: None) -> Reply:
         """Describe a file. Raises HttpError 404."""
-        return Json(value=self._kept.get(exchange.owner, _named(exchange)).described)
+        client, name = exchange.service.client, exchange.path_parameters["file_id"]
+        described = await self._kept.describe(client, exchange.owner, name)
+        return Text(text=described, media_type="application/json")
 
     async def fetch(self, exchange: Exchange, body: None) -> Reply:
         """Return what a file has. Raises HttpError 404."""
-        content = self.content_of(exchange.owner, _named(exchange))
+        client, name = exchange.service.client, exchange.path_parameters["file_id"]
+        content = await self.content_of(client, exchange.owner, name)
         return Text(text=content, media_type="application/jsonl")
 
     async def delete(self, exchange: Exchange, body: None) -> Reply:
         """Keep a file no longer. Raises HttpError 404."""
-        name = _named(exchange)
-        self._kept.get(exchange.owner, name)
-        self._kept.drop(exchange.owner, name)
+        name = exchange.path_parameters["file_id"]
+        await self._kept.drop(exchange.service.client, exchange.owner, name)
         return Json(value=FileDeleted(id=name))
-
-
-def _named(exchange: Exchange) -> str:
-    return exchange.path_parameters["file_id"]

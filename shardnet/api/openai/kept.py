@@ -1,74 +1,120 @@
-"""What programs have a server keep between requests: in its memory, bounded, each key's its own."""
+"""What programs have a cluster keep between requests: in its nodes' memory, each key's its own."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final
 
-from shardnet.api.server.errors import Fault, HttpError
+import msgspec
 
-Value = TypeVar("Value")
+from shardnet.api.client import Client
+from shardnet.api.server.errors import Fault, HttpError, refused
+from shardnet.wire.messages.deputies import MAX_LISTED_VALUE, MAX_VALUE
+
+_ROOM: Final = 256
+"""Bytes of a value beside its description."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held(Generic[Value]):
-    value: Value
+class _Value(msgspec.Struct, array_like=True, frozen=True):
+    """What is kept under a name: a description, and how long the content in parts is."""
+
+    description: bytes
     n_bytes: int
 
 
-class Kept(Generic[Value]):
-    """Values by the name of the key that they came with, and their ids.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A description as JSON, and how long ago it came."""
 
-    There are `most` at most, of `most_bytes` in all: the least recently used make room. `what`
-    names one in errors.
+    description: bytes
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Values of one kind, each a small description and a content, which may be large.
+
+    `what` names one in errors; all ids begin with `prefix`. The nodes bound how many there are:
+    the least recently used make room. Calls raise ShardnetError where no node answers.
     """
 
-    def __init__(self, what: str, *, most: int, most_bytes: int) -> None:
-        self._what = what
-        self._most = most
-        self._most_bytes = most_bytes
-        self._n_bytes = 0
-        self._held: OrderedDict[tuple[str, str], _Held[Value]] = OrderedDict()
+    what: str
+    prefix: str
 
-    def put(self, owner: str, name: str, value: Value, n_bytes: int) -> None:
-        """Keep a value of `n_bytes`, in place of the one of this name if there is one."""
-        self.drop(owner, name)
-        self._held[owner, name] = _Held(value=value, n_bytes=n_bytes)
-        self._n_bytes += n_bytes
-        while len(self._held) > self._most or self._n_bytes > self._most_bytes:
-            _, gone = self._held.popitem(last=False)
-            self._n_bytes -= gone.n_bytes
+    async def put(
+        self, client: Client, owner: str, name: str, description: bytes, content: bytes = b""
+    ) -> None:
+        """Keep a value. Raises HttpError 400 for a description that is too long."""
+        if len(description) > MAX_LISTED_VALUE - _ROOM:
+            raise refused(f"what describes a {self.what} has {len(description)} bytes: too many")
+        for place, at in enumerate(range(0, len(content), MAX_VALUE)):
+            await client.keep_value(owner, _part(name, place), content[at : at + MAX_VALUE])
+        value = _Value(description=description, n_bytes=len(content))
+        await client.keep_value(owner, name, msgspec.msgpack.encode(value))
 
-    def find(self, owner: str, name: str) -> Value | None:
-        """Return the value of this name, which counts as used, None where there is none."""
-        held = self._held.get((owner, name))
-        if held is None:
-            return None
-        self._held.move_to_end((owner, name))
-        return held.value
-
-    def get(self, owner: str, name: str) -> Value:
-        """Return the value of this name, which counts as used. Raises HttpError 404."""
-        value = self.find(owner, name)
+    async def describe(self, client: Client, owner: str, name: str) -> bytes:
+        """Return a description. Raises HttpError 404."""
+        value = await self._find(client, owner, name)
         if value is None:
-            message = self.gone(name)
-            raise HttpError(Fault(status=404, kind="invalid_request_error", message=message))
-        return value
+            raise self._missing(name)
+        return value.description
 
-    def drop(self, owner: str, name: str) -> bool:
-        """Keep a value no longer; say whether there was one."""
-        gone = self._held.pop((owner, name), None)
-        self._n_bytes -= gone.n_bytes if gone is not None else 0
-        return gone is not None
+    async def find(self, client: Client, owner: str, name: str) -> bytes | None:
+        """Return a content, None if it is not kept, or not all of it."""
+        value = await self._find(client, owner, name)
+        if value is None:
+            return None
+        content = bytearray()
+        for place in range(-(-value.n_bytes // MAX_VALUE)):
+            part = await client.find_value(owner, _part(name, place))
+            if part is None:
+                return None
+            content += part
+        return bytes(content) if len(content) == value.n_bytes else None
 
-    def of(self, owner: str) -> list[Value]:
-        """List the values of a key, the least recently used first."""
-        return [held.value for (whose, _), held in self._held.items() if whose == owner]
+    async def get(self, client: Client, owner: str, name: str) -> bytes:
+        """Return a content. Raises HttpError 404."""
+        content = await self.find(client, owner, name)
+        if content is None:
+            raise self._missing(name)
+        return content
+
+    async def listed(self, client: Client, owner: str, prefix: str = "") -> list[Listed]:
+        """List the descriptions of a key, or of those whose ids begin with `prefix`."""
+        values = await client.list_values(owner, prefix or self.prefix)
+        return [
+            Listed(
+                description=msgspec.msgpack.decode(value.value, type=_Value).description,
+                age_s=value.age_s,
+            )
+            for value in values
+        ]
+
+    async def drop(self, client: Client, owner: str, name: str) -> None:
+        """Keep a value no longer. Raises HttpError 404 if it is not kept."""
+        value = await self._find(client, owner, name)
+        if value is None:
+            raise self._missing(name)
+        await client.drop_value(owner, name)
+        for place in range(-(-value.n_bytes // MAX_VALUE)):
+            await client.drop_value(owner, _part(name, place))
 
     def gone(self, name: str) -> str:
         """Say that there is no value of this name, and for how long there would be one."""
         return (
-            f"there is no {self._what} {name[:128]}: this server keeps the {self._most} last used, "
-            f"of {self._most_bytes >> 20} MiB in all, until it ends"
+            f"there is no {self.what} {name[:128]}: the cluster keeps what was used last, in the "
+            "memory of two nodes, until these end"
         )
+
+    def _missing(self, name: str) -> HttpError:
+        return HttpError(Fault(status=404, kind="invalid_request_error", message=self.gone(name)))
+
+    async def _find(self, client: Client, owner: str, name: str) -> _Value | None:
+        if not name.startswith(self.prefix) or len(name) > 128 or "\0" in name:
+            return None
+        found = await client.find_value(owner, name)
+        return msgspec.msgpack.decode(found, type=_Value) if found is not None else None
+
+
+def _part(name: str, place: int) -> str:
+    return f"part/{name}/{place}"

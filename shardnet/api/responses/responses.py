@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Final
+from functools import partial
 
 import msgspec
 
@@ -36,24 +35,14 @@ from shardnet.api.responses.items import ItemEvents
 from shardnet.api.server.endpoint import Json, Reply, Stream, Text, comment, named_event
 from shardnet.api.server.errors import fault_of, refused
 from shardnet.api.server.service import Exchange
-from shardnet.errors import ContextExceededError
-
-MOST_KEPT: Final = 1024
-MOST_KEPT_BYTES: Final = 256 << 20
-"""Of each response its whole conversation counts, though responses share what they have in
-common."""
+from shardnet.errors import ContextExceededError, ShardnetError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _KeptResponse:
-    """A response as JSON, and the items of its conversation as lists of them in JSON."""
+class _KeptResponse(msgspec.Struct, frozen=True, array_like=True):
+    """A response as JSON, and the items of the conversation that it ends, as JSON too."""
 
     answer: bytes
-    items: tuple[bytes, ...]
-
-    @property
-    def n_bytes(self) -> int:
-        return len(self.answer) + sum(map(len, self.items))
+    items: bytes
 
 
 class Deleted(msgspec.Struct, kw_only=True):
@@ -67,25 +56,22 @@ class Deleted(msgspec.Struct, kw_only=True):
 class Responses:
     """Answers conversations, and keeps them for requests that follow."""
 
-    def __init__(self, most: int = MOST_KEPT, most_bytes: int = MOST_KEPT_BYTES) -> None:
-        self._kept = Kept[_KeptResponse]("response", most=most, most_bytes=most_bytes)
+    def __init__(self) -> None:
+        self._kept = Kept(what="response", prefix="resp_")
 
     async def respond(self, exchange: Exchange, body: ResponseBody) -> Reply:
         """Answer a conversation."""
         served = await exchange.service.models.find(body.model)
-        earlier = self._earlier(exchange, body.previous_response_id)
-        items = [item for part in earlier for item in _decoded(part)]
-        request = response_request(body, served.choice, items)
+        earlier = await self._earlier(exchange, body.previous_response_id)
+        request = response_request(body, served.choice, earlier)
         response = _response(body, served.name)
-
-        def keep() -> None:
-            if response.store:
-                own = msgspec.json.encode([*input_items(body), *response.output])
-                answer = msgspec.json.encode(response)
-                kept = _KeptResponse(answer=answer, items=(*earlier, own))
-                self._kept.put(exchange.owner, response.id, kept, kept.n_bytes)
-
-        events = _events(exchange, request, response, keep, is_streamed=bool(body.stream))
+        events = _events(
+            exchange,
+            request,
+            response,
+            partial(self._keep, exchange, body, earlier, response),
+            is_streamed=bool(body.stream),
+        )
         if body.stream:
             return Stream(chunks=_chunks(events), heartbeat=lambda: comment(exchange.note))
         async with aclosing(events):
@@ -95,32 +81,48 @@ class Responses:
 
     async def show(self, exchange: Exchange, body: None) -> Reply:
         """Return a response that is kept. Raises HttpError 404."""
-        name = exchange.path_parameters["response_id"]
-        return Text(text=self._kept.get(exchange.owner, name).answer, media_type="application/json")
+        client, name = exchange.service.client, exchange.path_parameters["response_id"]
+        kept = _decoded(await self._kept.get(client, exchange.owner, name))
+        return Text(text=kept.answer, media_type="application/json")
 
     async def delete(self, exchange: Exchange, body: None) -> Reply:
         """Keep a response no longer. Raises HttpError 404."""
         name = exchange.path_parameters["response_id"]
-        self._kept.get(exchange.owner, name)
-        self._kept.drop(exchange.owner, name)
+        await self._kept.drop(exchange.service.client, exchange.owner, name)
         return Json(value=Deleted(id=name))
 
-    def _earlier(self, exchange: Exchange, name: str | None) -> tuple[bytes, ...]:
+    async def _keep(
+        self, exchange: Exchange, body: ResponseBody, earlier: list[ItemBody], response: Response
+    ) -> None:
+        """Keep a response if it is to be; note in it where no node could."""
+        if not response.store:
+            return
+        items = msgspec.json.encode([*earlier, *input_items(body), *response.output])
+        kept = _KeptResponse(answer=msgspec.json.encode(response), items=items)
+        content = msgspec.msgpack.encode(kept)
+        try:
+            client = exchange.service.client
+            await self._kept.put(client, exchange.owner, response.id, b"", content)
+        except ShardnetError as error:
+            response.store = False
+            exchange.service.settings.log(f"{response.id} is not kept: {error}")
+
+    async def _earlier(self, exchange: Exchange, name: str | None) -> list[ItemBody]:
         """Return the conversation of a response. Raises HttpError 400 if it is not kept."""
         if not name:
-            return ()
-        kept = self._kept.find(exchange.owner, name)
-        if kept is None:
+            return []
+        content = await self._kept.find(exchange.service.client, exchange.owner, name)
+        if content is None:
             raise refused(
                 f"{self._kept.gone(name)}; send the whole conversation as input",
                 "previous_response_id",
                 code="previous_response_not_found",
             )
-        return kept.items
+        return msgspec.json.decode(_decoded(content).items, type=list[ItemBody])
 
 
-def _decoded(items: bytes) -> list[ItemBody]:
-    return msgspec.json.decode(items, type=list[ItemBody])
+def _decoded(content: bytes) -> _KeptResponse:
+    return msgspec.msgpack.decode(content, type=_KeptResponse)
 
 
 async def _chunks(events: AsyncGenerator[StreamEvent, None]) -> AsyncGenerator[bytes, None]:
@@ -144,7 +146,7 @@ async def _events(
     exchange: Exchange,
     request: ChatRequest,
     response: Response,
-    keep: Callable[[], None],
+    keep: Callable[[], Awaitable[None]],
     *,
     is_streamed: bool,
 ) -> AsyncGenerator[StreamEvent, None]:
@@ -168,7 +170,7 @@ async def _events(
                     response.usage = _usage(told, items.items)
                     if is_cut:
                         response.incomplete_details = Incomplete(reason="max_output_tokens")
-                    keep()
+                    await keep()
                     if is_cut:
                         yield ResponseIncomplete(response=response)
                     else:

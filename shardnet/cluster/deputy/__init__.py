@@ -1,1 +1,1 @@
-"""What a head copies to its deputy, which goes on in its place."""
+"""What is copied to other nodes: a head's requests to its deputy, programs' values to one more."""

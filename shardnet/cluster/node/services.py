@@ -14,6 +14,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from shardnet.cluster.deputy.copying import Copying
+from shardnet.cluster.deputy.kept_values import KeptValues
 from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.constraints import Constraints
 from shardnet.cluster.head.drafts import Drafts
@@ -263,7 +264,8 @@ class Services:
         own = (NodeMessages(stage=stage, peers=peers, head=self.head), reporter, watch)
         orders = (stage.orders, PrefixOrders(stage.host), AuditOrders(stage.host), stage.kv)
         ring = (self.head, self.planned, self.drain, self.stand_in)
-        answers = (self.clients, self.router, self.lists, self.encoders)
+        kept = KeptValues(peers.links.linked)
+        answers = (self.clients, self.router, self.lists, self.encoders, kept)
         for room in (*own, *orders, stage.measuring, *ring, *answers):
             room.register(self.handlers)
 

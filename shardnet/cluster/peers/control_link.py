@@ -36,7 +36,11 @@ from shardnet.wire.messages.control import (
     reported_error,
 )
 from shardnet.wire.messages.deputies import (
+    DropValue,
     FindNode,
+    FindValue,
+    KeepValue,
+    ListValues,
     RequestCopied,
     Resume,
     StandBy,
@@ -109,6 +113,10 @@ ControlRequest = (
     | ComputeLayer
     | TakeOver
     | FindNode
+    | KeepValue
+    | FindValue
+    | ListValues
+    | DropValue
     | PlanRequest
     | LastRunRequest
     | GetActivity

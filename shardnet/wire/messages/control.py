@@ -24,7 +24,11 @@ from shardnet.wire.messages.activity import (
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.deputies import (
     CopiedTo,
+    DropValue,
     FindNode,
+    FindValue,
+    KeepValue,
+    ListValues,
     NodeFound,
     RequestCopied,
     Resume,
@@ -33,6 +37,8 @@ from shardnet.wire.messages.deputies import (
     TakenOver,
     TakeOver,
     TokensCopied,
+    ValueFound,
+    ValuesListed,
 )
 from shardnet.wire.messages.generation import (
     Cancel,
@@ -174,6 +180,12 @@ ControlMessage = (
     | StandByRefused
     | FindNode
     | NodeFound
+    | KeepValue
+    | FindValue
+    | ValueFound
+    | ListValues
+    | ValuesListed
+    | DropValue
     | Done
     | Failed
     | PlanRequest

@@ -1,7 +1,7 @@
-"""Control messages about a head's deputy: what is copied to it, when it takes over, who resumes.
+"""Control messages about copies: of a head's requests at its deputy, of programs' values elsewhere.
 
 Knows the fields, their types and their bounds (docs/protocol.md section 8). Knows nothing of how a
-ring is taken over.
+ring is taken over, nor of what values mean.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shardnet.wire.framing.schema import (
     Name,
     RequestId,
     RequestKey,
+    Seconds,
 )
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
@@ -30,6 +31,12 @@ from shardnet.wire.messages.stages import RingAdapter
 MAX_COPIED_TOKENS: Final = 1024
 """In one row of TokensCopied."""
 MAX_COPIED_ROWS: Final = 4096
+MAX_VALUE: Final = 2 << 20
+"""Most bytes of one value; what is larger is kept in parts."""
+MAX_LISTED_VALUE: Final = 16 << 10
+MAX_VALUES_LISTED: Final = 1024
+MAX_LISTED_BYTES: Final = 3 << 20
+"""Most bytes of all values in one list, which travels in one frame."""
 
 
 class RingNode(Strict, frozen=True, kw_only=True):
@@ -146,3 +153,70 @@ class Resume(Tagged, frozen=True, kw_only=True):
     request: RequestId
     key: RequestKey
     n_tokens: U32 = 0
+
+
+class ValueName(Strict, frozen=True, kw_only=True):
+    """What a value is found by: `owner` is the name of the API key that it came with."""
+
+    owner: Name
+    name: Name
+
+
+class KeepValue(Tagged, frozen=True, kw_only=True):
+    """Have a node keep a value in memory, in place of the one of this name.
+
+    One that a client sends is copied to one more node. Answered by Done.
+    """
+
+    request: RequestId
+    of: ValueName
+    value: Annotated[bytes, Meta(max_length=MAX_VALUE)]
+
+
+class FindValue(Tagged, frozen=True, kw_only=True):
+    """Ask for a value. For a client the node asks others, where it has none itself.
+
+    Answered by ValueFound.
+    """
+
+    request: RequestId
+    of: ValueName
+
+
+class ValueFound(Tagged, frozen=True, kw_only=True):
+    """Answers FindValue; null where nobody has one."""
+
+    request: RequestId
+    value: Annotated[bytes, Meta(max_length=MAX_VALUE)] | None
+
+
+class ListValues(Tagged, frozen=True, kw_only=True):
+    """Ask for the owner's small values whose names begin with that of `of`.
+
+    For a client the node asks all others, too. Answered by ValuesListed.
+    """
+
+    request: RequestId
+    of: ValueName
+
+
+class ListedValue(Row, frozen=True, array_like=True):
+    """A value, and how long ago it came to whoever has the latest."""
+
+    name: Name
+    age_s: Seconds
+    value: Annotated[bytes, Meta(max_length=MAX_LISTED_VALUE)]
+
+
+class ValuesListed(Tagged, frozen=True, kw_only=True):
+    """Answers ListValues: the latest, as many as fit."""
+
+    request: RequestId
+    values: Annotated[list[ListedValue], Meta(max_length=MAX_VALUES_LISTED)]
+
+
+class DropValue(Tagged, frozen=True, kw_only=True):
+    """Have a node keep a value no longer; for a client, all nodes. Answered by Done."""
+
+    request: RequestId
+    of: ValueName

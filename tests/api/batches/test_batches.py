@@ -106,7 +106,7 @@ def test_what_is_cancelled_or_expired_begins_no_more_lines(monkeypatch: pytest.M
             assert (await client.batches.retrieve(batch.id)).status == "cancelling"
             monkeypatch.setattr(batches, "WINDOW_S", 0)
             other = await begun(client, line("f", "g"))
-            server.node.link.abort("gone")  # what waits ends
+            server.node.until_released.set()
             batch, other = await ended(client, batch), await ended(client, other)
             assert (batch.status, other.status) == ("cancelled", "expired")
             assert len(await lines_of(client, batch.output_file_id)) == 1

@@ -11,7 +11,6 @@ from support.servers.asgi_client import Exchanged, ask
 from support.servers.http_app import served
 
 from shardnet.api.chat.request import ChatTurn, ToolCall
-from shardnet.api.openai.kept import Kept
 from shardnet.api.responses.body import ResponseBody
 from shardnet.api.responses.conversation import response_request
 from shardnet.api.responses.faults import failed_event
@@ -302,21 +301,6 @@ def test_a_request_follows_a_response_that_is_kept_for_its_key() -> None:
 
 def header(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
-
-
-def test_what_was_used_least_recently_makes_room() -> None:
-    kept = Kept[str]("thing", most=3, most_bytes=10)
-    for name in "abc":
-        kept.put("ann", name, name, 3)
-    assert kept.find("ann", "a") == "a"
-    kept.put("ben", "d", "d", 1)
-    assert kept.find("ann", "b") is None
-    kept.put("ann", "e", "e", 5)
-    assert [*kept.of("ann"), *kept.of("ben")] == ["a", "e", "d"]
-    kept.put("ann", "e", "e", 11)
-    assert [*kept.of("ann"), *kept.of("ben")] == []
-    with pytest.raises(HttpError, match="no thing e: this server keeps the 3 last used"):
-        kept.get("ann", "e")
 
 
 def test_reasoning_is_counted_to_its_end() -> None:

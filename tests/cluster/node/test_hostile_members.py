@@ -24,7 +24,7 @@ from shardnet.transport.memory import memory_pair
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.activity import RingActivity
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect, read_control
-from shardnet.wire.messages.deputies import NodeFound
+from shardnet.wire.messages.deputies import NodeFound, ValueFound, ValuesListed
 from shardnet.wire.messages.generation import Finished, LastRun, TextPiece
 from shardnet.wire.messages.measurements import LinksMeasured, StageMeasured
 from shardnet.wire.messages.membership import ModelIdentity, Ping, StatusReply
@@ -39,6 +39,8 @@ LAST = (
     ModelIdentity,
     NodeFound,
     StatusReply,
+    ValueFound,
+    ValuesListed,
 )
 SLOW = {
     *(f"LoadStage.{name}" for name in ("model", "quant", "kv_dtype", "streamed_layers")),

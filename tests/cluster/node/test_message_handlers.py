@@ -19,7 +19,7 @@ from shardnet.types import DType, NodeId
 from shardnet.wire.messages.activity import RingActivity, RingKept
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Failed, Redirect
-from shardnet.wire.messages.deputies import CopiedTo, NodeFound
+from shardnet.wire.messages.deputies import CopiedTo, NodeFound, ValueFound, ValuesListed
 from shardnet.wire.messages.generation import (
     Cancel,
     Finished,
@@ -83,6 +83,8 @@ ANSWERS = {
     Tokenized,
     TokenizerDescribed,
     TracePiece,
+    ValueFound,
+    ValuesListed,
 }
 """What answers a request: peers/control_link.py gives it to whoever asked."""
 ON_THE_LINK = {Cancel}

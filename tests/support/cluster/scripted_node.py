@@ -2,8 +2,8 @@
 
 Texts are echoed, one token per character; of a conversation its last message. `fail…` fails,
 `long…` is too long, for `unplanned…` there is no plan, `wait…` says its first character and then
-nothing more, `elsewhere…` is sent to another address. The hidden state of a text is (3, 4, its
-length).
+nothing more until it is released, when it fails, `elsewhere…` is sent to another address. The
+hidden state of a text is (3, 4, its length).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from msgspec.structs import replace
 from support.cluster.checkup_facts import reply, view
 
 from shardnet.api.client import Client, open_client
+from shardnet.cluster.deputy.kept_values import KeptValues
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.peers.message_handlers import MessageHandlers
 from shardnet.errors import CapacityError, ContextExceededError, PlanError, ShardnetError
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
@@ -87,6 +89,10 @@ class ScriptedNode:
         self.before: Before = _at_once
         """Awaited before each answer."""
         self.stage: StageInfo | None = None
+        self.until_released = asyncio.Event()
+        """Until it is set `wait…` waits."""
+        self.values = MessageHandlers()
+        KeptValues(lambda: ()).register(self.values)
         self.link: Link
         self._n_now = 0
         self.n_most = 0
@@ -94,6 +100,9 @@ class ScriptedNode:
 
     async def handle(self, control: ControlLink, message: Incoming) -> None:
         await self.before(control, message)
+        if type(message) in self.values.types:
+            await self.values.handle(control, message)
+            return
         if not isinstance(message, Generate):
             for answer in _short_answers(message, replace(_INFO, stage=self.stage)):
                 control.send(answer)
@@ -154,7 +163,8 @@ class ScriptedNode:
                 TextPiece(request=number, token_ids=token, tokens=[character], text=character)
             )
             if prompt.startswith("wait"):
-                await asyncio.Event().wait()
+                await self.until_released.wait()
+                raise CapacityError("what waited is let go")
             await asyncio.sleep(0)
         if message.trace:
             control.send(
