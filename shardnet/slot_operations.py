@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Annotated
 
 from msgspec import Meta
@@ -29,6 +30,52 @@ class AdapterUse(Row, frozen=True, array_like=True):
     scale: Annotated[float, Meta(ge=-MAX_ADAPTER_SCALE, le=MAX_ADAPTER_SCALE)]
 
 
+MAX_PICTURES = 100
+"""Pictures of one sequence."""
+PICTURE_DIGEST_BYTES = 16
+
+_Rows = Annotated[int, Meta(ge=1, le=1 << 24)]
+
+
+class PicturePlace(Row, frozen=True, array_like=True):
+    """A picture of a sequence: its `n_positions` from its first row's `position` to its last one's.
+
+    `grid` counts its rows by time, height and width. Where they `see_each_other` they attend in
+    both directions, and so are computed in one step. Equal digests mean equal rows.
+    """
+
+    position: Positions
+    n_positions: _Rows
+    grid: tuple[_Rows, _Rows, _Rows]
+    see_each_other: bool
+    digest: Annotated[bytes, Meta(min_length=PICTURE_DIGEST_BYTES, max_length=PICTURE_DIGEST_BYTES)]
+
+    @property
+    def end(self) -> int:
+        """The position behind its last row."""
+        return self.position + self.n_positions
+
+
+Pictures = tuple[PicturePlace, ...]
+"""Those of a sequence, in their order."""
+
+
+def alike_until(one: Pictures, other: Pictures) -> int | None:
+    """Return the position of the first picture that is not in both sequences; None for none."""
+    for mine, others in zip_longest(one, other):
+        if mine != others:
+            return min(place.position for place in (mine, others) if place is not None)
+    return None
+
+
+def whole_before(pictures: Pictures, position: int) -> int:
+    """Return `position`, or that of the picture which must not be cut there."""
+    for place in pictures:
+        if place.see_each_other and place.position < position < place.end:
+            return place.position
+    return position
+
+
 class OpenSequence(Tagged, frozen=True, kw_only=True):
     """A slot operation: a sequence takes a slot.
 
@@ -37,7 +84,7 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
     begins at position `n_prompt`; `stop_ids` are those that `min_tokens` holds back. Only the tail
     uses `sampling` and `stop_ids`, and makes at most `n_drafts` drafts behind a sampled token.
     Every stage adds the `adapters`, each once, to the sequence's rows, whose positions so far had
-    the same.
+    the same, and knows the `pictures` among them.
     """
 
     sequence_id: Sequence
@@ -51,6 +98,7 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
     is_restored: bool = False
     n_drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
     adapters: Annotated[tuple[AdapterUse, ...], Meta(max_length=MAX_ADAPTERS)] = ()
+    pictures: Annotated[tuple[PicturePlace, ...], Meta(max_length=MAX_PICTURES)] = ()
 
 
 class CloseSequence(Tagged, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OWN = {"shardnet", "shardnet_cli"}
+IMPORTED_AS = {"pillow": "PIL"}
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -29,7 +30,7 @@ def test_the_declared_dependencies_are_the_imported_ones() -> None:
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["transformers"], *extras["opencl"]]
     names = [re.match(r"[\w-]+", line)[0] for line in lines]  # type: ignore[index]
-    declared = {name.replace("-", "_") for name in names}
+    declared = {IMPORTED_AS.get(name, name.replace("-", "_")) for name in names}
     files = [*ROOT.glob("shardnet/**/*.py"), *ROOT.glob("cli/**/*.py")]
     found = {name for file in files for name in imported(file)}
     assert found - sys.stdlib_module_names - OWN == declared

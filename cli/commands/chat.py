@@ -21,7 +21,7 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.sampling_params import SamplingParams
 
-from ..conversation.conversation import Conversation, load, save
+from ..conversation.conversation import Conversation, dropped, load, save
 from ..conversation.typed_lines import open_editor, read_piped
 from ..finding.target import open_target
 from ..flags.cluster_access import Access
@@ -39,6 +39,7 @@ COMMANDS: Final = MappingProxyType(
     {
         "/help": ("", "show this list"),
         "/system": ("TEXT", "set the system message; `/system -` removes it, alone it is shown"),
+        "/image": ("FILE", "send a picture with the next message"),
         "/retry": ("", "answer the last message once more"),
         "/reset": ("", "start a new conversation; the system message stays"),
         "/stats": ("", "tokens and speed so far"),
@@ -136,11 +137,21 @@ def _talk(conversation: Conversation) -> None:
             if command is not None:
                 _do(*command, conversation)
             elif text:
-                conversation.ask(text)
+                _ask(conversation, text)
         except ShardnetError as error:
             say(f"error: {' '.join(str(error).split())}")
             if not is_terminal:
                 raise typer.Exit(EXIT_FAILURE) from None
+
+
+def _ask(conversation: Conversation, text: str) -> None:
+    """Send a message; the pictures that were dropped into it go with it, or with the next one."""
+    text, pictures = dropped(text)
+    for path in pictures:
+        conversation.attach(path)
+        say(f"(picture {path.name})")
+    if text:
+        conversation.ask(text)
 
 
 def _do(command: str, rest: str, conversation: Conversation) -> None:
@@ -158,6 +169,12 @@ def _do(command: str, rest: str, conversation: Conversation) -> None:
             say(f"(system message: {conversation.system or 'none'})")
         case "/retry":
             conversation.retry()
+        case "/image":
+            if not rest:
+                raise UsageError("/image needs the name of a file")
+            path = Path(rest.strip("'\"")).expanduser()
+            conversation.attach(path)
+            say(f"(picture {path.name}: it goes with the next message)")
         case "/stats":
             for line in conversation.stats():
                 say(line)

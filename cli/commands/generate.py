@@ -13,7 +13,13 @@ from typing import Annotated, Final
 import typer
 
 from shardnet.api.events import GenerationEvent
-from shardnet.api.requests import GenerationOptions, Message, Prompt, make_requests
+from shardnet.api.requests import (
+    ContentPart,
+    GenerationOptions,
+    Message,
+    Prompt,
+    make_requests,
+)
 from shardnet.api.traces import RequestTrace, chrome_trace
 from shardnet.errors import ConfigurationError, UsageError
 from shardnet.files import write_whole
@@ -42,6 +48,7 @@ MAX_TRACED: Final = 256
 @examples(
     'shardnet generate "It is a truth universally acknowledged"',
     'shardnet generate --model qwen3 --chat "Why is the sky blue?"',
+    'shardnet generate --model gemma3 --chat --image cat.jpg "What is this?"',
     'shardnet generate --local 2 --temperature 0.7 --seed 5 "She had never"',
     "shardnet generate --prompts-file prompts.txt --json > answers.jsonl",
 )
@@ -84,6 +91,14 @@ def generate(
         bool,
         option("--chat", "PROMPT is a user's message: use the model's chat template."),
     ] = False,
+    image: Annotated[
+        list[str] | None,
+        option(
+            "--image FILE",
+            "A picture that goes before PROMPT, or where it has the model's own token for one. May "
+            "be repeated.",
+        ),
+    ] = None,
     sampling: SamplingOptions,
     logprobs: Annotated[
         int | None,
@@ -137,9 +152,11 @@ def generate(
     lines, prompts = _prompts(prompt, token_ids, prompts_file, params)
     if static and not prompts_file:
         raise typer.BadParameter("it needs --prompts-file", param_hint="--static")
+    pictures = [Path(file) for file in image or ()]
     if chat:
         prompts = [
-            replace(asked, content=_conversation(asked, sampling.system)) for asked in prompts
+            replace(asked, content=_conversation(asked, sampling.system, pictures))
+            for asked in prompts
         ]
     job = _Job(
         prompts=prompts,
@@ -151,6 +168,7 @@ def generate(
             **options,
             "adapters": sampling.adapters(wanted.choice),
             "lockstep": static,
+            "pictures": [] if chat else pictures,
             "priority": priority,
             "deadline_s": deadline,
             "trace": bool(trace),
@@ -167,13 +185,17 @@ def generate(
     run_command(_run(job))
 
 
-def _conversation(asked: Prompt, system: str) -> list[Message]:
+def _conversation(asked: Prompt, system: str, pictures: Sequence[Path]) -> list[Message]:
     """Make the messages of --chat. Raises typer.BadParameter for a prompt that is not text."""
     if not isinstance(asked.content, str):
         what = "text, not token ids; messages need no --chat"
         raise typer.BadParameter(f"a chat template takes {what}", param_hint="--chat")
     start: list[Message] = [{"role": "system", "content": system}] if system else []
-    return [*start, {"role": "user", "content": asked.content}]
+    if not pictures:
+        return [*start, {"role": "user", "content": asked.content}]
+    shown: list[ContentPart] = [{"type": "image", "image": picture} for picture in pictures]
+    content: list[ContentPart] = [*shown, {"type": "text", "text": asked.content}]
+    return [*start, {"role": "user", "content": content}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,16 +8,17 @@ terminal.
 from __future__ import annotations
 
 import contextlib
-import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
+from urllib.parse import unquote
 
 import msgspec
 
 from shardnet.api.events import GenerationResult
-from shardnet.api.requests import GenerationOptions, Message
+from shardnet.api.requests import ContentPart, GenerationOptions, Message, picture_of
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.files import write_whole
 from shardnet.sampling_params import SamplingParams
@@ -32,8 +33,14 @@ from .markdown_answer import open_answer
 if TYPE_CHECKING:
     from shardnet.api.blocking import BlockingClient
 
-MAX_SAVED_BYTES: Final = 16 << 20
+MAX_SAVED_BYTES: Final = 64 << 20
 """Most bytes of a file that is loaded."""
+_ENDS: Final = r"\.(?i:png|jpe?g|webp|gif)"
+_DROPPED: Final = re.compile(
+    rf"""'((?:/|~|file://)[^'\n]*{_ENDS})'|"((?:/|~|file://)[^"\n]*{_ENDS})\""""
+    rf"""|(?<!\S)((?:/|~|file://)(?:\\.|[^\s\\])*{_ENDS})(?!\S)"""
+)
+"""The path of a picture in a message: in quotation marks, or with escaped spaces."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +71,7 @@ class Conversation:
         self._messages: list[Message] = []
         self._n_retries = 0
         self._ring_is_known = False
+        self._pictures: list[bytes] = []
         self._totals = _Totals()
 
     @property
@@ -76,13 +84,15 @@ class Conversation:
     def messages(self, messages: Sequence[Message]) -> None:
         """Take these messages instead; a system message at their beginning becomes the own one."""
         has_system = bool(messages) and messages[0]["role"] == "system"
-        self.system = (messages[0]["content"] or "") if has_system else ""
+        said = messages[0]["content"] if has_system else ""
+        self.system = said if isinstance(said, str) else ""
         self._messages = [*messages[has_system:]]
         self._n_retries = 0
 
     def reset(self) -> None:
-        """Remove all messages but the system message."""
+        """Remove all messages but the system message, and the pictures of the next one."""
         self._messages = []
+        self._pictures = []
         self._n_retries = 0
 
     def retry(self) -> None:
@@ -110,7 +120,15 @@ class Conversation:
         when generation fails, and then removes the message.
         """
         self._n_retries = 0
-        self._answer(text)
+        shown: list[ContentPart] = [
+            {"type": "image", "image": picture} for picture in self._pictures
+        ]
+        self._answer([*shown, {"type": "text", "text": text}] if shown else text)
+        self._pictures = []
+
+    def attach(self, path: Path) -> None:
+        """Send the picture in a file with the next message. Raises UsageError for no such file."""
+        self._pictures.append(picture_of(path).data)
 
     def stats(self) -> Iterable[str]:
         """Describe tokens and speed so far."""
@@ -127,8 +145,8 @@ class Conversation:
                 f"{usage.n_prompt + usage.n_generated} of a context of {totals.context}"
             )
 
-    def _answer(self, text: str) -> None:
-        asked: Message = {"role": "user", "content": text}
+    def _answer(self, content: str | Sequence[ContentPart]) -> None:
+        asked: Message = {"role": "user", "content": content}
         answer, shown, closing = "", open_answer(plain=self.plain), ""
         sampling = msgspec.structs.replace(
             self.sampling, sample_index=self.sampling.sample_index + self._n_retries
@@ -199,9 +217,15 @@ def _closing_words(result: GenerationResult) -> str:
     )
 
 
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    type: Literal["text", "image"]
+    text: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)] = ""
+    image: bytes = b""
+
+
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["system", "user", "assistant"]
-    content: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+    content: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)] | list[_Part]
 
 
 class _Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -221,7 +245,7 @@ def save(messages: Sequence[Message], path: Path) -> None:
                 f"{path} is there and is not replaced: it holds no conversation",
                 remedy="name another file",
             ) from error
-    lines = ",\n".join(json.dumps(message, ensure_ascii=False) for message in messages)
+    lines = ",\n".join(msgspec.json.encode(message).decode() for message in messages)
     try:
         write_whole(path, f'{{"messages": [\n{lines}\n]}}\n'.encode())
     except OSError as error:
@@ -244,4 +268,37 @@ def load(path: Path) -> list[Message]:
         raise UsageError(
             f"{path} holds no conversation: {error}", remedy="load a file that /save wrote"
         ) from error
-    return [{"role": said.role, "content": said.content} for said in saved.messages]
+    return [{"role": said.role, "content": _content(said)} for said in saved.messages]
+
+
+def _content(said: _Message) -> str | list[ContentPart]:
+    if isinstance(said.content, str):
+        return said.content
+    return [
+        {"type": "text", "text": part.text}
+        if part.type == "text"
+        else {"type": "image", "image": part.image}
+        for part in said.content
+    ]
+
+
+def dropped(text: str) -> tuple[str, list[Path]]:
+    """Take the paths of pictures out of a message, as terminals write files that are dropped there.
+
+    Returns the message without them, and those paths that are files.
+    """
+    paths: list[Path] = []
+
+    def take(found: re.Match[str]) -> str:
+        quoted, bare = found[1] or found[2], found[3] or ""
+        written = quoted or re.sub(r"\\(.)", r"\1", bare)
+        path = Path(unquote(written[7:]) if written.startswith("file://") else written)
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            path = path.expanduser()
+            if path.is_file():
+                paths.append(path)
+                return " "
+        return found[0]
+
+    rest = _DROPPED.sub(take, text)
+    return (" ".join(rest.split()) if paths else text), paths

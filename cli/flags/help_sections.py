@@ -34,7 +34,7 @@ SECTIONS: Final = MappingProxyType(
         ),
         "Prompts": (
             *("--token-ids", "--n", "--prompts-file", "--static", "--chat", "--system", "--bos"),
-            *("--priority", "--deadline"),
+            *("--image", "--priority", "--deadline"),
         ),
         "Sampling": (
             *("--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty"),
@@ -60,7 +60,7 @@ SECTIONS: Final = MappingProxyType(
                 "--alias",
             ),
             *("--root-path", "--tls", "--tls-cert", "--tls-key"),
-            *("--switch", "--idle-unload", "--deputy"),
+            *("--switch", "--idle-unload", "--deputy", "--fetch-images"),
         ),
     }
 )

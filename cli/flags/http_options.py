@@ -82,6 +82,12 @@ class HttpOptions:
         "authority` prints for those who ask.",
     )
 
+    fetch_images: bool = flag(
+        False,
+        "--fetch-images",
+        "Fetch pictures that requests name by http(s) URLs, from public addresses only.",
+    )
+
     def listening(self, host: str, port: int, access: Access = _STORED_KEY) -> Listening:
         """Say where to listen, and how.
 
@@ -134,6 +140,7 @@ class HttpOptions:
             may_switch=self.switch == "idle",
             idle_unload_s=self.idle_unload_s(),
             has_deputy=self.deputy == "auto",
+            fetches_pictures=self.fetch_images,
             aliases=dict(map(_alias, self.alias or ())),
         )
 

@@ -18,7 +18,7 @@ import msgspec
 import typer
 from msgspec import UNSET, UnsetType
 
-from shardnet.api.requests import Prompt, find_part
+from shardnet.api.requests import Prompt
 from shardnet.api.validation import find_refused
 from shardnet.constraints import Constraint
 from shardnet.errors import UsageError
@@ -123,13 +123,21 @@ def read_prompt(line: str, sampling: SamplingParams) -> Prompt:
     return Prompt(line)
 
 
+def _part(value: object) -> str:
+    """Say which message has parts in the place of text, as pictures come; "" where none has."""
+    messages = value.get("messages") if isinstance(value, dict) else None
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict) and isinstance(message.get("content"), list):
+            return f"messages[{number}].content is a list: a prompts file takes text only"
+    return ""
+
+
 def _read_json(line: str, kind: type[T]) -> T:
     try:
         value = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
         raise ValueError(f"it begins like JSON and is not valid JSON ({error})") from error
-    parts = find_part(value.get("messages")) if isinstance(value, dict) else ""
-    if why := parts or find_refused(value, kind):
+    if why := _part(value) or find_refused(value, kind):
         raise ValueError(why)
     try:
         return msgspec.convert(value, kind, str_keys=True)

@@ -156,6 +156,8 @@ def dtype_words(plan: PlanReply) -> str:
         quantised.append(f"{plan.kv_dtype} KV")
     if plan.mtp_bytes:
         quantised.append(f"{plan.mtp_bytes / 2**20:.1f} MiB for MTP")
+    if plan.tower_bytes:
+        quantised.append(f"{plan.tower_bytes / 2**20:.1f} MiB for pictures, on the first stage")
     if plan.adapters:
         names = ", ".join(adapter.name for adapter in plan.adapters)
         size = sum(adapter.weight_bytes for adapter in plan.adapters) / 2**20

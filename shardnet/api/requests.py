@@ -22,7 +22,7 @@ from shardnet.errors import RemoteProtocolError, SamplingError, UsageError, show
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages import generation
-from shardnet.wire.messages.chat import ChatMessage
+from shardnet.wire.messages.chat import MAX_PICTURES_BYTES, ChatMessage, Picture
 from shardnet.wire.messages.control import ControlMessage, control_frame, read_control
 from shardnet.wire.messages.generation import (
     Generate,
@@ -53,9 +53,10 @@ class GenerationOptions(TypedDict, total=False):
     must match, such as a JSON schema. `trace` (False): the result has every step of the request.
     `key` (""): a name by which the requests of the call are found again, known to nobody else: they
     are copied to a deputy of the head, which goes on if the head is lost. `adapters` (none): LoRA
-    adapters of the ring by name (ModelChoice has their paths), and what each is multiplied by. With
-    `resume` (False) the answers to a call with the same `key` are gone on with, from their
-    beginning.
+    adapters of the ring by name (ModelChoice has their paths), and what each is multiplied by.
+    `pictures` (none): those of a prompt that is no messages, as bytes or paths; they stand where it
+    has the model's own token for one, else before it. With `resume` (False) the answers to a call
+    with the same `key` are gone on with, from their beginning.
     """
 
     max_tokens: int
@@ -78,6 +79,7 @@ class GenerationOptions(TypedDict, total=False):
     trace: bool
     key: str
     adapters: Mapping[str, float]
+    pictures: Sequence[bytes | Path]
     resume: bool
 
 
@@ -89,14 +91,36 @@ class MessageToolCall(TypedDict):
     arguments: str
 
 
+class TextContent(TypedDict):
+    """A text of a message that has pictures too."""
+
+    type: Literal["text"]
+    text: str
+
+
+class PictureContent(TypedDict):
+    """A picture of a message: the bytes of a PNG, JPEG, WebP or GIF, or the path of its file.
+
+    With the `detail` low it takes fewer tokens, where the model can.
+    """
+
+    type: Literal["image"]
+    image: bytes | Path | str
+    detail: NotRequired[Literal["auto", "low", "high"]]
+
+
+ContentPart: TypeAlias = TextContent | PictureContent
+
+
 class Message(TypedDict):
     """A message of a conversation. `role` is system, user, assistant or tool.
 
-    `tool_call_id` and `name` say what a tool's message answers.
+    `content` is a text, or texts and pictures in their order. `tool_call_id` and `name` say what a
+    tool's message answers.
     """
 
     role: str
-    content: str | None
+    content: str | Sequence[ContentPart] | None
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[Sequence[MessageToolCall]]
     tool_call_id: NotRequired[str]
@@ -256,7 +280,9 @@ def _message(
     if "adapters" in options:
         used = [AdapterScale(*named) for named in options.pop("adapters").items()]
         choice = msgspec.structs.replace(choice, used_adapters=used)
-    fields: dict[str, Any] = {**options, **_prompt_field(prompt.content)}
+    fields: dict[str, Any] = {**options, **_prompt_fields(prompt.content)}
+    if "pictures" in options:
+        fields["pictures"] = [picture_of(each) for each in options["pictures"]]
     if "outputs" in options:
         options["outputs"].check()
         fields["outputs"] = options["outputs"]
@@ -301,32 +327,70 @@ def _unknown_option(fields: Mapping[str, Any]) -> str:
     return ""
 
 
-def find_part(messages: object) -> str:
-    """Say which message has parts in the place of text, as images come; "" where none has."""
-    if isinstance(messages, Sequence) and not isinstance(messages, str):
-        for number, message in enumerate(messages):
-            content = message.get("content") if isinstance(message, Mapping) else None
-            for part in content if isinstance(content, list | tuple) else ():
-                kind = part.get("type") if isinstance(part, Mapping) else None
-                if kind != "text":
-                    what = f"a part of type {shown(kind)}"
-                    return f"messages[{number}].content has {what}: only text is implemented"
-    return ""
+def picture_of(image: object, detail: Any = "auto") -> Picture:
+    """Make a picture of its bytes, or of the path of its file. Raises UsageError."""
+    if not isinstance(image, bytes | Path):
+        raise UsageError(
+            f"a picture is {shown(image)}", remedy="give its bytes, or a pathlib.Path of its file"
+        )
+    try:
+        data = read_picture(image) if isinstance(image, Path) else image
+    except OSError as error:
+        raise UsageError(f"the picture {image!r} cannot be read: {error.strerror}") from None
+    if len(data) > MAX_PICTURES_BYTES:
+        raise UsageError(
+            f"a picture has more than {MAX_PICTURES_BYTES} bytes", remedy="make it smaller"
+        )
+    return Picture(data=data, detail=detail)
 
 
-def _prompt_field(content: str | Sequence[int] | Sequence[Message]) -> dict[str, Any]:
-    """Return the one field of Generate that carries this prompt."""
+def read_picture(path: Path) -> bytes:
+    """Read the file of a picture, one byte more than may be sent at most. Raises OSError."""
+    with path.expanduser().open("rb") as file:
+        return file.read(MAX_PICTURES_BYTES + 1)
+
+
+def _prompt_fields(content: str | Sequence[int] | Sequence[Message]) -> dict[str, Any]:
+    """Return the fields of Generate that carry this prompt."""
     if isinstance(content, str):
         return {"prompt": content}
     if not _is_messages(content):
         return {"token_ids": list(content)}
-    if why := find_part(content):
-        raise UsageError(why, remedy="give each message's content as text")
+    pictures: list[Picture] = []
+    messages = [_with_parts(said, number, pictures) for number, said in enumerate(content)]
     try:
-        return {"messages": msgspec.convert(content, list[ChatMessage])}
+        fields: dict[str, Any] = {"messages": msgspec.convert(messages, list[ChatMessage])}
     except msgspec.ValidationError as error:
-        why = find_refused(content, list[ChatMessage]) or str(error)
+        why = find_refused(messages, list[ChatMessage]) or str(error)
         raise UsageError(
             f"the messages cannot be sent: {why}",
             remedy="give each a role and a content, both text",
         ) from error
+    return fields | {"pictures": pictures} if pictures else fields
+
+
+def _with_parts(said: Message, number: int, pictures: list[Picture]) -> dict[str, Any]:
+    """Return a message as it travels; its pictures go to `pictures`.
+
+    Raises UsageError, which names the part, for one that is neither text nor a picture.
+    """
+    content = said.get("content")
+    if not isinstance(content, list | tuple):
+        return {**said}
+    parts: list[str | int] = []
+    for place, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            parts.append(part["text"])
+        elif kind == "image":
+            parts.append(len(pictures))
+            pictures.append(picture_of(part.get("image"), part.get("detail", "auto")))
+        else:
+            raise UsageError(
+                f"messages[{number}].content[{place}] is of type {shown(kind)}: only text and "
+                "image are read"
+            )
+    text = "\n".join(part for part in parts if isinstance(part, str))
+    if all(isinstance(part, str) for part in parts):
+        return {**said, "content": text}
+    return {**said, "content": text, "parts": parts}

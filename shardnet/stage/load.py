@@ -16,6 +16,7 @@ import torch
 
 from shardnet.checkpoint.adapters.layer_files import with_adapters
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.pictures import Pictures
 from shardnet.errors import CapacityError, ConfigurationError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
@@ -33,6 +34,7 @@ from shardnet.model.kernels.linear import MAX_EXACT_ROWS, KernelChoice
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.model.shards.cut import Cut
 from shardnet.model.shards.group import ShardGroup
+from shardnet.model.vision.tower import TowerEncoder
 from shardnet.stage.adapters.adapted_linear import ActiveAdapters
 from shardnet.stage.adapters.adapted_weights import AdaptedWeights
 from shardnet.stage.adapters.loaded_adapter import LoadedAdapter
@@ -249,3 +251,29 @@ def _check_streamed(
         check_streamable(checkpoint.path, found, packed, choice.stored_dtype)
     elif packs is None:
         raise UsageError("--stream-layers: quantised weights are not cached on disk here")
+
+
+@torch.inference_mode()
+def load_encoder(
+    pictures: Pictures, *, choice: KernelChoice, device: torch.device, progress: Progress
+) -> TowerEncoder:
+    """Load tower and projector onto `device`. Their weights are never quantised again.
+
+    `progress` is as in `load_stage`. Raises CheckpointError for tensors that do not match the
+    config, CapacityError if memory runs out.
+    """
+    dtype = torch_dtype(choice.dtype)
+    choice = replace(choice, quantization=None)
+    tensors = StageTensors(embedding={}, layers={0: pictures.table}, head={})
+    too_much = f"{device} has no memory for the vision tower in {choice.dtype.value}"
+    with capacity_error_for(too_much, remedy="give the node fewer layers"):
+        weights = StageWeights(pictures.checkpoint, tensors, choice, device, progress)
+        with weights.writer:
+            tower = pictures.family.load(pictures.config, weights, dtype, device)
+    return TowerEncoder(
+        tower=tower,
+        processor=pictures.processor,
+        weight_bytes=pictures.weight_bytes(choice.dtype),
+        dtype=dtype,
+        device=device,
+    )

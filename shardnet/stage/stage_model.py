@@ -19,6 +19,7 @@ from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.layers.attention import ForwardStep, plan_step, step_over
 from shardnet.model.shards.cut import Cut
 from shardnet.model.shards.group import ShardGroup
+from shardnet.model.vision.picture import PictureEncoder
 from shardnet.output_params import RoutingShape
 from shardnet.stage.adapters.adapted_linear import ActiveAdapters, RowsOfAdapter
 from shardnet.stage.kept_linears import KeptLinears
@@ -90,6 +91,8 @@ class StageModel:
         """Rows up to which a micro-batch is computed batch-invariantly (design decision 4)."""
         self.first = layers.start == 0
         self.last = layers.end == config.n_layers
+        self.encoder: PictureEncoder | None = None
+        """What encodes pictures for the first stage, None without one."""
         self.weight_bytes = weight_bytes
 
     @property
@@ -124,6 +127,11 @@ class StageModel:
     def vocab_size(self) -> int:
         """Width of the LM head, V."""
         return self._config.vocab_size
+
+    @property
+    def has_position_axes(self) -> bool:
+        """Whether rotary positions have three axes (M-RoPE)."""
+        return getattr(self._config, "has_position_axes", False)
 
     @property
     def caching(self) -> LayerRange:

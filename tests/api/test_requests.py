@@ -81,9 +81,9 @@ def test_one_prompt_is_told_from_a_list(prompts: Any, single: bool) -> None:
         ([{"role": "user"}], {}, r"content is missing"),
         ([{"role": 1, "content": "x"}], {}, r"role is 1: give text"),
         (
-            [{"role": "user", "content": [{"type": "text"}, {"type": "image_url"}]}],
+            [{"role": "user", "content": [{"type": "text", "text": ""}, {"type": "image_url"}]}],
             {},
-            r"messages\[0\]\.content has a part of type 'image_url': only text is implemented",
+            r"messages\[0\]\.content\[1\] is of type 'image_url': only text and image are read",
         ),
         (None, {}, "None is not a prompt"),
         (["a", 5], {}, "5 is not a prompt"),

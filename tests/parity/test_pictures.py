@@ -22,7 +22,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import open_pictures
 from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.model.vision.picture import EncodedPicture, PictureEncoder, PreparedPicture
-from shardnet.stage.load_pictures import load_encoder
+from shardnet.stage.load import load_encoder
 from shardnet.types import DType, LayerRange
 
 SIZES = [(37, 53), (100, 61), (60, 60), (7, 90)]

@@ -18,11 +18,21 @@ ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
 StopText = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
+class ImageSource(msgspec.Struct, kw_only=True):
+    """Where a picture is: `data` in base64, or a `url` of the web."""
+
+    type: str
+    data: str | None = None
+    media_type: str | None = None
+    url: str | None = None
+
+
 class TextPart(msgspec.Struct, kw_only=True):
-    """A part of the system prompt or of a tool's result; of the types only text can be read."""
+    """A part of the system prompt or of a tool's result: text, in results pictures too."""
 
     type: str
     text: str | None = None
+    source: ImageSource | None = None
 
 
 Parts = Annotated[list[TextPart], Meta(max_length=MAX_BLOCKS)]
@@ -31,7 +41,7 @@ Parts = Annotated[list[TextPart], Meta(max_length=MAX_BLOCKS)]
 class BlockPart(msgspec.Struct, kw_only=True):
     """A block of a message, with the fields of every type that is read.
 
-    These are text, thinking, redacted_thinking (passed over), tool_use and tool_result.
+    These are text, image, thinking, redacted_thinking (passed over), tool_use and tool_result.
     """
 
     type: str
@@ -43,6 +53,7 @@ class BlockPart(msgspec.Struct, kw_only=True):
     tool_use_id: str | None = None
     content: str | Parts | None = None
     is_error: bool | None = None
+    source: ImageSource | None = None
 
 
 class TurnBody(msgspec.Struct, kw_only=True):

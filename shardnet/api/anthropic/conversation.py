@@ -16,6 +16,7 @@ from shardnet.api.anthropic.body import (
     TextPart,
     TurnBody,
 )
+from shardnet.api.chat.pictures import Part, TurnPicture
 from shardnet.api.chat.request import (
     ChatRequest,
     ChatTurn,
@@ -25,6 +26,7 @@ from shardnet.api.chat.request import (
     ToolChoice,
     joined_turns,
 )
+from shardnet.api.openai.chat_body import picture_bytes, picture_of_url
 from shardnet.api.requests import GenerationOptions
 from shardnet.api.server.errors import refused
 from shardnet.constraints import Constraint
@@ -172,23 +174,19 @@ def _turns_of(message: TurnBody, field: str, names: dict[str, str]) -> Iterator[
     if message.role == "assistant":
         yield _assistant(blocks, names)
         return
-    texts: list[str] = []
+    parts: list[Part] = []
     for block, where in blocks:
         if block.type != "tool_result":
-            texts.append(_text(block, where))
+            parts.append(_part(block, where))
             continue
-        if texts:
-            yield ChatTurn(role=message.role, content="\n".join(texts))
-            texts = []
+        if parts:
+            yield ChatTurn.of(message.role, parts)
+            parts = []
         call_id = _needed(block.tool_use_id, where, "tool_use_id")
-        yield ChatTurn(
-            role="tool",
-            content=_result(block, where),
-            tool_call_id=call_id,
-            name=names.get(call_id, ""),
-        )
-    if texts or not blocks:
-        yield ChatTurn(role=message.role, content="\n".join(texts))
+        result, name = _result(block, where), names.get(call_id, "")
+        yield ChatTurn.of("tool", result, tool_call_id=call_id, name=name)
+    if parts or not blocks:
+        yield ChatTurn.of(message.role, parts)
 
 
 def _assistant(blocks: Sequence[tuple[BlockPart, str]], names: dict[str, str]) -> ChatTurn:
@@ -215,19 +213,36 @@ def _assistant(blocks: Sequence[tuple[BlockPart, str]], names: dict[str, str]) -
     )
 
 
-def _result(block: BlockPart, where: str) -> str:
-    """Return the text of a tool's result; templates have no other place for its failure."""
+def _result(block: BlockPart, where: str) -> list[Part]:
+    """Return what a tool gave; templates have no other place for its failure."""
     content = block.content or ""
+    parts: list[Part] = [content] if isinstance(content, str) else []
     if not isinstance(content, str):
-        parts = enumerate(content)
-        content = "\n".join(_text(part, f"{where}.content[{place}]") for place, part in parts)
-    return f"Error: {content}" if block.is_error else content
+        each = enumerate(content)
+        parts += [_part(part, f"{where}.content[{place}]") for place, part in each]
+    if block.is_error and parts and isinstance(parts[0], str):
+        parts[0] = f"Error: {parts[0]}"
+    elif block.is_error:
+        parts.insert(0, "Error: ")
+    return parts
+
+
+def _part(part: TextPart | BlockPart, where: str) -> Part:
+    """Return a text or a picture."""
+    if part.type != "image":
+        return _text(part, where)
+    source = part.source
+    if source is not None and source.type == "base64":
+        return TurnPicture(image=picture_bytes(source.data, f"{where}.source.data"))
+    if source is not None and source.type == "url":
+        return picture_of_url(source.url, f"{where}.source.url")
+    raise refused(f"{where}.source is neither base64 nor url", f"{where}.source")
 
 
 def _text(part: TextPart | BlockPart, where: str) -> str:
     if part.type != "text" or part.text is None:
         what = "has no text" if part.type == "text" else f"is of type {shown(part.type)}"
-        raise refused(f"{where} {what}: only text is read", where)
+        raise refused(f"{where} {what}: only text and images are read", where)
     return part.text
 
 

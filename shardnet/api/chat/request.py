@@ -6,10 +6,11 @@ sampling, limits. Must not know HTTP, nor how a model's template writes any of i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+from shardnet.api.chat.pictures import Part, only_pictured, text_of
 from shardnet.api.requests import GenerationOptions
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
@@ -32,7 +33,8 @@ class ChatTurn:
     """One message. `role` is system, user, assistant, tool or another that the template knows.
 
     An assistant's turn may have `reasoning` and `tool_calls`; the turn of a tool has the result of
-    the call `tool_call_id`, and may have the `name` of the tool.
+    the call `tool_call_id`, and may have the `name` of the tool. One with pictures has `parts`, of
+    whose texts its content consists.
     """
 
     role: str
@@ -41,6 +43,12 @@ class ChatTurn:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    parts: tuple[Part, ...] = ()
+
+    @classmethod
+    def of(cls, role: str, parts: Sequence[Part], **fields: Any) -> ChatTurn:
+        """Make a turn whose content consists of `parts`."""
+        return cls(role=role, content=text_of(parts), parts=only_pictured(parts), **fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +91,17 @@ def joined_turns(turns: Iterable[ChatTurn], *, roles: tuple[str, ...]) -> Iterat
     last: ChatTurn | None = None
     for turn in turns:
         if last is not None and last.role == turn.role and turn.role in roles:
-            last = replace(last, content=f"{last.content}\n{turn.content}")
+            last = _joined(last, turn)
             continue
         if last is not None:
             yield last
         last = turn
     if last is not None:
         yield last
+
+
+def _joined(turn: ChatTurn, more: ChatTurn) -> ChatTurn:
+    parts: tuple[Part, ...] = ()
+    if turn.parts or more.parts:
+        parts = (*(turn.parts or (turn.content,)), *(more.parts or (more.content,)))
+    return replace(turn, content=f"{turn.content}\n{more.content}", parts=parts)

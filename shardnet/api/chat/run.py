@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, TypeAlias, Unpack
 
+from shardnet.api.chat.pictures import written
 from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool
 from shardnet.api.chat_formats.choice import DistinctCalls, ToolChoice, with_ids
 from shardnet.api.chat_formats.deltas import (
@@ -262,11 +263,12 @@ def _relaxed(tools: Sequence[Tool]) -> tuple[list[Tool], list[str]]:
 
 
 def _message(turn: ChatTurn) -> Message:
-    message: Message = {"role": turn.role, "content": turn.content}
+    content = written(turn.parts) if turn.parts else turn.content
+    message: Message = {"role": turn.role, "content": content}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
     if turn.tool_calls:
-        message["content"] = turn.content or None
+        message["content"] = content or None
         message["tool_calls"] = [
             {"id": call.call_id, "name": call.name, "arguments": call.arguments}
             for call in turn.tool_calls

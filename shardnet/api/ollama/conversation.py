@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
+from shardnet.api.chat.pictures import Part, TurnPicture
 from shardnet.api.chat.request import ChatRequest, ChatTurn, OptionValue, Tool, ToolCall
 from shardnet.api.ollama.body import (
     OllamaChat,
@@ -19,6 +20,7 @@ from shardnet.api.ollama.body import (
     OllamaOptions,
     OllamaRequest,
 )
+from shardnet.api.openai.chat_body import picture_bytes
 from shardnet.api.requests import GenerationOptions
 from shardnet.api.server.errors import refused
 from shardnet.constraints import Constraint
@@ -59,12 +61,12 @@ def generate_request(body: OllamaGenerate, model: ModelChoice) -> ChatRequest:
 
     Raises HttpError 400, which names the field, for what cannot be done.
     """
-    for field in ("template", "context", "images"):
+    for field in ("template", "context"):
         if getattr(body, field):
             raise refused(f"{field} is not implemented: leave it out", field)
     if body.raw and body.system:
         raise refused("a raw prompt is continued as it is: it takes no system", "system")
-    turns = [ChatTurn(role="user", content=body.prompt or "")]
+    turns = [ChatTurn.of("user", [*_pictures(body.images, "images"), body.prompt or ""])]
     if body.system:
         turns.insert(0, ChatTurn(role="system", content=body.system))
     return _request(body, turns, model, ())
@@ -156,9 +158,6 @@ def _turns(messages: Sequence[OllamaMessage]) -> list[ChatTurn]:
     unanswered: list[ToolCall] = []
     n_calls = 0
     for number, message in enumerate(messages):
-        if message.images:
-            field = f"messages[{number}].images"
-            raise refused(f"{field} cannot be read: only text is", field)
         calls = []
         for call in message.tool_calls or ():
             n_calls += 1
@@ -171,9 +170,9 @@ def _turns(messages: Sequence[OllamaMessage]) -> list[ChatTurn]:
             )
         unanswered += calls
         turns.append(
-            ChatTurn(
-                role=message.role,
-                content=message.content or "",
+            ChatTurn.of(
+                message.role,
+                [*_pictures(message.images, f"messages[{number}].images"), message.content or ""],
                 reasoning=message.thinking or "",
                 tool_calls=tuple(calls),
                 tool_call_id=_answered(message, unanswered),
@@ -181,6 +180,12 @@ def _turns(messages: Sequence[OllamaMessage]) -> list[ChatTurn]:
             )
         )
     return turns
+
+
+def _pictures(images: Sequence[Any] | None, field: str) -> list[Part]:
+    """Return a message's pictures, which Ollama has before its text."""
+    each = enumerate(images or ())
+    return [TurnPicture(image=picture_bytes(image, f"{field}[{place}]")) for place, image in each]
 
 
 def _answered(message: OllamaMessage, unanswered: list[ToolCall]) -> str:

@@ -130,4 +130,5 @@ def capabilities_of(described: TokenizerDescribed | None) -> tuple[str, ...]:
     has_tools = choose_format(described.template, tokens).has_tools
     thinks = any(sign in described.template for sign in _SIGNS)
     fills_in = has_marks(added_ids(described))
-    return ("completion", *["tools"] * has_tools, *["thinking"] * thinks, *["insert"] * fills_in)
+    words = ("completion", *["tools"] * has_tools, *["thinking"] * thinks, *["insert"] * fills_in)
+    return (*words, *["vision"] * described.sees)

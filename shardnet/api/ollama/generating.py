@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from shardnet.api.chat.pictures import TurnPicture
 from shardnet.api.chat.request import ChatRequest
 from shardnet.api.chat.run import Accepted, ChatEvent, Ended, Piece, run_chat
 from shardnet.api.chat_formats.deltas import (
@@ -238,7 +239,14 @@ async def _run_raw(
     exchange: Exchange, prompt: str, request: ChatRequest
 ) -> AsyncGenerator[ChatEvent, None]:
     """Continue a text, and yield events as those of a chat."""
-    events = exchange.generate(prompt, request.sampling, model=request.model, **request.options)
+    parts = request.turns[-1].parts
+    options = request.options.copy()
+    options["pictures"] = [
+        part.image
+        for part in parts
+        if isinstance(part, TurnPicture) and isinstance(part.image, bytes)
+    ]
+    events = exchange.generate(prompt, request.sampling, model=request.model, **options)
     is_accepted = False
     async with aclosing(events):
         async for event in events:

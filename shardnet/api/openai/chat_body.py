@@ -5,12 +5,16 @@ Knows OpenAI's messages, tools and response formats. Unknown fields are ignored.
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 from msgspec import Meta
 
+from shardnet.api.chat.pictures import Detail, Part, TurnPicture
 from shardnet.api.chat.request import (
     ChatRequest,
     ChatTurn,
@@ -45,12 +49,23 @@ _ROLES: Final = {"developer": "system", "function": "tool"}
 """Roles that templates know by another name."""
 
 
+WEB: Final = ("http://", "https://")
+
+
+class ImageUrl(msgspec.Struct, kw_only=True):
+    """Where a picture is: a `data:` URL, or one of the web."""
+
+    url: str | None = None
+    detail: str | None = None
+
+
 class PartBody(msgspec.Struct, kw_only=True):
-    """A part of a message's content; of the types only text and refusals can be read."""
+    """A part of a message's content; of the types only text, pictures and refusals can be read."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -251,9 +266,9 @@ def _turn(message: MessageBody, number: int) -> ChatTurn:
     calls = message.tool_calls or ()
     if message.function_call is not None:
         calls = [ToolCallBody(function=message.function_call)]
-    return ChatTurn(
-        role=_ROLES.get(message.role, message.role),
-        content=_text(message, number) or message.refusal or "",
+    return ChatTurn.of(
+        _ROLES.get(message.role, message.role),
+        _parts(message, number) or [message.refusal or ""],
         reasoning=message.reasoning_content or message.reasoning or "",
         tool_calls=tuple(
             ToolCall(
@@ -268,17 +283,57 @@ def _turn(message: MessageBody, number: int) -> ChatTurn:
     )
 
 
-def _text(message: MessageBody, number: int) -> str:
+def _parts(message: MessageBody, number: int) -> list[Part]:
+    """Return the texts and pictures of a message, [] for none."""
     if not isinstance(message.content, list):
-        return message.content or ""
-    texts = []
+        return [message.content] if message.content else []
+    parts: list[Part] = []
     for place, part in enumerate(message.content):
+        field = f"messages[{number}].content[{place}]"
+        if part.type == "image_url":
+            where = part.image_url
+            if isinstance(where, ImageUrl):
+                parts.append(picture_of_url(where.url, f"{field}.image_url", where.detail))
+            else:
+                parts.append(picture_of_url(where, f"{field}.image_url"))
+            continue
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in ("text", "input_text", "output_text", "refusal") or text is None:
-            field = f"messages[{number}].content[{place}]"
-            raise refused(f"{field} is of type {shown(part.type)}: only text is read", field)
-        texts.append(text)
-    return "\n".join(texts)
+            raise refused(
+                f"{field} is of type {shown(part.type)}: only text and image_url are read", field
+            )
+        parts.append(text)
+    return parts
+
+
+def picture_of_url(url: str | None, where: str, detail: str | None = None) -> TurnPicture:
+    """Read a picture by its URL, `data:` or of the web; `where` names the field.
+
+    Raises HttpError 400 for another URL, or one that is no base64.
+    """
+    size: Detail = "low" if detail == "low" else "high" if detail == "high" else "auto"
+    if not url:
+        raise refused(f"{where} has no picture", where)
+    if url.lower().startswith(WEB):
+        return TurnPicture(image=url, detail=size)
+    head, comma, body = url.partition(",")
+    if not (head.lower().startswith("data:") and comma):
+        raise refused(f"{where} is {shown(url[:40])}: give a data: URL with base64", where)
+    if head.lower().endswith(";base64"):
+        return TurnPicture(image=picture_bytes(body, where), detail=size)
+    return TurnPicture(image=unquote_to_bytes(body), detail=size)
+
+
+def picture_bytes(text: object, where: str) -> bytes:
+    """Read the base64 of a picture's file. Raises HttpError 400, which names the field `where`."""
+    if not isinstance(text, str):
+        raise refused(f"{where} is no base64 text", where)
+    if text[:5].lower() == "data:":
+        text = text.partition(",")[2]
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError):
+        raise refused(f"{where} is no base64 of a picture", where) from None
 
 
 def _arguments(arguments: str | dict[str, Any] | None) -> str:

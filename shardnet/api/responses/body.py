@@ -20,11 +20,14 @@ ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class ItemPart(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A part of an item; of the types only text, reasoning and refusals can be read."""
+    """A part of an item; of the types only text, pictures, reasoning and refusals can be read."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    detail: str | None = None
+    file_id: str | None = None
 
 
 Parts = Annotated[list[ItemPart], Meta(max_length=MAX_ITEMS)]

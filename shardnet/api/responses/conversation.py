@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from shardnet.api.chat.pictures import Part, text_of
 from shardnet.api.chat.request import (
     ChatRequest,
     ChatTurn,
@@ -19,7 +20,7 @@ from shardnet.api.chat.request import (
     ToolChoice,
     joined_turns,
 )
-from shardnet.api.openai.chat_body import known_tool
+from shardnet.api.openai.chat_body import known_tool, picture_of_url
 from shardnet.api.openai.sampling import options_of, sampling_of
 from shardnet.api.responses.body import ItemBody, ItemPart, ResponseBody, ResponseToolChoice
 from shardnet.api.server.errors import refused
@@ -209,32 +210,44 @@ def _others(item: ItemBody, where: str, names: Mapping[str, str]) -> ChatTurn | 
     match item.type:
         case "message":
             role = _needed(item.role, f"{where}.role")
-            content = _text(item.content, f"{where}.content")
-            return ChatTurn(role="system" if role == "developer" else role, content=content)
+            parts = _parts(item.content, f"{where}.content")
+            return ChatTurn.of("system" if role == "developer" else role, parts)
         case "function_call_output" | "custom_tool_call_output":
             call_id = _needed(item.call_id, f"{where}.call_id")
             output = item.output
             if isinstance(output, dict):
                 output = _as_text(output)
-            content = _text(output, f"{where}.output")
-            return ChatTurn(
-                role="tool", content=content, tool_call_id=call_id, name=names.get(call_id, "")
-            )
+            parts = _parts(output, f"{where}.output")
+            name = names.get(call_id, "")
+            return ChatTurn.of("tool", parts, tool_call_id=call_id, name=name)
         case _:
             return None
 
 
 def _text(content: str | Sequence[ItemPart] | None, where: str) -> str:
+    """Return the text of what the assistant has written."""
+    return text_of(_parts(content, where))
+
+
+def _parts(content: str | Sequence[ItemPart] | None, where: str) -> list[Part]:
+    """Return texts and pictures in their order."""
     if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
+        return [content] if content else []
+    parts: list[Part] = []
     for place, part in enumerate(content):
+        field = f"{where}[{place}]"
+        if part.type == "input_image":
+            if part.file_id and not part.image_url:
+                raise refused(f"{field}.file_id cannot be read: give image_url", field)
+            parts.append(picture_of_url(part.image_url, f"{field}.image_url", part.detail))
+            continue
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in (*_READ, "refusal") or text is None:
-            field = f"{where}[{place}]"
-            raise refused(f"{field} is of type {shown(part.type)}: only text is read", field)
-        texts.append(text)
-    return "\n".join(texts)
+            raise refused(
+                f"{field} is of type {shown(part.type)}: only text and input_image are read", field
+            )
+        parts.append(text)
+    return parts
 
 
 def _as_text(value: str | Mapping[str, Any]) -> str:

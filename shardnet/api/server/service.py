@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar, Unpack
 
 from msgspec.structs import replace
 
+from shardnet.api.chat.fetching import fetch_picture
 from shardnet.api.client import Client
 from shardnet.api.events import GenerationEvent, RequestState
 from shardnet.api.generation import AGAIN_S, RESUME_S
@@ -29,7 +30,15 @@ from shardnet.api.server.settings import Settings
 from shardnet.api.switching.model_switch import PATIENCE_S, Keep, ModelSwitch
 from shardnet.api.switching.turns import Ticket
 from shardnet.api.traces import RequestTrace
-from shardnet.errors import BusyError, LinkError, PeerFailedError, QueueFullError, ShardnetError
+from shardnet.errors import (
+    BusyError,
+    LinkError,
+    PeerFailedError,
+    QueueFullError,
+    ShardnetError,
+    UsageError,
+    shown,
+)
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
@@ -83,6 +92,7 @@ LEFT_OUT_HEADER: Final = "x-shardnet-schema-left-out"
 MOST_HEADER: Final = 500
 
 Answer = TypeVar("Answer")
+AnyPrompt = TypeVar("AnyPrompt")
 
 
 @dataclass(slots=True)
@@ -239,6 +249,7 @@ class Exchange:
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Generate as `shardnet.api.Client.generate` does."""
         choice, n_displaced = self._chosen(model), 0
+        prompts = await self._with_pictures(prompts)
         constraint = options.get("constraint")
         if constraint is not None and constraint.left_out:
             left_out = ", ".join(constraint.left_out)[:MOST_HEADER]
@@ -281,11 +292,10 @@ class Exchange:
     ) -> Tokenized:
         """Return token ids as `shardnet.api.Client.tokenize` does."""
         client = self.service.client
+        told = await self._with_pictures(prompt)
         return await self._ask(
             model,
-            lambda choice: client.tokenize(
-                prompt, model=choice, on_progress=self.loading, **options
-            ),
+            lambda choice: client.tokenize(told, model=choice, on_progress=self.loading, **options),
         )
 
     async def detokenize(
@@ -330,6 +340,26 @@ class Exchange:
         if len(known) > MAX_TOKENIZERS:
             del known[next(iter(known))]
         return described
+
+    async def _with_pictures(self, prompt: AnyPrompt) -> AnyPrompt:
+        """Fetch the pictures that messages name by their URL.
+
+        Raises UsageError where this server fetches none, and what fetching raises.
+        """
+        if not isinstance(prompt, list):
+            return prompt
+        for said in prompt:
+            content = said.get("content") if isinstance(said, dict) else None
+            for part in content if isinstance(content, list) else ():
+                if not isinstance(part.get("image"), str):
+                    continue
+                if not self.service.settings.fetches_pictures:
+                    raise UsageError(
+                        f"the picture at {shown(part['image'][:200])} is not fetched: send it as a "
+                        "data: URL in base64, or start the server with --fetch-images"
+                    )
+                part["image"] = await fetch_picture(part["image"])
+        return prompt
 
     def _next_key(self) -> str:
         """Name a call so that the same one of an equal request finds it, and no other key's can."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from shardnet.api.server.keys import Keyring
 
-MAX_BODY_BYTES = 16 << 20
-"""The largest body that is read: four times the longest conversation that a model takes."""
+MAX_BODY_BYTES = 36 << 20
+"""The largest body that is read: pictures of 24 MiB in base64, and a long conversation."""
 
 MAX_REQUESTS = 1024
 """Requests that a server works on at once."""
@@ -49,6 +49,7 @@ class Settings:
     the ring keeps the model it has. One that no request has used for `idle_unload_s` seconds is
     unloaded, never for None. `aliases` are other names of models, "*" of all others. With
     `has_deputy` requests are copied to another node, which goes on if the head of the ring is lost.
+    With `fetches_pictures` those that a request names by their URL are fetched.
     """
 
     keys: Keyring = field(default_factory=Keyring)
@@ -63,6 +64,7 @@ class Settings:
     may_switch: bool = True
     idle_unload_s: float | None = None
     has_deputy: bool = False
+    fetches_pictures: bool = False
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -25,6 +25,7 @@ from shardnet.cluster.head.last_run import write_last_run
 from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.head.lockstep_sets import LockstepSets, Member
 from shardnet.cluster.head.model_lists import ModelLists
+from shardnet.cluster.head.pictures import Pictures
 from shardnet.cluster.head.replies import (
     finished,
     output_pieces,
@@ -34,6 +35,7 @@ from shardnet.cluster.head.replies import (
 )
 from shardnet.cluster.head.requests import (
     adapter_uses,
+    check_length,
     check_made,
     described,
     detokenized,
@@ -55,12 +57,14 @@ from shardnet.cluster.planning.wire_loss import WireLoss
 from shardnet.cluster.ring.tracing import trace_pieces
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import CheckpointError, ShardnetError, SupersededError, UsageError
+from shardnet.model.vision.picture import PictureProcessor
 from shardnet.runtime.engine.outputs import OutputBudget, PromptLogprobsReady, RowsReady
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
     GenerationRequest,
     MadeToken,
     RequestMoved,
+    RequestPicture,
     TokenGenerated,
 )
 from shardnet.runtime.stage.executor import Executor
@@ -86,9 +90,9 @@ class Clients:
 
     `reader` is the thread that tokenises prompts, `drafts` gives draft models, `constraints` what
     outputs must match, `wire_loss` measures what a narrower wire costs, `lists` finds models by
-    parts of their names, `encoders` are planned for too, `copying` keeps requests that have a key.
-    The last run is kept in the folder `cache` too, which `disk` writes; it also reads chat
-    templates.
+    parts of their names, `encoders` are planned for too, `pictures` reads those of requests,
+    `copying` keeps requests that have a key. The last run is kept in the folder `cache` too, which
+    `disk` writes; it also reads chat templates.
     """
 
     head: Head
@@ -100,6 +104,7 @@ class Clients:
     wire_loss: WireLoss
     lists: ModelLists
     encoders: Encoders
+    pictures: Pictures
     copying: Copying
     cache: Path
     log: Callable[[str], None]
@@ -247,7 +252,8 @@ class Clients:
         needed = needs_tokenizer(generate)
         async with self.leading(control, message.request, generate.choice, needed) as lead:
             if lead is not None:
-                token_ids = await self._prompt(generate, lead, may_be_long=True)
+                with self.pictures.held(generate.pictures) as held:
+                    _, token_ids, _ = await self._prompt(generate, lead, held, may_be_long=True)
                 context = lead.ring.spec.context
                 control.send(
                     Tokenized(request=message.request, token_ids=token_ids, context=context)
@@ -300,10 +306,30 @@ class Clients:
                 control.send(await chats.run(job, alive=time.monotonic))
 
     async def _prompt(
-        self, message: Generate, lead: Lead, *, may_be_long: bool = False
+        self, message: Generate, lead: Lead, held: set[bytes], *, may_be_long: bool = False
+    ) -> tuple[list[int], list[int], tuple[RequestPicture, ...]]:
+        """Return the token ids of a prompt, those with all that stand for pictures, and these.
+
+        Digests of pictures go to `held`.
+        """
+        processor = await self.pictures.processor(lead) if message.pictures else None
+        ids = await self._prompt_ids(message, lead, processor, may_be_long=may_be_long)
+        if processor is None:
+            return ids, ids, ()
+        whole, pictures = await self.pictures.placed(message, ids, processor, held)
+        check_length(len(whole), message, lead, may_be_long=may_be_long)
+        return ids, whole, pictures
+
+    async def _prompt_ids(
+        self,
+        message: Generate,
+        lead: Lead,
+        processor: PictureProcessor | None,
+        *,
+        may_be_long: bool,
     ) -> list[int]:
-        """Return the token ids of a prompt."""
-        job = partial(prompt_ids, message, lead, may_be_long=may_be_long)
+        """Return the token ids of a prompt, each of its pictures as one."""
+        job = partial(prompt_ids, message, lead, may_be_long=may_be_long, processor=processor)
         if message.messages is None:
             return await self.reader.run(job)
         # A chat template is an untrusted program: it must not delay other prompts. Its process has
@@ -321,7 +347,26 @@ class Clients:
         made: Sequence[MadeToken],
         n_told: int,
     ) -> None:
-        prompt = await self._prompt(message, lead)
+        with self.pictures.held(message.pictures) as held:
+            ids, prompt, pictures = await self._prompt(message, lead, held)
+            request = await self._request(message, lead, made, prompt, pictures)
+            with (
+                self._outputs.room_for(reserved_bytes(request, lead)),
+                self.copying.copied(
+                    control, with_ids(message, ids), request.made, lambda: lead.told
+                ) as copy,
+            ):
+                await self._answer(control, message, member, request, lead, load_s, copy, n_told)
+
+    async def _request(
+        self,
+        message: Generate,
+        lead: Lead,
+        made: Sequence[MadeToken],
+        prompt: Sequence[int],
+        pictures: tuple[RequestPicture, ...],
+    ) -> GenerationRequest:
+        """Make what the engine runs of a request."""
         spec = lead.ring.spec
         check_made(message, made, len(prompt), lead)
         speculation = await self.drafts.speculation(
@@ -335,7 +380,7 @@ class Clients:
         )
         asked = None if message.constraint is None else message.constraint.params()
         constrained = await self.constraints.constrained(asked, lead.grammars)
-        request = GenerationRequest(
+        return GenerationRequest(
             prompt=tuple(prompt),
             sampling=sampling_params(message, lead),
             max_tokens=message.max_tokens,
@@ -352,17 +397,8 @@ class Clients:
             stops_by_text=bool(message.stop),
             made=tuple(made),
             adapters=adapter_uses(message, lead),
+            pictures=pictures,
         )
-        with (
-            self._outputs.room_for(reserved_bytes(request, lead)),
-            self.copying.copied(
-                control,
-                with_ids(message, request.prompt),
-                request.made,
-                lambda: lead.told,
-            ) as copy,
-        ):
-            await self._answer(control, message, member, request, lead, load_s, copy, n_told)
 
     async def _answer(
         self,

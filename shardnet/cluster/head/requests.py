@@ -13,6 +13,7 @@ from msgspec import structs
 
 from shardnet.cluster.head.lead import Lead
 from shardnet.errors import ContextExceededError, UsageError
+from shardnet.model.vision.picture import PictureProcessor
 from shardnet.output_params import OutputKind, OutputParams
 from shardnet.runtime.engine.outputs import output_bytes
 from shardnet.runtime.engine.requests import GenerationRequest, MadeToken
@@ -29,6 +30,7 @@ from shardnet.wire.messages.chat import (
     AddedToken,
     ChatMessage,
     DescribeTokenizer,
+    Picture,
     TokenizerDescribed,
 )
 from shardnet.wire.messages.generation import MAX_PROMPT_TAIL, MAX_ROWS_BYTES, Generate
@@ -47,10 +49,17 @@ def needs_tokenizer(message: Generate) -> str:
     return "--stop" if message.stop else ""
 
 
-def prompt_ids(message: Generate, lead: Lead, *, may_be_long: bool = False) -> list[int]:
+def prompt_ids(
+    message: Generate,
+    lead: Lead,
+    *,
+    may_be_long: bool = False,
+    processor: PictureProcessor | None = None,
+) -> list[int]:
     """Return the prompt's token ids, checked against the vocabulary.
 
-    One that `may_be_long` may have more tokens than the context, up to what a reply carries.
+    Each of its pictures, which `processor` prepares, is one token, wherever it stands. One that
+    `may_be_long` may have more tokens than the context, up to what a reply carries.
 
     Raises UsageError for an id the model does not have and for an empty prompt, CheckpointError for
     text where the checkpoint has no tokenizer, ContextExceededError for a prompt that fills the
@@ -67,29 +76,54 @@ def prompt_ids(message: Generate, lead: Lead, *, may_be_long: bool = False) -> l
         options = TemplateOptions(tools=message.tools, values=dict(message.template_options))
         shown = [_shown(said) for said in message.messages]
         text = lead.tokenizer.chat_prompt(shown, options)
+        if processor is not None:
+            text = processor.surround(text)
         token_ids = lead.tokenizer.encode(  # the template writes bos where it belongs
             text, bos="off", most_tokens=most_tokens
         )
     elif not message.prompt:
         raise UsageError("the prompt is empty", remedy="give some text, or ids with --token-ids")
     else:
-        token_ids = lead.tokenizer.encode(message.prompt, bos=message.bos, most_tokens=most_tokens)
+        text = message.prompt
+        if processor is not None:
+            if processor.placeholder not in text:
+                text = processor.placeholder * len(message.pictures) + text
+            text = processor.surround(text)
+        token_ids = lead.tokenizer.encode(text, bos=message.bos, most_tokens=most_tokens)
     if lead.tokenizer is not None:
         lead.tokenizer.ready()
     check_token_ids(token_ids, vocab_size, lead.tokenizer)
     for token_id, _ in message.sampling.logit_bias:
         if token_id >= vocab_size:
             raise UsageError(f"logit-bias names token {token_id}, ids end at {vocab_size - 1}")
-    least = len(token_ids) + min(message.max_tokens, 1)
+    check_length(len(token_ids), message, lead, may_be_long=may_be_long)
+    return token_ids
+
+
+def check_length(n_prompt: int, message: Generate, lead: Lead, *, may_be_long: bool) -> None:
+    """Raise ContextExceededError for a prompt that fills the context; see `prompt_ids`."""
+    least = n_prompt + min(message.max_tokens, 1)
     if least > (MAX_TOKENIZED if may_be_long else lead.ring.spec.context):
         raise too_long(
-            len(token_ids),
+            n_prompt,
             message.max_tokens,
             context=lead.ring.spec.context,
-            most_positions=most_positions,
+            most_positions=lead.plan.facts.config.max_positions,
             room_positions=lead.ring.engine.counters.room_blocks * BLOCK_POSITIONS,
         )
-    return token_ids
+
+
+def in_order(message: Generate) -> list[Picture]:
+    """Return the pictures of a request as they stand in its prompt.
+
+    Raises UsageError for the number of none.
+    """
+    if message.messages is None:
+        return [*message.pictures]
+    numbers = [part for said in message.messages for part in said.parts if isinstance(part, int)]
+    if max(numbers, default=-1) >= len(message.pictures):
+        raise UsageError(f"a message shows picture {max(numbers)} of {len(message.pictures)}")
+    return [message.pictures[number] for number in numbers]
 
 
 def check_made(message: Generate, made: Sequence[MadeToken], n_prompt: int, lead: Lead) -> None:
@@ -117,6 +151,7 @@ def with_ids(message: Generate, prompt: Sequence[int]) -> Generate:
         tools="",
         template_options=[],
         token_ids=list(prompt),
+        pictures=in_order(message),
     )
 
 
@@ -179,6 +214,12 @@ def detokenized(message: Detokenize, lead: Lead) -> Detokenized:
 def _shown(said: ChatMessage) -> dict[str, Any]:
     """Return what a template gets of a message: its role, its content, and what is not empty."""
     fields: dict[str, Any] = msgspec.to_builtins(said)
+    parts = fields.pop("parts")
+    if parts:
+        fields["content"] = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+            for part in parts
+        ]
     return {name: value for name, value in fields.items() if value or name in ("role", "content")}
 
 
@@ -212,6 +253,7 @@ def described(message: DescribeTokenizer, lead: Lead) -> TokenizerDescribed:
         eos_ids=list(lead.eos_ids),
         added=added[:MAX_ADDED_TOKENS],
         template=template,
+        sees=bool(lead.plan.facts.tower_bytes),
     )
 
 

@@ -30,6 +30,7 @@ from shardnet.runtime.loading.joined import computes_by_device
 from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.loading.loading import release_freed_memory, set_compute_threads
 from shardnet.runtime.ring.pipeline import Pipeline
+from shardnet.runtime.stage.compute import StageCompute
 from shardnet.runtime.stage.compute_threads import ONE_DEVICE, ComputeThreads
 from shardnet.runtime.stage.handover import Lane
 from shardnet.runtime.stage.plugin import ComputePlugin
@@ -364,6 +365,16 @@ class StageHost:
     async def between_steps(self, job: Callable[[], T], place: int) -> T:
         """Run a short job on the compute thread of a device. Raises what it raises."""
         return await self._compute.submit(job, place)
+
+    async def on_first_part(self, job: Callable[[StageCompute], T]) -> T:
+        """Run a short job on the compute thread of the first layers' device, with what computes.
+
+        Raises what it raises, and PeerFailedError where no stage is loaded.
+        """
+        if self.loaded is None:
+            raise PeerFailedError("the stage of the head is not there any more", remedy="ask again")
+        place, compute = computes_by_device(self.loaded)[0]
+        return await self._compute.submit(lambda: job(compute), place)
 
     async def beside_steps(self, job: Callable[[], T]) -> T:
         """Run a job on the loading thread; see StageLoader.run."""

@@ -180,6 +180,7 @@ class Node:
         self._services.drafts.close()
         await self._services.encoders.close()
         self._services.constraints.close()
+        self._services.pictures.close()
         await self._stage.kv.close()
         await self._stage.host.close()
         await self._links.peers.close()

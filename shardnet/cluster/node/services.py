@@ -21,6 +21,7 @@ from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.model_lists import ModelLists
+from shardnet.cluster.head.pictures import Pictures
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.machine.owner_use import OwnerUse
 from shardnet.cluster.machine.stalls import memory_stalled
@@ -50,6 +51,7 @@ from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.cluster.recovery.standbys import Standbys
 from shardnet.cluster.router.router import Router
 from shardnet.errors import ConfigurationError
+from shardnet.runtime.loading.picture_processor import processor_at
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.wire.messages.handshake import PeerRole, Purpose
@@ -153,6 +155,7 @@ class Services:
             threads=stage.own.threads,
         )
         self.constraints = Constraints()
+        self.pictures = Pictures(disk=stage.disk, find=processor_at)
         self.wire_loss = WireLoss(cache=settings.cache, threads=stage.own.threads, log=self._log)
         self.lists = ModelLists(
             own_info=stage.own.info,
@@ -182,6 +185,7 @@ class Services:
             self.wire_loss,
             self.lists,
             self.encoders,
+            self.pictures,
             self.copying,
             settings.cache,
             self._log,

@@ -78,6 +78,7 @@ class Shapes:
             form.linear,
             None if form.unpacks else facts.packed,
             self.gather,
+            facts.tower_bytes.get(form.dtype, 0),
         )
         is_quantised = self.quantization.weights is not None
         streams = is_quantised or is_streamable(facts.stored_dtype, facts.packed, form.linear)

@@ -77,12 +77,14 @@ def model_shape(
     stored: DType | None = None,
     packed: PackedSizes | None = None,
     gather_dtype: WireDType | None = None,
+    tower_bytes: int = 0,
 ) -> ModelShape:
     """Compute the sizes of a model in `dtype` with one sequence of `context` positions.
 
     `wire_dtype` is that of activations between stages, None for `dtype`. `stored` is that of linear
     weights in memory, None for `dtype`, except for those `packed`, which stay as they are stored.
     `gather_dtype` is that of parts between the nodes of one stage, None for `dtype`.
+    The first stage has a tower of `tower_bytes` for pictures too.
     The shape also has the sizes with more of the model quantised than in `quantization`.
     """
     form = WeightForm(
@@ -93,7 +95,7 @@ def model_shape(
         n_layers=config.n_layers,
         layer_bytes=weights.layer_bytes,
         spared_bytes=weights.spared_bytes,
-        embedding_bytes=embedding_weight_bytes(config, form),
+        embedding_bytes=embedding_weight_bytes(config, form) + tower_bytes,
         head_bytes=weights.head_bytes,
         hop_bytes=(wire_dtype or WireDType.own(dtype)).row_bytes(config.hidden_size),
         context=context,

@@ -296,6 +296,7 @@ class Plan:
             ),
             standbys=[self._planned(standby) for standby in self.standbys],
             mtp_bytes=self._mtp_bytes(),
+            tower_bytes=self.facts.tower_bytes.get(self.dtype, 0),
             rings=[
                 PlannedRing(stages=ring._stages(), predicted_tok_s=ring.placement.predicted_tok_s)
                 for ring in self.rings

@@ -167,6 +167,7 @@ class EngineMaker:
             make_pipeline=self.pipeline,
             clock_ns=time.perf_counter_ns,
             prefixes=prefixes,
+            stage=self.ports[0].first_stage,
         )
 
     def pipeline(

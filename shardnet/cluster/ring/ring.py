@@ -288,6 +288,7 @@ class Ring:
             pipeline,
             self._maker.limits(ready, prefixes),
             prefixes=prefixes,
+            stage=self._ports[0].first_stage,
             on_replayed=self._replayed,
         )
 

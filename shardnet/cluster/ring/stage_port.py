@@ -18,6 +18,7 @@ from shardnet.cluster.member.stage_orders import PhaseProgress
 from shardnet.cluster.peers.clocks import ClockOffset, compare_clock, same_clock
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.errors import ShardnetError, first_error
+from shardnet.runtime.engine.encoding import FirstStage
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
@@ -95,6 +96,10 @@ class StagePort(Protocol):
     async def compute_layer(self, message: ComputeLayer) -> LayerComputed:
         """Have rows computed with a layer from its checkpoint. The port numbers the request."""
 
+    @property
+    def first_stage(self) -> FirstStage | None:
+        """The head's own stage, None for a peer's."""
+
     async def unload(self, ring: str) -> None:
         """Have the stage freed."""
 
@@ -156,6 +161,11 @@ class LocalPort:
     async def compute_layer(self, message: ComputeLayer) -> LayerComputed:
         """Read this node's own checkpoint."""
         return await compute_for_audit(self._host, message)
+
+    @property
+    def first_stage(self) -> FirstStage:
+        """This node's own stage."""
+        return self._host
 
     async def unload(self, ring: str) -> None:
         """Free the stage here."""
@@ -253,6 +263,11 @@ class RemotePort:
         return await self._control.ask(
             replace(message, request=request), LayerComputed, on_progress=lambda report: None
         )
+
+    @property
+    def first_stage(self) -> None:
+        """Nothing: it is a peer's."""
+        return None
 
     async def unload(self, ring: str) -> None:
         """Ask the peer."""

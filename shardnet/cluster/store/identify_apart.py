@@ -106,6 +106,7 @@ def _facts(path: Path, value: dict[str, Any]) -> ModelFacts:
             held=tuple(LayerRange(**held) for held in value["layers"]["held"]),
         ),
         has_mtp=value["has_mtp"],
+        tower_bytes={DType(name): n_bytes for name, n_bytes in value["tower_bytes"].items()},
     )
 
 

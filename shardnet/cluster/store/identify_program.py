@@ -29,6 +29,7 @@ def identified(path: str) -> tuple[object, bytes]:
         "recommended": dict(facts.recommended),
         "layers": asdict(facts.layers),
         "has_mtp": facts.has_mtp,
+        "tower_bytes": {dtype.value: n_bytes for dtype, n_bytes in facts.tower_bytes.items()},
     }, b""
 
 

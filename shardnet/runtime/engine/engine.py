@@ -20,6 +20,7 @@ from shardnet.errors import (
 )
 from shardnet.runtime.engine.counters import EngineTotals, StepLog
 from shardnet.runtime.engine.drafters import drafter_of
+from shardnet.runtime.engine.encoding import Encoding, FirstStage
 from shardnet.runtime.engine.guide import Guide
 from shardnet.runtime.engine.live_request import LiveRequest
 from shardnet.runtime.engine.live_requests import LiveRequests
@@ -32,6 +33,7 @@ from shardnet.runtime.scheduling.limits import RingLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
     ComputedSequence,
+    EncodePictures,
     FinishReason,
     OperateSlot,
     RestorePrefix,
@@ -69,8 +71,17 @@ class Engine:
         make_pipeline: MakePipeline,
         clock_ns: Callable[[], int],
         prefixes: Prefixes | None = None,
+        stage: FirstStage | None = None,
     ) -> None:
+        """`stage` is the head's own, None where nothing encodes pictures."""
         self._restoring = Restoring(prefixes=prefixes, scheduler=scheduler, on_end=self._pump)
+        self._encoding = Encoding(
+            scheduler=scheduler,
+            stage=stage,
+            step_s=self._decode_step_s,
+            on_end=self._pump,
+            on_failed=self._fail_one,
+        )
         self._scheduler = scheduler
         scheduler.mixed_rows = min(scheduler.mixed_rows, FIRST_MIXED_ROWS)
         self.pipeline = make_pipeline(self._on_answered, self._on_failed)
@@ -122,6 +133,11 @@ class Engine:
         """How far the requests are that live, in the order in which they came."""
         return self._live.progress()
 
+    @property
+    def n_encoded(self) -> int:
+        """Pictures that were encoded so far."""
+        return self._encoding.n_encoded
+
     def cancel(self, sequence_id: SequenceId) -> bool:
         """End a request with CancelledRequestError; return whether it lived."""
         error = CancelledRequestError("the request was cancelled by somebody who watches the ring")
@@ -171,6 +187,7 @@ class Engine:
                     n_stored=n_stored,
                     made=tuple(token.token_id for token in request.made),
                     adapters=request.adapters,
+                    pictures=request.places,
                 )
             )
         except BaseException:
@@ -185,6 +202,8 @@ class Engine:
             ring_drafts=ring_drafts,
         )
         self._live[sequence_id] = live
+        digests = [place.digest for place in request.places]
+        self._encoding.store.use(digests)
         expiry = self._set_deadline(sequence_id, request)
         try:
             if request.made:
@@ -202,6 +221,7 @@ class Engine:
             if expiry is not None:
                 expiry.cancel()
             self._live.pop(sequence_id, None)
+            self._encoding.store.leave(digests)
             if drafter is not None:
                 self.totals.n_drafted += drafter.n_proposed
                 self.totals.n_accepted += drafter.n_accepted
@@ -260,6 +280,7 @@ class Engine:
         self._is_suspended, self._is_held = True, False
         waited_s = self.pipeline.abandon()
         self._restoring.cancel()
+        self._encoding.cancel()
         self._scheduler.suspend()
         self._settled.set()
         for live in self._live.values():
@@ -276,6 +297,7 @@ class Engine:
         ring: RingLimits,
         *,
         prefixes: Prefixes | None = None,
+        stage: FirstStage | None = None,
         on_replayed: Callable[[], None] = lambda: None,
     ) -> None:
         """Go on, on another ring: requests are replayed from their tokens and continue.
@@ -286,6 +308,7 @@ class Engine:
         if self._broken is not None:
             return
         self.pipeline, self._restoring.prefixes = pipeline, prefixes
+        self._encoding.stage = stage
         self._on_replayed = on_replayed
         self.totals.begin_ring()
         for failed in self._scheduler.resume(ring):
@@ -319,6 +342,7 @@ class Engine:
         self._settled.set()
         self._replayed.clear()
         self._restoring.cancel()
+        self._encoding.cancel()
         for sequence_id, live in self._live.items():
             self._scheduler.end(sequence_id)
             live.fail(error)
@@ -362,6 +386,8 @@ class Engine:
                     self.pipeline.operate(operation)
                 case RestorePrefix():
                     self._restoring.begin(instruction, self._live)
+                case EncodePictures():
+                    self._encoding.begin(instruction, self._live)
                 case _:
                     assert_never(instruction)
         if any(
@@ -369,6 +395,17 @@ class Engine:
             for instruction in instructions
         ):
             self._live.report_queue_positions()
+
+    def _decode_step_s(self) -> float | None:
+        """Return what a decode step takes, None if no sequence decodes."""
+        return self._step_cost.step_s if self._scheduler.n_decoding else None
+
+    def _fail_one(self, sequence_id: SequenceId, error: ShardnetError) -> None:
+        """End a request whose pictures cannot be encoded."""
+        live = self._live.get(sequence_id)
+        if live is not None:
+            self._live.end_alone(sequence_id, live, error)
+        self._pump()
 
     def _set_deadline(
         self, sequence_id: SequenceId, request: GenerationRequest

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from shardnet.errors import ShardnetError
 from shardnet.runtime.scheduling.prefix_keys import block_keys
-from shardnet.slot_operations import AdapterUse
+from shardnet.slot_operations import AdapterUse, Pictures, whole_before
 from shardnet.types import BLOCK_POSITIONS, STORED_PREFIX_POSITIONS, SequenceId
 
 FIND_S: Final = 1.0
@@ -76,18 +76,23 @@ class Prefixes:
             self._row_s = row_s if self._row_s is None else (3 * self._row_s + row_s) / 4
 
     async def find(
-        self, prompt: Sequence[int], n_held: int, adapters: Sequence[AdapterUse] = ()
+        self,
+        prompt: Sequence[int],
+        n_held: int,
+        adapters: Sequence[AdapterUse] = (),
+        pictures: Pictures = (),
     ) -> int:
         """Return how many of the first positions of `prompt` to read from disk, 0 for none.
 
         `n_held` of them are in the KV cache; all were computed with the same `adapters`. The last
-        token never counts: its row is sampled. Reading must be faster than computing, as far as
+        token never counts: its row is sampled, nor do blocks that cut a picture which must not be.
+        Reading must be faster than computing, as far as
         both were measured.
         """
         n_positions = len(prompt) - 1
         if n_positions < max(STORED_PREFIX_POSITIONS, n_held + BLOCK_POSITIONS):
             return 0
-        keys = block_keys(self.seed, prompt, n_positions, adapters)
+        keys = block_keys(self.seed, prompt, n_positions, adapters, pictures)
         try:
             async with asyncio.timeout(FIND_S):
                 found = await self._stages.find(keys)
@@ -97,6 +102,8 @@ class Prefixes:
         for stage in found:
             restorable &= stage.restorable
         n_blocks = restorable.bit_length()
+        while whole_before(pictures, n_blocks * BLOCK_POSITIONS) < n_blocks * BLOCK_POSITIONS:
+            n_blocks = (restorable & ((1 << (n_blocks - 1)) - 1)).bit_length()
         more = n_blocks * BLOCK_POSITIONS - n_held
         if more < BLOCK_POSITIONS:
             return 0
@@ -111,9 +118,10 @@ class Prefixes:
         prompt: Sequence[int],
         n_positions: int,
         adapters: Sequence[AdapterUse] = (),
+        pictures: Pictures = (),
     ) -> int:
         """Have all stages read the first positions; return how many they have: all, or 0."""
-        keys = block_keys(self.seed, prompt, n_positions, adapters)
+        keys = block_keys(self.seed, prompt, n_positions, adapters, pictures)
         token_ids = struct.pack(f"<{n_positions}I", *prompt[:n_positions])
         async with self._one_by_one:
             with contextlib.suppress(ShardnetError):  # the positions are computed instead

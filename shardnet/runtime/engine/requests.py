@@ -5,9 +5,9 @@ Knows their fields. Must not know how a request is carried out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -19,10 +19,13 @@ from shardnet.runtime.ring.pipeline import StepAnswered
 from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, DraftSource
 from shardnet.runtime.scheduling.sequences import FinishReason
 from shardnet.sampling_params import MAX_STOP_IDS, SamplingParams, TokenLogprobs
-from shardnet.slot_operations import AdapterUse
+from shardnet.slot_operations import AdapterUse, PicturePlace, Pictures
 from shardnet.types import LiveState, RowGroup
 from shardnet.wire.messages.generation import Timing
 from shardnet.wire.messages.traces import MAX_TRACED_STEPS, TracedStep
+
+if TYPE_CHECKING:
+    from shardnet.model.vision.picture import PreparedPicture
 
 
 class TextAssembler(Protocol):
@@ -57,6 +60,14 @@ class MadeToken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPicture:
+    """A picture of a prompt: where its rows are, and what prepares it for the tower, if need be."""
+
+    place: PicturePlace
+    prepare: Callable[[], Awaitable[PreparedPicture]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt to continue. `stop_ids` end it and their text is not shown.
 
@@ -66,7 +77,8 @@ class GenerationRequest:
     `constrained` matches ends with the output, whatever the stop ids are. With `is_traced` its end
     has its steps. A text that no stop string can end says so by `stops_by_text`: its next row need
     not wait for it. The answer begins with the tokens `made`, which are reported again. All stages
-    add `adapters` to its rows, in the order of their ids.
+    add `adapters` to its rows, in the order of their ids. Rows of `pictures` take the place of
+    tokens of the prompt.
     """
 
     prompt: tuple[int, ...]
@@ -85,6 +97,12 @@ class GenerationRequest:
     stops_by_text: bool = True
     made: tuple[MadeToken, ...] = ()
     adapters: tuple[AdapterUse, ...] = ()
+    pictures: tuple[RequestPicture, ...] = ()
+
+    @property
+    def places(self) -> Pictures:
+        """Where its pictures are."""
+        return tuple(picture.place for picture in self.pictures)
 
     def check(self) -> None:
         """Raise SamplingError, naming the parameter, if one is outside its range."""

@@ -39,9 +39,10 @@ class Restoring:
             return 0
         if request.deterministic or request.lockstep or request.outputs.needs_whole_prompt:
             return 0
-        held = self.scheduler.book.prefix(request.prompt, request.adapters)
+        inputs = request.adapters, request.places
+        held = self.scheduler.book.prefix(request.prompt, *inputs)
         n_held = held.n_kept if held else 0
-        return await self.prefixes.find(request.prompt, n_held, request.adapters)
+        return await self.prefixes.find(request.prompt, n_held, *inputs)
 
     def begin(self, wanted: RestorePrefix, requests: LiveRequests) -> None:
         """Begin to read for a sequence."""
@@ -69,8 +70,9 @@ class Restoring:
         sequence_id, n_positions = wanted.sequence_id, 0
         live = requests.get(sequence_id)
         if live is not None:
+            request = live.request
             n_positions = await prefixes.restore(
-                sequence_id, live.request.prompt, wanted.n_positions, live.request.adapters
+                sequence_id, request.prompt, wanted.n_positions, request.adapters, request.places
             )
         if not self.scheduler.restored(sequence_id, n_positions) and n_positions:
             await prefixes.forget(sequence_id)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain, groupby
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as replace_struct
 
@@ -24,9 +25,13 @@ from shardnet.runtime.stage.compute import (
     StageCompute,
 )
 from shardnet.runtime.stage.compute_threads import on_cores
+from shardnet.runtime.stage.picture_store import PictureStore
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.slot_operations import SlotOperation
 from shardnet.types import MicroBatch, WireDType, blocks_for
+
+if TYPE_CHECKING:
+    from shardnet.model.vision.picture import PictureEncoder
 
 Progress = Callable[[int, int], None]
 LoadPart = Callable[[StageOrder, int, Progress, KeptWeights | None], LoadedStage]
@@ -44,6 +49,21 @@ class JoinedCompute:
     def used_blocks(self) -> int:
         """KV blocks that slots hold now: the same in every part."""
         return self._parts[0].used_blocks
+
+    @property
+    def encoder(self) -> PictureEncoder | None:
+        """The tower of the first part, None without one."""
+        return getattr(self._parts[0], "encoder", None)
+
+    @property
+    def pictures(self) -> PictureStore | None:
+        """Where the first part finds the rows of pictures."""
+        return getattr(self._parts[0], "pictures", None)
+
+    @pictures.setter
+    def pictures(self, store: PictureStore | None) -> None:
+        if hasattr(self._parts[0], "pictures"):
+            self._parts[0].pictures = store
 
     @property
     def on_any_thread(self) -> bool:

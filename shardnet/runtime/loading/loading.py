@@ -22,6 +22,7 @@ from shardnet.model.families.registry import family_of
 from shardnet.model.shards.cut import Cut
 from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
 from shardnet.runtime.loading.model_facts import Stamp, check_model_id, stamp
+from shardnet.runtime.loading.picture_processor import tower_of
 from shardnet.runtime.stage.plugin import ComputePlugin, PluggedStage, StageJob
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.estimate.memory_estimate import (
@@ -219,7 +220,8 @@ def _load_with_torch(
         compute=compute
         if group is None
         else SpanningCompute(compute, group, embeds=order.layers.start == 0),
-        weight_bytes=-(-model.weight_bytes // order.n_nodes),  # what of them is on this node
+        weight_bytes=-(-model.weight_bytes // order.n_nodes)  # what of them is on this node
+        + (model.encoder.weight_bytes if model.encoder else 0),
         room_blocks=room_blocks,
         kernel=model.kernel,
         exact_rows=model.exact_rows,
@@ -264,6 +266,8 @@ def _load_model(
     from shardnet.stage.load import load_stage
 
     order, checkpoint = job.order, job.checkpoint
+    is_whole = order.layers.start == 0 and order.n_nodes == 1 and not order.shards
+    tower = tower_of(checkpoint) if is_whole else None
     adapters = [LoadedAdapter.read(each.adapter_id, each.files) for each in order.adapters]
     config, device = with_adapters(checkpoint.config, adapters), torch.device(order.device)
     choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization, order.arith)
@@ -277,7 +281,7 @@ def _load_model(
         order.kv_dtype,
         order.n_streamed,
         device=device.type,
-        held_bytes=job.held_bytes,
+        held_bytes=job.held_bytes + (tower.weight_bytes(choice.dtype) if tower else 0),
         cut=cut_of(config, order.shard, n_shards) if n_shards > 1 else None,
     )
     if order.shards:
@@ -305,6 +309,10 @@ def _load_model(
         adapters=adapters,
         on=_device_of(order) if group is None else None,
     )
+    if tower is not None:
+        from shardnet.stage.load import load_encoder
+
+        model.encoder = load_encoder(tower, choice=choice, device=device, progress=job.progress)
     return model, room_blocks
 
 

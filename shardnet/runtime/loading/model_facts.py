@@ -67,6 +67,8 @@ class ModelFacts:
     """Whether it has a layer that predicts further tokens."""
     adapters: tuple[AdapterFacts, ...] = ()
     """Those that a ring with it has."""
+    tower_bytes: Mapping[DType, int] = field(default_factory=dict)
+    """What its tower for pictures takes, by the dtype that computes; {} without one."""
 
     def with_adapters(self, adapters: Sequence[AdapterFacts]) -> ModelFacts:
         """Count what these adapters take to the model's layers."""
@@ -107,8 +109,11 @@ def identify(path: Path) -> ModelFacts:
 
     Unknown keys of its config are not refused: see `ModelFacts.check_known`.
     """
+    from shardnet.runtime.loading.picture_processor import tower_of  # it imports numpy
+
     stamped = stamp(path)
     checkpoint = Checkpoint.open(path, ignore_unknown=True)
+    tower = tower_of(checkpoint)
     return ModelFacts(
         model_id=checkpoint.model_id,
         path=path,
@@ -125,6 +130,7 @@ def identify(path: Path) -> ModelFacts:
         recommended=read_recommended(path),
         layers=stored_layers(checkpoint),
         has_mtp=checkpoint.has_mtp,
+        tower_bytes={dtype: tower.weight_bytes(dtype) for dtype in DType} if tower else {},
     )
 
 

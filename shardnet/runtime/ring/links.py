@@ -133,11 +133,16 @@ class LinkSource:
             batch = replace(batch, masks=read_masks(extras.masks, batch.n_sampled))
         return StepArrived(
             batch=batch,
-            activations=Activations(payload=step.payload, dtype=step.dtype, width=step.width),
+            activations=Activations(
+                payload=step.payload,
+                dtype=step.dtype,
+                width=step.width,
+                deep=[block for block in blocks if block.is_deep] if blocks else (),
+            ),
             timings=step.timings,
             arrived_ns=self._link.arrived_ns,
             routing=tuple(extras.routing),
-            blocks=blocks,
+            blocks=[block for block in blocks if not block.is_deep] if blocks else blocks,
         )
 
 
@@ -187,6 +192,8 @@ class TailLink:
                 self._extras.keep(frame)
             case FrameKind.ROWS:
                 self._rows.keep(frame)
+                if self._rows.blocks[-1].is_deep:  # it is for stages
+                    raise unexpected(frame, self._link)
             case _:
                 raise unexpected(frame, self._link)
         return None
@@ -216,7 +223,7 @@ class LinkSink:
         match output:
             case StepComputed():
                 extras = self._extras(output)
-                if output.blocks:
+                if output.blocks or (isinstance(output.result, Activations) and output.result.deep):
                     return (*_rows(output), *extras, self._result(output))
                 return (*extras, self._result(output))
             case StepFailed(step=step, error=error):
@@ -441,10 +448,11 @@ def _prompt_logprobs(extras: Extras) -> list[ScoredToken]:
 
 
 def _rows(computed: StepComputed) -> list[Frame]:
-    batch = computed.batch
+    batch, result = computed.batch, computed.result
+    deep = result.deep if isinstance(result, Activations) else ()
     return [
         frame
-        for block in computed.blocks
+        for block in (*computed.blocks, *deep)
         for frame in rows_frames(block, epoch=batch.epoch, step=batch.step)
     ]
 

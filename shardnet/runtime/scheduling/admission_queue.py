@@ -22,6 +22,7 @@ from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, Slot, S
 from shardnet.runtime.scheduling.limits import RingLimits
 from shardnet.runtime.scheduling.prefix_keys import block_keys
 from shardnet.runtime.scheduling.sequences import (
+    EncodePictures,
     Instruction,
     LiveSequence,
     OperateSlot,
@@ -29,7 +30,7 @@ from shardnet.runtime.scheduling.sequences import (
     SequenceFailed,
     SequenceRequest,
 )
-from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence
+from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, alike_until
 from shardnet.types import BLOCK_POSITIONS, STORED_PREFIX_POSITIONS, SequenceId, SlotId, blocks_for
 
 WARM_CONTEXTS = 4
@@ -188,7 +189,8 @@ class AdmissionQueue:
         """
         if sequence.request.whole_prompt or self.state_slots is not None:
             return False
-        held = self.book.prefix(sequence.tokens, sequence.request.adapters)
+        request = sequence.request
+        held = self.book.prefix(sequence.tokens, request.adapters, request.pictures)
         n_held = held.n_kept if held is not None else 0
         wanted = n_held + least_rows
         limit = len(sequence.tokens) - 1
@@ -196,7 +198,8 @@ class AdmissionQueue:
             other.is_prefilling and common_prefix(other.tokens, sequence.tokens, wanted) == wanted
             for other in self.running.values()
             if wanted <= min(limit, other.n_prompt)
-            and other.request.adapters == sequence.request.adapters
+            and other.request.adapters == request.adapters
+            and (alike_until(other.request.pictures, request.pictures) or wanted) >= wanted
         )
 
     def _start(self, sequence: LiveSequence) -> bool:
@@ -215,7 +218,11 @@ class AdmissionQueue:
         else:
             only_chunks = self.chunk_rows if request.deterministic else 0
             start = self.book.start(
-                sequence.tokens, n_blocks, request.adapters, chunk_rows=only_chunks
+                sequence.tokens,
+                n_blocks,
+                request.adapters,
+                request.pictures,
+                chunk_rows=only_chunks,
             )
         if start is not None:
             self._free(start.given_up)
@@ -242,7 +249,7 @@ class AdmissionQueue:
         request = sequence.request
         slot = sequence.slot = start.slot
         slot.tokens, slot.n_held = sequence.tokens, start.n_kept
-        slot.adapters = request.adapters
+        slot.adapters, slot.pictures = request.adapters, request.pictures
         sequence.n_sent = start.n_kept
         self.running[sequence.sequence_id] = sequence
         self.note_ready(sequence)
@@ -252,6 +259,16 @@ class AdmissionQueue:
                 is_resumed=sequence.n_generated > 0,
             )
         )
+        places = [place for place in request.pictures if place.end > start.n_kept]
+        if places:
+            sequence.is_encoding = True
+            encode = EncodePictures(sequence_id=sequence.sequence_id, places=places)
+            self.pending.append(encode)
+
+    def encoded(self, sequence_id: SequenceId) -> None:
+        """Note that the first stage has the rows of all pictures of a sequence, if it runs."""
+        if sequence_id in self.running:
+            self.running[sequence_id].is_encoding = False
 
     def _restores(self, sequence: LiveSequence) -> bool:
         """Say whether a sequence should begin with what is on disk: a block more than any slot has.
@@ -264,7 +281,7 @@ class AdmissionQueue:
         sequence.may_restore = False
         if request.deterministic or request.whole_prompt or sequence.n_generated:
             return False
-        held = self.book.prefix(sequence.tokens, request.adapters)
+        held = self.book.prefix(sequence.tokens, request.adapters, request.pictures)
         return request.n_stored >= (held.n_kept if held else 0) + BLOCK_POSITIONS
 
     def _start_restoring(self, sequence: LiveSequence, n_blocks: int) -> None:
@@ -273,6 +290,7 @@ class AdmissionQueue:
         sequence.slot = start.slot
         sequence.slot.tokens = sequence.tokens
         sequence.slot.adapters = sequence.request.adapters
+        sequence.slot.pictures = sequence.request.pictures
         sequence.is_restoring = True
         self.running[sequence.sequence_id] = sequence
         self.pending.append(
@@ -348,6 +366,7 @@ class AdmissionQueue:
         del self.running[sequence.sequence_id]
         self.ready.pop(sequence.sequence_id, None)
         sequence.slot = None
+        sequence.is_encoding = False
         if sequence.is_restoring:  # no stage knows of it yet
             sequence.is_restoring = False
             self.book.drop(slot)
@@ -379,8 +398,10 @@ class AdmissionQueue:
         n_positions = min(slot.n_held, slot.n_answered)
         if self.prefix_seed is None or n_positions < STORED_PREFIX_POSITIONS:
             return ()
-        adapters = sequence.request.adapters
-        return block_keys(self.prefix_seed, sequence.tokens, n_positions, adapters)
+        request = sequence.request
+        return block_keys(
+            self.prefix_seed, sequence.tokens, n_positions, request.adapters, request.pictures
+        )
 
     def _free(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
@@ -402,4 +423,5 @@ def _opening(request: SequenceRequest, slot: SlotId, start: Start) -> OpenSequen
         outputs=request.outputs,
         n_drafts=request.n_drafts,
         adapters=request.adapters,
+        pictures=request.pictures,
     )

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shardnet.slot_operations import AdapterUse
+from shardnet.slot_operations import AdapterUse, Pictures, alike_until, whole_before
 from shardnet.types import (
     BLOCK_POSITIONS,
     REWIND_ROWS,
@@ -40,13 +40,14 @@ class Slot:
     ever written plus one, rejected drafts included. The first of its `n_blocks` may be `shared`.
     `n_shared` counts the sequences that were started with a copy of it. The rows of the first
     `n_answered` positions were answered: every stage has computed them. All were computed with the
-    same `adapters`. Stages have noted the state of layers that keep one after `n_noted` positions,
-    0 for none.
+    same `adapters`, and with `pictures`. Stages have noted the state of layers that keep one after
+    `n_noted` positions, 0 for none.
     """
 
     slot: SlotId
     tokens: Sequence[int] = ()
     adapters: tuple[AdapterUse, ...] = ()
+    pictures: Pictures = ()
     n_held: int = 0
     n_chunked: int = 0
     n_written: int = 0
@@ -146,22 +147,28 @@ class KvBlockManager:
         self,
         prompt: Sequence[int],
         adapters: tuple[AdapterUse, ...] = (),
+        pictures: Pictures = (),
         *,
         chunk_rows: int = 0,
     ) -> Prefix | None:
         """Find the longest prefix of `prompt` that a slot with the same `adapters` holds, or None.
 
-        The last token never counts, because its row must be computed to be sampled. With
+        It ends before the first of `pictures` that is another one there, and cuts none that must
+        not be. The last token never counts, because its row must be computed to be sampled. With
         `chunk_rows` only whole prompt chunks of that many rows count (design decision 4).
         """
         best: Prefix | None = None
         for slot in self._slots.values():
             if slot.adapters != adapters:
                 continue
-            common = common_prefix(slot.tokens, prompt, min(len(prompt) - 1, slot.n_held))
+            most = min(len(prompt) - 1, slot.n_held)
+            differs = alike_until(slot.pictures, pictures)
+            most = most if differs is None else min(most, differs)
+            common = common_prefix(slot.tokens, prompt, most)
             n_kept = (
                 min(common, slot.n_chunked) // chunk_rows * chunk_rows if chunk_rows else common
             )
+            n_kept = whole_before(pictures, n_kept)
             if self.state_slots is not None:
                 known = (
                     n for n in slot.known_states() if n <= n_kept and n % (chunk_rows or 1) == 0
@@ -189,19 +196,20 @@ class KvBlockManager:
         prompt: Sequence[int],
         n_blocks: int,
         adapters: tuple[AdapterUse, ...] = (),
+        pictures: Pictures = (),
         *,
         chunk_rows: int = 0,
     ) -> Start | None:
         """Assign a slot with `n_blocks` blocks; None, and nothing changed, if they cannot be had.
 
         A warm slot is continued if all of it is a prefix of the prompt or there is no room for a
-        copy; otherwise the common prefix is copied, or its whole blocks are shared. For `adapters`
-        and `chunk_rows` see `prefix`.
+        copy; otherwise the common prefix is copied, or its whole blocks are shared. For the
+        other arguments see `prefix`.
         """
         assert blocks_for(len(prompt)) <= n_blocks
         if n_blocks - self._shareable(len(prompt) - 1) > self.available_blocks:
             return None
-        prefix = self.prefix(prompt, adapters, chunk_rows=chunk_rows)
+        prefix = self.prefix(prompt, adapters, pictures, chunk_rows=chunk_rows)
         start = None
         if prefix is not None and prefix.n_kept >= self.least_copied:
             start = self._start_with(prefix, n_blocks)

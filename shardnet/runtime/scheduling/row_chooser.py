@@ -15,6 +15,7 @@ from shardnet.constraints import MAX_STEP_MASK_BYTES, RowMask, TokenMask
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
 from shardnet.runtime.scheduling.limits import MAX_ROWS_IN_FLIGHT, StepLimits
 from shardnet.runtime.scheduling.sequences import LiveSequence
+from shardnet.slot_operations import whole_before
 from shardnet.types import BLOCK_POSITIONS, RowGroup
 
 
@@ -127,13 +128,13 @@ class RowChooser:
         return ()
 
     def prompt_rows(self, budget: int, beside: Sequence[Rows] = ()) -> list[Rows]:
-        """Select prompt chunks in order of rank, up to `budget` rows.
+        """Select prompt chunks in order of rank, up to `budget` rows, or a picture of more.
 
         A deterministic sequence is batched with no other.
         """
         rows: list[Rows] = []
         running = self.queue.running.values()
-        waiting = [s for s in running if s.is_prefilling and not s.is_restoring]
+        waiting = [s for s in running if s.is_prefilling and not (s.is_restoring or s.is_encoding)]
         for sequence in sorted(waiting, key=lambda waiting: waiting.rank):
             if sequence.request.deterministic:
                 if rows or beside:
@@ -146,7 +147,7 @@ class RowChooser:
             if self._waits_for_mask(sequence, n_rows):
                 continue
             left = budget - sum(taken.n_rows for taken in rows)
-            if n_rows > left:
+            if n_rows > left and rows:
                 break
             rows.append(self._prompt_part(sequence, n_rows))
         return rows
@@ -164,8 +165,17 @@ class RowChooser:
         return Rows(sequence=sequence, n_rows=n_rows, masks=tuple(masks))
 
     def _chunk(self, sequence: LiveSequence, size: int, end: int) -> int:
-        """Count the rows to the next multiple of `size`, at most to `end`."""
-        return min((sequence.n_sent // size + 1) * size, end) - sequence.n_sent
+        """Count the rows to the next multiple of `size`, at most to `end`.
+
+        A picture that must not be cut there is left for the next chunk, or is one of its own.
+        """
+        n_sent = sequence.n_sent
+        cut = min((n_sent // size + 1) * size, end)
+        whole = whole_before(sequence.request.pictures, cut)
+        if whole == n_sent:
+            pictures = sequence.request.pictures
+            return next(place.end for place in pictures if place.end > n_sent) - n_sent
+        return whole - n_sent
 
     def _exact_chunk(self, sequence: LiveSequence) -> int:
         """Count the rows of the next chunk such that a replay gives the same bits."""

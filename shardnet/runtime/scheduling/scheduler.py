@@ -132,6 +132,15 @@ class Scheduler:
         """Handle the end of a RestorePrefix; see AdmissionQueue.restored."""
         return self._queue.restored(sequence_id, n_positions)
 
+    def encoded(self, sequence_id: SequenceId) -> None:
+        """Handle the end of an EncodePictures; see AdmissionQueue.encoded."""
+        self._queue.encoded(sequence_id)
+
+    @property
+    def n_decoding(self) -> int:
+        """Running sequences that are past their prompt."""
+        return [sequence.is_decoding for sequence in self._queue.running.values()].count(True)
+
     @property
     def n_in_flight(self) -> int:
         """Steps that were sent and are not answered."""
@@ -257,7 +266,7 @@ class Scheduler:
         A step with them takes at most `slowdown` times as long by `cost`, or longer where more
         sequences prefill than decode, so that each sequence counts the same.
         """
-        decoding = [sequence.is_decoding for sequence in self._queue.running.values()].count(True)
+        decoding = self.n_decoding
         prefilling = [sequence.is_prefilling for sequence in self._queue.running.values()].count(
             True
         )
@@ -282,7 +291,7 @@ class Scheduler:
     def _send_step(self) -> bool:
         """Send one step if there are rows to send; return whether it was sent."""
         running = self._queue.running
-        n_decoding = [sequence.is_decoding for sequence in running.values()].count(True)
+        n_decoding = self.n_decoding
         if any(sequence.request.lockstep for sequence in running.values()):
             return self._send_in_lockstep()
         if not n_decoding:

@@ -17,7 +17,7 @@ from shardnet.errors import ShardnetError
 from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.runtime.scheduling.kv_block_manager import Slot
 from shardnet.sampling_params import SamplingParams
-from shardnet.slot_operations import AdapterUse, SlotOperation
+from shardnet.slot_operations import AdapterUse, PicturePlace, Pictures, SlotOperation
 from shardnet.types import MicroBatch, SequenceId, SlotId
 
 _GREEDY: Final = SamplingParams()
@@ -107,6 +107,8 @@ class SequenceRequest:
     """Tokens of its output that are known already; they end nothing."""
     adapters: tuple[AdapterUse, ...] = ()
     """What every stage adds to its rows, in the order of their ids."""
+    pictures: Pictures = ()
+    """Those among its prompt; the first stage has their rows in place of their tokens."""
 
 
 # --- instructions -------------------------------------------------------------------------------
@@ -139,7 +141,15 @@ class RestorePrefix:
     n_positions: int
 
 
-Instruction = SendStep | OperateSlot | RestorePrefix
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodePictures:
+    """Have the first stage hold the rows of these pictures of a sequence that has been opened."""
+
+    sequence_id: SequenceId
+    places: Sequence[PicturePlace]
+
+
+Instruction = SendStep | OperateSlot | RestorePrefix | EncodePictures
 
 
 # --- outcomes -----------------------------------------------------------------------------------
@@ -190,8 +200,8 @@ class LiveSequence:
     are valid, if the drafts `ahead` are right, which were sent behind `tokens`; `drafted_by` made
     them. `n_in_flight` counts its steps in flight. Those sent in another `flight` than the present
     one say nothing: a draft before them was wrong. It has a slot and no rows are sent while it
-    `is_restoring`. Every stage of the next ring has its first `n_moved` positions, and gives them
-    to the slot that it opens.
+    `is_restoring`, or `is_encoding` its pictures. Every stage of the next ring has its first
+    `n_moved` positions, and gives them to the slot that it opens.
     """
 
     request: SequenceRequest
@@ -204,6 +214,7 @@ class LiveSequence:
     drafted_by: Drafter | None = None
     flight: int = 0
     is_restoring: bool = False
+    is_encoding: bool = False
     may_restore: bool = True
     n_moved: int = 0
     sequence_id: SequenceId = field(init=False)
@@ -220,7 +231,7 @@ class LiveSequence:
         """
         self.slot = None
         self.n_sent = self.n_in_flight = self.n_moved = 0
-        self.is_restoring = self.may_restore = False
+        self.is_restoring = self.is_encoding = self.may_restore = False
         self.land()
 
     def land(self) -> None:

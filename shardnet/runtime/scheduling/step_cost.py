@@ -60,6 +60,11 @@ class StepCost:
         self._rows_rows = self._rows_rows * fade + n_rows * n_rows
         self._rows_time = self._rows_time * fade + n_rows * time_s
 
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a recent step, None before any."""
+        return self._time / self._weight if self._weight else None
+
     def extra(self, n_rows: int) -> float:
         """Return the cost of `n_rows` more rows in units of a one-row step; 0 before any
         measurement.

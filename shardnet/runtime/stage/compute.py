@@ -25,7 +25,8 @@ class Activations(msgspec.Struct, frozen=True, kw_only=True):
     """The hidden states of a micro-batch: `rows x width`, encoded in the wire `dtype`.
 
     `routing` holds the routed experts of this stage's layers, for the sequences that asked for
-    them, `blocks` their hidden states after its layers.
+    them, `blocks` their hidden states after its layers. `deep` is what later layers add to the rows
+    of pictures.
     """
 
     payload: Buffer
@@ -33,6 +34,7 @@ class Activations(msgspec.Struct, frozen=True, kw_only=True):
     width: int
     routing: Sequence[StageExperts] = ()
     blocks: Sequence[RowBlock] = ()
+    deep: Sequence[RowBlock] = ()
 
 
 class ScoredToken(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,11 +21,18 @@ from shardnet.errors import (
     WrongValuesError,
     without_frames,
 )
+from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.model.kernels.codec import pack_rows, torch_dtype, unpack_rows
 from shardnet.model.kernels.device_memory import is_out_of_memory
 from shardnet.model.sampling.sampler import Sampler
 from shardnet.runtime.stage.compute import Activations, Samples, StepArrived, StepResult
 from shardnet.runtime.stage.mtp_drafts import MtpDrafts
+from shardnet.runtime.stage.picture_inputs import (
+    blocks_for_later,
+    rows_of_blocks,
+    rows_of_store,
+)
+from shardnet.runtime.stage.picture_store import PictureStore
 from shardnet.runtime.stage.routing import routing_table
 from shardnet.runtime.stage.row_outputs import layer_blocks
 from shardnet.runtime.stage.sampling_stage import SamplingStage
@@ -39,6 +46,7 @@ from shardnet.wire.messages.extras import StageExperts
 from shardnet.wire.payloads.rows import RowBlock
 
 if TYPE_CHECKING:  # which imports transformers
+    from shardnet.model.vision.picture import PictureEncoder
     from shardnet.stage.module_stage import ModuleStage
 
 
@@ -70,6 +78,8 @@ class TorchCompute:
         """What this stage keeps on disk, None for nothing."""
         self._own = self._received = wire_dtype
         self._sent: WireDType | None = wire_dtype
+        self.pictures: PictureStore | None = None
+        """Where the first stage finds the rows of pictures."""
         self._owners: dict[SlotId, OpenSequence] = {}
         self._unopened: dict[SequenceId, CapacityError] = {}
         """Sequences for whose beginning there was no memory: their steps fail."""
@@ -103,6 +113,11 @@ class TorchCompute:
     def is_lost(self) -> bool:
         """Whether a shard of the stage is lost, so that it cannot compute any more."""
         return self._model.is_lost
+
+    @property
+    def encoder(self) -> PictureEncoder | None:
+        """The tower of the first stage, None without one."""
+        return self._model.encoder if isinstance(self._model, StageModel) else None
 
     def use_wire(self, sent: WireDType, received: WireDType) -> None:
         """Give activations in `sent` from now on, and take none but those in `received`."""
@@ -190,6 +205,27 @@ class TorchCompute:
             experts={} if any(outputs.routing for outputs in asked) else None,
             kept_states=frozenset(chain.from_iterable(each.hidden_layers for each in asked)),
             adapters=tuple(self._owners[group.slot].adapters for group in batch.groups),
+            pictures=self._picture_rows(batch, activations),
+        )
+
+    def _picture_rows(
+        self, batch: MicroBatch, activations: Activations | None
+    ) -> PictureRows | None:
+        """Return what the rows have of pictures, None for nothing."""
+        pictures = [self._owners[group.slot].pictures for group in batch.groups]
+        model = self._model
+        if not any(pictures) or not isinstance(model, StageModel):
+            return None
+        has_axes, device = model.has_position_axes, model.device
+        if activations is None:
+            return rows_of_store(batch, pictures, self.pictures, has_axes=has_axes, device=device)
+        return rows_of_blocks(
+            batch,
+            pictures,
+            activations.deep,
+            width=model.width,
+            has_axes=has_axes,
+            device=device,
         )
 
     def _finish(self, run: Run, output: torch.Tensor) -> Activations | Samples:
@@ -201,6 +237,9 @@ class TorchCompute:
             asking = [g.sequence_id for g in batch.groups if owners[g.slot].outputs.routing]
             routing = tuple(self._routing(batch, asking, run.experts))
         blocks = layer_blocks(batch, self._owners, run.states) if run.states else []
+        deep: Sequence[RowBlock] = ()
+        if run.pictures is not None:
+            deep = blocks_for_later(batch, run.pictures, self._model.layers.end)
         if self._tail is not None:
             try:
                 answer = self._tail.answer(batch, output)
@@ -210,7 +249,7 @@ class TorchCompute:
                 raise
             return replace(answer, routing=routing, blocks=[*blocks, *answer.blocks])
         if self._sent is None:
-            return self._held(output, routing, blocks)
+            return self._held(output, routing, blocks, deep)
         payload = pack_rows(output, self._sent)
         return Activations(
             payload=payload,
@@ -218,6 +257,7 @@ class TorchCompute:
             width=self._model.width,
             routing=routing,
             blocks=blocks,
+            deep=deep,
         )
 
     def _held(
@@ -225,6 +265,7 @@ class TorchCompute:
         output: torch.Tensor,
         routing: tuple[StageExperts, ...],
         blocks: Sequence[RowBlock],
+        deep: Sequence[RowBlock],
     ) -> HeldActivations:
         """Round what the layers gave to the ring's dtype, and leave it where it is."""
         plain = self._own.plain
@@ -239,6 +280,7 @@ class TorchCompute:
             hidden=hidden,
             routing=routing,
             blocks=blocks,
+            deep=deep,
         )
 
     def reset(self) -> None:

@@ -78,7 +78,7 @@ class Limits:
 
     hello_meta_bytes: int = 4 * KIB
     error_meta_bytes: int = 4 * KIB
-    control_meta_bytes: int = 4 * MIB
+    control_meta_bytes: int = 32 * MIB
     data_meta_bytes: int = 1 * MIB
     data_payload_bytes: int = 256 * MIB
     tokens_meta_bytes: int = 8 * KIB

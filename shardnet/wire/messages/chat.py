@@ -6,7 +6,7 @@ templates nor of what models write.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
@@ -35,6 +35,19 @@ TemplateOptions = Annotated[list[tuple[Name, OptionValue]], Meta(max_length=MAX_
 """Names and values that a chat template gets beside the messages, such as `enable_thinking`."""
 
 
+MAX_PICTURES_BYTES: Final = 24 << 20
+"""Files of the pictures of one request, together: with them it fits into a CONTROL frame."""
+
+
+class Picture(Strict, frozen=True, kw_only=True):
+    """The file of a picture: PNG, JPEG, WebP or GIF. With the `detail` low it takes fewer tokens,
+    where the model can.
+    """
+
+    data: Annotated[bytes, Meta(max_length=MAX_PICTURES_BYTES)]
+    detail: Literal["auto", "low", "high"] = "auto"
+
+
 class ToolCall(Strict, frozen=True, kw_only=True):
     """A tool call in an assistant's message. `arguments` is the JSON text of an object."""
 
@@ -45,7 +58,8 @@ class ToolCall(Strict, frozen=True, kw_only=True):
 
 class ChatMessage(Strict, frozen=True, kw_only=True):
     """One message of a conversation. `role` is system, user, assistant, tool or what else the
-    model's chat template knows.
+    model's chat template knows. Where there are `parts` they are the content: texts, and pictures
+    by their numbers in the request.
 
     `tool_call_id` and `name` say what a tool's message answers. Empty fields but `content` are not
     shown to the template.
@@ -57,6 +71,7 @@ class ChatMessage(Strict, frozen=True, kw_only=True):
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOL_CALLS)] = []
     tool_call_id: Name = ""
     name: Name = ""
+    parts: Annotated[list[Text | U32], Meta(max_length=1 << 14)] = []
 
 
 class AddedToken(Row, frozen=True, array_like=True):
@@ -80,7 +95,8 @@ class DescribeTokenizer(Tagged, frozen=True, kw_only=True):
 class TokenizerDescribed(Tagged, frozen=True, kw_only=True):
     """Answers DescribeTokenizer: ids that begin and end a text, added tokens, the chat template.
 
-    Tokens of more than 256 characters are left out. `template` is "" where there is none.
+    Tokens of more than 256 characters are left out. `template` is "" where there is none. It `sees`
+    if prompts may have pictures.
     """
 
     request: RequestId
@@ -88,3 +104,4 @@ class TokenizerDescribed(Tagged, frozen=True, kw_only=True):
     eos_ids: Annotated[list[U32], Meta(max_length=1024)]
     added: Annotated[list[AddedToken], Meta(max_length=MAX_ADDED_TOKENS)]
     template: Text
+    sees: bool = False

@@ -14,6 +14,7 @@ from shardnet import constraints
 from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS
 from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.sampling_params import MAX_LOGPROBS, SamplingParams
+from shardnet.slot_operations import MAX_PICTURES
 from shardnet.types import MAX_LAYERS, U32, LiveState, Positions, Row, Strict, Tagged
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
@@ -31,7 +32,7 @@ from shardnet.wire.framing.schema import (
     Text,
     TokenIds,
 )
-from shardnet.wire.messages.chat import ChatMessage, TemplateOptions, ToolsText
+from shardnet.wire.messages.chat import ChatMessage, Picture, TemplateOptions, ToolsText
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
 
 MAX_PROMPT_TAIL: Final = 256
@@ -96,6 +97,7 @@ class Generate(Tagged, frozen=True, kw_only=True):
     trace: bool = False
     key: RequestKey = ""
     made: TokenIds = []
+    pictures: Annotated[list[Picture], Meta(max_length=MAX_PICTURES)] = []
 
 
 class StateChanged(Tagged, frozen=True, kw_only=True):

@@ -242,7 +242,7 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     model's makers recommend how to sample. `warnings` say what is dubious about the model as it was
     chosen. Where several `rings` are behind one head, `stages` are those of the first, and what is
     predicted is what all give together; [] is one ring. `mtp_bytes` is what the layer weighs that
-    predicts further tokens, 0 without it.
+    predicts further tokens, 0 without it; `tower_bytes` what encodes pictures on the first stage.
     """
 
     request: RequestId
@@ -267,6 +267,7 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     exact: RingExactness | None = None
     standbys: Annotated[list[PlannedStandby], Meta(max_length=MAX_STAGES)] = []
     mtp_bytes: Count = 0
+    tower_bytes: Count = 0
     rings: Annotated[list[PlannedRing], Meta(max_length=MAX_STAGES)] = []
     adapters: Annotated[list[PlannedAdapter], Meta(max_length=MAX_ADAPTERS)] = []
 

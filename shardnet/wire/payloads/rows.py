@@ -24,8 +24,11 @@ _MOST_BYTES: Final = Limits().rows_payload_bytes
 _CODE_OF_KIND: Final = {OutputKind.LOGITS: 1, OutputKind.HIDDEN: 2}
 _LAYER_CODE: Final = 3
 """Hidden states after a number of layers, which only they have."""
+_DEEP_CODE: Final = 4
+"""What is added to hidden states after a layer: features of pictures (DeepStack)."""
 _KIND_OF_CODE: Final = {code: kind for kind, code in _CODE_OF_KIND.items()} | {
-    _LAYER_CODE: OutputKind.HIDDEN
+    _LAYER_CODE: OutputKind.HIDDEN,
+    _DEEP_CODE: OutputKind.HIDDEN,
 }
 
 
@@ -34,7 +37,8 @@ class RowBlock:
     """Consecutive rows of one sequence, the first at `position`.
 
     `payload` is little-endian, row after row of `width` elements, float32 or, of routing, int16.
-    Hidden states are the last ones, or those after so many layers as `layer` says.
+    Hidden states are the last ones, or those after so many layers as `layer` says; with `is_deep`
+    they are added to what layer `layer` returns.
     """
 
     sequence_id: SequenceId
@@ -43,6 +47,7 @@ class RowBlock:
     width: int
     payload: Buffer
     layer: int | None = None
+    is_deep: bool = False
 
     @property
     def n_rows(self) -> int:
@@ -84,7 +89,7 @@ def read_rows(frame: Frame) -> RowBlock:
     if len(frame.meta) != _META.size:
         raise _malformed(frame, f"its meta has {len(frame.meta)} bytes, not {_META.size}")
     sequence_id, position, n_rows, width, code, layer = _META.unpack(frame.meta)
-    if frame.meta[-3] or (layer and code != _LAYER_CODE):
+    if frame.meta[-3] or (layer and code not in (_LAYER_CODE, _DEEP_CODE)):
         raise _malformed(frame, "its reserved bytes are not 0")
     if code not in _KIND_OF_CODE:
         raise _malformed(frame, f"kind {code} is not one of {sorted(_KIND_OF_CODE)}")
@@ -107,7 +112,8 @@ def read_rows(frame: Frame) -> RowBlock:
         position=position,
         width=width,
         payload=frame.payload,
-        layer=layer if code == _LAYER_CODE else None,
+        layer=layer if code in (_LAYER_CODE, _DEEP_CODE) else None,
+        is_deep=code == _DEEP_CODE,
     )
 
 
@@ -118,12 +124,18 @@ def _frame(block: RowBlock, epoch: int, step: int) -> Frame:
             block.position,
             block.n_rows,
             block.width,
-            _CODE_OF_KIND[block.kind] if block.layer is None else _LAYER_CODE,
+            _code(block),
             block.layer or 0,
         )
     except struct.error as error:
         raise LocalProtocolError(f"step {step}: a number does not fit: {error}") from error
     return Frame(kind=FrameKind.ROWS, epoch=epoch, step=step, meta=meta, payload=block.payload)
+
+
+def _code(block: RowBlock) -> int:
+    if block.is_deep:
+        return _DEEP_CODE
+    return _CODE_OF_KIND[block.kind] if block.layer is None else _LAYER_CODE
 
 
 def _malformed(frame: Frame, fault: str) -> RemoteProtocolError:

@@ -122,7 +122,10 @@ def test_options_have_anthropics_names_and_defaults() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [text("a"), IMAGE]}]}, "messages[0].content[1]"),
+        (
+            {"messages": [{"role": "user", "content": [text("a"), IMAGE]}]},
+            "messages[0].content[1].source.data",
+        ),
         (
             {
                 "messages": [
@@ -134,7 +137,7 @@ def test_options_have_anthropics_names_and_defaults() -> None:
                     }
                 ]
             },
-            "messages[0].content[0].content[0]",
+            "messages[0].content[0].content[0].source.data",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},

@@ -116,7 +116,7 @@ def test_errors_are_a_text_with_a_status() -> None:
             missing = await ask(server.app, CHAT, saying("a", model="gpt:latest"))
             assert missing.status == 404
             assert "org/Tiny-Llama" in missing.json["error"]
-            images = await ask(server.app, GENERATE, {"prompt": "a", "images": ["aa"]})
+            images = await ask(server.app, GENERATE, {"prompt": "a", "images": ["a"]})
             assert (images.status, images.json["error"][:6]) == (400, "images")
 
     asyncio.run(main())

@@ -105,7 +105,10 @@ def test_formats_are_constraints() -> None:
     ("fields", "parameter"),
     [
         ({"messages": [{"content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": "a", "images": ["aa"]}]}, "messages[0].images"),
+        (
+            {"messages": [{"role": "user", "content": "a", "images": ["a"]}]},
+            "messages[0].images[0]",
+        ),
         ({"options": {"temperature": -1}}, "options.temperature"),
         ({"format": "xml"}, "format"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -121,7 +124,6 @@ def test_a_wrong_field_of_a_chat_is_named(fields: dict[str, Any], parameter: str
     "fields",
     [
         {"template": "{{ .Prompt }}"},
-        {"images": ["aa"]},
         {"context": [1, 2]},
         {"system": "be kind", "raw": True},
     ],

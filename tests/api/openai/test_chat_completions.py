@@ -125,7 +125,7 @@ def test_response_formats_are_constraints() -> None:
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0]",
+            "messages[0].content[0].image_url",
         ),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"functions": [{"name": "a"}], "tools": [{"type": "web_search"}]}, "functions"),
@@ -307,7 +307,7 @@ def test_a_body_may_be_packed_and_a_base_address_without_its_end_is_told() -> No
             assert answer.json["choices"][0]["message"]["content"] == "hello"
             cut = await ask(server.app, CHAT, raw[:-9], headers=packed)
             assert (cut.status, "cut off" in cut.json["error"]["message"]) == (400, True)
-            bomb = gzip.compress(bytes((16 << 20) + 1))
+            bomb = gzip.compress(bytes((36 << 20) + 1))
             assert (await ask(server.app, CHAT, bomb, headers=packed)).status == 413
             told = await ask(server.app, "/chat/completions", {"messages": HELLO})
             assert told.status == 404

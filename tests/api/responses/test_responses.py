@@ -135,7 +135,7 @@ def test_options_have_the_names_of_responses() -> None:
         ({"n": 2}, "n"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0]",
+            "input[0].content[0].image_url",
         ),
         ({"input": [{"content": "a"}]}, "input[0].role"),
         ({"input": [call("f", "")]}, "input[0].call_id"),

@@ -19,6 +19,7 @@ from shardnet_cli.commands.chat import COMMANDS, _do, help_lines, read_command
 from shardnet_cli.conversation.conversation import (
     MAX_SAVED_BYTES,
     Conversation,
+    dropped,
     load,
     recommended_words,
     save,
@@ -206,3 +207,27 @@ def test_a_variable_names_the_history_or_turns_it_off(tmp_path: Path) -> None:
     assert history_path({"SHARDNET_CHAT_HISTORY": "/x"}) == Path("/x")
     found = history_path({"SHARDNET_CACHE_DIR": str(tmp_path)})
     assert found == tmp_path / "chat-history.jsonl"
+
+
+def test_pictures_go_with_the_next_message_and_into_files(tmp_path: Path) -> None:
+    picture = tmp_path / "a cat.png"
+    picture.write_bytes(b"cat")
+    for text, rest in (
+        (f"'{picture}' what is it?", "what is it?"),
+        (f"what is {str(picture).replace(' ', chr(92) + ' ')} ?", "what is ?"),
+        (f"file://{str(picture).replace(' ', '%20')}", ""),
+    ):
+        assert dropped(text) == (rest, [picture])
+    assert dropped("is /no/such.png here?") == ("is /no/such.png here?", [])
+    client = Answering()
+    talk = conversation(client)
+    _do("/image", str(picture), talk)
+    talk.ask("what is it?")
+    talk.ask("more")
+    shown = [{"type": "image", "image": b"cat"}, {"type": "text", "text": "what is it?"}]
+    assert client.asked[0][0] == [shown]
+    assert client.asked[1][0][-1] == "more"
+    save(talk.messages, tmp_path / "talk.json")
+    assert load(tmp_path / "talk.json") == talk.messages
+    with pytest.raises(UsageError, match="cannot be read"):
+        _do("/image", str(tmp_path / "none.png"), talk)

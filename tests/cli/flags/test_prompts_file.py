@@ -82,7 +82,7 @@ def test_an_object_has_options_of_its_own() -> None:
         ('{"messages": [{"role": 3}]}', "a value of messages[0]: give text"),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
-            "messages[0].content has a part of type 'image': only text is implemented",
+            "messages[0].content is a list: a prompts file takes text only",
         ),
         ('{"prompt": 1}', "prompt"),
         ('{"text": "a"}', "text"),

@@ -8,7 +8,7 @@ import struct
 from shardnet.errors import BusyError
 from shardnet.output_params import OutputKind
 from shardnet.sampling_params import SamplingParams
-from shardnet.slot_operations import OpenSequence
+from shardnet.slot_operations import OpenSequence, PicturePlace
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.bulk import (
@@ -88,6 +88,9 @@ INT8_ROWS = (
 """What INT8_STEP carries, before it was rounded."""
 WEIGHTS_SHA256 = hashlib.sha256(b"weights").hexdigest()
 
+PICTURE = PicturePlace(
+    position=12, n_positions=6, grid=(1, 2, 3), see_each_other=False, digest=bytes(range(16))
+)
 SAMPLING = SamplingParams(temperature=0.5, top_k=40, top_p=0.9, seed=42)
 
 ROWS = RowBlock(
@@ -121,7 +124,10 @@ EXAMPLES: dict[str, Frame] = {
     "tokens": tokens_frame([411, 31999], epoch=3, step=7, timings=[StageTiming(1, 1600, 35, 9)]),
     "tokens-none": tokens_frame([], epoch=3, step=8),
     "sequence": sequence_frame(
-        OpenSequence(sequence_id=SequenceId(9), slot=SlotId(4), sampling=SAMPLING), epoch=3
+        OpenSequence(
+            sequence_id=SequenceId(9), slot=SlotId(4), sampling=SAMPLING, pictures=(PICTURE,)
+        ),
+        epoch=3,
     ),
     "extras": extras_frame(
         Extras(

@@ -5,11 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from shardnet.runtime.scheduling.scheduler import Scheduler
-from shardnet.runtime.scheduling.sequences import Instruction, OperateSlot, SendStep
+from shardnet.runtime.scheduling.sequences import (
+    EncodePictures,
+    Instruction,
+    OperateSlot,
+    SendStep,
+)
 
 
 def run(scheduler: Scheduler) -> list[Instruction]:
-    """Answer every step at once with token 7 until there is nothing to send."""
+    """Answer every step at once with token 7 until there is nothing to send.
+
+    Pictures are encoded as soon as that is asked for.
+    """
     done: list[Instruction] = []
     while instructions := scheduler.next_instructions():
         done += instructions
@@ -17,6 +25,8 @@ def run(scheduler: Scheduler) -> list[Instruction]:
             if isinstance(instruction, SendStep):
                 batch = instruction.batch
                 scheduler.on_tokens(batch.step, [7] * batch.n_sampled)
+            elif isinstance(instruction, EncodePictures):
+                scheduler.encoded(instruction.sequence_id)
     return done
 
 

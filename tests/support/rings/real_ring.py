@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from support.models.fake_tower import FakeEncoder, FirstPart
 from support.rings.rings import NoText, running_ring
 from support.rings.stage_chain import ROOM_BLOCKS, StageChain, even_split
 
@@ -47,6 +48,7 @@ async def real_ring(
     n_stages: int = 2,
     room_blocks: int = ROOM_BLOCKS,
     n_layers: int = N_LAYERS,
+    encoder: FakeEncoder | None = None,
 ) -> AsyncIterator[Engine]:
     """Run a checkpoint, by default a tiny one of 4 layers, as a ring over memory links."""
     chain = StageChain.load(folder, even_split(n_layers, n_stages), choice)
@@ -67,7 +69,9 @@ async def real_ring(
         limits=StepLimits(exact_rows=min(stage.exact_rows for stage in chain.stages)),
     )
     vocab_size = chain.stages[0].vocab_size
-    async with running_ring(computes, scheduler, vocab_size=vocab_size, over="memory") as (ring, _):
+    chain.stages[0].encoder = encoder
+    stage = FirstPart(computes[0])
+    async with running_ring(computes, scheduler, vocab_size=vocab_size, stage=stage) as (ring, _):
         yield ring
 
 

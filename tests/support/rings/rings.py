@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 from shardnet.errors import ShardnetError, first_error
 from shardnet.output_params import RoutingShape
+from shardnet.runtime.engine.encoding import FirstStage
 from shardnet.runtime.engine.engine import Engine, MakePipeline
 from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
@@ -47,6 +48,7 @@ async def running_ring(
     over: str = "memory",
     options: LinkOptions = SMALLEST,
     prefixes: Prefixes | None = None,
+    stage: FirstStage | None = None,
 ) -> AsyncIterator[tuple[Engine, list[Link]]]:
     """Run a ring over "memory" or "tcp" links, by default with the smallest queues and buffers."""
     epoch = scheduler.epoch
@@ -55,6 +57,7 @@ async def running_ring(
         make_pipeline=pipeline_maker(epoch, vocab_size, routing),
         clock_ns=time.perf_counter_ns,
         prefixes=prefixes,
+        stage=stage,
     )
     async with running_stages(
         computes, engine.pipeline, epoch, engine.fail, over=over, options=options

@@ -78,10 +78,12 @@ def row_blocks(draw: st.DrawFn) -> RowBlock:
     n_rows, width = draw(st.integers(1, 5)), draw(st.one_of(st.integers(1, 8), st.just(20_000)))
     kind = draw(st.sampled_from([OutputKind.LOGITS, OutputKind.HIDDEN]))
     layers = st.none() if kind is OutputKind.LOGITS else st.none() | st.integers(0, 10_000)
+    layer = draw(layers)
     return RowBlock(
         sequence_id=SequenceId(draw(U64)),
         kind=kind,
-        layer=draw(layers),
+        layer=layer,
+        is_deep=layer is not None and draw(st.booleans()),
         position=draw(st.integers(0, 2**32 - 1 - n_rows)),
         width=width,
         payload=draw(st.binary(min_size=4, max_size=4)) * (n_rows * width),

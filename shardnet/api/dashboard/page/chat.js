@@ -19,6 +19,7 @@ import {
 import { Conversations } from "./conversations.js";
 import { server } from "./live.js";
 import { listModels, listed } from "./models.js";
+import { Attached, Choose, Thumbnails, attached, target } from "./pictures.js";
 import { Prose } from "./prose.js";
 import { TokenHeat } from "./token_heat.js";
 
@@ -80,7 +81,8 @@ function Message({ one }) {
         ? html`<${TokenHeat} tokens=${one.tokens} isRunning=${one.state === "running"} />`
         : isAnswer
           ? html`<${Prose} text=${one.content} />`
-          : html`<div class="text"><p>${one.content}</p></div>`}
+          : html`<${Thumbnails} urls=${one.pictures} />
+              <div class="text"><p>${one.content}</p></div>`}
       ${(one.calls ?? []).map(
         (call) => html`<pre class="call" tabindex="0">${call.name}(${call.text})</pre>`,
       )}
@@ -111,35 +113,40 @@ function Composer() {
   const send = (event) => {
     event?.preventDefault();
     const text = draft.value.trim();
-    if (!text || isRunning.value) return;
+    if (!(text || attached.value.length) || isRunning.value) return;
+    const pictures = attached.value;
     draft.value = "";
-    say(text);
+    attached.value = [];
+    say(text, pictures);
   };
   const press = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
     else if (event.key === "Escape") stop();
   };
   const isOn = isRunning.value;
+  const isEmpty = !draft.value.trim() && !attached.value.length;
   const hasQuestion = messages.value.some(({ role }) => role === "user");
   return html`
-    <form class="composer" onSubmit=${send}>
+    <form class="composer" onSubmit=${send} ...${target}>
       <p class="quiet note" role="status">${isOn ? note.value || "waiting" : ""}</p>
+      <${Attached} />
       <label class="unseen" for="say">Your message</label>
       <textarea
         id="say"
         ref=${field}
         rows="3"
         value=${draft.value}
-        placeholder="Enter sends, Shift and Enter begin a new line, Escape stops"
+        placeholder="Enter sends, Shift and Enter begin a new line, Escape stops; drop or paste pictures"
         onInput=${(event) => (draft.value = event.target.value)}
         onKeyDown=${press}
       ></textarea>
       <div class="row">
         ${isOn
           ? html`<button type="button" class="main" onClick=${stop}>Stop</button>`
-          : html`<button type="submit" class="main" disabled=${!draft.value.trim()}>Send</button>`}
+          : html`<button type="submit" class="main" disabled=${isEmpty}>Send</button>`}
         <button type="button" disabled=${isOn || !hasQuestion} onClick=${retry}>Retry</button>
         <button type="button" disabled=${!messages.value.length} onClick=${clear}>New chat</button>
+        <${Choose} />
         <${Files} />
       </div>
     </form>

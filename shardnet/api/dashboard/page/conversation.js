@@ -6,7 +6,7 @@ const STORED = "shardnet.conversations";
 const MOST_KEPT = 100;
 const MOST_NAME = 60;
 const STORED_PARAMETERS = "shardnet.parameters";
-const MOST_BYTES = 16 << 20;
+const MOST_BYTES = 64 << 20;
 const N_LIKELY = 5;
 
 let running = null;
@@ -22,7 +22,7 @@ export const FIELDS = [
   ["seed", "Seed", { min: 0, step: 1 }],
 ];
 
-/** The messages: {role, content} and, of an answer, reasoning, tokens, calls, state, why, figures. */
+/** The messages: {role, content}, of a question pictures and, of an answer, reasoning, tokens, calls, state, why, figures. */
 export const messages = signal([]);
 /** The conversations that are kept, the last one that was used first: {id, name, messages}. */
 export const kept = signal(stored(STORED, []).filter(isConversation));
@@ -66,7 +66,7 @@ function keepCurrent(said) {
   const id = current.peek();
   const known = kept.peek().find((one) => one.id === id);
   if (JSON.stringify(known?.messages) === JSON.stringify(said)) return;
-  const name = known?.name ?? said[0].content.trim().split("\n")[0].slice(0, MOST_NAME);
+  const name = known?.name ?? (said[0].content.trim() || "Picture").split("\n")[0].slice(0, MOST_NAME);
   const others = kept.peek().filter((one) => one.id !== id);
   kept.value = [{ id, name, messages: said }, ...others].slice(0, MOST_KEPT);
 }
@@ -96,9 +96,9 @@ function keep(name, value) {
   }
 }
 
-/** Say something, and have it answered. */
-export function say(content) {
-  messages.value = [...messages.value, { role: "user", content }];
+/** Say something, and have it answered. Pictures are data: URLs. */
+export function say(content, pictures = []) {
+  messages.value = [...messages.value, { role: "user", content, pictures }];
   return answer();
 }
 
@@ -200,13 +200,19 @@ function bodyOf(before) {
   const body = { messages: [], stream: true, stream_options: { include_usage: true } };
   if (model) body.model = model;
   if (system.trim()) body.messages.push({ role: "system", content: system });
-  for (const { role, content } of before) body.messages.push({ role, content });
+  for (const one of before) body.messages.push({ role: one.role, content: contentOf(one) });
   if (heat) Object.assign(body, { logprobs: true, top_logprobs: N_LIKELY });
   for (const [name] of FIELDS) {
     const value = Number.parseFloat(given[name]);
     if (Number.isFinite(value)) body[name] = value;
   }
   return body;
+}
+
+function contentOf({ content, pictures }) {
+  if (!pictures?.length) return content;
+  const shown = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+  return content ? [...shown, { type: "text", text: content }] : shown;
 }
 
 function takeChunk(made, chunk) {
@@ -247,7 +253,10 @@ function takeCall(calls, { index, function: { name, arguments: text } }) {
 /** Save a conversation to a file that `shardnet chat` loads too. */
 export function save(said, name) {
   const system = parameters.value.system.trim();
-  const every = said.map(({ role, content }) => ({ role, content }));
+  const every = said.map(({ role, content, pictures }) => ({
+    role,
+    content: pictures?.length ? partsOf(content, pictures) : content,
+  }));
   if (system) every.unshift({ role: "system", content: system });
   const text = JSON.stringify({ messages: every }, null, 1);
   const link = document.createElement("a");
@@ -255,6 +264,30 @@ export function save(said, name) {
   link.download = `${name.replaceAll(/[^\p{L}\p{N} ._-]/gu, "").trim() || "conversation"}.json`;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}
+
+function partsOf(content, pictures) {
+  const shown = pictures.map((url) => ({ type: "image", image: url.split(",", 2)[1] }));
+  return [...shown, { type: "text", text: content }];
+}
+
+/** Return a message of a file as it is shown here: its pictures beside its text. */
+function readMessage(one) {
+  if (!Array.isArray(one?.content)) return one;
+  const texts = one.content.filter((part) => part?.type === "text" && typeof part.text === "string");
+  const shown = one.content.filter((part) => part?.type === "image" && typeof part.image === "string");
+  return {
+    role: one.role,
+    content: texts.map(({ text }) => text).join("\n"),
+    pictures: shown.map(({ image }) => `data:${kindOf(image)};base64,${image}`),
+  };
+}
+
+/** Say what picture begins so, in base64. */
+function kindOf(image) {
+  if (image.startsWith("/9j/")) return "image/jpeg";
+  if (image.startsWith("R0lG")) return "image/gif";
+  return image.startsWith("UklG") ? "image/webp" : "image/png";
 }
 
 /** Take a conversation from such a file. Throws an Error with the reason. */
@@ -266,12 +299,13 @@ export async function open(file) {
   } catch {
     throw new Error("the file holds no conversation: it is not JSON");
   }
-  if (!Array.isArray(read?.messages) || !read.messages.every(isMessage)) {
+  const said = Array.isArray(read?.messages) ? read.messages.map(readMessage) : [null];
+  if (!said.every(isMessage)) {
     throw new Error("the file holds no conversation: no messages with role and content");
   }
   clear();
-  const [first, ...rest] = read.messages;
+  const [first, ...rest] = said;
   const hasSystem = first?.role === "system";
   parameters.value = { ...parameters.value, system: hasSystem ? first.content : "" };
-  messages.value = hasSystem ? rest : read.messages;
+  messages.value = hasSystem ? rest : said;
 }

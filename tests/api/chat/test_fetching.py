@@ -1,0 +1,69 @@
+"""Pictures of the web: fetched from public addresses only, within bounds, redirects too."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from shardnet.api.chat import fetching
+from shardnet.api.chat.fetching import fetch_picture
+from shardnet.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://127.0.0.1:8000/a.png", "127.0.0.1, which is no public address"),
+        ("http://[::1]/a.png", "::1, which is no public address"),
+        ("http://[::ffff:10.0.0.1]/a.png", "which is no public address"),
+        ("http://169.254.169.254/latest", "which is no public address"),
+        ("https://user:secret@192.168.1.1/", "which is no public address"),
+        ("http://localhost:99999/", "its port is none"),
+        ("ftp://example.org/a.png", "no URL of the web"),
+    ],
+)
+def test_what_is_not_public_is_not_asked(url: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        asyncio.run(fetch_picture(url))
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "why"),
+    [
+        ("200 OK", b"picture", ""),
+        ("404 Not Found", b"", "answers 404"),
+        ("200 OK", b"x" * 100, "more than 50 bytes"),
+        ("302 Found\r\nLocation: http://10.1.2.3/", b"", "10.1.2.3, which is no public address"),
+        ("302 Found\r\nLocation: /again", b"", "redirects more than 4 times"),
+    ],
+)
+def test_answers_are_bounded_and_redirects_are_checked(
+    monkeypatch: pytest.MonkeyPatch, head: str, body: bytes, why: str
+) -> None:
+    monkeypatch.setattr(fetching, "MAX_PICTURES_BYTES", 50)
+    public = fetching._public
+
+    async def at_hand(url: str, host: str, port: int) -> str:
+        return "127.0.0.1" if host == "pictures.test" else await public(url, host, port)
+
+    monkeypatch.setattr(fetching, "_public", at_hand)
+
+    async def answer(reader: Any, writer: Any) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        writer.close()
+
+    async def main() -> bytes:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server:
+            return await fetch_picture(f"http://pictures.test:{port}/a.png")
+
+    if not why:
+        assert asyncio.run(main()) == body
+        return
+    with pytest.raises(UsageError, match=why):
+        asyncio.run(main())
