@@ -28,10 +28,10 @@ def test_late_prompts_are_waited_for_and_wrong_ones_are_not(
     prompts = [random_prompt(n, 300, seed=n) for n in (9, 12, 400, 5, 7)]
     prompt_of = Clients._prompt
 
-    async def late(self: Clients, message: Any, lead: Any) -> list[int]:
+    async def late(self: Clients, message: Any, *arguments: Any, **more: Any) -> Any:
         if len(message.token_ids) == 12:
             await asyncio.sleep(0.3)
-        return await prompt_of(self, message, lead)
+        return await prompt_of(self, message, *arguments, **more)
 
     monkeypatch.setattr(Clients, "_prompt", late)
 

@@ -70,6 +70,7 @@ class Port:
     """A node that does at once what it is told, after `taking`, `loading` or `connecting`."""
 
     last_step = 0
+    first_stage = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -163,6 +164,7 @@ class SharedPort:
     """A head's way to a node that several heads want; `places` tells which of them has which."""
 
     last_step = 0
+    first_stage = None
 
     def __init__(self, node: str, head: int, places: dict[str, int]) -> None:
         self.name = node
