@@ -32,7 +32,6 @@ from shardnet.stage.estimate.memory_estimate import (
 )
 from shardnet.types import DType, KvDType, LayerRange, SlotId
 
-
 ADDING_UP = [name for name in FAMILIES if name != "nemotron_h"]
 """Its head is never the embedding, and what is in one of its layers is in no other."""
 

@@ -129,7 +129,9 @@ def orders(bases: dict[str, Meta]) -> Iterator[ControlMessage]:
         for case in extremes(kind, base):
             if case.is_within and case.path not in SLOW | ENDS_THE_LINK:
                 meta = encoded(case.meta)
-                if kind.__name__ != "Generate" or len(meta) < 10_000:
+                # A link's queue is bounded.
+                most = 10_000 if kind.__name__ == "Generate" else 8 << 20
+                if len(meta) < most:
                     yield read_control(Frame(kind=FrameKind.CONTROL, meta=meta))
 
 

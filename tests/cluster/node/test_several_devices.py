@@ -103,6 +103,7 @@ def test_to_its_ring_it_is_one_node(
             state = await stage_of(client)
             assert [(part.devices, part.layers) for part in state.parts] == parts
             assert await said(client, both, lose=bert_ends) == expected
+            assert await said(client, both) == expected  # where the text had ended first
             state = await stage_of(client)
             assert state.layers == (0, 6)
             assert [part.devices for part in state.parts] == [["cpu:0"], ["cpu:1"]]

@@ -10,7 +10,7 @@ import pytest
 import sentencepiece
 import tiktoken
 import tokenizers
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from support.models import trained_tokenizers as trained
 from support.models.loaded_tokenizers import GGUF_WORDS, gguf_tokenizer, gguf_tokenizer_of
 from tokenizers import models, normalizers, pre_tokenizers
