@@ -48,7 +48,7 @@ class PicturePlace(Row, frozen=True, array_like=True):
     n_positions: _Rows
     grid: tuple[_Rows, _Rows, _Rows]
     see_each_other: bool
-    digest: Annotated[bytes, Meta(max_length=PICTURE_DIGEST_BYTES)]
+    digest: Annotated[bytes, Meta(min_length=PICTURE_DIGEST_BYTES, max_length=PICTURE_DIGEST_BYTES)]
 
     @property
     def end(self) -> int:

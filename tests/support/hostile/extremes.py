@@ -127,8 +127,8 @@ def _plain(info: mi.Type) -> Any:
             return float(low or min(1.0, 0.0 if high is None else high))
         case mi.StrType(pattern=pattern):
             return next(text for text in ("name", "a" * 64) if re.search(pattern or "", text))
-        case mi.BytesType():
-            return b"bytes"
+        case mi.BytesType(min_length=shortest):
+            return b"bytes".ljust(shortest or 0)
         case mi.LiteralType(values=values):
             return values[0]
         case mi.EnumType(cls=cls):
@@ -212,8 +212,8 @@ def _within(info: mi.Type) -> list[Any]:
             texts = ["", "x", "x" * longest, "é" * longest, "a" * 64, ".."]
             fitting = [t for t in texts if re.search(pattern or "", t)]
             return [t for t in fitting if (shortest or 0) <= len(t) <= longest]
-        case mi.BytesType(max_length=int(longest)):
-            return [b"", bytes(longest)]
+        case mi.BytesType(max_length=int(longest), min_length=shortest):
+            return [bytes(shortest or 0), bytes(longest)]
         case mi.LiteralType(values=values):
             return list(values)
         case mi.EnumType(cls=cls):
@@ -235,7 +235,7 @@ def _outside(info: mi.Type) -> list[Any]:
         case mi.StrType(max_length=int(longest)):
             candidates += ["x" * (longest + 1), "a\0b", "../../x", "A" * 64, "a" * 63]
         case mi.BytesType(max_length=int(longest)):
-            candidates += [bytes(longest + 1)]
+            candidates += [b"", bytes(longest + 1)]
     return [value for value in candidates if not _takes(info, value)]
 
 
@@ -271,8 +271,12 @@ def _takes(info: mi.Type, value: Any) -> bool:
                 and (longest is None or len(value) <= longest)
                 and re.search(pattern or "", value) is not None
             )
-        case mi.BytesType(max_length=longest):
-            return isinstance(value, bytes) and (longest is None or len(value) <= longest)
+        case mi.BytesType(max_length=longest, min_length=shortest):
+            return (
+                isinstance(value, bytes)
+                and (shortest or 0) <= len(value)
+                and (longest is None or len(value) <= longest)
+            )
         case mi.LiteralType(values=values):
             return any(value == known and type(value) is type(known) for known in values)
         case mi.EnumType(cls=cls):

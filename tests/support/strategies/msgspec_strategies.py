@@ -33,8 +33,8 @@ def _values(info: mi.Type) -> st.SearchStrategy[Any]:
             )
         case mi.StrType(max_length=int(longest)):
             return st.text(st.characters(codec="utf-8"), max_size=min(longest, 20))
-        case mi.BytesType(max_length=int(longest)):
-            return st.binary(max_size=min(longest, 20))
+        case mi.BytesType(max_length=int(longest), min_length=shortest):
+            return st.binary(min_size=shortest or 0, max_size=min(longest, 20))
         case mi.LiteralType(values=literals):
             return st.sampled_from(literals)
         case mi.NoneType():
