@@ -50,7 +50,12 @@ def test_answers_are_bounded_and_redirects_are_checked(
 
     monkeypatch.setattr(fetching, "_public", at_hand)
 
+    answering: list[asyncio.Task[Any]] = []
+
     async def answer(reader: Any, writer: Any) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        answering.append(task)
         await reader.readuntil(b"\r\n\r\n")
         writer.write(f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
@@ -60,7 +65,10 @@ def test_answers_are_bounded_and_redirects_are_checked(
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         async with server:
-            return await fetch_picture(f"http://pictures.test:{port}/a.png")
+            try:
+                return await fetch_picture(f"http://pictures.test:{port}/a.png")
+            finally:
+                await asyncio.gather(*answering, return_exceptions=True)
 
     if not why:
         assert asyncio.run(main()) == body

@@ -55,7 +55,7 @@ def test_pieces_with_merges_give_the_ids_of_sentencepiece(text: str) -> None:
 
 @given(text=trained.TEXTS)
 def test_pieces_of_an_encoder_give_the_ids_of_sentencepiece_and_marks(text: str) -> None:
-    assume("<" not in text)  # marks are read in texts of encoders
+    assume(not any(mark in text for mark in ("<s>", "<pad>", "</s>", "<unk>")))  # read as ids
     other = sentencepiece.SentencePieceProcessor(model_proto=trained.sentencepiece_model("xlm"))
     loaded = read_gguf_tokenizer(trained.gguf_pieces_of_an_encoder(), "a.gguf")
     assert loaded is not None
