@@ -31,7 +31,11 @@ REQUESTS: Sequence[Request] = (
         SamplingParams(temperature=0.9, top_p=0.95, seed=3, n_logprobs=2, repetition_penalty=1.2),
         {"outputs": OutputParams(n_prompt_logprobs=1)},
     ),
-    ("The cat and the", SamplingParams(temperature=0.7, seed=5), {"speculate": "ngram"}),
+    (  # a step may make many tokens of it
+        "The cat and the",
+        SamplingParams(temperature=0.7, seed=5),
+        {"speculate": "ngram", "max_tokens": 6 * N_TOKENS},
+    ),
     (
         "A list of words: ",
         SamplingParams(temperature=1.0, seed=9),
@@ -56,10 +60,9 @@ async def run_all(
             prompt,
             sampling,
             model=choice,
-            max_tokens=N_TOKENS,
             ignore_eos=True,
             deterministic=IS_DETERMINISTIC,
-            **options,
+            **{"max_tokens": N_TOKENS} | options,
         )
         async for event in events:
             if event.error is not None:
