@@ -55,14 +55,15 @@ async def run_all(
     counts = [0 for _ in REQUESTS]
 
     async def run(number: int, request: Request) -> GenerationResult:
-        prompt, sampling, options = request
+        prompt, sampling, more = request
+        options: dict[str, Any] = {"max_tokens": N_TOKENS} | more
         events = client.generate(
             prompt,
             sampling,
             model=choice,
             ignore_eos=True,
             deterministic=IS_DETERMINISTIC,
-            **{"max_tokens": N_TOKENS} | options,
+            **options,
         )
         async for event in events:
             if event.error is not None:
