@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
-from typing import assert_never
+from operator import attrgetter
+from typing import Final, assert_never
 
 from shardnet.errors import (
     CancelledRequestError,
@@ -59,6 +60,8 @@ MakePipeline = Callable[[Callable[[StepAnswered], None], Callable[[StepFailed], 
 
 LONGEST_DEADLINE_S = 1e8
 """Three years: what is longer is no deadline, and more than timers take."""
+
+_COMPUTE_US: Final = attrgetter("compute_us")
 
 
 class Engine:
@@ -376,24 +379,22 @@ class Engine:
         if self._broken is not None or self._is_suspended or self._is_held:
             self._settled.set()
             return
-        instructions = self._scheduler.next_instructions()
-        for instruction in instructions:
+        is_opened = False
+        for instruction in self._scheduler.next_instructions():
             match instruction:
                 case SendStep(batch=batch):
                     self.pipeline.send(batch)
                 case OperateSlot(operation=operation):
                     self._live.report_move(instruction, self.totals)
                     self.pipeline.operate(operation)
+                    is_opened |= isinstance(operation, OpenSequence)
                 case RestorePrefix():
                     self._restoring.begin(instruction, self._live)
                 case EncodePictures():
                     self._encoding.begin(instruction, self._live)
                 case _:
                     assert_never(instruction)
-        if any(
-            isinstance(instruction, OperateSlot) and isinstance(instruction.operation, OpenSequence)
-            for instruction in instructions
-        ):
+        if is_opened:
             self._live.report_queue_positions()
 
     def _decode_step_s(self) -> float | None:
@@ -480,12 +481,11 @@ class Engine:
         """Count a step; take from one with decode rows what rows cost, and how many may mix."""
         queued_us = self.totals.add_step(answered)
         first = answered.batch.groups[0]
+        slowest_us = max(map(_COMPUTE_US, answered.answer.timings), default=0)
         if first.n_sampled == first.n_rows:  # decode rows stand before prompt rows
             took_s = max(1, answered.round_trip_us - queued_us) / 1e6
-            slowest_us = max((timing.compute_us for timing in answered.answer.timings), default=0)
             self._step_cost.learn(n_rows, took_s, slowest_us / 1e6, flies=flies)
             if n_sampled < n_rows:
                 self._scheduler.mix(n_sampled, self._step_cost, SLOWDOWN)
         elif answered.answer.timings:
-            slowest_us = max(timing.compute_us for timing in answered.answer.timings)
             self._restoring.learn(n_rows, slowest_us)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
+from typing import Final
 
 import msgspec
 
@@ -17,6 +19,9 @@ from shardnet.runtime.scheduling.limits import MAX_ROWS_IN_FLIGHT, StepLimits
 from shardnet.runtime.scheduling.sequences import LiveSequence
 from shardnet.slot_operations import whole_before
 from shardnet.types import BLOCK_POSITIONS, RowGroup
+
+_MAY_TRAVEL: Final = attrgetter("may_travel")
+_IS_DETERMINISTIC: Final = attrgetter("request.deterministic")
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,12 +63,11 @@ class RowChooser:
 
         `n_frames` steps of each may be in flight at once.
         """
-        ready = (sequence for sequence in self.queue.ready.values() if sequence.may_travel)
-        chosen = [*islice(ready, share)]
-        is_exact = any(sequence.request.deterministic for sequence in chosen)
+        chosen = [*islice(filter(_MAY_TRAVEL, self.queue.ready.values()), share)]
+        is_exact = any(map(_IS_DETERMINISTIC, chosen))
         if is_exact:
             chosen = chosen[: self.limits.exact_rows]
-        secured = [sequence for sequence in chosen if self.queue.secure_row(sequence)]
+        secured = [*filter(self.queue.secure_row, chosen)]
         secured = [sequence for sequence in secured if sequence.slot is not None]
         most = self.limits.exact_rows if is_exact else self.limits.cheap_rows
         spare = max(0, most - len(secured))

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Final
 
 from shardnet.errors import CapacityError, LocalProtocolError, ShardnetError, WrongValuesError
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
@@ -40,6 +42,9 @@ from shardnet.runtime.scheduling.sequences import (
 )
 from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, StepId
+
+_IS_DECODING: Final = attrgetter("is_decoding")
+_IS_LOCKSTEP: Final = attrgetter("request.lockstep")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,7 +144,7 @@ class Scheduler:
     @property
     def n_decoding(self) -> int:
         """Running sequences that are past their prompt."""
-        return [sequence.is_decoding for sequence in self._queue.running.values()].count(True)
+        return sum(map(_IS_DECODING, self._queue.running.values()))
 
     @property
     def n_in_flight(self) -> int:
@@ -197,7 +202,8 @@ class Scheduler:
     def next_instructions(self) -> list[Instruction]:
         """Return, in order, everything that may be sent now."""
         self._queue.admit(self.mixed_rows)
-        while len(self._steps) < self.max_in_flight and self._send_step():
+        most = self.max_in_flight
+        while len(self._steps) < most and self._send_step():
             pass
         instructions, self._queue.pending = self._queue.pending, []
         return instructions
@@ -292,7 +298,7 @@ class Scheduler:
         """Send one step if there are rows to send; return whether it was sent."""
         running = self._queue.running
         n_decoding = self.n_decoding
-        if any(sequence.request.lockstep for sequence in running.values()):
+        if any(map(_IS_LOCKSTEP, running.values())):
             return self._send_in_lockstep()
         if not n_decoding:
             rows = self._chooser.prompt_rows(self.limits.chunk_rows)
@@ -306,9 +312,9 @@ class Scheduler:
             return n_frames > 1 and self._send(chooser.flight_rows(n_frames), is_decode=True)
         n_frames = n_frames if all_decode else 1
         decode = chooser.decode_rows(-(-n_decoding // self.n_stages), n_frames)
-        is_exact = any(rows.sequence.request.deterministic for rows in decode)
-        no_prompts = is_exact or all_decode
-        prompts = [] if no_prompts else chooser.prompt_rows(self.mixed_rows, beside=decode)
+        prompts: Sequence[Rows] = ()
+        if not all_decode and not any(rows.sequence.request.deterministic for rows in decode):
+            prompts = chooser.prompt_rows(self.mixed_rows, beside=decode)
         return self._send([*decode, *prompts], is_decode=bool(decode))
 
     def _send_in_lockstep(self) -> bool:

@@ -280,11 +280,12 @@ class LiveSequence:
 
     @property
     def may_fly(self) -> bool:
-        """Whether drafts can go behind those in flight: its masks, if any, come one by one."""
+        """Whether drafts can go behind those in flight: masks come one by one."""
         request = self.request
+        if request.drafter is None or request.guide is not None:
+            return False
         is_over = not request.stop_ids.isdisjoint(self.ahead)
-        is_in_flight = self.n_generated > 0 and self.n_sent > len(self.tokens) - 1
-        return is_in_flight and request.guide is None and not is_over
+        return self.n_generated > 0 and self.n_sent > len(self.tokens) - 1 and not is_over
 
     @property
     def computed(self) -> ComputedSequence | None:
