@@ -6,6 +6,7 @@ Knows ASGI's messages. Must not know what is answered.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 from starlette.types import Send
@@ -36,7 +37,7 @@ class AnswerWriter:
         self._headers = headers
         self._lock = asyncio.Lock()
         self._media_type = ""
-        self._written = asyncio.Event()
+        self._wrote_at_s = 0.0
         self.status = 0
         """The status that was sent, 0 before."""
 
@@ -55,7 +56,7 @@ class AnswerWriter:
         async with self._lock:
             await self._start_stream()
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._written.set()
+        self._wrote_at_s = time.monotonic()
 
     async def end(self) -> None:
         """End a stream, of which there may be nothing: its client may have had all of it."""
@@ -70,15 +71,13 @@ class AnswerWriter:
 
         To be cancelled at the end of the stream.
         """
-        wait_s = first_s
+        await asyncio.sleep(first_s)
         while True:
-            self._written.clear()
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._written.wait()
-            except TimeoutError:
+            left_s = self._wrote_at_s + every_s - time.monotonic()
+            if self.status and left_s > 0:
+                await asyncio.sleep(left_s)
+            else:
                 await self.piece(heartbeat() if heartbeat is not None else b"")
-            wait_s = every_s
 
     async def _start_stream(self) -> None:
         if not self.status:
