@@ -27,10 +27,10 @@ from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels.linear import probe
 from shardnet.runtime.loading.measuring import measure_disk
 from shardnet.stage.estimate.memory_estimate import (
-    WeightForm,
     layer_stream_bytes,
     stage_weight_bytes,
 )
+from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.stage.load import load_stage
 from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.runs import Run
@@ -70,7 +70,9 @@ def main() -> None:
             n_streamed=n_streamed,
         )
 
-    files = [path for path in options.checkpoint.rglob("*") if path.is_file()]
+    files = [
+        path for path in (options.checkpoint, *options.checkpoint.rglob("*")) if path.is_file()
+    ]
     files += list((options.packs or options.checkpoint).rglob("*.packed"))
     streamed = load(n_streamed)
     contestants: dict[str, Callable[[int], int]] = {
@@ -85,7 +87,7 @@ def main() -> None:
     if options.resident:
         resident = load(0)
         contestants["1 sequence, resident"] = lambda position: _step(resident, position, [[16]])
-    form = WeightForm(dtype=choice.dtype, quantization=kind)
+    form = weight_form(checkpoint, choice)
     read_bytes = n_streamed * layer_stream_bytes(config, form)
     memory = stage_weight_bytes(config, layers, form, n_streamed)
     print(
@@ -109,11 +111,20 @@ def main() -> None:
         median_s = statistics.median(per_token)
         print(f"{name}: {1 / median_s:.2f} tokens/s ({median_s * 1e3:.1f} ms a token)")
     print(f"layers fetched: {streamed.n_fetched}")
+    if streamed.experts is not None and (n_used := streamed.experts.n_used):
+        n_read = streamed.experts.n_read
+        print(f"experts: {n_used} used, {n_read} read, {1 - n_read / n_used:.0%} were in memory")
 
 
 def _step(model: StageModel, position: int, batches: Sequence[Sequence[int]]) -> int:
-    """Decode one token of each slot; every list of slots is a step. Returns the tokens."""
-    steps = [make_step((slot, position, [5]) for slot in slots) for slots in batches]
+    """Decode one token of each slot; every list of slots is a step. Returns the tokens.
+
+    They differ, so that rows visit different experts.
+    """
+    steps = [
+        make_step((slot, position, [(977 * slot + 7919 * position) % 30000]) for slot in slots)
+        for slots in batches
+    ]
     runs = [Run(batch=step, hidden=None) for step in steps]
     for run, rows in zip(runs, model.run_together(runs), strict=True):
         if isinstance(rows, Exception):

@@ -127,6 +127,8 @@ def load_stage(
             choice = replace(choice, by_text=_compute_on(on, family, kv, layers))
     most = weights.exact_rows if family.is_exact(kv) else MAX_EXACT_ROWS
     weights.stream.start()
+    if weights.experts is not None:
+        weights.experts.start()
     form = weight_form(checkpoint, choice)
     forms = _stored_forms(checkpoint, tensors)
     choice = replace(choice, stored_forms=forms)
@@ -153,6 +155,7 @@ def load_stage(
         adapters=active,
         adapter_ids=frozenset(adapter.adapter_id for adapter in adapters),
         digests=weights.digests,
+        experts=weights.experts,
     )
 
 

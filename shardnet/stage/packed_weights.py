@@ -19,8 +19,7 @@ from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels, pack_into
 from shardnet.model.kernels.stored_rows import PackedWeight
-from shardnet.stage.streaming.layer_stream import LayerStream
-from shardnet.stage.streaming.streamed_linear import StreamedLinear
+from shardnet.stage.streaming.streamed_linear import Place, StreamedLinear
 from shardnet.stage.tensor_reader import TensorReader
 
 
@@ -74,11 +73,10 @@ def stream_panels(
     reader: TensorReader,
     names: Sequence[str],
     bias: Tensor | None,
-    stream: LayerStream,
-    layer: int,
+    place: Place,
     device: torch.device,
 ) -> StreamedLinear:
-    """Make a linear of packed parameters [N_i, K] that are read with `layer` for every pass.
+    """Make a linear of packed parameters [N_i, K] that are read at their `place` for every pass.
 
     They are packed while they are read.
     """
@@ -89,7 +87,7 @@ def stream_panels(
         forms.append(RowPacking.of(weights[0]).form)
         shapes.append((sum(w.shape[0] for w in weights), weights[0].shape[1]))
         parts = [(part, RowPacking.of(w)) for w in weights for part in reader.parts(w.name)]
-        begins.append(stream.reserve_each(layer, parts))
+        begins.append(place.stream.reserve_each(place.layer, parts))
         end = begins[-1] + forms[-1].packed_bytes(*shapes[-1])
 
     def make(read: Tensor) -> PanelLinear:
@@ -101,8 +99,7 @@ def stream_panels(
         return PanelLinear(panels, bias)
 
     return StreamedLinear(
-        stream,
-        layer,
+        place,
         begins[0],
         end - begins[0],
         (sum(n_out for n_out, _ in shapes), shapes[0][1]),

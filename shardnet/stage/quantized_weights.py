@@ -18,8 +18,7 @@ from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.packs.pack_writer import PackWriter
 from shardnet.stage.plain_weights import PlainWeights
 from shardnet.stage.streaming.file_parts import FilePart
-from shardnet.stage.streaming.layer_stream import LayerStream
-from shardnet.stage.streaming.streamed_linear import StreamedLinear
+from shardnet.stage.streaming.streamed_linear import Place, StreamedLinear
 from shardnet.stage.tensor_reader import TensorReader
 
 
@@ -34,16 +33,14 @@ class QuantizedWeights:
         plain: PlainWeights,
         packs: PackCache | None,
         writer: PackWriter,
-        stream: LayerStream,
         device: torch.device,
     ) -> None:
-        """Take what reads weights, what keeps them packed, and the `stream` of layers on disk."""
+        """Take what reads weights, and what keeps them packed."""
         self._choice = choice
         self._reader = reader
         self._plain = plain
         self._packs = packs
         self._writer = writer
-        self._stream = stream
         self._device = device
 
     def linear(
@@ -51,11 +48,11 @@ class QuantizedWeights:
         names: Sequence[str],
         biases: Sequence[Tensor],
         kind: Quantization,
-        layer: int | None,
+        place: Place | None,
         *,
         transposed: bool,
     ) -> tuple[Linear, Linear]:
-        """Make a quantised linear; with a streamed `layer` its weights stay in the cache.
+        """Make a quantised linear; with a `place` to be streamed its weights stay in the cache.
 
         Returns one with weights in memory, of which batch invariance can be tested, and the one to
         compute with.
@@ -65,11 +62,11 @@ class QuantizedWeights:
             shapes = [shape[::-1] for shape in shapes]
         shape = (sum(shape[0] for shape in shapes), shapes[0][1])
         packed = self._packed(
-            names, kind, shape, transposed=transposed, is_streamed=layer is not None
+            names, kind, shape, transposed=transposed, is_streamed=place is not None
         )
         bias = join_biases(biases, self._device, torch.float32)
         own = Panels(packed=packed.to(self._device), form=kind.form, shape=shape)
-        if layer is None:
+        if place is None:
             whole = linear_of_panels(self._choice, [own], bias)
             return whole, whole
         made = PanelLinear([own], bias)
@@ -81,9 +78,8 @@ class QuantizedWeights:
             )
 
         streamed = StreamedLinear(
-            self._stream,
-            layer,
-            self._stream.reserve(layer, [part]),
+            place,
+            place.stream.reserve(place.layer, [part]),
             packed.nbytes,
             shape,
             make,

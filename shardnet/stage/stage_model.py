@@ -26,6 +26,7 @@ from shardnet.stage.kept_linears import KeptLinears
 from shardnet.stage.packs.pack_writer import PackWriter
 from shardnet.stage.runs import Run, sampled_rows
 from shardnet.stage.shards.followers import Followers
+from shardnet.stage.streaming.expert_pool import ExpertPool
 from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.stage.weight_digests import WeightDigests
 from shardnet.types import (
@@ -63,6 +64,7 @@ class StageModel:
         adapters: ActiveAdapters | None = None,
         adapter_ids: frozenset[str] = frozenset(),
         digests: WeightDigests | None = None,
+        experts: ExpertPool | None = None,
     ) -> None:
         self._family = family
         self._adapters = adapters or ActiveAdapters()
@@ -81,6 +83,8 @@ class StageModel:
         """Of a shard, the rows that were sampled last, with their logits."""
         self._writer = writer
         self._stream = stream
+        self.experts = experts
+        """Those of streamed layers, None where they are read with their layers."""
         self._config = config
         self._context = context
         self._windows = config.distinct_windows(layers)

@@ -7,9 +7,11 @@ parameters by name and gets tensors that share no memory with the file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -39,12 +41,16 @@ from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.packs.pack_writer import PackWriter
 from shardnet.stage.plain_weights import PlainWeights
 from shardnet.stage.quantized_weights import QuantizedWeights
-from shardnet.stage.streaming.buffers import find_buffers
+from shardnet.stage.streaming.buffers import HostBuffers, find_buffers
+from shardnet.stage.streaming.expert_pool import ExpertPool
 from shardnet.stage.streaming.layer_stream import LayerStream
-from shardnet.stage.streaming.streamed_linear import StoredLinear, StreamedLinear
+from shardnet.stage.streaming.streamed_linear import Place, StoredLinear, StreamedLinear
 from shardnet.stage.tensor_reader import Progress, TensorReader
 from shardnet.stage.weight_digests import WeightDigests
 from shardnet.types import ANY_ROWS, DType
+
+_EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
+"""In the name of an expert's parameter."""
 
 
 class StageWeights:
@@ -72,7 +78,10 @@ class StageWeights:
         self.writer = PackWriter(packs)
         """Writes packed weights to the cache on its own thread."""
         self._head = tensors.head.keys()
-        self.stream = LayerStream(find_buffers(device) if streamed else None)
+        buffers = find_buffers(device) if streamed else None
+        self.stream = LayerStream(buffers)
+        self.experts = ExpertPool() if isinstance(buffers, HostBuffers) else None
+        """Of streamed layers: read alone. On other devices they are read with their layers."""
         first = min(tensors.layers, default=0)
         self._streamed = {n: layer - first for layer in streamed for n in tensors.layers[layer]}
         dtype = torch_dtype(choice.dtype)
@@ -87,7 +96,6 @@ class StageWeights:
             plain=self._plain,
             packs=packs,
             writer=self.writer,
-            stream=self.stream,
             device=device,
         )
         self._tied = tensors.embedding.keys() & self._head
@@ -158,24 +166,34 @@ class StageWeights:
         precise: bool,
         wide: bool,
     ) -> Linear:
-        choice, kind, layer = self._choice, None, None
+        choice, kind, place = self._choice, None, None
         if wide:
             choice = self._wide
         elif not precise:
             kind = choice.weight_quantization(is_head=weights[0] in self._head)
-            layer = self._streamed.get(weights[0])
+            place = self._place(weights[0])
         bias = [self._reader.read(name) for name in biases]
         if kind is not None:
-            made, linear = self._quantized.linear(names, bias, kind, layer, transposed=transposed)
+            made, linear = self._quantized.linear(names, bias, kind, place, transposed=transposed)
             self._tests.test(names[0], made, self._choice)
         elif self._stays_packed(weights, precise=precise or wide):
-            linear = self._as_stored(weights, bias, layer)
-        elif layer is not None:
-            linear = self._streamed_linear(weights, bias, layer, transposed=transposed)
+            linear = self._as_stored(weights, bias, place)
+        elif place is not None:
+            linear = self._streamed_linear(weights, bias, place, transposed=transposed)
         else:
             linear = self._plain_linear(choice, weights, bias, transposed=transposed)
             self._tests.test(names[0], linear, choice)
         return linear
+
+    def _place(self, weight: str) -> Place | None:
+        """Return where a weight of a streamed layer is read, None for one that stays in memory."""
+        layer = self._streamed.get(weight)
+        if layer is None:
+            return None
+        expert = _EXPERT.search(weight) if self.experts is not None else None
+        if self.experts is None or expert is None:
+            return Place(self.stream, layer)
+        return Place(self.experts.expert(layer, int(expert[1])), layer)
 
     def _plain_linear(
         self,
@@ -202,11 +220,11 @@ class StageWeights:
         return not precise and any(self._plain.is_packed(name) for name in weights)
 
     def _as_stored(
-        self, weights: Sequence[str], biases: Sequence[Tensor], layer: int | None
+        self, weights: Sequence[str], biases: Sequence[Tensor], place: Place | None
     ) -> Linear:
         """Make a linear of weights some or all of which are stored packed.
 
-        Those of a streamed `layer` are read from disk for every pass.
+        Those with a `place` to be streamed are read from disk for every pass.
         """
         parts: list[Linear] = []
         own_biases = [[bias] for bias in biases] or [[] for _ in weights]
@@ -214,25 +232,25 @@ class StageWeights:
         for is_packed, group in groupby(joined, lambda one: self._plain.is_packed(one[0])):
             names, some = zip(*group, strict=True)
             bias = [tensor for own in some for tensor in own]
-            if not is_packed and layer is not None:
-                parts.append(self._streamed_linear(names, bias, layer, transposed=False))
+            if not is_packed and place is not None:
+                parts.append(self._streamed_linear(names, bias, place, transposed=False))
             elif not is_packed:
                 parts.append(self._plain_linear(self._choice, names, bias, transposed=False))
                 self._tests.test(names[0], parts[-1], self._choice)
             else:
-                parts.append(self._packed_linear(names, bias, layer))
+                parts.append(self._packed_linear(names, bias, place))
         return parts[0] if len(parts) == 1 else JoinedLinear(parts)
 
     def _packed_linear(
-        self, names: Sequence[str], biases: Sequence[Tensor], layer: int | None
+        self, names: Sequence[str], biases: Sequence[Tensor], place: Place | None
     ) -> Linear:
         """Make a linear of weights all of which are stored packed."""
         bias = join_biases(biases, self._device, torch.float32)
-        if layer is None:
+        if place is None:
             made = linear_of_panels(self._choice, self._panels(names), bias)
             self._tests.test(names[0], made, self._choice)
             return made
-        linear = stream_panels(self._reader, names, bias, self.stream, layer, self._device)
+        linear = stream_panels(self._reader, names, bias, place, self._device)
         if not linear.is_native and self._tests.is_new(linear, self._choice):
             # Only then is anything read now: the compiled library needs no test.
             self._tests.test(names[0], PanelLinear(self._panels(names), bias), self._choice)
@@ -250,16 +268,15 @@ class StageWeights:
         return probe(self._device, DType.FLOAT32, None)
 
     def _streamed_linear(
-        self, names: Sequence[str], biases: Sequence[Tensor], layer: int, *, transposed: bool
+        self, names: Sequence[str], biases: Sequence[Tensor], place: Place, *, transposed: bool
     ) -> Linear:
         """Make a linear whose weights are read from disk for every pass."""
         shapes = [self._reader.shape(name) for name in names]
         stored = StoredLinear.of(self._choice, self._device, shapes, biases, transposed=transposed)
         parts = [part for name in names for part in self._reader.parts(name)]
         linear = StreamedLinear(
-            self.stream,
-            layer,
-            self.stream.reserve(layer, parts, stored.packing),
+            place,
+            place.stream.reserve(place.layer, parts, stored.packing),
             stored.read_bytes(sum(part.size_bytes for part in parts)),
             stored.shape,
             stored.make,

@@ -55,11 +55,13 @@ class QuantizedSizes:
 class Streaming:
     """Bytes of streaming a layer from disk.
 
-    `read_bytes` of a layer are read at every step and not kept. A stage that streams any needs
+    `read_bytes` of a layer are read at every step and not kept: of experts, those that a row
+    visits. A buffer for a layer takes `buffer_bytes`. A stage that streams any needs
     `working_bytes` more: for packed weights of linears, and rows that wait within a layer.
     """
 
     read_bytes: int
+    buffer_bytes: int
     working_bytes: int
 
 
@@ -182,7 +184,7 @@ class ModelShape:
         saved_bytes = 0
         if n_streamed:
             assert self.streaming is not None
-            saved_bytes = (n_streamed - min(N_BUFFERS, n_streamed)) * self.streaming.read_bytes
+            saved_bytes = (n_streamed - min(N_BUFFERS, n_streamed)) * self.streaming.buffer_bytes
         return (
             len(layers) * self.layer_bytes
             - sum(self.spared_bytes[layers.start : layers.end])

@@ -19,6 +19,7 @@ from shardnet.stage.estimate.memory_estimate import (
     embedding_weight_bytes,
     every_stage_bytes,
     kv_block_bytes,
+    layer_buffer_bytes,
     layer_read_bytes,
     layer_scratch_bytes,
     layer_stream_bytes,
@@ -107,6 +108,7 @@ def model_shape(
         tied_bytes=weights.tied_bytes,
         streaming=Streaming(
             read_bytes=layer_stream_bytes(config, form),
+            buffer_bytes=layer_buffer_bytes(config, form),
             working_bytes=layer_scratch_bytes(config, form)
             + waiting_bytes(config, PREFILL_CHUNK_ROWS, dtype, context),
         ),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -133,11 +134,12 @@ class SparseMlp:
         rows = order // top_k
         outputs = hidden.new_empty(n_rows * top_k, hidden.shape[-1])
         start = 0
-        for expert, n_routed in enumerate(
-            expert_ids.bincount(minlength=len(self.experts)).tolist()
-        ):
-            if n_routed == 0:
-                continue
+        counts = expert_ids.bincount(minlength=len(self.experts)).tolist()
+        visited = [expert for expert, n_routed in enumerate(counts) if n_routed]
+        for expert in visited:
+            _fetch(self.experts[expert])
+        for expert in visited:
+            n_routed = counts[expert]
             routed = hidden.index_select(0, rows.narrow(0, start, n_routed))
             chosen = order.narrow(0, start, n_routed)
             if self.weighs_inputs:
@@ -149,6 +151,21 @@ class SparseMlp:
         if self.shared is not None:
             total = total + self.shared(hidden)
         return total, routing.experts
+
+
+@runtime_checkable
+class _Fetched(Protocol):
+    """A linear whose weights may have to be read first."""
+
+    def fetch(self) -> None:
+        """Begin to read them."""
+
+
+def _fetch(mlp: Mlp) -> None:
+    """Have an expert that is not in memory read while others compute."""
+    last = getattr(mlp, "down_proj", None)  # its linears come together
+    if isinstance(last, _Fetched):
+        last.fetch()
 
 
 def _weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:

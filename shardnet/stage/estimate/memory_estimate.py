@@ -170,9 +170,20 @@ def streamed_layers(layers: LayerRange, n_streamed: int) -> list[int]:
     ]
 
 
-def layer_stream_bytes(config: ModelConfig, form: WeightForm) -> int:
-    """Return the bytes read from disk per step for the largest layer, if it is streamed."""
+def layer_buffer_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Return the bytes of a buffer for the largest layer, if it is streamed."""
     return max(_linear_bytes(config, layer, form) for layer in range(config.n_layers))
+
+
+def layer_stream_bytes(config: ModelConfig, form: WeightForm) -> int:
+    """Return the bytes that one row reads from disk of the largest layer, if it is streamed.
+
+    Of experts, those that it is routed to, none of which was used lately.
+    """
+    return max(
+        _linear_bytes(config, layer, form) - _unread_bytes(config, layer, form)
+        for layer in range(config.n_layers)
+    )
 
 
 def layer_scratch_bytes(config: ModelConfig, form: WeightForm) -> int:
@@ -196,16 +207,19 @@ def layer_read_bytes(config: ModelConfig, form: WeightForm) -> int:
 
 
 def _read_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
+    return _layer_bytes(config, layer, form) - _unread_bytes(config, layer, form)
+
+
+def _unread_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
+    """Return the bytes of the experts of a layer to which one row is not routed."""
     tensors, experts = _tensors(config, layer), config.layer_experts(layer)
-    whole, packed = _layer_bytes(config, layer, form), form.packed_linears
     if experts is None:
-        return whole
+        return 0
     of_experts = {name: shape for name, shape in tensors.items() if ".experts." in name}
     expert_bytes = _table_bytes(of_experts, form)
-    if packed is not None:
-        expert_bytes += _added_bytes(packed.experts[layer], form.linear)
-    unread = experts.n_experts - experts.top_k
-    return whole - expert_bytes * unread // experts.n_experts
+    if form.packed_linears is not None:
+        expert_bytes += _added_bytes(form.packed_linears.experts[layer], form.linear)
+    return expert_bytes * (experts.n_experts - experts.top_k) // experts.n_experts
 
 
 def kv_block_bytes(

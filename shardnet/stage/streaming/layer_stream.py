@@ -45,7 +45,7 @@ _READERS: Final = 2
 """Threads that read: one alone copies from the page cache slower than a core multiplies."""
 _SHARED_BYTES: Final = 1 << 23
 """Bytes of a piece: small enough to share, large enough to read sequentially."""
-_SILENCE_S: Final = 30.0
+SILENCE_S: Final = 30.0
 """How long the disk may bring no piece: sleeping disks take 10 s to spin up."""
 
 
@@ -77,7 +77,7 @@ class LayerStream:
     reading threads end with this object.
     """
 
-    def __init__(self, buffers: Buffers | None = None, *, silence_s: float = _SILENCE_S) -> None:
+    def __init__(self, buffers: Buffers | None = None, *, silence_s: float = SILENCE_S) -> None:
         """Take the `buffers` that layers are computed from; None is CPU memory.
 
         A disk that brings nothing for `silence_s` fails what waits for it.
@@ -112,7 +112,7 @@ class LayerStream:
     def reserve_each(self, layer: int, parts: Iterable[tuple[FilePart, Packing | None]]) -> int:
         """Add parts as `reserve` does, each with a packing of its own."""
         streamed = self._layers.setdefault(layer, _StreamedLayer())
-        begin = end = -(-streamed.size_bytes // ALIGNMENT) * ALIGNMENT
+        begin = end = aligned(streamed.size_bytes)
         for part, packing in parts:
             end = streamed.add(part, end, packing)
         return begin
@@ -222,15 +222,25 @@ def _read_layer(
     """
 
     def read(piece: Piece) -> None:
-        try:
-            bring(buffer, piece)
-        except FileChanged:
-            raise _changed(piece.part) from None
-        except OSError as error:
-            raise _unreadable(piece.part.path, error) from error
+        read_piece(buffer, piece)
         brought.append(None)
 
     workers.run(read, layer.pieces)
+
+
+def read_piece(buffer: Tensor, piece: Piece) -> None:
+    """Read a piece into `buffer`, uint8. Raises CheckpointError, which names the file."""
+    try:
+        bring(buffer, piece)
+    except FileChanged:
+        raise _changed(piece.part) from None
+    except OSError as error:
+        raise _unreadable(piece.part.path, error) from error
+
+
+def aligned(size_bytes: int) -> int:
+    """Round up to where the weights of a linear may begin."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +33,15 @@ from shardnet.model.kernels.linear import (
 from shardnet.model.kernels.packing import FLOAT_FORMS
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
+from shardnet.stage.streaming.expert_pool import PooledExpert
 from shardnet.stage.streaming.layer_stream import LayerStream
+
+
+class Place(NamedTuple):
+    """What streamed weights are read with: their layer, counted within the stage, or an expert."""
+
+    stream: LayerStream | PooledExpert
+    layer: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,17 +129,16 @@ class StoredLinear:
 
 @dataclass(eq=False, repr=False)
 class StreamedLinear:
-    """A linear layer whose weights are in a buffer of `stream` while its layer computes.
+    """A linear layer whose weights are in a buffer of its `place` while its layer computes.
 
     They begin at the offset `begin` of the buffer; `make` makes the linear of them. With `is_ready`
-    it uses the bytes in the buffer directly, and there is one for each buffer; else it is made anew
-    after every read, and dropped with its layer.
+    it uses the bytes in the buffer directly, and there is one for each buffer of a layer; else, and
+    in experts, it is made anew after every read, and dropped with its layer or expert.
     """
 
     weights_stay = False
 
-    stream: LayerStream
-    layer: int
+    place: Place
     begin: int
     size_bytes: int
     shape: tuple[int, int]
@@ -149,6 +157,11 @@ class StreamedLinear:
         """None: they are read from disk for every pass."""
         return ()
 
+    def fetch(self) -> None:
+        """Begin to read them, if they are an expert's: its layer does not wait for those."""
+        if isinstance(self.place.stream, PooledExpert):
+            self.place.stream.fetch()
+
     def native_matmul(self) -> NativeMatmul:
         """Return the library's matmul with the weights in the current buffer."""
         linear = self._current()
@@ -161,10 +174,11 @@ class StreamedLinear:
 
     def _current(self) -> Linear:
         """Return the linear with the weights in the current buffer."""
-        buffer = self.stream.buffer_of(self.layer)
-        made, key = self.stream.made, self.begin
-        if self.is_ready:
+        stream = self.place.stream
+        buffer = stream.buffer_of(self.place.layer)
+        made, key = stream.made, self.begin
+        if self.is_ready and not isinstance(stream, PooledExpert):
             made, key = self._by_buffer, buffer
         if key not in made:
-            made[key] = self.make(self.stream.weights(self.begin, self.size_bytes, buffer))
+            made[key] = self.make(stream.weights(self.begin, self.size_bytes, buffer))
         return made[key]

@@ -23,7 +23,9 @@ from shardnet.types import LayerRange
 
 
 def streamable(n_layers: int = 20, read_mib: int = 9) -> ModelShape:
-    streaming = Streaming(read_bytes=read_mib * MIB, working_bytes=2 * MIB)
+    streaming = Streaming(
+        read_bytes=read_mib * MIB, buffer_bytes=read_mib * MIB, working_bytes=2 * MIB
+    )
     return replace(shape(n_layers=n_layers), streaming=streaming)
 
 

@@ -132,8 +132,8 @@ def use_device(monkeypatch: pytest.MonkeyPatch, device: LateTransfers, spare_byt
 
     def noted(linear: StreamedLinear, rows: Tensor) -> Tensor:
         product = multiply(linear, rows)
-        stream = linear.stream
-        device.use(stream.weights(0, 1, stream.buffer_of(linear.layer)))
+        stream, layer = linear.place
+        device.use(stream.weights(0, 1, stream.buffer_of(layer)))
         return product
 
     def find(_: torch.device) -> Buffers:

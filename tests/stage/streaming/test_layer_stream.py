@@ -37,6 +37,7 @@ from shardnet.stage.packs.pack_cache import PackCache, PackedModel, packed_model
 from shardnet.stage.runs import Run
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.streaming import file_parts, layer_stream
+from shardnet.stage.streaming.expert_pool import ExpertPool
 from shardnet.stage.streaming.file_parts import FilePart
 from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.types import (
@@ -117,6 +118,54 @@ def test_streamed_layers_give_the_bits_of_resident_ones(
     assert same(said(streamed), said(load(folder, 0, choice)))
     assert streamed.n_fetched == 2 + 5 * 3
     """Five passes fetch three layers each; two lie ready for the next one."""
+
+
+def test_of_experts_only_those_that_rows_visit_are_read(tmp_path: Path) -> None:
+    """There is room for those of two layers: the ones of the last token are there for the next."""
+    folder = make_decoder(tmp_path, "qwen3_moe", with_tokenizer=False, num_experts=12)
+    resident, streamed = load(folder, 0), load(folder, 4)
+    pool, tokens, config = streamed.experts, [5, 6, 7, 8], Checkpoint.open(folder).config.experts
+    assert pool is not None
+    assert config is not None
+    for position, token in enumerate(tokens):
+        step = batch((0, position, [token]))
+        assert torch.equal(streamed.forward(step, None), resident.forward(step, None))
+        assert pool.n_used == 4 * config.top_k * (position + 1)
+        assert pool.n_read <= pool.n_used
+    assert pool.n_read < 4 * 12
+    n_read = pool.n_read
+    streamed.forward(batch((1, 0, tokens[-1:])), None)
+    assert pool.n_read - n_read < 4 * config.top_k, "what the last token read is used again"
+
+
+def test_the_expert_used_last_stays_and_one_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Places for two layers of three; one whose file was away comes once it is back."""
+    file, away = tmp_path / "file", tmp_path / "away"
+    file.write_bytes(bytes(range(240)))
+    pool = ExpertPool()
+    experts = [pool.expert(layer, number) for layer in range(3) for number in range(2)]
+    for number, expert in enumerate(experts):
+        assert expert.reserve(0, [FilePart.of(file, 40 * number, 3)]) == 0
+        assert expert.reserve(0, [FilePart.of(file, 40 * number + 9, 2)]) == 64
+    pool.start()
+
+    def held(number: int) -> list[int]:
+        expert = experts[number]
+        expert.fetch()
+        place = expert.buffer_of(0)
+        return [*expert.weights(0, 3, place).tolist(), *expert.weights(64, 2, place).tolist()]
+
+    for number in (0, 1, 2, 3, 0, 4, 5, 0):
+        at = 40 * number
+        assert held(number) == [at, at + 1, at + 2, at + 9, at + 10]
+    assert pool.n_read == 6, "0 was not read again, 1 and 2 made room"
+    file.rename(away)
+    held(0)
+    for number in (1, 1, 2):
+        with pytest.raises(CheckpointError, match="shardnet unload"):
+            held(number)
+    away.rename(file)
+    assert held(1) == [40, 41, 42, 49, 50]
 
 
 @pytest.mark.parametrize(
