@@ -452,11 +452,21 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_vectors  # else what is stored in bfloat16 is computed in float32, and cannot be streamed
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("quant", cases(["none"], ["int8"]))
-def test_resident_memory_is_what_was_predicted(quant: str, large: Path) -> None:
+@pytest.mark.parametrize("quant", cases(["none"], ["int8", "experts"]))
+def test_resident_memory_is_what_was_predicted(quant: str, large: Path, tmp_path: Path) -> None:
     """Pages of files included: no more than the planner says, far less than the layers weigh."""
-    figures = figures_of(MEASURE, str(large), quant)
-    config, kind = Checkpoint.open(large).config, Quantization.named(quant)
+    folder = large
+    if quant == "experts":
+        shape = {
+            "hidden_size": 512,
+            "moe_intermediate_size": 512,
+            "num_experts": 32,
+            "head_dim": 64,
+        }
+        more = {"num_hidden_layers": 8, "with_tokenizer": False, "dtype": torch.bfloat16}
+        folder, quant = make_decoder(tmp_path, "qwen3_moe", **shape, **more), "none"
+    figures = figures_of(MEASURE, str(folder), quant)
+    config, kind = Checkpoint.open(folder).config, Quantization.named(quant)
     dtype = DType(figures["dtype"])
     form = WeightForm(dtype=dtype, quantization=kind)
     predicted = stage_weight_bytes(config, LayerRange(0, 8), form, 8)
