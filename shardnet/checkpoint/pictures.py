@@ -107,7 +107,8 @@ def open_pictures(
     where = str(checkpoint.folder / "config.json")
     config = _read_config(wrapper.vision, raw, where, checkpoint.config)
     own = _read_processor(checkpoint.folder)
-    stored = {name.removeprefix("model."): info for name, info in checkpoint.stored.items()}
+    spell = wrapper.vision.spell
+    stored = {spell(name.removeprefix("model.")): info for name, info in checkpoint.stored.items()}
     made = {
         name: unchanged(name, _as_matrix(stored[name], shape))
         for name, shape in wrapper.vision.tensors(config).items()

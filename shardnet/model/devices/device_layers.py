@@ -321,11 +321,12 @@ class DeviceLayers:
         """Run all layers, each with its rotary tables: [T, E] to [T, E], of the host.
 
         Returns None where the host is to compute: for slots that are not those of the stage, where
-        hidden states are rounded otherwise than to bfloat16, and where routing is asked for.
+        hidden states are rounded otherwise than to bfloat16, where routing is asked for, and with
+        rows of pictures that see each other.
         """
         if step.kv is not self._kv or step.hidden_dtype not in (None, torch.bfloat16):
             return None
-        if step.experts is not None:
+        if step.experts is not None or any(span.see_each_other for span in step.spans):
             return None
         device, n_rows = self._device, len(hidden)
         places, pages = self._kv.bring(step.spans)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
-from shardnet.model.vision import pixtral
+from shardnet.model.vision import pixtral, siglip
 from shardnet.model.vision.vision_family import VisionFamily
 
 TEXT: Final = "text_config"
@@ -116,6 +116,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             family="gemma3_text",
             text_types=("gemma3_text",),
             defaults={"vocab_size": 262208, "num_attention_heads": 8},
+            vision=siglip.VISION,
         ),
         Wrapper(
             model_type="gemma4",
@@ -191,5 +192,5 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
 }
 """By `model_type`."""
 
-VISIONS: Final = (pixtral.VISION,)
+VISIONS: Final = (pixtral.VISION, siglip.VISION)
 """All kinds of towers."""

@@ -9,7 +9,7 @@ heads per KV head.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import torch
@@ -33,8 +33,16 @@ class ChunkMasks:
     One mask for each window of the layers, made when the first of them needs it.
     """
 
-    def __init__(self, group: RowGroup, dtype: torch.dtype, device: torch.device) -> None:
-        self._group = group
+    def __init__(
+        self,
+        position: int,
+        n_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        see_each_other: bool,
+    ) -> None:
+        self._rows = position, n_rows, see_each_other
         self._dtype = dtype
         self._device = device
         self._masks: dict[int | None, Tensor] = {}
@@ -42,7 +50,7 @@ class ChunkMasks:
     def of(self, window: int | None) -> Tensor:
         """Return [T, P] over the keys from the first that any row sees; additive, 0 or -inf."""
         if window not in self._masks:
-            self._masks[window] = _mask(self._group, window, self._dtype, self._device)
+            self._masks[window] = _mask(*self._rows, window, self._dtype, self._device)
         return self._masks[window]
 
 
@@ -50,7 +58,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     """The rows `[start, end)` of one slot; `position` is the first one's.
 
     `masks` is None for rows that torch attends one by one. The last `n_drafts` rows may be
-    rejected.
+    rejected. Rows that `see_each_other`, of a picture, attend up to the last of them.
     """
 
     slot: SlotId
@@ -59,6 +67,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     masks: ChunkMasks | None
     n_drafts: int = 0
+    see_each_other: bool = False
 
 
 class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,19 +164,24 @@ def step_over(
     for group in groups:
         start = len(positions)
         positions.extend(range(group.position, group.position + group.n_rows))
-        masks = None
-        if group.n_rows > MAX_EXACT_ROWS:
-            masks = ChunkMasks(group, dtype, kv.device)
-        spans.append(
-            Span(
-                slot=group.slot,
-                start=start,
-                end=len(positions),
-                position=group.position,
-                masks=masks,
-                n_drafts=min(max(0, group.n_sampled - 1), MAX_DRAFTS),
+        blocks = () if pictures is None else pictures.blocks
+        for first, end, see_each_other in _parts(start, len(positions), blocks):
+            position, masks = positions[first], None
+            if end - first > MAX_EXACT_ROWS:
+                masks = ChunkMasks(
+                    position, end - first, dtype, kv.device, see_each_other=see_each_other
+                )
+            spans.append(
+                Span(
+                    slot=group.slot,
+                    start=first,
+                    end=end,
+                    position=position,
+                    masks=masks,
+                    n_drafts=min(max(0, group.n_sampled - 1), MAX_DRAFTS),
+                    see_each_other=see_each_other,
+                )
             )
-        )
     return ForwardStep(
         token_ids=torch.tensor(token_ids, dtype=torch.int64, device=kv.device),
         positions=torch.tensor(positions, dtype=torch.int64, device=kv.device),
@@ -182,18 +196,42 @@ def step_over(
     )
 
 
+def _parts(
+    start: int, end: int, blocks: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int, bool]]:
+    """Cut rows [start, end) at the `blocks` among them; say of each part whether it is one."""
+    for block in blocks:
+        if start <= block[0] < end:
+            if start < block[0]:
+                yield start, block[0], False
+            yield *block, True
+            start = block[1]
+    if start < end:
+        yield start, end, False
+
+
 def _native_spans(spans: Sequence[Span], kv: KvCache) -> NativeSpans | None:
     if kv.device.type != "cpu":
         return None
-    return NativeSpans.of([(span.slot, span.start, span.end, span.position) for span in spans], kv)
+    return NativeSpans.of(
+        [(s.slot, s.start, s.end, s.position, s.see_each_other) for s in spans], kv
+    )
 
 
-def _mask(group: RowGroup, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _mask(
+    position: int,
+    n_rows: int,
+    see_each_other: bool,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """Mask the keys that row i, at `position + i`, must not attend to."""
-    first = 0 if window is None else max(0, group.position - window + 1)
-    own = group.position - first  # index of the first row's own key
-    shape = (group.n_rows, own + group.n_rows)
-    mask = torch.full(shape, -math.inf, dtype=dtype, device=device).triu_(own + 1)
+    first = 0 if window is None else max(0, position - window + 1)
+    own = position - first  # index of the first row's own key
+    shape = (n_rows, own + n_rows)
+    mask = torch.full(shape, -math.inf, dtype=dtype, device=device)
+    mask = mask.zero_() if see_each_other else mask.triu_(own + 1)
     if window is not None:
         unseen = torch.ones(shape, dtype=torch.bool, device=device).tril_(own - window)
         mask.masked_fill_(unseen, -math.inf)
@@ -297,6 +335,7 @@ def _attend_span(
     for row in range(span.start, span.end):
         end = keys.shape[2] - (span.end - row) + 1
         first = 0 if kind.window is None else max(0, end - kind.window)
+        end = keys.shape[2] if span.see_each_other else end
         own_keys = keys.narrow(2, first, end - first)
         own_values = values.narrow(2, first, end - first)
         parts.append(_attend_row(grouped[row], own_keys, own_values, kind))

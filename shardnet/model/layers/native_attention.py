@@ -89,7 +89,7 @@ class AttentionKind:
 class NativeSpans:
     """The rows of each slot in a step as the library reads them, `struct span`."""
 
-    spans: npt.NDArray[np.int64]  # [spans, 4]
+    spans: npt.NDArray[np.int64]  # [spans, 5]
     slots: tuple[SlotAddresses, ...]
     """The tables that `spans` points to: see KvCache.addresses."""
     address: int
@@ -97,8 +97,11 @@ class NativeSpans:
     n_rows: int
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[SlotId, int, int, int]], kv: KvCache) -> NativeSpans:
-        """Make the table of spans: slot, first row, end, first row's position."""
+    def of(cls, rows: Sequence[tuple[SlotId, int, int, int, bool]], kv: KvCache) -> NativeSpans:
+        """Make the table of spans.
+
+        Each is slot, first row, end, the first row's position, and whether they see each other.
+        """
         slots = tuple(kv.addresses(slot) for slot, *_ in rows)
         table = [(slot.ctypes.data, *row[1:]) for slot, row in zip(slots, rows, strict=True)]
         numbers = np.array(table, np.int64)

@@ -66,7 +66,8 @@ class VisionFamily:
 
     `read_config`, given the whole config.json, its `vision_config` and the language model's config,
     reads what is computed. `tensors` names the parameters and their shapes, as transformers does
-    below `model.`; kernels of convolutions are matrices. `make_processor` reads the config of the
+    below `model.`; kernels of convolutions are matrices. `spell` returns that name of a stored
+    parameter, given without `model.` in front. `make_processor` reads the config of the
     makers' processor. `load` builds the forward pass.
     """
 
@@ -75,6 +76,7 @@ class VisionFamily:
     make_processor: Callable[[VisionConfig, Fields, TokenId], PictureProcessor]
     load: Callable[[VisionConfig, WeightSource, torch.dtype, torch.device], Tower]
     gguf: VisionGguf | None = None
+    spell: Callable[[str], str] = lambda name: name
 
 
 def linear_tensors(

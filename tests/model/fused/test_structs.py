@@ -117,6 +117,7 @@ def test_tables_of_spans_and_slots_have_the_columns_of_their_structs() -> None:
         ("start", ctypes.c_int64),
         ("end", ctypes.c_int64),
         ("position", ctypes.c_int64),
+        ("see_each_other", ctypes.c_int64),
     ]
     kv = KvCache(2, 3, 8, torch.float32, torch.device("cpu"), 16, windows=(None, 4))
     kv.ensure(SlotId(7), 1300)
@@ -130,8 +131,8 @@ def test_tables_of_spans_and_slots_have_the_columns_of_their_structs() -> None:
     assert native_spans.n_rows == 42
     tables = [kv.addresses(slot) for slot in (SlotId(3), SlotId(7))]
     assert native_spans.spans.tolist() == [
-        [tables[0].ctypes.data, 0, 40, 0],
-        [tables[1].ctypes.data, 40, 42, 1300],
+        [tables[0].ctypes.data, 0, 40, 0, 0],
+        [tables[1].ctypes.data, 40, 42, 1300, 0],
     ]
     for layer in (0, 1):
         keys, values = kv.layer(SlotId(7), layer)

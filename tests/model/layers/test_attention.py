@@ -7,10 +7,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.rings.stage_chain import Rows, batch_of
 from torch import Tensor
 
 from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.model.layers import attention as torch_attention
 from shardnet.model.layers.attention import attention, plan_step
 from shardnet.model.layers.native_attention import AttentionKind
@@ -29,10 +31,9 @@ KINDS = {
 
 
 def naive_attention(query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:
-    """One row [H, D] over [P, KV heads, D], in float64, from the definition."""
-    first = max(0, len(keys) - (kind.window or len(keys)))
+    """One row [H, D] over all of [P, KV heads, D], in float64, from the definition."""
     spread = query.shape[0] // keys.shape[1]
-    keys, values = (t[first:].double().repeat_interleave(spread, dim=1) for t in (keys, values))
+    keys, values = (t.double().repeat_interleave(spread, dim=1) for t in (keys, values))
     scores = torch.einsum("hd,phd->hp", query.double(), keys)
     scores = scores * (kind.scale or 1 / math.sqrt(query.shape[1]))
     if kind.soft_cap:
@@ -55,17 +56,37 @@ def batch(*sizes: tuple[int, int]) -> MicroBatch:
     n_kv_heads=st.sampled_from([1, 2, 6]),
     kind=st.sampled_from(list(KINDS.values())),
     kv_dtype=st.sampled_from(list(KvDType)),
+    picture=st.tuples(st.integers(0, 39), st.integers(1, 40)),
+    is_native=st.booleans(),
 )
 @example(
     sizes=[(0, 40), (39, 33), (40, 1)],
     n_kv_heads=2,
     kind=KINDS["window of 40"],
     kv_dtype=KvDType.INT8,
+    picture=(2, 38),
+    is_native=False,
+)
+@example(
+    sizes=[(120, 140)],
+    n_kv_heads=2,
+    kind=KINDS["window of 7"],
+    kv_dtype=KvDType.AUTO,
+    picture=(3, 135),
+    is_native=True,
 )
 def test_each_row_sees_its_own_slot_up_to_itself(
-    sizes: list[tuple[int, int]], n_kv_heads: int, kind: AttentionKind, kv_dtype: KvDType
+    sizes: list[tuple[int, int]],
+    n_kv_heads: int,
+    kind: AttentionKind,
+    kv_dtype: KvDType,
+    picture: tuple[int, int],
+    is_native: bool,
 ) -> None:
-    """Groups of one row, few and many, each after some positions that were there before."""
+    """Groups of one row, few and many, each after some positions that were there before.
+
+    Rows of a picture, [start, end) of the first group, see all of it.
+    """
     n_heads, head_size = 6, 4
     generator = torch.Generator().manual_seed(0)
 
@@ -81,7 +102,11 @@ def test_each_row_sees_its_own_slot_up_to_itself(
         draw(n_rows, n_kv_heads),
         draw(n_rows, n_kv_heads),
     )
-    step = plan_step(batch(*sizes), kv, 400, torch.float32)
+    low, high = picture[0], min(picture[1], sizes[0][1])
+    blocks = ((low, high),) if low < high else ()
+    pictures = PictureRows(index=torch.arange(0), blocks=blocks)
+    step = plan_step(batch(*sizes), kv, 400, torch.float32, pictures=pictures)
+    step = step if is_native else replace(step, native_spans=None)
     for slot, (past_keys, past_values) in enumerate(past):
         cached_keys, cached_values = kv.layer(SlotId(slot), 0)
         cached_keys[:, : len(past_keys)] = kv.quantize(past_keys).transpose(0, 1)
@@ -96,7 +121,9 @@ def test_each_row_sees_its_own_slot_up_to_itself(
         all_keys = seen_rows(past_keys, keys[start : start + rows])
         all_values = seen_rows(past_values, values[start : start + rows])
         for row in range(start, start + rows):
-            seen = slice(0, len(past_keys) + row + 1 - start)
+            own = len(past_keys) + row - start
+            end = len(past_keys) + high if low <= row < high else own + 1
+            seen = slice(max(0, own + 1 - (kind.window or own + 1)), end)
             expected = naive_attention(queries[row], all_keys[seen], all_values[seen], kind)
             torch.testing.assert_close(attended[row].double(), expected, rtol=0, atol=1e-5)
         start += rows

@@ -31,8 +31,23 @@ PIXTRAL = {
     "vision_tower.transformer.layers.N.feed_forward.up_proj": "v.blk.N.ffn_up",
     "vision_tower.transformer.layers.N.feed_forward.down_proj": "v.blk.N.ffn_down",
 }
-NAMES = {"mistral3": PIXTRAL}
-PROJECTORS = {"mistral3": "pixtral"}
+SIGLIP = {
+    "vision_tower.embeddings.patch_embedding": "v.patch_embd",
+    "vision_tower.embeddings.position_embedding": "v.position_embd",
+    "vision_tower.post_layernorm": "v.post_ln",
+    "multi_modal_projector.mm_input_projection": "mm.input_projection",
+    "multi_modal_projector.mm_soft_emb_norm": "mm.soft_emb_norm",
+    "vision_tower.encoder.layers.N.layer_norm1": "v.blk.N.ln1",
+    "vision_tower.encoder.layers.N.layer_norm2": "v.blk.N.ln2",
+    "vision_tower.encoder.layers.N.self_attn.q_proj": "v.blk.N.attn_q",
+    "vision_tower.encoder.layers.N.self_attn.k_proj": "v.blk.N.attn_k",
+    "vision_tower.encoder.layers.N.self_attn.v_proj": "v.blk.N.attn_v",
+    "vision_tower.encoder.layers.N.self_attn.out_proj": "v.blk.N.attn_out",
+    "vision_tower.encoder.layers.N.mlp.fc1": "v.blk.N.ffn_up",
+    "vision_tower.encoder.layers.N.mlp.fc2": "v.blk.N.ffn_down",
+}
+NAMES = {"mistral3": PIXTRAL, "gemma3": SIGLIP}
+PROJECTORS = {"mistral3": "pixtral", "gemma3": "gemma3"}
 
 
 def write_mmproj(source: Path, path: Path, kind: Kind, *, is_rounded: bool = False) -> Path:
@@ -48,7 +63,7 @@ def write_mmproj(source: Path, path: Path, kind: Kind, *, is_rounded: bool = Fal
     for key, value in _metadata(wrapper, config, tower).items():
         _add(writer, key, value)
     for name, values in load_file(source / "model.safetensors").items():
-        name = name.removeprefix("model.")
+        name = name.removeprefix("model.").replace("_weight", ".weight")
         stem, _, suffix = name.rpartition(".")
         numbers = re.findall(r"\.(\d+)\.", name)
         found = NAMES[wrapper].get(re.sub(r"\.\d+\.", ".N.", stem))
@@ -56,8 +71,11 @@ def write_mmproj(source: Path, path: Path, kind: Kind, *, is_rounded: bool = Fal
             continue
         if wrapper == "mistral3" and stem.endswith(("q_proj", "k_proj")):
             values = interleaved(values, tower["num_attention_heads"])
-        stored = kind if values.ndim > 1 else Kind.F32
-        if stored is Kind.Q8_0 and (values.ndim > 2 or values.shape[-1] % 32):
+        if "soft_emb_norm" in stem:
+            values = values + 1
+        stored = kind if values.ndim > 1 and "position_embedding" not in stem else Kind.F32
+        is_odd = values.ndim > 2 or values.shape[-1] % 32 or "input_projection" in stem
+        if stored is Kind.Q8_0 and is_odd:
             stored = Kind.F16
         packed = quantize(values.astype(np.float32), stored)
         if is_rounded:
@@ -73,9 +91,24 @@ def write_mmproj(source: Path, path: Path, kind: Kind, *, is_rounded: bool = Fal
 
 def _metadata(wrapper: str, config: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
     act = tower["hidden_act"]
-    return {
+    own: dict[str, Any] = {
+        "clip.vision.spatial_merge_size": config.get("spatial_merge_size", 1),
+        "clip.vision.image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "clip.vision.image_std": [0.26862954, 0.26130258, 0.27577711],
+    }
+    if wrapper == "gemma3":
+        n_high, side = (
+            tower["image_size"] / tower["patch_size"],
+            config["mm_tokens_per_image"] ** 0.5,
+        )
+        own = {
+            "clip.vision.projector.scale_factor": int(n_high / side),
+            "clip.vision.image_mean": [0.5] * 3,
+            "clip.vision.image_std": [0.5] * 3,
+        }
+    return own | {
         "clip.use_silu": act == "silu",
-        "clip.use_gelu": act == "gelu",
+        "clip.use_gelu": act != "silu",
         "clip.vision.embedding_length": tower["hidden_size"],
         "clip.vision.feed_forward_length": tower["intermediate_size"],
         "clip.vision.block_count": tower["num_hidden_layers"],
@@ -84,9 +117,6 @@ def _metadata(wrapper: str, config: dict[str, Any], tower: dict[str, Any]) -> di
         "clip.vision.patch_size": tower["patch_size"],
         "clip.vision.image_size": tower["image_size"],
         "clip.vision.projection_dim": config["text_config"]["hidden_size"],
-        "clip.vision.spatial_merge_size": config.get("spatial_merge_size", 1),
-        "clip.vision.image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "clip.vision.image_std": [0.26862954, 0.26130258, 0.27577711],
     }
 
 

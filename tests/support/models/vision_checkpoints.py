@@ -13,10 +13,18 @@ import torch
 from numpy.typing import NDArray
 from support.models.checkpoints import make_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 Picture = NDArray[np.uint8]
-TOKENS = {"[IMG]": 300, "[IMG_BREAK]": 301, "[IMG_END]": 302}
+TOKENS = {
+    "[IMG]": 300,
+    "[IMG_BREAK]": 301,
+    "[IMG_END]": 302,
+    "<image_soft_token>": 303,
+    "<start_of_image>": 304,
+    "<end_of_image>": 305,
+}
 """Ids of the tokens that stand for pictures: the padding of the tiny models' vocabulary."""
 
 
@@ -32,6 +40,8 @@ class VisionCase:
     tower: Mapping[str, Any]
     settings: Mapping[str, Any]
     processor: Any
+    merge: int
+    """Patches on a side of what becomes one row."""
     outer: Mapping[str, Any] = field(default_factory=dict)
     wide: Mapping[str, Any] = field(default_factory=dict)
     """The sizes of a tower whose columns are whole blocks of Q8_0."""
@@ -39,8 +49,7 @@ class VisionCase:
     @property
     def multiple(self) -> int:
         """Pixels on a side of what becomes one row."""
-        merge = self.outer.get("spatial_merge_size", self.tower.get("spatial_merge_size", 1))
-        return int(self.tower["patch_size"] * merge)
+        return int(self.tower["patch_size"] * self.merge)
 
     def make(self, folder: Path, *, seed: int = 0, **tower: Any) -> Path:
         """Write a random checkpoint, its tower changed by `tower`. Return `folder`."""
@@ -72,17 +81,12 @@ class VisionCase:
         )
         return made
 
-    @property
-    def merged(self) -> int:
-        """Patches that become one row."""
-        return int(self.multiple // self.tower["patch_size"]) ** 2
-
     def patches(self, prepared: Mapping[str, Any]) -> Picture:
         """Return a prepared picture as patches, those of a row together."""
         pixels = np.asarray(prepared["pixel_values"])
         if pixels.ndim == 2:
             return pixels
-        side, merge = self.tower["patch_size"], self.multiple // self.tower["patch_size"]
+        side, merge = self.tower["patch_size"], self.merge
         _, _, height, width = pixels.shape
         shape = (3, height // self.multiple, merge, side, width // self.multiple, merge, side)
         cut = pixels.reshape(shape).transpose(1, 4, 2, 5, 0, 3, 6)
@@ -116,6 +120,8 @@ class VisionCase:
 
     def kinds(self, ids: torch.Tensor) -> dict[str, Any]:
         """Return what transformers wants to be told of each token beside its id."""
+        if self.wrapper == "gemma3":
+            return {"token_type_ids": (ids == self.outer["image_token_index"]).int()}
         return {}
 
     @property
@@ -154,9 +160,36 @@ CASES = {
             "image_size": 60,
             "hidden_act": "silu",
         },
+        merge=2,
         outer={"spatial_merge_size": 2, "image_token_index": 300},
         settings={"size": {"longest_edge": 60}},
         processor=PixtralImageProcessorPil,
+        wide={"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4},
+    ),
+    "gemma3": VisionCase(
+        wrapper="gemma3",
+        text={
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        tower={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 24,
+            "intermediate_size": 44,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "patch_size": 5,
+            "image_size": 60,
+            "vision_use_head": False,
+        },
+        outer={"mm_tokens_per_image": 36, "image_token_index": 303}
+        | {"boi_token_index": 304, "eoi_token_index": 305},
+        settings={"size": {"height": 60, "width": 60}},
+        processor=Gemma3ImageProcessorPil,
+        merge=2,
         wide={"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4},
     ),
 }
@@ -176,5 +209,6 @@ CASES["mistral3-ministral3"] = VisionCase(
     outer=dict(CASES["mistral3"].outer) | {"multimodal_projector_bias": True},
     settings=CASES["mistral3"].settings,
     processor=PixtralImageProcessorPil,
+    merge=2,
     wide=CASES["mistral3"].wide,
 )

@@ -278,6 +278,7 @@ KIND(int8, INT8)
 struct NAME(tile) {
     const struct attend *call;
     int64_t first_position; /* of the first row */
+    int64_t all_see;        /* the last position that all rows see */
     int n_rows, n_heads, n;
     float best[TILE], largest[TILE]; /* scores of all blocks so far, of this one */
     float less[TILE], own[TILE];     /* factors of what those before have added up to, and of this one's */
@@ -294,8 +295,9 @@ struct NAME(tile) {
 INLINE void NAME(seen)(const struct NAME(tile) *tile, int row, int64_t block, int *begin, int *end) {
     const int64_t position = tile->first_position + row, window = tile->call->window;
     const int64_t first = window && position >= window ? position - window + 1 : 0;
+    const int64_t last = position > tile->all_see ? position : tile->all_see;
     *begin = first <= block ? 0 : first - block < KEYS ? (int)(first - block) : KEYS;
-    *end = position < block ? 0 : position + 1 - block < KEYS ? (int)(position + 1 - block) : KEYS;
+    *end = last < block ? 0 : last + 1 - block < KEYS ? (int)(last + 1 - block) : KEYS;
 }
 
 /* Adds the values [begin, end) of a block, weighted, for `n` queries. */
@@ -386,7 +388,8 @@ static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const cha
         for (int i = begin; i < end; i += LANES)
             NAME(transpose)
             (tile->columns + i - begin, keys, call->row_bytes, i, low, high, (call->head_size + per_word - 1) / per_word);
-        const int64_t before = block + begin - tile->first_position; /* rows that do not see these keys yet */
+        const int64_t first = block + begin;
+        const int64_t before = first <= tile->all_see ? 0 : first - tile->first_position; /* rows that do not see it */
         const int query = before > 0 ? (int)before * tile->n_heads / QUERIES * QUERIES : 0;
         const float(*scales)[KEYS] = (const float(*)[KEYS])(&tile->scales[0][begin]);
         const float *queries = tile->queries + query * query_columns(call);
@@ -453,6 +456,7 @@ static NOINLINE TARGET void NAME(attend_tile)(const struct attend *call, const s
     for (int i = 0; i < TILE; i++) tile.best[i] = -INFINITY;
     tile.call = call;
     tile.first_position = span->position + row - span->start;
+    tile.all_see = span->see_each_other ? span->position + span->end - span->start - 1 : tile.first_position;
     tile.n_rows = n_rows;
     tile.n_heads = n_heads;
     tile.n = n_rows * n_heads;
@@ -472,7 +476,8 @@ static NOINLINE TARGET void NAME(attend_tile)(const struct attend *call, const s
         if (call->sinks) tile.sums[i][0][0] = 1;
         for (int64_t c = 0; c < call->value_size; c += LANES) memset(&tile.totals[i][c], 0, sizeof(lanes));
     }
-    const int64_t last = tile.first_position + n_rows - 1;
+    const int64_t own_last = tile.first_position + n_rows - 1;
+    const int64_t last = own_last > tile.all_see ? own_last : tile.all_see;
     const int64_t first =
         call->window && tile.first_position >= call->window ? tile.first_position - call->window + 1 : 0;
     for (int64_t block = first / KEYS * KEYS; block <= last; block += KEYS) {

@@ -63,10 +63,10 @@ struct slot_layer {
     const struct kv_block *shared;
 };
 
-/* The rows [start, end) of one slot, `position` the first one's. */
+/* The rows [start, end) of one slot, `position` the first one's. Rows that see each other attend up to the last one. */
 struct span {
     const struct slot_layer *layers;
-    int64_t start, end, position;
+    int64_t start, end, position, see_each_other;
 };
 
 /* Attention of rows over the keys and values in their slots. */

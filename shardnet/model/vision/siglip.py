@@ -1,0 +1,215 @@
+"""SigLIP's tower in Gemma 3 (transformers, modeling_siglip.py, modeling_gemma3.py).
+
+Pictures of one size, learned positions, and averages over squares of patches. The rows of a picture
+see each other in the language model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from shardnet.model.config.decoder_config import read_activation
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import NORM_EPS
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.vision.patches import (
+    FixedSize,
+    Marks,
+    PatchProcessor,
+    read_filter,
+    read_levels,
+    required_id,
+)
+from shardnet.model.vision.picture import EncodedPicture, PictureProcessor
+from shardnet.model.vision.resampling import Filter
+from shardnet.model.vision.vision_config import VisionConfig
+from shardnet.model.vision.vision_family import (
+    Table,
+    TokenId,
+    VisionFamily,
+    VisionGguf,
+    linear_tensors,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from shardnet.model.kernels.linear import Linear
+    from shardnet.model.layers.norms import Norm
+    from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.vision.tower import TowerLayer
+
+_EPS: Final = 1e-6
+_HALF: Final = (0.5, 0.5, 0.5)
+_TOWER: Final = "vision_tower.vision_model"
+_PROJECTION: Final = "multi_modal_projector.mm_input_projection"
+_NORM: Final = "multi_modal_projector.mm_soft_emb_norm"
+
+
+def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
+    """Read a SiglipVisionConfig, and what Gemma3Config says of the projector."""
+    own.ignore("vision_use_head", "projection_size")  # which Gemma does not use
+    patch, size = own.positive("patch_size", 16), own.positive("image_size", 224)
+    n_rows = outer.positive("mm_tokens_per_image", 256)
+    side, grid = math.isqrt(n_rows), size // patch
+    if side * side != n_rows or grid % side or size % patch:
+        raise outer.unsupported(
+            "mm_tokens_per_image", n_rows, f"squares of numbers that divide {size} / {patch}"
+        )
+    eps = own.number("layer_norm_eps", _EPS, within=NORM_EPS)
+    return VisionConfig(
+        n_layers=own.positive("num_hidden_layers", 12),
+        hidden_size=own.positive("hidden_size", 768),
+        intermediate_size=own.positive("intermediate_size", 3072),
+        n_heads=own.positive("num_attention_heads", 12),
+        patch=patch,
+        merge=grid // side,
+        out_size=text.hidden_size,
+        norm_eps=eps,
+        activation=read_activation(own, "hidden_act", "gelu_pytorch_tanh"),
+        row_id=outer.take("image_token_index", int, outer.take("image_token_id", int, 262144)),
+        grid=grid,
+        projector_eps=eps,
+    )
+
+
+def tensors(config: VisionConfig) -> Table:
+    """Name the parameters, as published checkpoints do; the projection as a linear."""
+    width, inner = config.hidden_size, config.intermediate_size
+    norms = [f"{_TOWER}.post_layernorm"]
+    made: Table = {
+        f"{_TOWER}.embeddings.position_embedding.weight": (config.grid**2, width),
+        f"{_NORM}.weight": (width,),
+        f"{_PROJECTION}.weight": (width, config.out_size),
+    }
+    shapes = {"patch_embedding": (width, config.patch_width)}
+    made |= linear_tensors(f"{_TOWER}.embeddings", shapes, with_bias=True)
+    for number in range(config.n_layers):
+        layer = f"{_TOWER}.encoder.layers.{number}"
+        square = dict.fromkeys(("q_proj", "k_proj", "v_proj", "out_proj"), (width, width))
+        mlp = {"fc1": (inner, width), "fc2": (width, inner)}
+        made |= linear_tensors(f"{layer}.self_attn", square, with_bias=True)
+        made |= linear_tensors(f"{layer}.mlp", mlp, with_bias=True)
+        norms += [f"{layer}.layer_norm1", f"{layer}.layer_norm2"]
+    return made | {f"{norm}.{part}": (width,) for norm in norms for part in ("weight", "bias")}
+
+
+def spell(name: str) -> str:
+    """Return what `tensors` calls a stored parameter."""
+    inside = name.removeprefix("vision_tower.").removeprefix("vision_model.")
+    name = f"{_TOWER}.{inside}" if name.startswith("vision_tower.") else name
+    return f"{_PROJECTION}.weight" if name == f"{_PROJECTION}_weight" else name
+
+
+def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> PictureProcessor:
+    """Read a Gemma3ImageProcessor. Pictures are not cut into crops."""
+    side = config.grid * config.patch
+    size = own.inner("size", own.take("size", dict, {"height": side, "width": side}))
+    for key in ("height", "width"):
+        size.require(key, side)
+    mean, deviation = read_levels(own, _HALF, _HALF)
+    placeholder = "<start_of_image>"
+    start, end = (required_id(own, token_id, mark) for mark in (placeholder, "<end_of_image>"))
+    return PatchProcessor(
+        size=FixedSize(height=side, width=side),
+        filter=read_filter(own, Filter.BILINEAR),
+        mean=mean,
+        deviation=deviation,
+        patch=config.patch,
+        merge=config.merge,
+        marks=Marks(row=config.row_id, before=(start,), after=(end,)),
+        placeholder=placeholder,
+        placeholder_id=start,
+        around=("\n\n", "\n\n"),
+        see_each_other=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiglipTower:
+    """The forward pass."""
+
+    config: VisionConfig
+    patches: Linear
+    positions: Tensor  # [grid^2, W]
+    layers: tuple[TowerLayer, ...]
+    last_norm: Norm
+    norm: Norm
+    projection: Linear
+
+    @classmethod
+    def load(
+        cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> SiglipTower:
+        """Take the parameters."""
+        from shardnet.model.vision.tower import TowerLayer, TowerMlp
+
+        def layer(number: int) -> TowerLayer:
+            prefix = f"{_TOWER}.encoder.layers.{number}"
+            return TowerLayer(
+                n_heads=config.n_heads,
+                attention_norm=weights.norm(f"{prefix}.layer_norm1", config.norm_eps),
+                qkv_proj=weights.linear(*(f"{prefix}.self_attn.{name}_proj" for name in "qkv")),
+                o_proj=weights.linear(f"{prefix}.self_attn.out_proj"),
+                mlp_norm=weights.norm(f"{prefix}.layer_norm2", config.norm_eps),
+                mlp=TowerMlp(
+                    activation=config.activation,
+                    up_proj=weights.linear(f"{prefix}.mlp.fc1"),
+                    down_proj=weights.linear(f"{prefix}.mlp.fc2"),
+                ),
+            )
+
+        return cls(
+            config=config,
+            patches=weights.linear(f"{_TOWER}.embeddings.patch_embedding"),
+            positions=weights.matrix(f"{_TOWER}.embeddings.position_embedding"),
+            layers=tuple(layer(number) for number in range(config.n_layers)),
+            last_norm=weights.norm(f"{_TOWER}.post_layernorm", config.norm_eps),
+            norm=weights.norm(_NORM, config.projector_eps, 1.0),
+            projection=weights.linear(_PROJECTION, transposed=True),
+        )
+
+    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> Iterator[EncodedPicture | None]:
+        """Encode patches; see Tower."""
+        from shardnet.model.vision.tower import in_pieces, patch_places
+
+        merge = self.config.merge
+        lines, columns = patch_places(grid, merge).to(pixels.device).unbind(-1)
+        hidden = yield from in_pieces(self.patches, pixels)
+        hidden = hidden + self.positions[lines * self.config.grid + columns]
+        for layer in self.layers:
+            hidden = yield from layer.walk(hidden, None)
+        hidden = yield from in_pieces(self.last_norm, hidden)
+        pooled = hidden.view(-1, merge * merge, hidden.shape[1]).mean(1)
+        rows = yield from in_pieces(lambda part: self.projection(self.norm(part)), pooled)
+        yield EncodedPicture(rows=rows)
+
+
+def read_gguf(own: Fields, stored: Container[str]) -> dict[str, Any]:
+    """Read the metadata of a projector: llama.cpp computes one kind of GELU, by tanh."""
+    grid = own.positive("image_size") // own.positive("patch_size")
+    side = grid // own.positive("projector.scale_factor", 4)
+    return {
+        "mm_tokens_per_image": side * side,
+        "vision_config": {"hidden_act": "gelu_pytorch_tanh"},
+    }
+
+
+VISION = VisionFamily(
+    read_config=read_config,
+    tensors=tensors,
+    spell=spell,
+    make_processor=make_processor,
+    load=SiglipTower.load,
+    gguf=VisionGguf(
+        projectors=("gemma3",),
+        read=read_gguf,
+        size=lambda own: {"height": own["image_size"], "width": own["image_size"]},
+        row_token="<image_soft_token>",
+        added={f"{_NORM}.weight": 1.0},
+    ),
+)
