@@ -44,6 +44,7 @@ _HARMLESS: Final = (
     *("pan_and_scan_min_ratio_to_activate", "size_divisor", "_valid_processor_keys"),
 )
 """Keys of processors' configs that change no picture."""
+_LIMITS: Final = ("min_pixels", "max_pixels")
 _RUNNING: Final = (
     *("attention_dropout", "dtype", "head_dim", "initializer_range", "model_type", "torch_dtype"),
     *("architectures", "initializer_factor", "vocab_size"),
@@ -262,8 +263,9 @@ def _processor_of_metadata(
     assert family.gguf is not None
     keys = _vision_keys(metadata)
     levels = {key: list(keys[key]) for key in ("image_mean", "image_std") if key in keys}  # type: ignore[arg-type]
+    limits = {key: keys[f"image_{key}"] for key in _LIMITS if f"image_{key}" in keys}
     size = family.gguf.size(raw["vision_config"])
-    return levels | ({"size": size} if size else {})
+    return levels | limits | ({"size": size} if size else {})
 
 
 def _gguf_tensors(
@@ -275,47 +277,64 @@ def _gguf_tensors(
     gguf = family.gguf
     assert gguf is not None
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, max(config.n_layers, 3))
+    own_names = gguf.names(config)
     made = {}
     for name, shape in family.tensors(config).items():
         stem, dot, suffix = name.rpartition(".")
-        found = gguf.names.get(stem) or names.get_name(stem) or names.get_name(f"model.{stem}")
-        info = stored.get(f"{found}{dot}{suffix}")
-        if info is None:
-            continue
-        info = _as_matrix(info, shape)
+        found = own_names.get(stem) or names.get_name(stem) or names.get_name(f"model.{stem}")
+        parts = _stored_parts(f"{found}{dot}{suffix}", stored)
         is_turned = gguf.has_rotary_pairs and stem.endswith(("q_proj", "k_proj"))
-        made[name] = _gguf_tensor(
-            name,
-            info,
-            n_heads=config.n_heads if is_turned else None,
-            is_transposed=name in gguf.transposed,
-            added=gguf.added.get(name, 0.0),
-        )
+        if parts:
+            made[name] = _gguf_tensor(
+                name,
+                shape,
+                parts,
+                n_heads=config.n_heads if is_turned else None,
+                added=gguf.added.get(name, 0.0),
+            )
     return made
 
 
+def _stored_parts(name: str, stored: Mapping[str, StoredTensor]) -> list[StoredTensor]:
+    """Find a parameter: whole, as one kernel for each of two frames, or cut to q, k and v."""
+    apart = [name.replace("attn_qkv", f"attn_{part}") for part in "qkv"]
+    for names in ([name, f"{name}.1"], [name], apart):
+        if all(part in stored for part in names):
+            return [stored[part] for part in names]
+    return []
+
+
 def _gguf_tensor(
-    name: str, info: StoredTensor, *, n_heads: int | None, is_transposed: bool, added: float
+    name: str,
+    shape: tuple[int, ...],
+    parts: Sequence[StoredTensor],
+    *,
+    n_heads: int | None,
+    added: float,
 ) -> ModelTensor:
-    """Make a parameter of a stored tensor, and undo what the converter has changed."""
-    is_plain = info.dtype in PLAIN
+    """Make a parameter of what is stored, and undo what the converter has changed."""
+    if len(parts) == 1:
+        parts = [_as_matrix(parts[0], shape)]
+    is_plain = all(part.dtype in PLAIN for part in parts)
 
     def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        (rows,) = stored
-        if n_heads is not None:
-            rows = rotary_halves(rows, n_heads)
-        values = rows if is_plain else unpack(rows, info.dtype, info.shape, dtype)
-        if added:
-            values = values.float() - added
-        return values.T.contiguous() if is_transposed else values
+        import torch
 
-    if is_plain and n_heads is None and not is_transposed and not added:
-        return unchanged(name, info)
+        made = []
+        for rows, part in zip(stored, parts, strict=True):
+            own = rows if n_heads is None else rotary_halves(rows, n_heads)
+            made.append(own if is_plain else unpack(own, part.dtype, part.shape, dtype))
+        if len(made) == 2:  # frames
+            return torch.stack(made, 2).view(shape)
+        return torch.cat(made).float() - added if added else torch.cat(made)
+
+    if is_plain and len(parts) == 1 and n_heads is None and not added:
+        return unchanged(name, parts[0])
     return ModelTensor(
         name=name,
-        shape=info.shape[::-1] if is_transposed else info.shape,
-        dtype=info.dtype if is_plain and not added else None,
-        sources=(info,),
+        shape=shape,
+        dtype=parts[0].dtype if is_plain and not added else None,
+        sources=tuple(parts),
         make=make,
-        packed=None if is_transposed else packing_of([info], n_heads),
+        packed=packing_of(parts, n_heads),
     )

@@ -135,7 +135,7 @@ class StageModel:
     @property
     def has_position_axes(self) -> bool:
         """Whether rotary positions have three axes (M-RoPE)."""
-        return getattr(self._config, "has_position_axes", False)
+        return self._config.rope is not None and bool(self._config.rope.axes)
 
     @property
     def caching(self) -> LayerRange:

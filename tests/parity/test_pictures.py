@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +16,30 @@ from support.models.gguf_files import write_gguf
 from support.models.projector_files import Kind, write_mmproj
 from support.models.vision_checkpoints import CASES, Picture, VisionCase, random_picture, token_id
 from support.oracles.oracle import FLOAT32_TOLERANCE, load_reference
-from support.rings.stage_chain import CPU, Rows, StageChain, even_split, probed, random_prompt
+from support.rings.real_ring import ask, pictured, real_ring, say, say_all
+from support.rings.stage_chain import (
+    CPU,
+    Rows,
+    StageChain,
+    batch_of,
+    even_split,
+    probed,
+    random_prompt,
+)
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import open_pictures
-from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.model.vision.picture import EncodedPicture, PictureEncoder, PreparedPicture
+from shardnet.runtime.engine.requests import GenerationRequest
+from shardnet.runtime.stage.picture_inputs import rows_of_store
+from shardnet.runtime.stage.picture_store import PictureStore, StoredPicture
 from shardnet.stage.load import load_encoder
 from shardnet.types import DType
 
+N_TOKENS = 6
+HOW = {"max_new_tokens": N_TOKENS, "min_new_tokens": N_TOKENS, "do_sample": False}
+CHOICE = probed(CPU, DType.FLOAT32, None)
 SIZES = [(37, 53), (100, 61), (60, 60), (7, 90)]
 
 
@@ -47,7 +62,7 @@ def encoder_of(folder: Path, mmproj: Path | None = None) -> PictureEncoder:
     pictures = open_pictures(Checkpoint.open(folder), token_id, mmproj)
     return load_encoder(
         pictures,
-        choice=probed(CPU, DType.FLOAT32, None),
+        choice=CHOICE,
         device=CPU,
         progress=lambda done, total: None,
     )
@@ -84,64 +99,62 @@ def test_rows_are_those_of_the_tower_and_projector(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """Token ids with pictures among them, whose rows are encoded."""
+    """A request with pictures, whose rows are in the store."""
 
-    ids: list[int]
-    starts: list[int]
-    prepared: list[PreparedPicture]
-    encoded: list[EncodedPicture]
+    request: GenerationRequest
+    store: PictureStore
 
     @classmethod
     def of(cls, encoder: PictureEncoder, pictures: Sequence[Picture]) -> Prompt:
         """Put each picture behind some text, and text behind all."""
-        prepared = [encoder.processor.prepare(picture) for picture in pictures]
-        ids, starts = [], []
-        for number, one in enumerate(prepared):
-            ids += random_prompt(5 + number, 290, seed=number)
-            starts.append(len(ids))
-            ids += one.token_ids
-        ids += random_prompt(7, 290, seed=9)
-        return cls(ids=ids, starts=starts, prepared=prepared, encoded=encoded(encoder, *prepared))
+        processor, parts = encoder.processor, []
+        for number, picture in enumerate(pictures):
+            parts += [*random_prompt(5 + number, 290, seed=number), picture]
+        parts += random_prompt(7, 290, seed=9)
+        request, store = pictured(processor, *parts, max_tokens=N_TOKENS), PictureStore()
+        prepared = [processor.prepare(picture) for picture in pictures]
+        made = encoded(encoder, *prepared)
+        for place, one, rows in zip(request.places, prepared, made, strict=True):
+            offsets = np.flatnonzero(one.is_row)
+            offsets = tuple((offsets - offsets[0]).tolist())
+            store.put(place.digest, StoredPicture(offsets=offsets, encoded=rows))
+        return cls(request=request, store=store)
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The token ids."""
+        return self.request.prompt
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Cut the ids into chunks of 13, or somewhat more where pictures must not be cut."""
         start = 0
         while start < len(self.ids):
             end = min(start + 13, len(self.ids))
-            for first, one in zip(self.starts, self.prepared, strict=True):
-                if one.see_each_other and first < end < first + len(one.token_ids):
-                    end = first + len(one.token_ids)
+            for place in self.request.places:
+                if place.see_each_other and place.position < end < place.end:
+                    end = place.end
             yield start, end
             start = end
 
-    def rows_of(self, start: int, end: int) -> PictureRows:
-        """What the rows of a chunk have of pictures."""
-        index, rows, blocks = [], [], []
-        deep: dict[int, list[Tensor]] = {}
-        for first, one, made in zip(self.starts, self.prepared, self.encoded, strict=True):
-            places = [first + place for place in np.flatnonzero(one.is_row).tolist()]
-            own = [place for place in range(len(places)) if start <= places[place] < end]
-            index += [places[place] - start for place in own]
-            rows.append(made.rows[own])
-            for layer, added in enumerate(made.deep):
-                deep.setdefault(layer, []).append(added[own])
-            if one.see_each_other and own:
-                blocks.append((places[0] - start, places[-1] + 1 - start))
-        return PictureRows(
-            index=torch.tensor(index, dtype=torch.int64),
-            rows=torch.cat(rows),
-            deep={layer: torch.cat(parts) for layer, parts in deep.items()},
-            blocks=tuple(blocks),
+    def step(self, chain: StageChain, own: Rows, *beside: Rows) -> Tensor:
+        """Run some of its rows, beside those of texts: logits of the sampled ones."""
+        pictures = rows_of_store(
+            batch_of([own, *beside]),
+            [self.request.places, *(() for _ in beside)],
+            self.store,
+            has_axes=chain.stages[0].has_position_axes,
+            device=CPU,
         )
+        return chain.step(own, *beside, pictures=pictures)
 
     def logits(self, chain: StageChain, slot: int = 0, n_beside: int = 0) -> Tensor:
         """Send it in chunks, each beside rows of a text: logits [T, V] of all rows."""
         parts = []
         for start, end in self.chunks():
             own = Rows(slot=slot, position=start, ids=self.ids[start:end], n_sampled=end - start)
-            text = Rows(slot=9, position=0, ids=range(n_beside), n_sampled=0)
-            both = (own, text) if n_beside else (own,)
-            parts.append(chain.step(*both, pictures=self.rows_of(start, end)))
+            ids = range(n_beside)
+            text = Rows(slot=9, position=len(parts) * n_beside, ids=ids, n_sampled=0)
+            parts.append(self.step(chain, own, *[text] * bool(n_beside)))
         return torch.cat(parts)
 
 
@@ -156,9 +169,9 @@ def test_whole_models_write_the_same_at_every_split(
     ids = torch.tensor([prompt.ids])
     with torch.inference_mode():
         expected = reference(ids, **inputs, **case.kinds(ids)).logits[0]
-        theirs = reference.generate(
-            ids, **inputs, **case.kinds(ids), max_new_tokens=6, min_new_tokens=6, do_sample=False
-        )[0, len(prompt.ids) :].tolist()
+        theirs = reference.generate(ids, **inputs, **case.kinds(ids), **HOW)[
+            0, len(prompt.ids) :
+        ].tolist()
     n_layers = Checkpoint.open(folder).config.n_layers
     seen: list[Tensor] = []
     for n_stages in range(1, n_layers + 1):
@@ -169,10 +182,24 @@ def test_whole_models_write_the_same_at_every_split(
         while len(tokens) < len(theirs):
             position = len(prompt.ids) + len(tokens) - 1
             step = Rows(slot=0, position=position, ids=tokens[-1:], n_sampled=1)
-            tokens.append(int(chain.step(step).argmax()))
+            tokens.append(int(prompt.step(chain, step).argmax()))
         assert tokens == theirs
         assert all(torch.equal(logits, other) for other in seen)
         seen += [logits, prompt.logits(chain, slot=1, n_beside=3)]
+    assert asyncio.run(in_a_ring(folder, encoder, prompt.request, n_layers)) == [theirs] * 3
+
+
+async def in_a_ring(
+    folder: Path, encoder: PictureEncoder, request: GenerationRequest, n_layers: int
+) -> list[list[int]]:
+    """Say it over a stage for each layer, then twice beside a text; the prefix is there then."""
+    ring = real_ring(folder, CHOICE, n_stages=n_layers, n_layers=n_layers, encoder=encoder)
+    async with ring as engine:
+        alone = await say(engine, request)
+        one, _, other = await say_all(engine, [request, ask(range(20, 60), 4), request])
+        assert engine.n_encoded == len(request.pictures)
+        assert engine.totals.n_prefix_hits or Checkpoint.open(folder).config.has_state
+        return [said.tokens for said in (alone, one, other)]
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0], ids=str)

@@ -68,7 +68,9 @@ def config_of_metadata(
             read = family.gguf.read(fields, tensors, factors)
             config = {"model_type": family.model_type} | read
             if arch in family.gguf.multimodal:
-                fields.ignore("rope.dimension_sections", "n_deepstack_layers")
+                fields.ignore("n_deepstack_layers")
+            if arch.startswith("qwen"):
+                config |= _read_axes(fields, config, takes_turns=arch != "qwen2vl")
     if config is None:
         raise general.unsupported("general.architecture", arch, ", ".join(sorted(families)))
     fields.ignore("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
@@ -91,6 +93,17 @@ def config_of_metadata(
         "torch_dtype": dtype,
         "bos_token_id": general.take("tokenizer.ggml.bos_token_id", int, None),
         "eos_token_id": list(dict.fromkeys(token for token in eos if token is not None)),
+    }
+
+
+def _read_axes(fields: Fields, config: Mapping[str, Any], *, takes_turns: bool) -> dict[str, Any]:
+    """Read of how many rotary columns turn by time, height and width, as config.json would say."""
+    sections = fields.take("rope.dimension_sections", list, None)
+    if sections is None:
+        return {}
+    rope = {"rope_type": "default"} | (config["rope_scaling"] or {})
+    return {
+        "rope_scaling": rope | {"mrope_section": sections[:3], "mrope_interleaved": takes_turns}
     }
 
 

@@ -116,7 +116,6 @@ def read_gguf_delta_net(fields: Fields, *, takes_turns: bool = False) -> dict[st
     inner, n_heads = fields.positive("ssm.inner_size"), fields.positive("ssm.time_step_rank")
     if inner % n_heads:
         raise fields.damaged(f"ssm.inner_size {inner} is no multiple of {n_heads} value heads")
-    fields.ignore("rope.dimension_sections")  # of images: in text all follow the position
     return {
         "linear_conv_kernel_dim": fields.positive("ssm.conv_kernel"),
         "linear_key_head_dim": fields.positive("ssm.state_size"),

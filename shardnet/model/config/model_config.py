@@ -63,7 +63,8 @@ class Rope:
     PROPORTIONAL the first ones of both halves, with the frequencies that they have where all are
     rotated; cosine and sine are multiplied by `magnitude`. `original_max_positions` are those
     trained with before scaling. Each field after it belongs to one kind: two to LLAMA3, three to
-    YARN, two to LONGROPE with one factor per frequency.
+    YARN, two to LONGROPE with one factor per frequency. `axes` says of each frequency which axis of
+    a position it turns by: 0 time, 1 height, 2 width (M-RoPE); () where positions have one.
     """
 
     kind: RopeKind = RopeKind.DEFAULT
@@ -79,6 +80,7 @@ class Rope:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    axes: tuple[int, ...] = ()
 
     def rotated(self, head_size: int) -> int:
         """Return how many of a head's columns the tables have; unrotated ones turn by nothing."""

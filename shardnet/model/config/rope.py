@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from shardnet.errors import shown
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import DIVISORS, MAX_POSITIONS, STRETCHES, THETAS, Range
 from shardnet.model.config.model_config import Rope, RopeKind
@@ -123,8 +124,27 @@ def read_scaling(
             made = _longrope(rope, plain, max_positions, rotated)
         case RopeKind.LLAMA3:
             made = _llama3(rope, plain)
+    made = replace(made, axes=_axes(rope, rotated // 2))
     rope.note_the_rest()
     return made
+
+
+def _axes(rope: Fields, n: int) -> tuple[int, ...]:
+    """Read which axis each of `n` frequencies turns by, () where no sections are given.
+
+    `mrope_section` counts those of time, height and width, which stand together, or in turns as
+    long as any are left, the rest being of time.
+    """
+    takes_turns = rope.take("mrope_interleaved", bool, False)
+    sections = rope.take("mrope_section", list, None)
+    if sections is None:
+        return ()
+    is_counts = len(sections) == 3 and all(type(n) is int and n >= 0 for n in sections)
+    if not is_counts or not (takes_turns or sum(sections) == n):
+        raise rope.damaged(f"mrope_section is {shown(sections)}, expected 3 counts of {n} columns")
+    if takes_turns:
+        return tuple(at % 3 if at < 3 * sections[at % 3] else 0 for at in range(n))
+    return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
 
 
 def reach(rope: Rope, max_positions: int) -> int:

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from shardnet.model.layers.gated_delta import Project
     from shardnet.model.layers.weight_source import WeightSource
 
-_AXES = ("mrope_section", "mrope_interleaved")
-"""Which rotary columns follow height and width in an image: in text all follow the position."""
-
 
 def read_config(fields: Fields) -> ModelConfig:
     """Read a Qwen3_5TextConfig."""
@@ -40,9 +37,7 @@ def read_text_config(fields: Fields, *, n_kv_heads: int, intermediate_size: int)
     States are float32 here whatever `mamba_ssm_dtype` says, as in transformers.
     """
     fields.ignore("mamba_ssm_dtype")
-    return read_hybrid(
-        fields, n_kv_heads=n_kv_heads, intermediate_size=intermediate_size, ignored=_AXES
-    )
+    return read_hybrid(fields, n_kv_heads=n_kv_heads, intermediate_size=intermediate_size)
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:

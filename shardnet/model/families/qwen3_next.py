@@ -55,13 +55,10 @@ def read_config(fields: Fields) -> ModelConfig:
     return with_experts(fields, config, layers, n_experts=512, top_k=10, normalizes=normalizes)
 
 
-def read_hybrid(
-    fields: Fields, *, n_kv_heads: int, intermediate_size: int, ignored: tuple[str, ...] = ()
-) -> ModelConfig:
+def read_hybrid(fields: Fields, *, n_kv_heads: int, intermediate_size: int) -> ModelConfig:
     """Read what Qwen3-Next and Qwen 3.5 say alike: norms store what exceeds 1.
 
-    `n_kv_heads` and `intermediate_size` are defaults, `ignored` the keys of rotary positions that
-    change nothing for text.
+    `n_kv_heads` and `intermediate_size` are defaults.
     """
     fields.require("attn_output_gate", True)
     config = read_decoder(
@@ -70,7 +67,7 @@ def read_hybrid(
         max_positions=32768,
         head_size=256,
         intermediate_size=intermediate_size,
-        rope=partial(read_rope, may_be_partial=True, share=_SHARE, ignored=ignored),
+        rope=partial(read_rope, may_be_partial=True, share=_SHARE),
     )
     return replace(
         config,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
-from shardnet.model.vision import pixtral, siglip
+from shardnet.model.vision import pixtral, qwen2_5_vl, qwen3_vl, siglip
 from shardnet.model.vision.vision_family import VisionFamily
 
 TEXT: Final = "text_config"
@@ -50,9 +50,9 @@ class Wrapper:
     language model is of the `family`; `text_types` are what its own config may be called.
     `others` are further text types, each with the family that its language model is of.
     `defaults` are keys that published configs leave out and the family insists on.
-    `has_position_axes`: rotary positions have an axis each for time, height and width (M-RoPE). Of
-    text all three are equal, and rotate as one position does. `vision` is its tower, None where
-    pictures are not implemented.
+    `sections` are by default how many rotary columns turn by time, height and width (M-RoPE), None
+    where positions have one axis; with `takes_turns` they do not stand together. `vision` is its
+    tower, None where pictures are not implemented.
     """
 
     model_type: str
@@ -61,7 +61,8 @@ class Wrapper:
     text_types: tuple[str, ...]
     others: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    has_position_axes: bool = False
+    sections: tuple[int, int, int] | None = None
+    takes_turns: bool = True
     vision: VisionFamily | None = None
 
     def unwrap(self, fields: Fields, raw: Mapping[str, Any]) -> Fields:
@@ -81,16 +82,18 @@ class Wrapper:
         outer = {key: raw[key] for key in raw if key not in _OF_OTHERS | {TEXT}}
         text = {**self.defaults, **outer, **nested}
         text |= {key: outer[key] for key in _OUTER_FIRST if outer.get(key) is not None}
-        if self.has_position_axes:
-            text |= {key: _one_axis(text[key]) for key in _ROPES if isinstance(text.get(key), dict)}
+        if self.sections is not None:
+            ropes = [key for key in _ROPES if isinstance(text.get(key), dict)]
+            text |= {key: self._rope(text.get(key) or {}) for key in ropes or _ROPES[1:]}
         text.pop("architectures", None)
         return Fields(text | {"model_type": family}, fields.where, unknown=fields.unknown)
 
-
-def _one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Say of rotary positions with three axes what they are where all axes are equal."""
-    left = {key: rope[key] for key in rope if key not in ("mrope_section", "mrope_interleaved")}
-    return left | {key: "default" for key in _ROPE_KINDS if left.get(key) == "mrope"}
+    def _rope(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Complete rotary positions with three axes."""
+        sections = own.get("mrope_section") or [*(self.sections or ())]
+        kinds = {key: "default" for key in _ROPE_KINDS if own.get(key) == "mrope"}
+        axes = {"mrope_section": sections, "mrope_interleaved": self.takes_turns}
+        return {"rope_type": "default"} | dict(own) | kinds | axes
 
 
 def language_name(name: str) -> str | None:
@@ -150,21 +153,25 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             architecture="Qwen2VLForConditionalGeneration",
             family="qwen2",
             text_types=("qwen2_vl_text", "qwen2"),
-            has_position_axes=True,
+            sections=(16, 24, 24),
+            takes_turns=False,
         ),
         Wrapper(
             model_type="qwen2_5_vl",
             architecture="Qwen2_5_VLForConditionalGeneration",
             family="qwen2",
             text_types=("qwen2_5_vl_text", "qwen2"),
-            has_position_axes=True,
+            sections=(16, 24, 24),
+            takes_turns=False,
+            vision=qwen2_5_vl.VISION,
         ),
         Wrapper(
             model_type="qwen3_vl",
             architecture="Qwen3VLForConditionalGeneration",
             family="qwen3",
             text_types=("qwen3_vl_text",),
-            has_position_axes=True,
+            sections=(24, 20, 20),
+            vision=qwen3_vl.VISION,
         ),
         Wrapper(
             model_type="qwen3_vl_moe",
@@ -172,25 +179,28 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             family="qwen3_moe",
             text_types=("qwen3_vl_moe_text",),
             defaults={"norm_topk_prob": True},
-            has_position_axes=True,
+            sections=(24, 20, 20),
+            vision=qwen3_vl.VISION,
         ),
         Wrapper(
             model_type="qwen3_5",
             architecture="Qwen3_5ForConditionalGeneration",
             family="qwen3_5_text",
             text_types=("qwen3_5_text",),
-            has_position_axes=True,
+            sections=(11, 11, 10),
+            vision=qwen3_vl.SHALLOW,
         ),
         Wrapper(
             model_type="qwen3_5_moe",
             architecture="Qwen3_5MoeForConditionalGeneration",
             family="qwen3_5_moe_text",
             text_types=("qwen3_5_moe_text",),
-            has_position_axes=True,
+            sections=(11, 11, 10),
+            vision=qwen3_vl.SHALLOW,
         ),
     )
 }
 """By `model_type`."""
 
-VISIONS: Final = (pixtral.VISION, siglip.VISION)
+VISIONS: Final = (pixtral.VISION, siglip.VISION, qwen2_5_vl.VISION, qwen3_vl.VISION)
 """All kinds of towers."""

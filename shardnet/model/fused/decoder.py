@@ -52,6 +52,7 @@ class DecoderStage:
         capture: Capture | None = None,
         final_norm: str = "model.norm",
     ) -> None:
+        self._numbers = layers
         self._embedding: _Embedding | None = None
         self._head: _Head | None = None
         if layers.start == 0:
@@ -118,8 +119,9 @@ class DecoderStage:
 
     def walk(self, hidden: Tensor, step: ForwardStep) -> Iterator[Tensor]:
         """Run hidden states [T, E] through the stage's layers: yields [T, E] after each, lazily."""
-        rotaries = [table.at(step.positions) for table in self._tables]
-        if self._on_device is not None and not (step.layer_by_layer or step.is_adapted):
+        rotaries = [table.at(step.rotary_positions) for table in self._tables]
+        is_alone = step.layer_by_layer or self._is_deepened(step)
+        if self._on_device is not None and not (is_alone or step.is_adapted):
             whole = self._on_device(hidden, [rotaries[rope] for _, rope in self._layers], step)
             if whole is not None:
                 yield from [whole] * len(self._layers)
@@ -129,19 +131,30 @@ class DecoderStage:
         if step.is_adapted:
             yield from self._walk_by_linears(hidden, rotaries, step)
             return
-        if self._graphs is not None and not step.layer_by_layer:
+        if self._graphs is not None and not is_alone:
             replayed = self._graphs.begin(hidden, rotaries, step)
             if replayed is not None:
                 yield from replayed
                 return
-        if self._joined is not None and not step.layer_by_layer:
+        if self._joined is not None and not is_alone:
             whole = self._joined(hidden, [rotaries[rope] for _, rope in self._layers], step)
             if whole is not None:
                 yield from [whole] * len(self._layers)
                 return
         for index, (layer, rope) in enumerate(self._layers):
-            hidden = step.after_layer(layer(hidden, index, rotaries[rope], step))
+            hidden = self._after(layer(hidden, index, rotaries[rope], step), index, step)
             yield hidden
+
+    def _is_deepened(self, step: ForwardStep) -> bool:
+        """Whether DeepStack adds anything after these layers."""
+        deep = step.pictures.deep if step.pictures is not None else {}
+        return any(layer in self._numbers for layer in deep)
+
+    def _after(self, hidden: Tensor, index: int, step: ForwardStep) -> Tensor:
+        """Add what DeepStack adds after a layer, and round as a border between stages."""
+        if step.pictures is not None:
+            hidden = step.pictures.deepen(hidden, self._numbers.start + index)
+        return step.after_layer(hidden)
 
     def _walk_by_linears(
         self, hidden: Tensor, rotaries: Sequence[Rotary], step: ForwardStep
@@ -149,7 +162,7 @@ class DecoderStage:
         for index, (layer, (_, rope)) in enumerate(
             zip(self._by_linears, self._layers, strict=True)
         ):
-            hidden = step.after_layer(layer(hidden, index, rotaries[rope], step))
+            hidden = self._after(layer(hidden, index, rotaries[rope], step), index, step)
             yield hidden
 
     def is_exact(self, kv: KvCache) -> bool:

@@ -92,6 +92,12 @@ class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
     is_adapted: bool = False
     pictures: PictureRows | None = None
 
+    @property
+    def rotary_positions(self) -> Tensor:
+        """Positions that heads turn by: [T], or [3, T] by time, height and width."""
+        axes = None if self.pictures is None else self.pictures.positions
+        return self.positions if axes is None else axes
+
     def after_layer(self, hidden: Tensor) -> Tensor:
         """Round what a layer returns to the ring's dtype: a border between stages rounds no more.
 

@@ -29,17 +29,23 @@ _POSITIONS_AT_ONCE: Final = 1024
 class Rotary:
     """Tables of rotary positions: [P, 1, R] each, in the compute dtype, R the rotated columns.
 
-    `sin` includes the sign of rotate_half in transformers.
+    `sin` includes the sign of rotate_half in transformers. `axes`, int64 [R], are those that the
+    columns turn by, None where positions have one.
     """
 
     cos: Tensor
     sin: Tensor
+    axes: Tensor | None = None
 
     def at(self, positions: Tensor) -> Rotary:
-        """Select the rows of `positions`, int64 [T]: tables of [T, 1, R]."""
-        return Rotary(
-            cos=self.cos.index_select(0, positions), sin=self.sin.index_select(0, positions)
-        )
+        """Select the rows of `positions`, int64 [T], or [3, T] by axis: tables of [T, 1, R]."""
+        if positions.dim() == 1:
+            return Rotary(
+                cos=self.cos.index_select(0, positions), sin=self.sin.index_select(0, positions)
+            )
+        assert self.axes is not None, "positions have axes"
+        rows = positions[self.axes].T[:, None]  # [T, 1, R]
+        return Rotary(cos=self.cos.gather(0, rows), sin=self.sin.gather(0, rows))
 
     def rotate(self, heads: Tensor) -> Tensor:
         """Rotate the first R columns of queries or keys [T, heads, D]; needs tables of T rows."""
@@ -83,7 +89,8 @@ def rotary_tables(
         cosines, sines = (part.float() * rope.magnitude for part in cosine_sine(angles))
         cos[own, 0] = torch.cat((cosines, cosines), -1).to(dtype)
         sin[own, 0] = torch.cat((-sines, sines), -1).to(dtype)
-    return Rotary(cos=cos.to(device), sin=sin.to(device))
+    axes = torch.tensor(rope.axes * 2, device=device) if rope.axes else None
+    return Rotary(cos=cos.to(device), sin=sin.to(device), axes=axes)
 
 
 def rotary_frequencies(rope: Rope, head_size: int, context: int) -> Tensor:

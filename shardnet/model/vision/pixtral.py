@@ -14,6 +14,8 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import NORM_EPS, THETAS
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.vision.patches import (
+    CLIP_DEVIATION,
+    CLIP_MEAN,
     LongestEdge,
     Marks,
     PatchProcessor,
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from shardnet.model.vision.tower import TowerLayer
 
 _EPS = 1e-5
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
 def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
@@ -101,7 +101,7 @@ def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> Pict
     """Read a PixtralImageProcessor."""
     own.ignore("patch_size", "num_channels")  # as the tower's
     size = own.inner("size", own.take("size", dict, {"longest_edge": 1024}))
-    mean, deviation = read_levels(own, _MEAN, _DEVIATION)
+    mean, deviation = read_levels(own, CLIP_MEAN, CLIP_DEVIATION)
     placeholder = "[IMG]"
     line, end = (required_id(own, token_id, mark) for mark in ("[IMG_BREAK]", "[IMG_END]"))
     return PatchProcessor(
@@ -220,7 +220,7 @@ VISION = VisionFamily(
         read=read_gguf,
         size=lambda own: {"longest_edge": own["image_size"]},
         row_token="[IMG]",
-        names={"multi_modal_projector.linear_2": "mm.2"},
+        names=lambda config: {"multi_modal_projector.linear_2": "mm.2"},
         has_rotary_pairs=True,
     ),
 )

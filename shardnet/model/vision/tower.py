@@ -1,4 +1,4 @@
-"""The transformer of a tower: patches attend to all patches of their picture.
+"""The transformer of a tower: patches attend to those of their picture, all or in a window.
 
 Knows the parts that towers are made of, and cuts their work into pieces, between which other steps
 run. Must not know how a family names its parameters.
@@ -63,7 +63,7 @@ class TowerMlp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerLayer:
-    """Attention among all patches of a picture, then an MLP, each with a norm and a residual."""
+    """Attention among patches of a picture, then an MLP, each with a norm and a residual."""
 
     n_heads: int
     attention_norm: Norm
@@ -72,16 +72,23 @@ class TowerLayer:
     mlp_norm: Norm
     mlp: GatedMlp | TowerMlp
 
-    def walk(self, hidden: Tensor, rotary: Rotary | None) -> Walk:
-        """Run hidden states [T, W] through the layer."""
+    def walk(self, hidden: Tensor, rotary: Rotary | None, lengths: Sequence[int] = ()) -> Walk:
+        """Run hidden states [T, W] through the layer.
+
+        With `lengths` the rows of each window, which stand together, see each other only.
+        """
         projected = yield from in_pieces(
             lambda part: self.qkv_proj(self.attention_norm(part)), hidden
         )
         queries, keys, values = projected.view(len(hidden), 3, self.n_heads, -1).unbind(1)
         if rotary is not None:
             queries, keys = rotary.rotate(queries), rotary.rotate(keys)
-        attended = yield from _attended(queries, keys, values)
-        both = torch.cat((hidden, attended), -1)
+        heads = queries, keys, values
+        parts = []
+        split = (torch.split(part, [*lengths] or len(part)) for part in heads)
+        for own in zip(*split, strict=True):
+            parts.append((yield from _attended(*own)))
+        both = torch.cat((hidden, torch.cat(parts)), -1)
         return (yield from in_pieces(self._after_attention, both))
 
     def _after_attention(self, both: Tensor) -> Tensor:
@@ -126,6 +133,17 @@ def axial_rotary(
     tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     cosines, sines = (table[:, None].to(device, torch.float32).to(dtype) for table in tables)
     return Rotary(cos=cosines, sin=sines)
+
+
+def window_order(grid: tuple[int, int, int], window: int) -> tuple[Tensor, list[int]]:
+    """Return the rows of a picture by windows of `window` x `window` rows, and the sizes of these.
+
+    int64 [N].
+    """
+    _, n_high, n_wide = grid
+    lines, columns = torch.arange(n_high) // window, torch.arange(n_wide) // window
+    windows = (lines[:, None] * n_wide + columns).flatten()
+    return windows.argsort(stable=True), [n for n in torch.bincount(windows).tolist() if n]
 
 
 class Tower(Protocol):

@@ -15,7 +15,8 @@ class VisionConfig:
     patches become one row of the language model, of `out_size` columns. `grid` is the side, in
     patches, of the pictures that learned positions are for, 0 where there are none. `row_id` is the
     token that stands for a row. `projector_eps` is what the projector's norm adds, and
-    `deep_layers` are those behind which DeepStack takes what it adds in the language model.
+    `deep_layers` are those behind which DeepStack takes what it adds in the language model. Layers
+    but for the `full_layers` attend within squares of `window` x `window` rows, unless that is 0.
     """
 
     n_layers: int
@@ -35,6 +36,8 @@ class VisionConfig:
     projector_bias: bool = False
     projector_eps: float = 1e-6
     deep_layers: tuple[int, ...] = ()
+    window: int = 0
+    full_layers: tuple[int, ...] = ()
 
     @property
     def head_size(self) -> int:

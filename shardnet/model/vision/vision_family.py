@@ -35,16 +35,15 @@ class VisionGguf:
     token of a row. Parameters have the names that the `gguf` package knows for those here, but for
     `names`.
     `has_rotary_pairs`: the rows of queries and keys that rotate together stand side by side.
-    `transposed` is stored transposed, `added` says what the converter adds to parameters.
+    `added` says what the converter adds to parameters.
     """
 
     projectors: tuple[str, ...]
     read: Callable[[Fields, Container[str]], dict[str, Any]]
     size: Callable[[Mapping[str, Any]], dict[str, int]]
     row_token: str
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Callable[[VisionConfig], Mapping[str, str]] = lambda config: {}
     has_rotary_pairs: bool = False
-    transposed: frozenset[str] = frozenset()
     added: Mapping[str, float] = field(default_factory=dict)
 
 

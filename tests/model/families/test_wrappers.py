@@ -87,7 +87,9 @@ def test_what_a_published_config_leaves_out() -> None:
 def test_a_config_without_a_text_config() -> None:
     """Qwen-VL's on the Hub; later programs wrote the same keys inside, or at both places."""
     config = parse(QWEN25_VL)
-    assert (config.family, config.rope) == ("qwen2", Rope(theta=1e6, original_max_positions=8192))
+    axes = (0,) * 16 + (1,) * 24 + (2,) * 24
+    rope = Rope(theta=1e6, original_max_positions=8192, axes=axes)
+    assert (config.family, config.rope) == ("qwen2", rope)
     outer_keys = ("architectures", "model_type", "vision_config", "torch_dtype")
     outer = {key: QWEN25_VL[key] for key in outer_keys}
     inner = {key: QWEN25_VL[key] for key in QWEN25_VL if key not in outer_keys}
@@ -140,7 +142,9 @@ def test_names_of_tensors(stored: str, inner: str | None) -> None:
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5_moe"])
 def test_both_ways_of_saving_have_the_same_parameters(family: str, tmp_path: Path) -> None:
     """As on the Hub and as transformers 5 names them; nothing else is a parameter."""
-    hub = make_decoder(tmp_path / "hub", family, num_hidden_layers=2, head_dim=8)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    own = {"rope_parameters": rope} if family == "qwen2_5_vl" else {}
+    hub = make_decoder(tmp_path / "hub", family, num_hidden_layers=2, head_dim=8, **own)
     model = load_reference(hub)
     model.save_pretrained(tmp_path / "new", save_original_format=False)
     if family == "qwen3_vl_moe":  # its experts are turned on the Hub

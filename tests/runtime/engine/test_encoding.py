@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +11,12 @@ import pytest
 import torch
 from support.models.checkpoints import make_llama
 from support.models.fake_tower import FakeEncoder, FakeProcessor, noise
-from support.rings.real_ring import N_LAYERS, ask, real_ring, say, say_all
+from support.rings.real_ring import N_LAYERS, ask, pictured, real_ring, say, say_all
 from support.rings.stage_chain import CPU, StageChain, even_split, probed
 
 from shardnet.errors import ShardnetError
 from shardnet.model.cache.picture_rows import PictureRows
-from shardnet.model.vision.picture import PreparedPicture
-from shardnet.runtime.engine.requests import GenerationRequest, RequestPicture
-from shardnet.slot_operations import PicturePlace
+from shardnet.runtime.engine.requests import GenerationRequest
 from shardnet.stage.runs import Run, sampled_rows
 from shardnet.types import (
     DType,
@@ -48,50 +45,24 @@ def encoder(**how: int) -> FakeEncoder:
     return FakeEncoder(width=WIDTH, processor=PROCESSOR, **how)
 
 
-def pictured(
-    *parts: int | np.ndarray, max_tokens: int = 8, processor: FakeProcessor = PROCESSOR
-) -> GenerationRequest:
-    """A request whose prompt consists of token ids and pictures."""
-    ids: list[int] = []
-    pictures = []
-    for part in parts:
-        if isinstance(part, int):
-            ids.append(part)
-            continue
-        prepared = processor.prepare(part)
-        pictures.append(_picture(prepared, len(ids), part))
-        ids += prepared.token_ids
-    return replace(ask(ids, max_tokens), pictures=tuple(pictures))
-
-
-def _picture(prepared: PreparedPicture, start: int, rgb: np.ndarray) -> RequestPicture:
-    rows = prepared.is_row.nonzero()[0]
-
-    async def prepare() -> PreparedPicture:
-        return prepared
-
-    place = PicturePlace(
-        position=start + int(rows[0]),
-        n_positions=int(rows[-1] - rows[0]) + 1,
-        grid=prepared.grid,
-        see_each_other=prepared.see_each_other,
-        digest=hashlib.sha256(rgb.tobytes()).digest()[:16],
-    )
-    return RequestPicture(place=place, prepare=prepare)
-
-
-def expected(folder: Path, request: GenerationRequest, *rgb: np.ndarray) -> list[int]:
+def expected(
+    folder: Path, request: GenerationRequest, *rgb: np.ndarray, n_deep: int = 0
+) -> list[int]:
     """Generate greedily with one stage whose prompt has the rows of these pictures put in."""
     [stage] = StageChain.load(folder, even_split(N_LAYERS, 1), CHOICE).stages
-    prompt, tower = request.prompt, encoder()
+    prompt, tower = request.prompt, encoder(n_deep=n_deep)
     prepared = [PROCESSOR.prepare(each) for each in rgb]
-    rows = [done.rows for done in tower.encode(prepared) if done is not None]
+    made = [done for done in tower.encode(prepared) if done is not None]
     index = [
         place.position + int(offset)
         for place, each in zip(request.places, prepared, strict=True)
         for offset in each.is_row.nonzero()[0]
     ]
-    pictures = PictureRows(index=torch.tensor(index), rows=torch.cat(rows))
+    pictures = PictureRows(
+        index=torch.tensor(index),
+        rows=torch.cat([one.rows for one in made]),
+        deep={layer: torch.cat([one.deep[layer] for one in made]) for layer in range(n_deep)},
+    )
     tokens: list[int] = []
     ids, first = list(prompt), 0
     for _ in range(request.max_tokens):
@@ -107,26 +78,28 @@ def expected(folder: Path, request: GenerationRequest, *rgb: np.ndarray) -> list
     return tokens
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 3])
-def test_a_picture_is_its_rows_whatever_the_split(folder: Path, n_stages: int) -> None:
+@pytest.mark.parametrize(("n_stages", "n_deep"), [(1, 0), (2, 0), (2, 1), (3, 3)])
+def test_a_picture_is_its_rows_whatever_the_split(folder: Path, n_stages: int, n_deep: int) -> None:
+    """What DeepStack adds after layers travels to the stages that have them."""
     rgb, other = noise(20, 72), noise(12, 12, seed=1)
-    request = pictured(3, 4, rgb, 5, 6, other, 8)
+    request = pictured(PROCESSOR, 3, 4, rgb, 5, 6, other, 8)
 
     async def run() -> tuple[list[int], list[list[int]]]:
-        async with real_ring(folder, CHOICE, n_stages=n_stages, encoder=encoder()) as engine:
+        tower = encoder(n_deep=n_deep)
+        async with real_ring(folder, CHOICE, n_stages=n_stages, encoder=tower) as engine:
             alone = (await say(engine, request)).tokens
             beside = await say_all(engine, [request, ask(range(20, 60), 8), request])
             return alone, [said.tokens for said in beside]
 
     alone, beside = asyncio.run(run())
-    assert alone == expected(folder, request, rgb, other)
+    assert alone == expected(folder, request, rgb, other, n_deep=n_deep)
     assert beside[0] == beside[2] == alone
 
 
 def test_a_picture_is_encoded_once_and_another_one_shares_no_prefix(folder: Path) -> None:
     rgb = noise(40, 80)
-    first, again = pictured(3, rgb, 5), pictured(3, rgb, 5, 6, 7 + 4)
-    other = pictured(3, noise(40, 80, seed=2), 5)
+    first, again = pictured(PROCESSOR, 3, rgb, 5), pictured(PROCESSOR, 3, rgb, 5, 6, 7 + 4)
+    other = pictured(PROCESSOR, 3, noise(40, 80, seed=2), 5)
 
     async def run() -> list[object]:
         async with real_ring(folder, CHOICE, encoder=encoder()) as engine:
@@ -148,7 +121,7 @@ def test_a_picture_that_cannot_be_encoded_fails_alone(folder: Path, has_tower: b
         raise ValueError("a bug of a tower")
 
     tower = replace(encoder(), on_piece=fail) if has_tower else None
-    request = pictured(3, noise(40, 80), 5)
+    request = pictured(PROCESSOR, 3, noise(40, 80), 5)
 
     async def run() -> list[int]:
         async with real_ring(folder, CHOICE, encoder=tower) as engine:

@@ -46,8 +46,35 @@ SIGLIP = {
     "vision_tower.encoder.layers.N.mlp.fc1": "v.blk.N.ffn_up",
     "vision_tower.encoder.layers.N.mlp.fc2": "v.blk.N.ffn_down",
 }
+QWEN = {
+    "visual.patch_embed.proj": "v.patch_embd",
+    "visual.pos_embed": "v.position_embd",
+    "visual.merger.ln_q": "v.post_ln",
+    "visual.merger.norm": "v.post_ln",
+    "visual.merger.mlp.N": "mm.N",
+    "visual.merger.linear_fc1": "mm.0",
+    "visual.merger.linear_fc2": "mm.2",
+    "visual.deepstack_merger_list.N.norm": "v.deepstack.N.norm",
+    "visual.deepstack_merger_list.N.linear_fc1": "v.deepstack.N.fc1",
+    "visual.deepstack_merger_list.N.linear_fc2": "v.deepstack.N.fc2",
+    "visual.blocks.N.norm1": "v.blk.N.ln1",
+    "visual.blocks.N.norm2": "v.blk.N.ln2",
+    "visual.blocks.N.attn.qkv": "v.blk.N.attn_qkv",
+    "visual.blocks.N.attn.proj": "v.blk.N.attn_out",
+    "visual.blocks.N.mlp.gate_proj": "v.blk.N.ffn_gate",
+    "visual.blocks.N.mlp.up_proj": "v.blk.N.ffn_up",
+    "visual.blocks.N.mlp.down_proj": "v.blk.N.ffn_down",
+    "visual.blocks.N.mlp.linear_fc1": "v.blk.N.ffn_up",
+    "visual.blocks.N.mlp.linear_fc2": "v.blk.N.ffn_down",
+}
 NAMES = {"mistral3": PIXTRAL, "gemma3": SIGLIP}
-PROJECTORS = {"mistral3": "pixtral", "gemma3": "gemma3"}
+PROJECTORS = {
+    "mistral3": "pixtral",
+    "gemma3": "gemma3",
+    "qwen2_5_vl": "qwen2.5vl_merger",
+    "qwen3_vl": "qwen3vl_merger",
+    "qwen3_5": "qwen3vl_merger",
+}
 
 
 def write_mmproj(source: Path, path: Path, kind: Kind, *, is_rounded: bool = False) -> Path:
@@ -60,28 +87,25 @@ def write_mmproj(source: Path, path: Path, kind: Kind, *, is_rounded: bool = Fal
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_bool("clip.has_vision_encoder", True)
     writer.add_string("clip.projector_type", PROJECTORS[wrapper])
-    for key, value in _metadata(wrapper, config, tower).items():
+    for key, value in _metadata(source, wrapper, config, tower).items():
         _add(writer, key, value)
     for name, values in load_file(source / "model.safetensors").items():
         name = name.removeprefix("model.").replace("_weight", ".weight")
         stem, _, suffix = name.rpartition(".")
         numbers = re.findall(r"\.(\d+)\.", name)
-        found = NAMES[wrapper].get(re.sub(r"\.\d+\.", ".N.", stem))
+        found = NAMES.get(wrapper, QWEN).get(re.sub(r"\.\d+(?=\.|$)", ".N", stem))
         if found is None:
             continue
         if wrapper == "mistral3" and stem.endswith(("q_proj", "k_proj")):
             values = interleaved(values, tower["num_attention_heads"])
         if "soft_emb_norm" in stem:
             values = values + 1
-        stored = kind if values.ndim > 1 and "position_embedding" not in stem else Kind.F32
-        is_odd = values.ndim > 2 or values.shape[-1] % 32 or "input_projection" in stem
-        if stored is Kind.Q8_0 and is_odd:
-            stored = Kind.F16
-        packed = quantize(values.astype(np.float32), stored)
-        if is_rounded:
-            packed, stored = dequantize(packed, stored), Kind.F32
         to = found.replace("N", *numbers[:1]) if numbers else found
-        writer.add_tensor(f"{to}.{suffix}", np.ascontiguousarray(packed), raw_dtype=stored)
+        if "deepstack" in stem:
+            layer = tower["deepstack_visual_indexes"][int(numbers[0])]
+            to = found.replace("N", str(layer))
+        for part, own in _parts(f"{to}.{suffix}", values, wrapper):
+            _write(writer, part, own, kind, is_rounded=is_rounded)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -89,33 +113,68 @@ def write_mmproj(source: Path, path: Path, kind: Kind, *, is_rounded: bool = Fal
     return path
 
 
-def _metadata(wrapper: str, config: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
+def _parts(name: str, values: Any, wrapper: str) -> list[tuple[str, Any]]:
+    """Cut a parameter as the converter does: kernels to frames, Qwen2.5-VL's attention to three."""
+    if values.ndim == 5:
+        return [(name, values[:, :, 0]), (f"{name}.1", values[:, :, 1])]
+    if "attn_qkv" in name and wrapper == "qwen2_5_vl":
+        names = [name.replace("qkv", part) for part in "qkv"]
+        return list(zip(names, np.split(values, 3), strict=True))
+    return [(name, values)]
+
+
+def _write(
+    writer: gguf.GGUFWriter, name: str, values: Any, kind: Kind, *, is_rounded: bool
+) -> None:
+    stored = kind if values.ndim > 1 and "position" not in name else Kind.F32
+    is_odd = values.ndim > 2 or values.shape[-1] % 32 or "input_projection" in name
+    if stored is Kind.Q8_0 and is_odd:
+        stored = Kind.F16
+    packed = quantize(values.astype(np.float32), stored)
+    if is_rounded:
+        packed, stored = dequantize(packed, stored), Kind.F32
+    writer.add_tensor(name, np.ascontiguousarray(packed), raw_dtype=stored)
+
+
+def _metadata(
+    source: Path, wrapper: str, config: dict[str, Any], tower: dict[str, Any]
+) -> dict[str, Any]:
     act = tower["hidden_act"]
-    own: dict[str, Any] = {
-        "clip.vision.spatial_merge_size": config.get("spatial_merge_size", 1),
+    own: dict[str, Any] = {"clip.vision.image_mean": [0.5] * 3, "clip.vision.image_std": [0.5] * 3}
+    levels: dict[str, Any] = {
         "clip.vision.image_mean": [0.48145466, 0.4578275, 0.40821073],
         "clip.vision.image_std": [0.26862954, 0.26130258, 0.27577711],
     }
+    if wrapper == "mistral3":
+        own = levels | {"clip.vision.spatial_merge_size": config["spatial_merge_size"]}
     if wrapper == "gemma3":
-        n_high, side = (
-            tower["image_size"] / tower["patch_size"],
-            config["mm_tokens_per_image"] ** 0.5,
-        )
-        own = {
-            "clip.vision.projector.scale_factor": int(n_high / side),
-            "clip.vision.image_mean": [0.5] * 3,
-            "clip.vision.image_std": [0.5] * 3,
+        side = config["mm_tokens_per_image"] ** 0.5
+        n_high = tower["image_size"] / tower["patch_size"]
+        own |= {"clip.vision.projector.scale_factor": int(n_high / side)}
+    if wrapper == "qwen2_5_vl":
+        own = levels | {"clip.vision.n_wa_pattern": tower["fullatt_block_indexes"][0] + 1}
+        own |= {"clip.vision.window_size": tower["window_size"]}
+    if wrapper.startswith("qwen"):
+        size = json.loads((source / "preprocessor_config.json").read_text())["size"]
+        own["clip.vision.image_min_pixels"] = size["shortest_edge"]
+        own["clip.vision.image_max_pixels"] = size["longest_edge"]
+    if wrapper.startswith("qwen3"):
+        deep = tower.get("deepstack_visual_indexes", ())
+        is_deep = [layer in deep for layer in range(tower["depth"])]
+        own |= {"clip.vision.is_deepstack_layers": is_deep} if deep else {}
+        tower = tower | {
+            "image_size": int(tower["num_position_embeddings"] ** 0.5) * tower["patch_size"]
         }
     return own | {
         "clip.use_silu": act == "silu",
         "clip.use_gelu": act != "silu",
         "clip.vision.embedding_length": tower["hidden_size"],
         "clip.vision.feed_forward_length": tower["intermediate_size"],
-        "clip.vision.block_count": tower["num_hidden_layers"],
-        "clip.vision.attention.head_count": tower["num_attention_heads"],
+        "clip.vision.block_count": tower.get("num_hidden_layers") or tower["depth"],
+        "clip.vision.attention.head_count": tower.get("num_attention_heads") or tower["num_heads"],
         "clip.vision.attention.layer_norm_epsilon": tower.get("layer_norm_eps", 1e-5),
         "clip.vision.patch_size": tower["patch_size"],
-        "clip.vision.image_size": tower["image_size"],
+        "clip.vision.image_size": tower.get("image_size", 560),
         "clip.vision.projection_dim": config["text_config"]["hidden_size"],
     }
 

@@ -15,6 +15,7 @@ from support.models.checkpoints import make_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 Picture = NDArray[np.uint8]
 TOKENS = {
@@ -24,6 +25,7 @@ TOKENS = {
     "<image_soft_token>": 303,
     "<start_of_image>": 304,
     "<end_of_image>": 305,
+    "<|image_pad|>": 306,
 }
 """Ids of the tokens that stand for pictures: the padding of the tiny models' vocabulary."""
 
@@ -100,7 +102,8 @@ class VisionCase:
             made = reference.model.get_image_features(**self.inputs([prepared]))
         rows = made.pooler_output
         rows = torch.cat([*rows]) if isinstance(rows, list | tuple) else rows
-        return rows.reshape(-1, rows.shape[-1]), getattr(made, "deepstack_features", None) or ()
+        deep = getattr(made, "deepstack_features", None) or ()
+        return rows.reshape(-1, rows.shape[-1]), [torch.cat([*added]) for added in deep]
 
     def inputs(self, prepared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return what transformers' model takes of several pictures."""
@@ -122,6 +125,8 @@ class VisionCase:
         """Return what transformers wants to be told of each token beside its id."""
         if self.wrapper == "gemma3":
             return {"token_type_ids": (ids == self.outer["image_token_index"]).int()}
+        if self.wrapper.startswith("qwen"):
+            return {"mm_token_type_ids": (ids == self.outer["image_token_id"]).int()}
         return {}
 
     @property
@@ -211,4 +216,56 @@ CASES["mistral3-ministral3"] = VisionCase(
     processor=PixtralImageProcessorPil,
     merge=2,
     wide=CASES["mistral3"].wide,
+)
+_QWEN = {
+    "depth": 3,
+    "hidden_size": 24,
+    "intermediate_size": 44,
+    "num_heads": 2,
+    "patch_size": 3,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 48,
+}
+_QWEN_SIZE = {"patch_size": 3, "merge_size": 2, "temporal_patch_size": 2} | {
+    "size": {"shortest_edge": 900, "longest_edge": 3000}
+}
+_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+CASES["qwen2_5_vl"] = VisionCase(
+    wrapper="qwen2_5_vl",
+    text={"rope_parameters": _AXES},
+    tower=_QWEN | {"window_size": 18, "fullatt_block_indexes": [1]},
+    outer={"image_token_id": 306},
+    settings=_QWEN_SIZE,
+    processor=Qwen2VLImageProcessorPil,
+    merge=2,
+    wide={"hidden_size": 64, "intermediate_size": 96, "num_heads": 4},
+)
+CASES["qwen3_vl"] = VisionCase(
+    wrapper="qwen3_vl",
+    text={"num_hidden_layers": 3, "head_dim": 8, "rope_parameters": _AXES},
+    tower=_QWEN | {"num_position_embeddings": 25, "deepstack_visual_indexes": [2, 0]},
+    outer={"image_token_id": 306},
+    settings=_QWEN_SIZE | {"image_mean": [0.5] * 3, "image_std": [0.4, 0.5, 0.6]},
+    processor=Qwen2VLImageProcessorPil,
+    merge=2,
+    wide=CASES["qwen2_5_vl"].wide,
+)
+CASES["qwen3_5"] = VisionCase(
+    wrapper="qwen3_5",
+    text={
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 12,
+        "layer_types": ["linear_attention", "full_attention"],
+        "rope_parameters": _AXES | {"partial_rotary_factor": 0.5},
+    },
+    tower=_QWEN | {"num_position_embeddings": 25},
+    outer={"image_token_id": 306},
+    settings=CASES["qwen3_vl"].settings,
+    processor=Qwen2VLImageProcessorPil,
+    merge=2,
+    wide=CASES["qwen2_5_vl"].wide,
 )

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from support.models.fake_tower import FakeEncoder, FirstPart
+import numpy as np
+from numpy.typing import NDArray
+from support.models.fake_tower import FirstPart
 from support.rings.rings import NoText, running_ring
 from support.rings.stage_chain import ROOM_BLOCKS, StageChain, even_split
 
+from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.sampling.sampler import Sampler
+from shardnet.model.vision.picture import PictureEncoder, PictureProcessor, PreparedPicture
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
     GenerationRequest,
+    RequestPicture,
     Speculation,
     TokenGenerated,
 )
@@ -25,6 +31,7 @@ from shardnet.runtime.scheduling.limits import StepLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import PicturePlace
 from shardnet.types import Epoch, WireDType
 
 N_LAYERS = 4
@@ -48,7 +55,7 @@ async def real_ring(
     n_stages: int = 2,
     room_blocks: int = ROOM_BLOCKS,
     n_layers: int = N_LAYERS,
-    encoder: FakeEncoder | None = None,
+    encoder: PictureEncoder | None = None,
 ) -> AsyncIterator[Engine]:
     """Run a checkpoint, by default a tiny one of 4 layers, as a ring over memory links."""
     chain = StageChain.load(folder, even_split(n_layers, n_stages), choice)
@@ -66,6 +73,7 @@ async def real_ring(
         room_blocks=room_blocks,
         context=CONTEXT,
         max_slots=16,
+        state_slots=16 if Checkpoint.open(folder).config.has_state else None,
         limits=StepLimits(exact_rows=min(stage.exact_rows for stage in chain.stages)),
     )
     vocab_size = chain.stages[0].vocab_size
@@ -94,6 +102,38 @@ def ask(
         deterministic=deterministic,
         speculation=speculation,
     )
+
+
+def pictured(
+    processor: PictureProcessor, *parts: int | NDArray[np.uint8], max_tokens: int = 8
+) -> GenerationRequest:
+    """A request whose prompt consists of token ids and pictures."""
+    ids: list[int] = []
+    pictures = []
+    for part in parts:
+        if isinstance(part, int):
+            ids.append(part)
+            continue
+        prepared = processor.prepare(part)
+        pictures.append(_picture(prepared, len(ids), part))
+        ids += prepared.token_ids
+    return replace(ask(ids, max_tokens), pictures=tuple(pictures))
+
+
+def _picture(prepared: PreparedPicture, start: int, rgb: NDArray[np.uint8]) -> RequestPicture:
+    rows = prepared.is_row.nonzero()[0]
+
+    async def prepare() -> PreparedPicture:
+        return prepared
+
+    place = PicturePlace(
+        position=start + int(rows[0]),
+        n_positions=int(rows[-1] - rows[0]) + 1,
+        grid=prepared.grid,
+        see_each_other=prepared.see_each_other,
+        digest=hashlib.sha256(rgb.tobytes()).digest()[:16],
+    )
+    return RequestPicture(place=place, prepare=prepare)
 
 
 def guessing(request: GenerationRequest, speculation: Speculation) -> GenerationRequest:

@@ -1,0 +1,282 @@
+"""The tower of Qwen2.5-VL (transformers, modeling_qwen2_5_vl.py).
+
+Pictures of any shape as two frames, rotary positions by line and column, and most layers attend
+within windows only. What the towers after it have in common with it is here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from shardnet.model.config.decoder_config import read_activation
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import THETAS
+from shardnet.model.config.model_config import Activation, ModelConfig
+from shardnet.model.vision.patches import (
+    CLIP_DEVIATION,
+    CLIP_MEAN,
+    Marks,
+    PatchProcessor,
+    PixelCount,
+    read_filter,
+    read_levels,
+)
+from shardnet.model.vision.picture import EncodedPicture, PictureProcessor
+from shardnet.model.vision.resampling import Filter
+from shardnet.model.vision.vision_config import VisionConfig
+from shardnet.model.vision.vision_family import (
+    Table,
+    TokenId,
+    VisionFamily,
+    VisionGguf,
+    linear_tensors,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from shardnet.model.kernels.linear import Linear
+    from shardnet.model.layers.norms import Norm
+    from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.vision.tower import TowerLayer, TowerMlp
+
+EPS: Final = 1e-6
+PLACEHOLDER: Final = "<|image_pad|>"
+_FULL_LAYERS: Final = (7, 15, 23, 31)
+_PIXELS: Final = (56 * 56, 28 * 28 * 16384)
+
+
+def read_sizes(
+    outer: Fields,
+    own: Fields,
+    text: ModelConfig,
+    *,
+    n_layers: int,
+    hidden_size: int,
+    intermediate_size: int,
+    patch: int,
+) -> VisionConfig:
+    """Read what the configs of all these towers say; the numbers are defaults."""
+    own.require("in_chans", 3)
+    own.ignore("image_size", "layer_norm_eps")  # of projector files: pictures are of any
+    rope = own.inner("rope_parameters", own.take("rope_parameters", dict, {}))
+    out_size = own.positive("out_hidden_size", text.hidden_size)
+    if out_size != text.hidden_size:
+        raise own.unsupported("out_hidden_size", out_size, f"the model's, {text.hidden_size}")
+    return VisionConfig(
+        n_layers=own.positive("depth", own.positive("num_hidden_layers", n_layers)),
+        hidden_size=own.positive("hidden_size", hidden_size),
+        intermediate_size=own.positive("intermediate_size", intermediate_size),
+        n_heads=own.positive("num_heads", own.positive("num_attention_heads", 16)),
+        patch=own.positive("patch_size", patch),
+        merge=own.positive("spatial_merge_size", 2),
+        n_frames=own.positive("temporal_patch_size", 2),
+        out_size=out_size,
+        norm_eps=EPS,
+        activation=Activation.SILU,
+        row_id=outer.take("image_token_id", int, 151655),
+        rope_theta=rope.number("rope_theta", 10000.0, within=THETAS),
+        projector_eps=EPS,
+    )
+
+
+def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
+    """Read a Qwen2_5_VLVisionConfig."""
+    own.ignore("tokens_per_second", "spatial_patch_size")  # of films; as the other one
+    config = read_sizes(
+        outer, own, text, n_layers=32, hidden_size=3584, intermediate_size=3420, patch=14
+    )
+    full: list[Any] = own.take("fullatt_block_indexes", list, [*_FULL_LAYERS])
+    pixels = own.positive("window_size", 112)
+    if pixels < config.row_pixels:
+        raise own.unsupported("window_size", pixels, f"{config.row_pixels} or more")
+    return replace(
+        config,
+        activation=read_activation(own, "hidden_act", "silu"),
+        window=pixels // config.merge // config.patch,
+        full_layers=tuple(full),
+    )
+
+
+def attention_tensors(config: VisionConfig, number: int) -> Table:
+    """Name the parameters of a layer's attention."""
+    width = config.hidden_size
+    shapes = {"qkv": (3 * width, width), "proj": (width, width)}
+    return linear_tensors(f"visual.blocks.{number}.attn", shapes, with_bias=True)
+
+
+def tensors(config: VisionConfig) -> Table:
+    """Name the parameters."""
+    width, inner, joined = config.hidden_size, config.intermediate_size, config.merged_width
+    made: Table = {
+        "visual.patch_embed.proj.weight": (width, config.patch_width),
+        "visual.merger.ln_q.weight": (width,),
+    }
+    merger = {"0": (joined, joined), "2": (config.out_size, joined)}
+    made |= linear_tensors("visual.merger.mlp", merger, with_bias=True)
+    mlp = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+    for number in range(config.n_layers):
+        layer = f"visual.blocks.{number}"
+        made |= {f"{layer}.{norm}.weight": (width,) for norm in ("norm1", "norm2")}
+        made |= attention_tensors(config, number)
+        made |= linear_tensors(f"{layer}.mlp", mlp, with_bias=True)
+    return made
+
+
+def make_processor(
+    config: VisionConfig,
+    own: Fields,
+    token_id: TokenId,
+    *,
+    mean: tuple[float, ...] = CLIP_MEAN,
+    deviation: tuple[float, ...] = CLIP_DEVIATION,
+    pixels: tuple[int, int] = _PIXELS,
+) -> PictureProcessor:
+    """Read a Qwen2VLImageProcessor. Mean, deviation, and fewest and most pixels are defaults."""
+    for key, value in (
+        ("patch_size", config.patch),
+        ("temporal_patch_size", config.n_frames),
+        ("merge_size", config.merge),
+    ):
+        own.require(key, value)
+    size = own.inner("size", own.take("size", dict, {}))
+    mean, deviation = read_levels(own, mean, deviation)
+    return PatchProcessor(
+        size=PixelCount(
+            fewest=own.positive("min_pixels", size.positive("shortest_edge", pixels[0])),
+            most=own.positive("max_pixels", size.positive("longest_edge", pixels[1])),
+            multiple=config.row_pixels,
+        ),
+        filter=read_filter(own, Filter.BICUBIC),
+        mean=mean,
+        deviation=deviation,
+        patch=config.patch,
+        merge=config.merge,
+        n_frames=config.n_frames,
+        marks=Marks(row=config.row_id),
+        placeholder=PLACEHOLDER,
+        placeholder_id=config.row_id,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QwenMerger:
+    """Makes rows of the language model of patches, normalised one by one or those of a row."""
+
+    norm: Norm
+    mlp: TowerMlp
+    norms_rows: bool = False
+
+    @classmethod
+    def load(
+        cls, weights: WeightSource, norm: str, up: str, down: str, *, norms_rows: bool = False
+    ) -> QwenMerger:
+        """Take the parameters."""
+        from shardnet.model.vision.tower import TowerMlp
+
+        mlp = TowerMlp(
+            activation=Activation.GELU, up_proj=weights.linear(up), down_proj=weights.linear(down)
+        )
+        return cls(norm=weights.norm(norm, EPS), mlp=mlp, norms_rows=norms_rows)
+
+    def __call__(self, merged: Tensor) -> Tensor:
+        """Project patches of rows, side by side: [N, merge^2 x W] to [N, E]."""
+        width = merged.shape[1] if self.norms_rows else len(self.norm.weight)
+        return self.mlp(self.norm(merged.view(-1, width)).view(merged.shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen25Tower:
+    """The forward pass."""
+
+    config: VisionConfig
+    patches: Linear
+    layers: tuple[TowerLayer, ...]
+    merger: QwenMerger
+
+    @classmethod
+    def load(
+        cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> Qwen25Tower:
+        """Take the parameters."""
+        from shardnet.model.layers.modules import GatedMlp
+        from shardnet.model.vision.tower import TowerLayer
+
+        def layer(number: int) -> TowerLayer:
+            prefix = f"visual.blocks.{number}"
+            mlp = f"{prefix}.mlp"
+            return TowerLayer(
+                n_heads=config.n_heads,
+                attention_norm=weights.norm(f"{prefix}.norm1", config.norm_eps),
+                qkv_proj=weights.linear(f"{prefix}.attn.qkv"),
+                o_proj=weights.linear(f"{prefix}.attn.proj"),
+                mlp_norm=weights.norm(f"{prefix}.norm2", config.norm_eps),
+                mlp=GatedMlp(
+                    activation=config.activation,
+                    gate_up_proj=weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                    down_proj=weights.linear(f"{mlp}.down_proj"),
+                ),
+            )
+
+        merger = ("visual.merger.ln_q", "visual.merger.mlp.0", "visual.merger.mlp.2")
+        return cls(
+            config=config,
+            patches=weights.linear("visual.patch_embed.proj"),
+            layers=tuple(layer(number) for number in range(config.n_layers)),
+            merger=QwenMerger.load(weights, *merger),
+        )
+
+    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> Iterator[EncodedPicture | None]:
+        """Encode patches; see Tower. Those of a window stand together until they are merged."""
+        from shardnet.model.vision.tower import (
+            axial_rotary,
+            frequencies,
+            in_pieces,
+            patch_places,
+            window_order,
+        )
+
+        config = self.config
+        order, n_rows = window_order(grid, config.window)
+        n_merged = config.merge**2
+        own = (order[:, None] * n_merged + order.new_tensor(range(n_merged))).flatten()
+        by_turns = frequencies(config.rope_theta, config.head_size // 4)
+        places = patch_places(grid, config.merge)[own]
+        rotary = axial_rotary(places, by_turns, by_turns, pixels.dtype, pixels.device)
+        hidden = yield from in_pieces(self.patches, pixels[own.to(pixels.device)])
+        windows = [n * n_merged for n in n_rows]
+        for number, layer in enumerate(self.layers):
+            lengths = () if number in config.full_layers else windows
+            hidden = yield from layer.walk(hidden, rotary, lengths)
+        merged = hidden.view(len(order), -1)
+        rows = yield from in_pieces(self.merger, merged)
+        yield EncodedPicture(rows=rows[order.argsort().to(rows.device)])
+
+
+def read_gguf(own: Fields, stored: Container[str]) -> dict[str, Any]:
+    """Read the metadata of a projector: all layers but each `n_wa_pattern`th have windows."""
+    period, n_layers = own.positive("n_wa_pattern"), own.positive("block_count")
+    full = [*range(period - 1, n_layers, period)]
+    config = {
+        "fullatt_block_indexes": full,
+        "spatial_merge_size": own.positive("spatial_merge_size", 2),
+        "window_size": own.positive("window_size", 112),
+    }
+    return {"vision_config": config}
+
+
+VISION = VisionFamily(
+    read_config=read_config,
+    tensors=tensors,
+    make_processor=make_processor,
+    load=Qwen25Tower.load,
+    gguf=VisionGguf(
+        projectors=("qwen2.5vl_merger",),
+        read=read_gguf,
+        size=lambda own: {},
+        row_token=PLACEHOLDER,
+    ),
+)
