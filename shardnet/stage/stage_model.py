@@ -371,7 +371,7 @@ class StageModel:
         if batch.n_rows == 0:
             return torch.empty(0, self.width, device=self.device), None
         if self._followers is not None:  # while this one begins; they meet the same errors
-            self._followers.run(batch, run.hidden)
+            self._followers.run(batch, run.hidden, run.pictures)
         narrower = self.choice.hidden_dtype
         try:
             step = plan_step(

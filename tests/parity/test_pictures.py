@@ -17,6 +17,7 @@ from support.models.projector_files import Kind, write_mmproj
 from support.models.vision_checkpoints import CASES, Picture, VisionCase, random_picture, token_id
 from support.oracles.oracle import FLOAT32_TOLERANCE, load_reference
 from support.rings.real_ring import ask, pictured, real_ring, say, say_all
+from support.rings.shard_followers import load_sharded
 from support.rings.stage_chain import (
     CPU,
     Rows,
@@ -35,7 +36,7 @@ from shardnet.runtime.engine.requests import GenerationRequest
 from shardnet.runtime.stage.picture_inputs import rows_of_store
 from shardnet.runtime.stage.picture_store import PictureStore, StoredPicture
 from shardnet.stage.load import load_encoder
-from shardnet.types import DType
+from shardnet.types import DType, LayerRange
 
 N_TOKENS = 6
 HOW = {"max_new_tokens": N_TOKENS, "min_new_tokens": N_TOKENS, "do_sample": False}
@@ -186,6 +187,9 @@ def test_whole_models_write_the_same_at_every_split(
         assert tokens == theirs
         assert all(torch.equal(logits, other) for other in seen)
         seen += [logits, prompt.logits(chain, slot=1, n_beside=3)]
+    [first] = StageChain.load(folder, [LayerRange(0, 1)]).stages
+    cut = load_sharded(folder, LayerRange(1, n_layers), 2, context=512)
+    assert torch.equal(prompt.logits(StageChain([first, cut])), seen[0])
     assert asyncio.run(in_a_ring(folder, encoder, prompt.request, n_layers)) == [theirs] * 3
 
 

@@ -33,6 +33,7 @@ from shardnet.wire.messages.handshake import error_frame, read_error
 from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import StepData, data_frame
 from shardnet.wire.payloads.parts import ShardPart, part_frame, read_part
+from shardnet.wire.payloads.rows import rows_frames
 
 PART_S: Final = 60.0
 """How long a shard may take to its next part: as long as a stage whose step does not move."""
@@ -125,6 +126,9 @@ class ShardLinks:
         """Have the other shards compute a step; its gathers follow."""
         sent = activations or _nothing(batch.n_rows)
         data = StepData(batch=batch, dtype=sent.dtype, width=sent.width, payload=sent.payload)
+        for block in sent.deep:
+            for frame in rows_frames(block, epoch=batch.epoch, step=batch.step):
+                self._send(frame)
         self._send(data_frame(data))
 
     def begin(self, step: StepId) -> None:

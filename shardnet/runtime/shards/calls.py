@@ -47,12 +47,25 @@ class ShardJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
-    """Run a micro-batch; hidden states of `dtype` and `width` follow, none for token ids alone."""
+    """Run a micro-batch; hidden states of `dtype` and `width` follow, none for token ids alone.
+
+    `index`, `blocks` and `positions` are those of PictureRows, None where there are none.
+    """
 
     batch: MicroBatch
     dtype: str
     width: int
     n_threads: int
+    index: list[int] | None = None
+    blocks: tuple[tuple[int, int], ...] = ()
+    positions: list[list[int]] | None = None
+
+
+class Deep(msgspec.Struct, frozen=True, kw_only=True, tag="deep"):
+    """Add the rows that follow, float32, after an absolute layer in the next Run (DeepStack)."""
+
+    layer: int
+    n_rows: int
 
 
 class Logits(msgspec.Struct, frozen=True, kw_only=True, tag="logits"):
@@ -114,7 +127,7 @@ class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
     values: bool
 
 
-Call = Run | Logits | Trim | Copy | Clear | AdoptRows | Adopt | Read
+Call = Run | Deep | Logits | Trim | Copy | Clear | AdoptRows | Adopt | Read
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):

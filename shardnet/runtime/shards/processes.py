@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import ConfigurationError, LostShardError, error_for_code
+from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.model.cache.slot_blocks import SlotContents
 from shardnet.model.kernels.codec import to_bytes
 from shardnet.model.shards.group import ShardGroup
@@ -38,6 +39,7 @@ from shardnet.runtime.shards.calls import (
     Call,
     Clear,
     Copy,
+    Deep,
     Failed,
     Logits,
     Read,
@@ -178,16 +180,23 @@ class ShardProcesses:
 
     # --- what Followers is
 
-    def run(self, batch: MicroBatch, hidden: Tensor | None) -> None:
+    def run(self, batch: MicroBatch, hidden: Tensor | None, pictures: PictureRows | None) -> None:
         """See Followers."""
-        n_threads = torch.get_num_threads()
-        if hidden is None:
-            self._call(Run(batch=batch, dtype="", width=0, n_threads=n_threads))
-            return
+        positions = None
+        if pictures is not None:
+            for layer, added in pictures.deep.items():
+                self._call(Deep(layer=layer, n_rows=len(added)), added.float())
+            positions = pictures.positions
         call = Run(
-            batch=batch, dtype=_name(hidden.dtype), width=hidden.shape[1], n_threads=n_threads
+            batch=batch,
+            dtype="" if hidden is None else _name(hidden.dtype),
+            width=0 if hidden is None else hidden.shape[1],
+            n_threads=torch.get_num_threads(),
+            index=None if pictures is None else pictures.index.tolist(),
+            blocks=() if pictures is None else pictures.blocks,
+            positions=None if positions is None else positions.tolist(),
         )
-        self._call(call, hidden)
+        self._call(call, *([] if hidden is None else [hidden]))
 
     def logits(self, rows: Tensor) -> None:
         """See Followers."""

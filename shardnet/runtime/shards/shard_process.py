@@ -24,6 +24,7 @@ from shardnet.runtime.shards.calls import (
     Call,
     Clear,
     Copy,
+    Deep,
     Failed,
     Logits,
     Progress,
@@ -41,6 +42,7 @@ from shardnet.threads import end_process
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from shardnet.model.cache.picture_rows import PictureRows
     from shardnet.stage.stage_model import StageModel
 
 _CALLS: Final = msgspec.msgpack.Decoder(Call)
@@ -143,6 +145,7 @@ class _Shard:
         self._job = job
         self._model = model
         self._leader = leader
+        self._deep: dict[int, Tensor] = {}
         self._arriving = ArrivingSlot(model.kv, model.cut.kv_heads[0])
 
     def copied(self, call: Call, following: memoryview) -> Tensor | None:
@@ -157,19 +160,46 @@ class _Shard:
                 return data.view(getattr(torch, dtype)).view(-1, width)
             case Logits(n_rows=n_rows, dtype=dtype):
                 return data.view(getattr(torch, dtype)).view(n_rows, -1)
+            case Deep(n_rows=n_rows):
+                return data.view(torch.float32).view(n_rows, -1)
             case _:
                 return data
+
+    def _pictures(self, run: Run) -> PictureRows | None:
+        """Return what the rows of a run have of pictures, with what came before it."""
+        import torch
+
+        from shardnet.model.cache.picture_rows import PictureRows
+
+        deep, self._deep = self._deep, {}
+        if run.index is None:
+            return None
+        device, positions = self._model.device, None
+        if run.positions is not None:
+            positions = torch.tensor(run.positions, device=device)
+        return PictureRows(
+            index=torch.tensor(run.index, dtype=torch.int64, device=device),
+            deep={layer: added.to(device) for layer, added in deep.items()},
+            blocks=run.blocks,
+            positions=positions,
+        )
 
     def do(self, call: Call, rows: Tensor | None) -> None:
         """Carry out a call."""
         import torch
+
+        from shardnet.stage import runs as stage_runs
 
         kv = self._model.kv
         match call:
             case Run(batch=batch, n_threads=n_threads):
                 if min(n_threads, self._job.n_threads) != torch.get_num_threads():
                     torch.set_num_threads(min(n_threads, self._job.n_threads))
-                self._model.run(batch, rows)
+                run = stage_runs.Run(batch=batch, hidden=rows, pictures=self._pictures(call))
+                self._model.run_alone(run)
+            case Deep(layer=layer):
+                assert rows is not None
+                self._deep[layer] = rows
             case Logits():
                 assert rows is not None
                 self._model.logits(rows)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.model.cache.slot_blocks import SlotContents
 from shardnet.types import MicroBatch, SlotId
 
@@ -20,8 +21,11 @@ class Followers(Protocol):
     Nothing is waited for but room for the call. Raises LostShardError once a shard is lost.
     """
 
-    def run(self, batch: MicroBatch, hidden: Tensor | None) -> None:
-        """Have them run a micro-batch through their layers, as StageModel.run does."""
+    def run(self, batch: MicroBatch, hidden: Tensor | None, pictures: PictureRows | None) -> None:
+        """Have them run a micro-batch through their layers, as StageModel.run_alone does.
+
+        Encoded rows of pictures are not sent: a first stage that is cut has none.
+        """
 
     def logits(self, rows: Tensor) -> None:
         """Have them apply norm and LM head to rows [R, E]."""

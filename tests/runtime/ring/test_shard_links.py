@@ -18,6 +18,7 @@ from shardnet.errors import (
     RemoteProtocolError,
     ShardnetError,
 )
+from shardnet.output_params import OutputKind
 from shardnet.runtime.ring.shard_links import ShardLinks, ShardSource
 from shardnet.runtime.stage.compute import Activations, StepArrived
 from shardnet.slot_operations import FreeSlot
@@ -35,6 +36,7 @@ from shardnet.types import (
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
 from shardnet.wire.payloads.parts import ShardPart, part_frame
+from shardnet.wire.payloads.rows import RowBlock
 
 EPOCH = Epoch(2)
 STEP = StepId(5)
@@ -113,7 +115,16 @@ def test_a_shard_takes_in_what_shard_0_computes() -> None:
         ),
         token_ids=(9,),
     )
-    hidden = Activations(payload=bytes(8), dtype=WireDType.FLOAT32, width=2)
+    deep = RowBlock(
+        sequence_id=SequenceId(1),
+        kind=OutputKind.HIDDEN,
+        position=0,
+        width=2,
+        payload=bytes(8),
+        layer=3,
+        is_deep=True,
+    )
+    hidden = Activations(payload=bytes(8), dtype=WireDType.FLOAT32, width=2, deep=[deep])
 
     async def test(zero: Link, one: Link) -> None:
         links = ShardLinks(shard=0, links={1: zero}, epoch=EPOCH)
