@@ -1,0 +1,153 @@
+"""Benchmark the encoding of a picture beside transformers', in towers of published shapes.
+
+Weights are random, layers few, in float32 on one thread unless told otherwise. Both prepare and
+encode the same picture in turns; the least time of each counts, and ratios are what to look at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.pictures import open_pictures
+from shardnet.model.kernels.linear import probe
+from shardnet.stage.load import load_encoder
+from shardnet.types import DType
+
+CPU = torch.device("cpu")
+TEXT = {"hidden_size": 2048, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 320} | {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+TOKENS = {"[IMG_BREAK]": 301, "[IMG_END]": 302, "<start_of_image>": 303, "<end_of_image>": 304}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A published tower: its config, and where transformers' processor is."""
+
+    model_type: str
+    tower: Mapping[str, Any]
+    processor: str
+    layers: str = "num_hidden_layers"
+    text: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+QWEN = "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil"
+SHAPES = (
+    Shape(
+        model_type="mistral3",
+        tower={"model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096}
+        | {"num_attention_heads": 16, "head_dim": 64, "patch_size": 14, "hidden_act": "silu"},
+        processor="pixtral.image_processing_pil_pixtral.PixtralImageProcessorPil",
+        text={"model_type": "mistral"},
+        settings={"size": {"longest_edge": 1540}},
+    ),
+    Shape(
+        model_type="gemma3",
+        tower={"model_type": "siglip_vision_model", "hidden_size": 1152, "image_size": 896}
+        | {"intermediate_size": 4304, "num_attention_heads": 16, "patch_size": 14},
+        processor="gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
+        settings={"size": {"height": 896, "width": 896}},
+    ),
+    Shape(
+        model_type="qwen2_5_vl",
+        tower={"hidden_size": 1280, "out_hidden_size": 2048, "fullatt_block_indexes": [1]},
+        processor=QWEN,
+        layers="depth",
+        text={"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
+    ),
+    Shape(
+        model_type="qwen3_vl",
+        tower={"hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048}
+        | {"deepstack_visual_indexes": [0]},
+        processor=QWEN,
+        layers="depth",
+        settings={"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+    ),
+)
+
+
+def main() -> None:
+    """Print a line for each tower."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--side", type=int, default=448, help="pixels of the picture on a side")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    side = arguments.side
+    picture = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
+    for shape in SHAPES:
+        with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+            print(_compared(shape, Path(folder), picture, arguments.layers, arguments.rounds))
+
+
+def _compared(shape: Shape, folder: Path, picture: np.ndarray, n_layers: int, rounds: int) -> str:
+    """Time both for one tower."""
+    config = AutoConfig.for_model(
+        shape.model_type,
+        text_config={**TEXT, **shape.text},
+        vision_config={**shape.tower, shape.layers: n_layers},
+        image_token_id=300,
+    )
+    made: Any = AutoModelForImageTextToText
+    model = made.from_config(config).eval()
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(dict(shape.settings)))
+    pictures = open_pictures(Checkpoint.open(folder), TOKENS.get)
+    encoder = load_encoder(
+        pictures,
+        choice=probe(CPU, DType.FLOAT32, None),
+        device=CPU,
+        progress=lambda done, total: None,
+    )
+    module, _, name = shape.processor.rpartition(".")
+    processor = getattr(import_module(f"transformers.models.{module}"), name)(**shape.settings)
+    theirs = processor([picture], return_tensors="pt")
+    theirs = {key: theirs[key] for key in theirs if key != "num_crops"}
+    prepared = encoder.processor.prepare(picture)
+    preparing = _least_ms(
+        rounds,
+        lambda: encoder.processor.prepare(picture),
+        lambda: processor([picture], return_tensors="pt"),
+    )
+    encoding = _least_ms(
+        rounds,
+        lambda: [*encoder.encode([prepared])],
+        lambda: model.model.get_image_features(**theirs),
+    )
+    ways = f"prepared in {preparing}; encoded in {encoding}"
+    return f"{shape.model_type}, {len(prepared.pixels)} patches, {n_layers} layers: {ways}"
+
+
+def _least_ms(rounds: int, own: Callable[[], object], other: Callable[[], object]) -> str:
+    """Run both in turns, and say the least time of each."""
+    least_ms = [float("inf")] * 2
+    for _ in range(rounds):
+        for place, way in enumerate((own, other)):
+            began = time.perf_counter()
+            way()
+            least_ms[place] = min(least_ms[place], 1000 * (time.perf_counter() - began))
+    return (
+        f"{least_ms[0]:.1f} ms, transformers {least_ms[1]:.1f}: {least_ms[1] / least_ms[0]:.2f} x"
+    )
+
+
+if __name__ == "__main__":
+    main()
