@@ -206,6 +206,7 @@ async def in_a_ring(
         return [said.tokens for said in (alone, one, other)]
 
 
+@pytest.mark.parametrize("case", [name for name in CASES if CASES[name].wide], indirect=True)
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0], ids=str)
 def test_a_projector_file_gives_the_rows_of_its_weights(
     case: VisionCase, kind: Kind, tmp_path: Path

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
-from shardnet.model.vision import pixtral, qwen2_5_vl, qwen3_vl, siglip
+from shardnet.model.vision import gemma4, pixtral, qwen2_5_vl, qwen3_vl, siglip
 from shardnet.model.vision.vision_family import VisionFamily
 
 TEXT: Final = "text_config"
@@ -126,6 +126,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             architecture="Gemma4ForConditionalGeneration",
             family="gemma4_text",
             text_types=("gemma4_text",),
+            vision=gemma4.VISION,
         ),
         Wrapper(
             model_type="gemma4_unified",

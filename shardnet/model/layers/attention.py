@@ -30,7 +30,7 @@ PLAIN = AttentionKind()
 class ChunkMasks:
     """What the rows of a prompt chunk must not attend to, where torch attends them together.
 
-    One mask for each window of the layers, made when the first of them needs it.
+    One mask for each kind of the layers, made when the first of them needs it.
     """
 
     def __init__(
@@ -42,16 +42,18 @@ class ChunkMasks:
         *,
         see_each_other: bool,
     ) -> None:
-        self._rows = position, n_rows, see_each_other
+        self._rows = position, n_rows
+        self._see_each_other = see_each_other
         self._dtype = dtype
         self._device = device
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int | None, bool], Tensor] = {}
 
-    def of(self, window: int | None) -> Tensor:
+    def of(self, kind: AttentionKind) -> Tensor:
         """Return [T, P] over the keys from the first that any row sees; additive, 0 or -inf."""
-        if window not in self._masks:
-            self._masks[window] = _mask(*self._rows, window, self._dtype, self._device)
-        return self._masks[window]
+        own = kind.window, self._see_each_other and not kind.is_causal
+        if own not in self._masks:
+            self._masks[own] = _mask(*self._rows, *own, self._dtype, self._device)
+        return self._masks[own]
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,8 +229,8 @@ def _native_spans(spans: Sequence[Span], kv: KvCache) -> NativeSpans | None:
 def _mask(
     position: int,
     n_rows: int,
-    see_each_other: bool,
     window: int | None,
+    see_each_other: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
@@ -333,7 +335,7 @@ def _attend_span(
     """
     if span.masks is not None:
         own = torch.cat(list(grouped[span.start : span.end]))
-        return [_attend_chunk(own, *seen, span.masks.of(kind.window), kind)]
+        return [_attend_chunk(own, *seen, span.masks.of(kind), kind)]
     keys, values = seen[0].unsqueeze(0), seen[1].unsqueeze(0)  # [1, KV heads, P, D]
     if span.end - span.start == 1:
         return [_attend_row(grouped[span.start], keys, values, kind)]
@@ -341,7 +343,7 @@ def _attend_span(
     for row in range(span.start, span.end):
         end = keys.shape[2] - (span.end - row) + 1
         first = 0 if kind.window is None else max(0, end - kind.window)
-        end = keys.shape[2] if span.see_each_other else end
+        end = keys.shape[2] if span.see_each_other and not kind.is_causal else end
         own_keys = keys.narrow(2, first, end - first)
         own_values = values.narrow(2, first, end - first)
         parts.append(_attend_row(grouped[row], own_keys, own_values, kind))

@@ -53,6 +53,7 @@ class AttendStruct(ctypes.Structure):
         ("soft_cap", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
         ("values_are_keys", ctypes.c_int32),
+        ("is_causal", ctypes.c_int32),
     )
 
 
@@ -62,13 +63,15 @@ class AttentionKind:
 
     `window`: how many positions a row attends to, itself included; None is all. `scale` multiplies
     the scores, None is 1 / sqrt(D). `soft_cap` c turns a score x into c * tanh(x / c). `sinks` are
-    extra scores without a value, one for each head: they take part in the softmax only.
+    extra scores without a value, one for each head: they take part in the softmax only. Where it
+    `is_causal` rows of a picture do not see each other, whatever the model's other layers do.
     """
 
     window: int | None = None
     scale: float | None = None
     soft_cap: float | None = None
     sinks: Tensor | None = None  # [KV heads, G, 1], float32
+    is_causal: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -130,6 +133,7 @@ def attend_struct(
         window=kind.window or 0,
         scale=head_size**-0.5 if kind.scale is None else kind.scale,
         soft_cap=kind.soft_cap or 0.0,
+        is_causal=kind.is_causal,
     )
 
 

@@ -26,6 +26,8 @@ MAX_RATIO: Final = 200
 """How much longer one side of a picture may be than the other."""
 LOW_PIXELS: Final = 512
 """A side of the pictures that are asked for with low detail."""
+LOW_ROWS: Final = 70
+"""Their rows, where a model counts these."""
 
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 CLIP_DEVIATION: Final = (0.26862954, 0.26130258, 0.27577711)
@@ -94,6 +96,25 @@ class PixelCount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowBudget:
+    """As large as `most` rows of `multiple` x `multiple` pixels allow, in about the same shape."""
+
+    most: int
+    multiple: int
+
+    def __call__(self, height: int, width: int, *, is_low: bool) -> tuple[int, int]:
+        """Return height and width in pixels."""
+        most = min(self.most, LOW_ROWS) if is_low else self.most
+        factor = math.sqrt(most * self.multiple**2 / (height * width))
+        n_high, n_wide = (math.floor(factor * side / self.multiple) for side in (height, width))
+        if n_high == 0:
+            n_high, n_wide = 1, min(width // height, most)
+        elif n_wide == 0:
+            n_high, n_wide = min(height // width, most), 1
+        return n_high * self.multiple, n_wide * self.multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
     """The tokens of a picture: `row` for each row, `line` between lines, and those around all."""
 
@@ -115,7 +136,8 @@ class PatchProcessor:
 
     Patches are in the order of the language model's rows: the `merge` x `merge` of a row stand
     together. `mean` and `deviation` are those of numbers from 0 to 1. `around` is text that stands
-    before and behind a placeholder in a prompt.
+    before and behind a placeholder in a prompt. With `colours_last` the three numbers of a pixel
+    stand together, else those of a colour.
     """
 
     size: SizeRule
@@ -130,6 +152,7 @@ class PatchProcessor:
     n_frames: int = 1
     around: tuple[str, str] = ("", "")
     see_each_other: bool = False
+    colours_last: bool = False
 
     @property
     def key(self) -> str:
@@ -177,23 +200,30 @@ class PatchProcessor:
         patches = np.empty((*cut.shape[:5], self.n_frames, *cut.shape[5:]), np.float32)
         for colour in range(3):
             patches[..., colour, :, :, :] = table[:, colour][cut[..., colour, None, :, :]]
+        if self.colours_last:
+            patches = np.moveaxis(patches, 4, -1)
         return patches.reshape(-1, 3 * self.n_frames * self.patch * self.patch)
 
 
 def read_levels(
-    own: Fields, mean: tuple[float, ...], deviation: tuple[float, ...]
+    own: Fields, mean: tuple[float, ...], deviation: tuple[float, ...], *, normalizes: bool = True
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Read mean and deviation of each colour; those given where the config says nothing.
 
-    Raises UnsupportedModelError where pixels are not scaled from 0 to 1 and normalised by them.
+    Raises UnsupportedModelError where pixels are not scaled from 0 to 1 and normalised by them, or
+    not normalised where it `normalizes` not.
     """
-    for key in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+    for key in ("do_resize", "do_rescale", "do_convert_rgb"):
         own.require(key, True)
+    own.require("do_normalize", normalizes)
     for key in ("do_center_crop", "do_pan_and_scan"):
         own.require(key, False)
     factor = own.number("rescale_factor", 1 / 255)
     if abs(factor * 255 - 1) > 1e-6:
         raise own.unsupported("rescale_factor", factor, "1 / 255")
+    if not normalizes:
+        own.ignore("image_mean", "image_std")
+        return mean, deviation
     if not own.missing("image_mean"):
         mean = own.numbers("image_mean", 3, within=_LEVELS)
     if not own.missing("image_std"):

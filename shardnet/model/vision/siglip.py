@@ -74,6 +74,7 @@ def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
         row_id=outer.take("image_token_index", int, outer.take("image_token_id", int, 262144)),
         grid=grid,
         projector_eps=eps,
+        see_each_other=True,
     )
 
 
@@ -125,7 +126,7 @@ def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> Pict
         placeholder=placeholder,
         placeholder_id=start,
         around=("\n\n", "\n\n"),
-        see_each_other=True,
+        see_each_other=config.see_each_other,
     )
 
 

@@ -71,6 +71,10 @@ class TowerLayer:
     o_proj: Linear
     mlp_norm: Norm
     mlp: GatedMlp | TowerMlp
+    head_norms: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
+    """Of queries, keys and values, [T, H, D] each."""
+    after_attention: Norm | None = None
+    after_mlp: Norm | None = None
 
     def walk(self, hidden: Tensor, rotary: Rotary | None, lengths: Sequence[int] = ()) -> Walk:
         """Run hidden states [T, W] through the layer.
@@ -81,6 +85,8 @@ class TowerLayer:
             lambda part: self.qkv_proj(self.attention_norm(part)), hidden
         )
         queries, keys, values = projected.view(len(hidden), 3, self.n_heads, -1).unbind(1)
+        if self.head_norms is not None:
+            queries, keys, values = self.head_norms(queries, keys, values)
         if rotary is not None:
             queries, keys = rotary.rotate(queries), rotary.rotate(keys)
         heads = queries, keys, values
@@ -94,8 +100,10 @@ class TowerLayer:
     def _after_attention(self, both: Tensor) -> Tensor:
         """Compute what follows from rows and what they attended to, side by side: [T, 2 W]."""
         hidden, attended = both.chunk(2, -1)
-        hidden = hidden + self.o_proj(attended.contiguous())
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        inner = self.o_proj(attended.contiguous())
+        hidden = hidden + (inner if self.after_attention is None else self.after_attention(inner))
+        inner = self.mlp(self.mlp_norm(hidden))
+        return hidden + (inner if self.after_mlp is None else self.after_mlp(inner))
 
 
 def _attended(queries: Tensor, keys: Tensor, values: Tensor) -> Walk:

@@ -17,6 +17,8 @@ class VisionConfig:
     token that stands for a row. `projector_eps` is what the projector's norm adds, and
     `deep_layers` are those behind which DeepStack takes what it adds in the language model. Layers
     but for the `full_layers` attend within squares of `window` x `window` rows, unless that is 0.
+    With `standardizes` averages of patches are shifted and scaled by stored numbers. Rows of a
+    picture that `see_each_other` attend in both directions in the language model.
     """
 
     n_layers: int
@@ -38,6 +40,8 @@ class VisionConfig:
     deep_layers: tuple[int, ...] = ()
     window: int = 0
     full_layers: tuple[int, ...] = ()
+    standardizes: bool = False
+    see_each_other: bool = False
 
     @property
     def head_size(self) -> int:

@@ -26,6 +26,7 @@ KINDS = {
     "window of 7": AttentionKind(window=7),
     "window of 40": AttentionKind(window=40),
     "capped": AttentionKind(soft_cap=0.8),
+    "causal": AttentionKind(is_causal=True),
     "capped window": AttentionKind(window=33, soft_cap=1.5, scale=0.9),
 }
 
@@ -122,7 +123,8 @@ def test_each_row_sees_its_own_slot_up_to_itself(
         all_values = seen_rows(past_values, values[start : start + rows])
         for row in range(start, start + rows):
             own = len(past_keys) + row - start
-            end = len(past_keys) + high if low <= row < high else own + 1
+            sees_all = low <= row < high and not kind.is_causal
+            end = len(past_keys) + high if sees_all else own + 1
             seen = slice(max(0, own + 1 - (kind.window or own + 1)), end)
             expected = naive_attention(queries[row], all_keys[seen], all_values[seen], kind)
             torch.testing.assert_close(attended[row].double(), expected, rtol=0, atol=1e-5)

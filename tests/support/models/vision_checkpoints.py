@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from support.models.checkpoints import make_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -26,6 +27,9 @@ TOKENS = {
     "<start_of_image>": 304,
     "<end_of_image>": 305,
     "<|image_pad|>": 306,
+    "<|image>": 307,
+    "<image|>": 308,
+    "<|image|>": 309,
 }
 """Ids of the tokens that stand for pictures: the padding of the tiny models' vocabulary."""
 
@@ -71,6 +75,9 @@ class VisionCase:
         for parameter in model.parameters():  # biases and learned positions are zeros as made
             if parameter.ndim < 2 or not parameter.any():
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+        for name, values in model.named_buffers():
+            if ".std_" in name:  # of averages; whatever was in memory
+                values.normal_(1)
         model.save_pretrained(folder)
         make_tokenizer(folder)
         (folder / "preprocessor_config.json").write_text(json.dumps(dict(self.settings)))
@@ -88,6 +95,13 @@ class VisionCase:
         pixels = np.asarray(prepared["pixel_values"])
         if pixels.ndim == 2:
             return pixels
+        if "image_position_ids" in prepared:
+            at = np.asarray(prepared["image_position_ids"])[0]
+            is_real = at[:, 0] >= 0
+            columns, lines = at[is_real].T
+            merge = self.merge
+            order = np.lexsort((columns % merge, lines % merge, columns // merge, lines // merge))
+            return pixels[0][is_real][order]
         side, merge = self.tower["patch_size"], self.merge
         _, _, height, width = pixels.shape
         shape = (3, height // self.multiple, merge, side, width // self.multiple, merge, side)
@@ -119,13 +133,16 @@ class VisionCase:
         more = {}
         if "image_grid_thw" in prepared[0]:
             more["image_grid_thw"] = torch.cat([one["image_grid_thw"] for one in prepared])
+        if "image_position_ids" in prepared[0]:
+            places = [torch.as_tensor(one["image_position_ids"]) for one in prepared]
+            more["image_position_ids"] = torch.cat(places)
         return {"pixel_values": torch.cat(pixels), **more}
 
     def kinds(self, ids: torch.Tensor) -> dict[str, Any]:
         """Return what transformers wants to be told of each token beside its id."""
         if self.wrapper == "gemma3":
             return {"token_type_ids": (ids == self.outer["image_token_index"]).int()}
-        if self.wrapper.startswith("qwen"):
+        if self.wrapper.startswith("qwen") or self.wrapper == "gemma4":
             return {"mm_token_type_ids": (ids == self.outer["image_token_id"]).int()}
         return {}
 
@@ -268,4 +285,34 @@ CASES["qwen3_5"] = VisionCase(
     processor=Qwen2VLImageProcessorPil,
     merge=2,
     wide=CASES["qwen2_5_vl"].wide,
+)
+CASES["gemma4"] = VisionCase(
+    wrapper="gemma4",
+    text={key: CASES["gemma3"].text[key] for key in ("head_dim", "sliding_window")}
+    | {
+        "num_hidden_layers": 3,
+        "global_head_dim": 12,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 0,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "use_bidirectional_attention": "vision",
+    },
+    tower={
+        "hidden_size": 24,
+        "intermediate_size": 44,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 8,
+        "patch_size": 2,
+        "pooling_kernel_size": 3,
+        "position_embedding_size": 300,
+        "standardize": True,
+    },
+    outer={"image_token_id": 309, "audio_config": None},
+    settings={"patch_size": 2, "max_soft_tokens": 70},
+    processor=Gemma4ImageProcessorPil,
+    merge=3,
 )

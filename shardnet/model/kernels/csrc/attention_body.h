@@ -456,7 +456,8 @@ static NOINLINE TARGET void NAME(attend_tile)(const struct attend *call, const s
     for (int i = 0; i < TILE; i++) tile.best[i] = -INFINITY;
     tile.call = call;
     tile.first_position = span->position + row - span->start;
-    tile.all_see = span->see_each_other ? span->position + span->end - span->start - 1 : tile.first_position;
+    tile.all_see = tile.first_position;
+    if (span->see_each_other && !call->is_causal) tile.all_see = span->position + span->end - span->start - 1;
     tile.n_rows = n_rows;
     tile.n_heads = n_heads;
     tile.n = n_rows * n_heads;

@@ -86,6 +86,7 @@ struct attend {
     float soft_cap; /* c: a score x becomes c * tanh(x / c); 0 is none */
     int32_t is_bf16;
     int32_t values_are_keys; /* the slots hold no values: they are the keys' columns */
+    int32_t is_causal;       /* rows that see each other do not in this layer */
 };
 
 /* Outputs of some queries: of a block so far, and of all blocks before, with the factors by which they are joined.

@@ -1,0 +1,236 @@
+"""Gemma 4's tower (transformers, modeling_gemma4.py): norms around sub-layers and over heads.
+
+Pictures keep their shape within a number of rows. Positions are learned and rotary, by column and
+by line, and squares of patches are averaged. Rows see each other in layers with a window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shardnet.model.config.decoder_config import read_activation
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import NORM_EPS, THETAS
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.vision.patches import (
+    Marks,
+    PatchProcessor,
+    RowBudget,
+    read_filter,
+    read_levels,
+    required_id,
+)
+from shardnet.model.vision.picture import EncodedPicture, PictureProcessor
+from shardnet.model.vision.resampling import Filter
+from shardnet.model.vision.vision_config import VisionConfig
+from shardnet.model.vision.vision_family import Table, TokenId, VisionFamily, linear_tensors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from shardnet.model.kernels.linear import Linear
+    from shardnet.model.layers.norms import BareNorm, Norm
+    from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.vision.tower import TowerLayer
+
+_EMBEDDER: Final = "vision_tower.patch_embedder"
+_PROJECTION: Final = "embed_vision.embedding_projection"
+_NORMS: Final = (
+    *("input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
+
+
+def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
+    """Read a Gemma4VisionConfig, and whether pictures see themselves in both directions."""
+    own.ignore("default_output_length", "max_position_embeddings", "global_head_dim")
+    for key in ("use_clipped_linears", "attention_bias"):
+        own.require(key, False)
+    n_heads, width = own.positive("num_attention_heads", 12), own.positive("hidden_size", 768)
+    for key, only in (("num_key_value_heads", n_heads), ("head_dim", width // n_heads)):
+        own.require(key, only)
+    if width % (4 * n_heads):
+        raise own.unsupported("hidden_size", width, f"multiples of 4 x {n_heads}")
+    language = outer.inner("text_config", outer.take("text_config", dict, {}))
+    rope = own.inner("rope_parameters", own.take("rope_parameters", dict, {}))
+    eps = own.number("rms_norm_eps", 1e-6, within=NORM_EPS)
+    return VisionConfig(
+        n_layers=own.positive("num_hidden_layers", 16),
+        hidden_size=width,
+        intermediate_size=own.positive("intermediate_size", 3072),
+        n_heads=n_heads,
+        patch=own.positive("patch_size", 16),
+        merge=own.positive("pooling_kernel_size", 3),
+        out_size=text.hidden_size,
+        norm_eps=eps,
+        activation=read_activation(own, "hidden_activation", "gelu_pytorch_tanh"),
+        row_id=outer.take("image_token_id", int, 258880),
+        grid=own.positive("position_embedding_size", 10240),
+        rope_theta=rope.number("rope_theta", 100.0, within=THETAS),
+        projector_eps=eps,
+        standardizes=own.take("standardize", bool, False),
+        see_each_other=language.take("use_bidirectional_attention", str, None) == "vision",
+    )
+
+
+def tensors(config: VisionConfig) -> Table:
+    """Name the parameters."""
+    width, inner = config.hidden_size, config.intermediate_size
+    made: Table = {
+        f"{_EMBEDDER}.input_proj.weight": (width, config.patch_width),
+        f"{_EMBEDDER}.position_embedding_table": (2, config.grid, width),
+        f"{_PROJECTION}.weight": (config.out_size, width),
+    }
+    if config.standardizes:
+        made |= {f"vision_tower.std_{part}": (width,) for part in ("bias", "scale")}
+    for number in range(config.n_layers):
+        layer = f"vision_tower.encoder.layers.{number}"
+        square = {f"{name}_proj.linear": (width, width) for name in "qkvo"}
+        mlp = {f"{name}_proj.linear": (inner, width) for name in ("gate", "up")}
+        made |= linear_tensors(f"{layer}.self_attn", square)
+        made |= linear_tensors(f"{layer}.mlp", mlp | {"down_proj.linear": (width, inner)})
+        made |= {f"{layer}.{norm}.weight": (width,) for norm in _NORMS}
+        made |= {f"{layer}.self_attn.{part}_norm.weight": (config.head_size,) for part in "qk"}
+    return made
+
+
+def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> PictureProcessor:
+    """Read a Gemma4ImageProcessor: numbers from 0 to 1, of which the tower knows what they mean."""
+    for key, value in (("patch_size", config.patch), ("pooling_kernel_size", config.merge)):
+        own.require(key, value)
+    own.ignore("size")
+    mean, deviation = read_levels(own, (0.0,) * 3, (1.0,) * 3, normalizes=False)
+    start, end = (required_id(own, token_id, mark) for mark in ("<|image>", "<image|>"))
+    return PatchProcessor(
+        size=RowBudget(most=own.positive("max_soft_tokens", 280), multiple=config.row_pixels),
+        filter=read_filter(own, Filter.BICUBIC),
+        mean=mean,
+        deviation=deviation,
+        patch=config.patch,
+        merge=config.merge,
+        marks=Marks(row=config.row_id, before=(start,), after=(end,)),
+        placeholder="<|image|>",
+        placeholder_id=config.row_id,
+        see_each_other=config.see_each_other,
+        colours_last=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorms:
+    """Norms over heads, of values one without weights; scores are not scaled afterwards.
+
+    Columns that turn by line and by column are brought in the order in which others have them.
+    """
+
+    queries: Norm
+    keys: Norm
+    values: BareNorm
+
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalise heads [T, H, D]."""
+        queries, keys = (
+            norm(heads.flatten(0, 1)).view(*heads.shape[:2], 2, 2, -1).transpose(2, 3)
+            for norm, heads in (
+                (self.queries, queries.contiguous()),
+                (self.keys, keys.contiguous()),
+            )
+        )
+        scale = math.sqrt(values.shape[-1])
+        return queries.flatten(2) * scale, keys.flatten(2), self.values(values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Tower:
+    """The forward pass."""
+
+    config: VisionConfig
+    patches: Linear
+    positions: Tensor  # [2, grid, W], by column and by line
+    layers: tuple[TowerLayer, ...]
+    bias: Tensor | None  # [W], float32
+    scale: Tensor | None
+    norm: BareNorm
+    projection: Linear
+
+    @classmethod
+    def load(
+        cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> Gemma4Tower:
+        """Take the parameters."""
+        from shardnet.model.layers.modules import GatedMlp
+        from shardnet.model.layers.norms import BareNorm
+        from shardnet.model.vision.tower import TowerLayer
+
+        def layer(number: int) -> TowerLayer:
+            prefix = f"vision_tower.encoder.layers.{number}"
+            attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+            norms = [weights.norm(f"{prefix}.{norm}", config.norm_eps) for norm in _NORMS]
+            queries, keys = (weights.norm(f"{attn}.{part}_norm", config.norm_eps) for part in "qk")
+            values = BareNorm(eps=config.norm_eps)
+            return TowerLayer(
+                n_heads=config.n_heads,
+                attention_norm=norms[0],
+                qkv_proj=weights.linear(*(f"{attn}.{name}_proj.linear" for name in "qkv")),
+                head_norms=HeadNorms(queries=queries, keys=keys, values=values),
+                o_proj=weights.linear(f"{attn}.o_proj.linear"),
+                after_attention=norms[1],
+                mlp_norm=norms[2],
+                mlp=GatedMlp(
+                    activation=config.activation,
+                    gate_up_proj=weights.linear(f"{mlp}.gate_proj.linear", f"{mlp}.up_proj.linear"),
+                    down_proj=weights.linear(f"{mlp}.down_proj.linear"),
+                ),
+                after_mlp=norms[3],
+            )
+
+        def standard(part: str) -> Tensor | None:
+            name = f"vision_tower.std_{part}"
+            return weights.parameter(name).to(device) if config.standardizes else None
+
+        return cls(
+            config=config,
+            patches=weights.linear(f"{_EMBEDDER}.input_proj"),
+            positions=weights.parameter(f"{_EMBEDDER}.position_embedding_table").to(device, dtype),
+            layers=tuple(layer(number) for number in range(config.n_layers)),
+            bias=standard("bias"),
+            scale=standard("scale"),
+            norm=BareNorm(eps=config.projector_eps),
+            projection=weights.linear(_PROJECTION),
+        )
+
+    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> Iterator[EncodedPicture | None]:
+        """Encode patches; see Tower."""
+        from shardnet.model.vision.tower import axial_rotary, frequencies, in_pieces, patch_places
+
+        config = self.config
+        by_turns = frequencies(config.rope_theta, config.head_size // 4)
+        places = patch_places(grid, config.merge).flip(-1)  # column and line
+        rotary = axial_rotary(places, by_turns, by_turns, pixels.dtype, pixels.device)
+        columns, lines = places.to(pixels.device).unbind(-1)
+        hidden = yield from in_pieces(lambda part: self.patches(2 * (part - 0.5)), pixels)
+        hidden = hidden + (self.positions[0, columns] + self.positions[1, lines])
+        for layer in self.layers:
+            hidden = yield from layer.walk(hidden, rotary)
+        pooled = hidden.view(-1, config.merge**2, hidden.shape[1]).float().mean(1).to(hidden.dtype)
+        rows = pooled.float() * math.sqrt(config.hidden_size)
+        if self.bias is not None and self.scale is not None:
+            rows = (rows - self.bias) * self.scale
+        rows = rows.to(hidden.dtype)
+        yield EncodedPicture(
+            rows=(yield from in_pieces(lambda part: self.projection(self.norm(part)), rows))
+        )
+
+
+VISION = VisionFamily(
+    read_config=read_config,
+    tensors=tensors,
+    make_processor=make_processor,
+    load=Gemma4Tower.load,
+)
