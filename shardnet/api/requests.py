@@ -281,7 +281,7 @@ def _message(
         used = [AdapterScale(*named) for named in options.pop("adapters").items()]
         choice = msgspec.structs.replace(choice, used_adapters=used)
     fields: dict[str, Any] = {**options, **_prompt_fields(prompt.content)}
-    if "pictures" in options:
+    if options.get("pictures"):  # those of messages are there already
         fields["pictures"] = [picture_of(each) for each in options["pictures"]]
     if "outputs" in options:
         options["outputs"].check()

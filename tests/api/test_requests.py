@@ -44,6 +44,14 @@ def test_a_prompts_options_go_before_those_of_the_call() -> None:
     assert (second.max_tokens, second.priority, second.deadline_s) == (3, 9, 2)
 
 
+def test_pictures_are_those_of_messages_or_of_the_prompt() -> None:
+    """The command gives none beside a conversation that has some."""
+    parts = [{"type": "image", "image": b"cat"}, {"type": "text", "text": "what is it?"}]
+    [shown] = messages([Prompt([{"role": "user", "content": parts}])], pictures=[])
+    [plain] = messages("what is it?", pictures=[b"dog"])
+    assert [one.data for one in (*shown.pictures, *plain.pictures)] == [b"cat", b"dog"]
+
+
 @pytest.mark.parametrize(
     ("prompts", "single"),
     [
