@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -241,7 +241,7 @@ def _vision_keys(metadata: Mapping[str, MetadataValue]) -> dict[str, MetadataVal
 def _config_of_metadata(
     metadata: Mapping[str, MetadataValue],
     family: VisionFamily,
-    stored: Container[str],
+    stored: Mapping[str, StoredTensor],
     where: str,
 ) -> dict[str, Any]:
     """Convert the metadata of a projector to the keys and values of config.json."""
@@ -282,7 +282,7 @@ def _gguf_tensors(
     for name, shape in family.tensors(config).items():
         stem, dot, suffix = name.rpartition(".")
         found = own_names.get(stem) or names.get_name(stem) or names.get_name(f"model.{stem}")
-        parts = _stored_parts(f"{found}{dot}{suffix}", stored)
+        parts = _stored_parts(own_names.get(name) or f"{found}{dot}{suffix}", stored)
         is_turned = gguf.has_rotary_pairs and stem.endswith(("q_proj", "k_proj"))
         if parts:
             made[name] = _gguf_tensor(

@@ -203,5 +203,5 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
 }
 """By `model_type`."""
 
-VISIONS: Final = (pixtral.VISION, siglip.VISION, qwen2_5_vl.VISION, qwen3_vl.VISION)
+VISIONS: Final = (gemma4.VISION, pixtral.VISION, siglip.VISION, qwen2_5_vl.VISION, qwen3_vl.VISION)
 """All kinds of towers."""

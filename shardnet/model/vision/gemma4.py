@@ -7,9 +7,9 @@ by line, and squares of patches are averaged. Rows see each other in layers with
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.decoder_config import read_activation
 from shardnet.model.config.fields import Fields
@@ -26,7 +26,13 @@ from shardnet.model.vision.patches import (
 from shardnet.model.vision.picture import EncodedPicture, PictureProcessor
 from shardnet.model.vision.resampling import Filter
 from shardnet.model.vision.vision_config import VisionConfig
-from shardnet.model.vision.vision_family import Table, TokenId, VisionFamily, linear_tensors
+from shardnet.model.vision.vision_family import (
+    Table,
+    TokenId,
+    VisionFamily,
+    VisionGguf,
+    linear_tensors,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -37,17 +43,27 @@ if TYPE_CHECKING:
     from shardnet.model.layers.weight_source import WeightSource
     from shardnet.model.vision.tower import TowerLayer
 
+PLACEHOLDER: Final = "<|image|>"
+_TABLE: Final = "v.position_embd.weight"
 _EMBEDDER: Final = "vision_tower.patch_embedder"
 _PROJECTION: Final = "embed_vision.embedding_projection"
 _NORMS: Final = (
     *("input_layernorm", "post_attention_layernorm"),
     *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
+_GGUF_LAYER: Final = {
+    **{f"self_attn.{part}_proj.linear": f"attn_{part}" for part in "qkv"},
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+    "self_attn.o_proj.linear": "attn_out",
+    **{f"mlp.{part}_proj.linear": f"ffn_{part}" for part in ("gate", "up", "down")},
+    **dict(zip(_NORMS, ("ln1", "attn_post_norm", "ln2", "ffn_post_norm"), strict=True)),
+}
 
 
 def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
     """Read a Gemma4VisionConfig, and whether pictures see themselves in both directions."""
     own.ignore("default_output_length", "max_position_embeddings", "global_head_dim")
+    own.ignore("hidden_act", "image_size", "layer_norm_eps")  # of projector files
     for key in ("use_clipped_linears", "attention_bias"):
         own.require(key, False)
     n_heads, width = own.positive("num_attention_heads", 12), own.positive("hidden_size", 768)
@@ -74,6 +90,7 @@ def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
         projector_eps=eps,
         standardizes=own.take("standardize", bool, False),
         see_each_other=language.take("use_bidirectional_attention", str, None) == "vision",
+        colours_last=own.take("colours_last", bool, True),
     )
 
 
@@ -113,10 +130,10 @@ def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> Pict
         patch=config.patch,
         merge=config.merge,
         marks=Marks(row=config.row_id, before=(start,), after=(end,)),
-        placeholder="<|image|>",
+        placeholder=PLACEHOLDER,
         placeholder_id=config.row_id,
         see_each_other=config.see_each_other,
-        colours_last=True,
+        colours_last=config.colours_last,
     )
 
 
@@ -228,9 +245,40 @@ class Gemma4Tower:
         )
 
 
+def read_gguf(own: Fields, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the metadata of a projector, and what its tensors say; it has the kernel of patches."""
+    config = {
+        "colours_last": False,
+        "pooling_kernel_size": own.positive("projector.scale_factor", 3),
+        "standardize": "v.std_bias" in stored,
+        "use_clipped_linears": any(name.endswith(".input_max") for name in stored),
+    }
+    if (table := stored.get(_TABLE)) is not None:
+        config["position_embedding_size"] = table.shape[1]
+    language = {"use_bidirectional_attention": "vision"}
+    return {"vision_config": config, "text_config": language}
+
+
+def _gguf_names(config: VisionConfig) -> dict[str, str]:
+    """Name what the `gguf` package knows by names of the converter's own."""
+    names = {f"{_EMBEDDER}.position_embedding_table": _TABLE}
+    names |= {f"vision_tower.std_{part}": f"v.std_{part}" for part in ("bias", "scale")}
+    for number in range(config.n_layers):
+        prefix = f"vision_tower.encoder.layers.{number}"
+        names |= {f"{prefix}.{own}": f"v.blk.{number}.{its}" for own, its in _GGUF_LAYER.items()}
+    return names
+
+
 VISION = VisionFamily(
     read_config=read_config,
     tensors=tensors,
     make_processor=make_processor,
     load=Gemma4Tower.load,
+    gguf=VisionGguf(
+        projectors=("gemma4v",),
+        read=read_gguf,
+        size=lambda own: {},
+        row_token=PLACEHOLDER,
+        names=_gguf_names,
+    ),
 )

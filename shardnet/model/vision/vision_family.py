@@ -5,7 +5,7 @@ Must not know any family, nor import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,16 +30,16 @@ class VisionGguf:
     """How llama.cpp's converter writes a tower.
 
     `projectors` are names of its projector type. `read` says what config.json would, given the keys
-    without `clip.vision.` in front and the names of tensors, beyond what `GGUF_KEYS` has; `size`
+    without `clip.vision.` in front and the stored tensors, beyond what `GGUF_KEYS` has; `size`
     what the config of the processor says of sizes, given those of the tower. `row_token` is the
     token of a row. Parameters have the names that the `gguf` package knows for those here, but for
-    `names`.
+    `names`, without what follows the last dot, or whole.
     `has_rotary_pairs`: the rows of queries and keys that rotate together stand side by side.
     `added` says what the converter adds to parameters.
     """
 
     projectors: tuple[str, ...]
-    read: Callable[[Fields, Container[str]], dict[str, Any]]
+    read: Callable[[Fields, Mapping[str, Any]], dict[str, Any]]
     size: Callable[[Mapping[str, Any]], dict[str, int]]
     row_token: str
     names: Callable[[VisionConfig], Mapping[str, str]] = lambda config: {}

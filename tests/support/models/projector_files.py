@@ -67,10 +67,31 @@ QWEN = {
     "visual.blocks.N.mlp.linear_fc1": "v.blk.N.ffn_up",
     "visual.blocks.N.mlp.linear_fc2": "v.blk.N.ffn_down",
 }
-NAMES = {"mistral3": PIXTRAL, "gemma3": SIGLIP}
+GEMMA4 = {
+    "vision_tower.patch_embedder.input_proj": "v.patch_embd",
+    "vision_tower.patch_embedder.position_embedding_table": "v.position_embd",
+    "vision_tower.std_bias": "v.std_bias",
+    "vision_tower.std_scale": "v.std_scale",
+    "embed_vision.embedding_projection": "mm.input_projection",
+    "vision_tower.encoder.layers.N.input_layernorm": "v.blk.N.ln1",
+    "vision_tower.encoder.layers.N.post_attention_layernorm": "v.blk.N.attn_post_norm",
+    "vision_tower.encoder.layers.N.pre_feedforward_layernorm": "v.blk.N.ln2",
+    "vision_tower.encoder.layers.N.post_feedforward_layernorm": "v.blk.N.ffn_post_norm",
+    "vision_tower.encoder.layers.N.self_attn.q_proj": "v.blk.N.attn_q",
+    "vision_tower.encoder.layers.N.self_attn.k_proj": "v.blk.N.attn_k",
+    "vision_tower.encoder.layers.N.self_attn.v_proj": "v.blk.N.attn_v",
+    "vision_tower.encoder.layers.N.self_attn.o_proj": "v.blk.N.attn_out",
+    "vision_tower.encoder.layers.N.self_attn.q_norm": "v.blk.N.attn_q_norm",
+    "vision_tower.encoder.layers.N.self_attn.k_norm": "v.blk.N.attn_k_norm",
+    "vision_tower.encoder.layers.N.mlp.gate_proj": "v.blk.N.ffn_gate",
+    "vision_tower.encoder.layers.N.mlp.up_proj": "v.blk.N.ffn_up",
+    "vision_tower.encoder.layers.N.mlp.down_proj": "v.blk.N.ffn_down",
+}
+NAMES = {"mistral3": PIXTRAL, "gemma3": SIGLIP, "gemma4": GEMMA4}
 PROJECTORS = {
     "mistral3": "pixtral",
     "gemma3": "gemma3",
+    "gemma4": "gemma4v",
     "qwen2_5_vl": "qwen2.5vl_merger",
     "qwen3_vl": "qwen3vl_merger",
     "qwen3_5": "qwen3vl_merger",
@@ -90,8 +111,18 @@ def write_mmproj(source: Path, path: Path, kind: Kind, *, is_rounded: bool = Fal
     for key, value in _metadata(source, wrapper, config, tower).items():
         _add(writer, key, value)
     for name, values in load_file(source / "model.safetensors").items():
-        name = name.removeprefix("model.").replace("_weight", ".weight")
+        name = (
+            name.removeprefix("model.")
+            .replace("_weight", ".weight")
+            .replace(".linear.weight", ".weight")
+        )
+        name += ".weight" if name.endswith("position_embedding_table") else ""
         stem, _, suffix = name.rpartition(".")
+        if ".std_" in name:  # these end without a kind
+            stem, suffix = name, ""
+        if stem.endswith("patch_embedder.input_proj"):
+            shape = (len(values), tower["patch_size"], tower["patch_size"], 3)
+            values = values.reshape(shape).transpose(0, 3, 1, 2)
         numbers = re.findall(r"\.(\d+)\.", name)
         found = NAMES.get(wrapper, QWEN).get(re.sub(r"\.\d+(?=\.|$)", ".N", stem))
         if found is None:
@@ -104,7 +135,8 @@ def write_mmproj(source: Path, path: Path, kind: Kind, *, is_rounded: bool = Fal
         if "deepstack" in stem:
             layer = tower["deepstack_visual_indexes"][int(numbers[0])]
             to = found.replace("N", str(layer))
-        for part, own in _parts(f"{to}.{suffix}", values, wrapper):
+        to = f"{to}.{suffix}" if suffix else to
+        for part, own in _parts(to, values, wrapper):
             _write(writer, part, own, kind, is_rounded=is_rounded)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -139,25 +171,27 @@ def _write(
 def _metadata(
     source: Path, wrapper: str, config: dict[str, Any], tower: dict[str, Any]
 ) -> dict[str, Any]:
-    act = tower["hidden_act"]
+    act = tower.get("hidden_act", "gelu")
     own: dict[str, Any] = {"clip.vision.image_mean": [0.5] * 3, "clip.vision.image_std": [0.5] * 3}
-    levels: dict[str, Any] = {
+    of_clip: dict[str, Any] = {
         "clip.vision.image_mean": [0.48145466, 0.4578275, 0.40821073],
         "clip.vision.image_std": [0.26862954, 0.26130258, 0.27577711],
     }
     if wrapper == "mistral3":
-        own = levels | {"clip.vision.spatial_merge_size": config["spatial_merge_size"]}
+        own = of_clip | {"clip.vision.spatial_merge_size": config["spatial_merge_size"]}
     if wrapper == "gemma3":
         side = config["mm_tokens_per_image"] ** 0.5
         n_high = tower["image_size"] / tower["patch_size"]
         own |= {"clip.vision.projector.scale_factor": int(n_high / side)}
     if wrapper == "qwen2_5_vl":
-        own = levels | {"clip.vision.n_wa_pattern": tower["fullatt_block_indexes"][0] + 1}
+        own = of_clip | {"clip.vision.n_wa_pattern": tower["fullatt_block_indexes"][0] + 1}
         own |= {"clip.vision.window_size": tower["window_size"]}
     if wrapper.startswith("qwen"):
-        size = json.loads((source / "preprocessor_config.json").read_text())["size"]
-        own["clip.vision.image_min_pixels"] = size["shortest_edge"]
-        own["clip.vision.image_max_pixels"] = size["longest_edge"]
+        settings = json.loads((source / "preprocessor_config.json").read_text())
+        own["clip.vision.image_min_pixels"] = settings["size"]["shortest_edge"]
+        own["clip.vision.image_max_pixels"] = settings["size"]["longest_edge"]
+        levels = [key for key in ("image_mean", "image_std") if key in settings]
+        own |= {f"clip.vision.{key}": settings[key] for key in levels}
     if wrapper.startswith("qwen3"):
         deep = tower.get("deepstack_visual_indexes", ())
         is_deep = [layer in deep for layer in range(tower["depth"])]

@@ -315,4 +315,6 @@ CASES["gemma4"] = VisionCase(
     settings={"patch_size": 2, "max_soft_tokens": 70},
     processor=Gemma4ImageProcessorPil,
     merge=3,
+    wide={"hidden_size": 32, "intermediate_size": 64}
+    | {"num_attention_heads": 4, "num_key_value_heads": 4},
 )
