@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from support.rings.stage_chain import StageChain, even_split, random_prompt
 from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.families.registry import parse_config
 from shardnet.model.families.stage_tensors import left_over
 
 ODD = {"hidden_size": 35, "head_dim": 10, "num_attention_heads": 5, "num_key_value_heads": 1}
@@ -332,3 +334,20 @@ def test_a_gguf_says_what_its_weights_say_in_transformers(case: str, tmp_path: P
     chain = StageChain.load(path, even_split(config_read.n_layers, 2))
     prompts = [random_prompt(40, VOCAB_SIZE, seed=3), random_prompt(5, VOCAB_SIZE, seed=4)]
     check_generation(chain, load_reference(source), prompts, 8)
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "axes"),
+    [("qwen2", "qwen2vl", (0, 0, 1, 2)), ("qwen3", "qwen3vl", (0, 1, 2, 0))],
+)
+def test_columns_turn_by_the_axes_that_the_sections_say(
+    family: str, architecture: str, axes: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Side by side, or since Qwen3-VL in turns; to other nodes it travels as config.json."""
+    source = make_decoder(tmp_path, family, num_hidden_layers=1, head_dim=8)
+    sections = {"rope__dimension_sections": [2, 1, 1, 0]}
+    file = write_gguf(source, tmp_path / "m.gguf", architecture=architecture, **sections)
+    found = Checkpoint.open(file)
+    assert found.config.rope is not None
+    assert found.config.rope.axes == axes
+    assert parse_config(json.loads(found.config_text), "config.json").rope == found.config.rope
