@@ -25,6 +25,7 @@ from shardnet.model.vision.patches import (
 )
 from shardnet.model.vision.picture import EncodedPicture, PictureProcessor
 from shardnet.model.vision.resampling import Filter
+from shardnet.model.vision.siglip import AveragingTower
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
     Table,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shardnet.model.kernels.linear import Linear
     from shardnet.model.layers.norms import BareNorm, Norm
     from shardnet.model.layers.weight_source import WeightSource
     from shardnet.model.vision.tower import TowerLayer
@@ -164,17 +164,11 @@ class HeadNorms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gemma4Tower:
-    """The forward pass."""
+class Gemma4Tower(AveragingTower):
+    """The forward pass. Positions are [2, grid, W], by column and by line."""
 
-    config: VisionConfig
-    patches: Linear
-    positions: Tensor  # [2, grid, W], by column and by line
-    layers: tuple[TowerLayer, ...]
     bias: Tensor | None  # [W], float32
     scale: Tensor | None
-    norm: BareNorm
-    projection: Linear
 
     @classmethod
     def load(
@@ -233,16 +227,15 @@ class Gemma4Tower:
         columns, lines = places.to(pixels.device).unbind(-1)
         hidden = yield from in_pieces(lambda part: self.patches(2 * (part - 0.5)), pixels)
         hidden = hidden + (self.positions[0, columns] + self.positions[1, lines])
-        for layer in self.layers:
-            hidden = yield from layer.walk(hidden, rotary)
-        pooled = hidden.view(-1, config.merge**2, hidden.shape[1]).float().mean(1).to(hidden.dtype)
-        rows = pooled.float() * math.sqrt(config.hidden_size)
+        yield from self.finish(hidden, rotary)
+
+    def _averages(self, hidden: Tensor) -> Tensor:
+        """Average in float32 and round, then scale in float32: it may exceed float16."""
+        averages = AveragingTower._averages(self, hidden.float()).to(hidden.dtype)
+        rows = averages.float() * math.sqrt(self.config.hidden_size)
         if self.bias is not None and self.scale is not None:
             rows = (rows - self.bias) * self.scale
-        rows = rows.to(hidden.dtype)
-        yield EncodedPicture(
-            rows=(yield from in_pieces(lambda part: self.projection(self.norm(part)), rows))
-        )
+        return rows.to(hidden.dtype)
 
 
 def read_gguf(own: Fields, stored: Mapping[str, Any]) -> dict[str, Any]:

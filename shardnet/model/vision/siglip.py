@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardnet.model.kernels.linear import Linear
-    from shardnet.model.layers.norms import Norm
+    from shardnet.model.layers.norms import BareNorm, Norm
+    from shardnet.model.layers.rotary import Rotary
     from shardnet.model.layers.weight_source import WeightSource
     from shardnet.model.vision.tower import TowerLayer
 
@@ -131,16 +132,35 @@ def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> Pict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiglipTower:
-    """The forward pass."""
+class AveragingTower:
+    """A tower whose rows are averages over squares of patches, normalised and projected."""
 
     config: VisionConfig
     patches: Linear
-    positions: Tensor  # [grid^2, W]
+    positions: Tensor
     layers: tuple[TowerLayer, ...]
-    last_norm: Norm
-    norm: Norm
+    norm: Norm | BareNorm
     projection: Linear
+
+    def finish(self, hidden: Tensor, rotary: Rotary | None) -> Iterator[EncodedPicture | None]:
+        """Encode patches [T, W] that have their positions; see Tower."""
+        from shardnet.model.vision.tower import in_pieces
+
+        for layer in self.layers:
+            hidden = yield from layer.walk(hidden, rotary)
+        rows = self._averages(hidden)
+        project = in_pieces(lambda part: self.projection(self.norm(part)), rows)
+        yield EncodedPicture(rows=(yield from project))
+
+    def _averages(self, hidden: Tensor) -> Tensor:
+        return hidden.view(-1, self.config.merge**2, hidden.shape[1]).mean(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiglipTower(AveragingTower):
+    """The forward pass. Positions are [grid^2, W]."""
+
+    last_norm: Norm
 
     @classmethod
     def load(
@@ -178,16 +198,14 @@ class SiglipTower:
         """Encode patches; see Tower."""
         from shardnet.model.vision.tower import in_pieces, patch_places
 
-        merge = self.config.merge
-        lines, columns = patch_places(grid, merge).to(pixels.device).unbind(-1)
+        places = patch_places(grid, self.config.merge).to(pixels.device)
+        lines, columns = places.unbind(-1)
         hidden = yield from in_pieces(self.patches, pixels)
         hidden = hidden + self.positions[lines * self.config.grid + columns]
-        for layer in self.layers:
-            hidden = yield from layer.walk(hidden, None)
-        hidden = yield from in_pieces(self.last_norm, hidden)
-        pooled = hidden.view(-1, merge * merge, hidden.shape[1]).mean(1)
-        rows = yield from in_pieces(lambda part: self.projection(self.norm(part)), pooled)
-        yield EncodedPicture(rows=rows)
+        yield from self.finish(hidden, None)
+
+    def _averages(self, hidden: Tensor) -> Tensor:
+        return AveragingTower._averages(self, self.last_norm(hidden))
 
 
 def read_gguf(own: Fields, stored: Container[str]) -> dict[str, Any]:
