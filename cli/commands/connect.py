@@ -27,8 +27,10 @@ DEFAULT_URL: Final = "http://127.0.0.1:8000"
 def connect(
     client: Annotated[
         str,
-        typer.Argument(metavar="CLIENT", help=f"One of {', '.join(PROGRAMS)}."),
-    ],
+        typer.Argument(
+            metavar="[CLIENT]", help=f"One of {', '.join(PROGRAMS)}. Without it they are listed."
+        ),
+    ] = "",
     *,
     url: Annotated[
         str,
@@ -52,6 +54,11 @@ def connect(
     Where they belong is said on standard error.
     """
     with exit_codes():
+        if not client:
+            width = max(map(len, PROGRAMS))
+            for name, program in PROGRAMS.items():
+                write_out(f"{name:{width}}  {program.where}")
+            return
         program = _find(client)
         served = Served(url=server_address(url), key=api_key, model=model, context=context)
         say(f"for {program.where}:")

@@ -2,23 +2,24 @@
 
 A family is native (a record of ours), by transformers (a checkpoint of it, loaded in two stages,
 gives the greedy tokens of the whole model), or refused, with the reason. Each runs in a process of
-its own, which is forked from one that has imported everything.
+its own, which is forked from one that has imported everything, and has a deadline.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import re
-import resource
+import signal
 import sys
 import tempfile
 import textwrap
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +46,8 @@ PROMPT: Final = tuple((7 * n + 3) % VOCABULARY for n in range(21))
 CHUNK: Final = 13
 N_TOKENS: Final = 8
 MAX_PARAMETERS: Final = 40_000_000
-TIMEOUT_S: Final = 20
+TIMEOUT_S: Final = 120
+POLL_S: Final = 0.05
 
 SIZES: Final[Mapping[str, Any]] = {
     "vocab_size": VOCABULARY,
@@ -281,36 +283,68 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 
-def check_all(families: Sequence[str], at_once: int) -> list[Found]:
-    """Check families, each in a process of its own for TIMEOUT_S at most, some at a time."""
-    waiting, running, found = [*families], dict[int, str](), dict[str, Found]()
-    with tempfile.TemporaryDirectory() as folder:
+def check_all(families: Sequence[str], at_once: int, timeout_s: float, kept: Path) -> list[Found]:
+    """Check families, each in a process of its own for `timeout_s` at most, some at a time.
+
+    What is found is a line of `kept` at once: families that have one are not run again.
+    """
+    lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else ()
+    found = {one["family"]: Found(**one) for one in map(json.loads, lines)}
+    waiting, running = [each for each in families if each not in found], dict[str, _Check]()
+    with tempfile.TemporaryDirectory() as name, kept.open("a", encoding="utf-8") as file:
+        folder = Path(name)
         while waiting or running:
             while waiting and len(running) < at_once:
                 family = waiting.pop(0)
-                running[_begin(family, Path(folder) / family)] = family
-            process, _ = os.wait()
-            family = running.pop(process)
-            told = Path(folder) / family
-            how, _, why = (told.read_text() if told.exists() else "").partition("\n")
-            why = why if how else f"nothing within {TIMEOUT_S} s of processor time"
-            found[family] = Found(family=family, how=how or "refused", why=why)
+                running[family] = _begin(family, folder / family)
+            for one in [each for each in running.values() if each.has_ended(timeout_s)]:
+                del running[one.family]
+                found[one.family] = one.found(timeout_s)
+                file.write(json.dumps(asdict(found[one.family])) + "\n")
+                file.flush()
+                left = f"{len(waiting) + len(running)} left"
+                print(f"{one.family}: {found[one.family].how} ({left})", file=sys.stderr)
+            time.sleep(POLL_S)
     return [found[family] for family in families]
 
 
-def _begin(family: str, told: Path) -> int:
-    """Fork a process that writes what it finds into a file; return its id."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Check:
+    """A process that checks a family since `began_s`, and the file that it `told` what it found."""
+
+    family: str
+    process: int
+    began_s: float
+    told: Path
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Tell whether it has, by itself or because its time is over."""
+        if time.monotonic() - self.began_s > timeout_s:
+            os.kill(self.process, signal.SIGKILL)
+            return os.waitpid(self.process, 0)[0] == self.process
+        return os.waitpid(self.process, os.WNOHANG)[0] == self.process
+
+    def found(self, timeout_s: float) -> Found:
+        """Read what it found, if it came to that."""
+        if self.told.exists():
+            return Found(**json.loads(self.told.read_text(encoding="utf-8")))
+        why = f"no answer of the script's process within {timeout_s:.0f} s"
+        return Found(family=self.family, how="refused", why=why)
+
+
+def _begin(family: str, told: Path) -> _Check:
+    """Fork a process that writes what it finds into a file, whole or not at all."""
     process = os.fork()
     if process:
-        return process
-    resource.setrlimit(resource.RLIMIT_CPU, (TIMEOUT_S, TIMEOUT_S))
+        return _Check(family=family, process=process, began_s=time.monotonic(), told=told)
     torch.set_num_threads(1)
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     try:
-        found = check(family)
-        told.write_text(f"{found.how}\n{found.why}")
+        half = told.with_suffix(".half")
+        half.write_text(json.dumps(asdict(check(family))), encoding="utf-8")
+        half.rename(told)
     finally:
         os._exit(0)
 
@@ -341,12 +375,16 @@ def main() -> None:
     parser.add_argument("families", nargs="*")
     parser.add_argument("--write", action="store_true", help="write it into docs/models.md")
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="of a family, in s")
+    parser.add_argument("--resume", type=Path, help="keep what is found here, and go on with it")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     families = args.families or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     began_s = time.monotonic()
-    found = check_all(families, args.at_once)
+    with tempfile.TemporaryDirectory() as folder:
+        kept = args.resume or Path(folder) / "found.jsonl"
+        found = check_all(families, args.at_once, args.timeout, kept)
     text = f"transformers {transformers.__version__}, {len(found)} families:\n\n{table(found)}"
     print(text)
     print(f"{time.monotonic() - began_s:.0f} s", file=sys.stderr)

@@ -143,7 +143,7 @@ def _embedding(
     width = len(states) if shape.dimensions is None else shape.dimensions
     if width > len(states):
         raise UsageError(
-            f"{width} dimensions are asked for and the model has {len(states)}",
+            f"dimensions is {width} and the model has {len(states)} numbers",
             remedy="ask for fewer",
         )
     if width * n_texts > MAX_VALUES:

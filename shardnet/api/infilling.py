@@ -55,11 +55,12 @@ def infill(
     suffix: str,
     added: Mapping[str, int],
     extra: Sequence[tuple[str, str]] = (),
+    field: str = "suffix",
 ) -> Infilling:
     """Write the prompt for what stands between two texts; `added` are ids of tokens by text.
 
-    Before it stand `extra` texts, each with the name of its file. Raises UsageError for a model
-    without tokens for it.
+    Before it stand `extra` texts, each with the name of its file. Raises UsageError, which begins
+    with the request's `field`, for a model without tokens for it.
     """
     before = _before(extra, added)
     for marks, first, second in (
@@ -73,7 +74,8 @@ def infill(
                 stop_ids=[added[end] for end in ends],
             )
     raise UsageError(
-        "suffix: this model has no tokens for the middle of a text", remedy="leave it out"
+        f"{field} needs a model with tokens for the middle of a text, which this one has not",
+        remedy="leave it out, or name a model that was trained for it, such as Qwen-Coder",
     )
 
 

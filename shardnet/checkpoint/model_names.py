@@ -34,12 +34,14 @@ _FORM = re.compile(
 class FoundModel:
     """A model in a store. `name` is what --model takes, `path` what is opened.
 
-    `failure` says why it cannot be used; `path` is then where something is wrong.
+    `failure` says why it cannot be used; `path` is then where something is wrong. `modified_s` is
+    when that last changed, in seconds since 1970, 0 where it is not known.
     """
 
     name: str
     store: str
     path: Path
+    modified_s: int = 0
     failure: str = ""
 
 

@@ -95,13 +95,12 @@ def open_pictures(
     wrapper = WRAPPERS.get(checkpoint.config.wrapper)
     if wrapper is None:
         raise UnsupportedModelError(
-            f"{path}: this {checkpoint.config.family} model takes no pictures: it has no vision "
-            "tower",
+            f"this {checkpoint.config.family} model takes no pictures: it has no vision tower",
             remedy="use a model that has one, or leave the pictures out",
         )
     if wrapper.vision is None:
         raise UnsupportedModelError(
-            f"{path}: pictures are not implemented for {wrapper.model_type} models",
+            f"pictures are not implemented for {wrapper.model_type} models",
             remedy="leave the pictures out",
         )
     raw = json.loads(checkpoint.config_text)

@@ -9,6 +9,7 @@ from support.cluster.scripted_node import FIM
 from support.servers.asgi_client import ask
 from support.servers.http_app import served
 
+from shardnet.api import infilling
 from shardnet.api.infilling import infill
 from shardnet.errors import UsageError
 
@@ -31,7 +32,7 @@ def test_each_family_has_its_form(marks: tuple[str, ...], prompt: str) -> None:
     ids = {mark: 5 + place for place, mark in enumerate(marks)}
     made = infill("a", "b", ids)
     assert (made.prompt, sorted(made.stop_ids)) == (prompt, sorted(ids.values()))
-    with pytest.raises(UsageError, match="no tokens for the middle of a text"):
+    with pytest.raises(UsageError, match="suffix needs a model with tokens"):
         infill("a", "b", {marks[0]: 5})
 
 
@@ -62,6 +63,24 @@ def test_editors_ask_as_they_ask_llama_server() -> None:
             sent = server.node.asked[-1]
             assert (sent.max_tokens, sent.prompt) == (9, prompt)
             assert {900, 901, 902} <= set(sent.stop_token_ids)
+
+    asyncio.run(main())
+
+
+def test_a_model_without_marks_is_refused_by_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infilling, "_MARKS", ())
+
+    async def main() -> None:
+        async with served() as server:
+            for path, body, field in (
+                ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
+                ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "input_suffix"),
+            ):
+                answer = await ask(server.app, path, body)
+                error = answer.json["error"]
+                assert (answer.status, error["param"]) == (400, field)
+                assert error["message"].startswith(f"{field} needs a model with tokens")
+                assert "name a model that was trained for it" in error["message"]
 
     asyncio.run(main())
 

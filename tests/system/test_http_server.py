@@ -310,6 +310,8 @@ def test_prompts_are_scored_as_the_python_api_does(trio: Crew) -> None:
                     logprobs[one.index] += one.logprobs.token_logprobs or []
             assert texts == [choice.text for choice in answer.choices]
             assert logprobs == [choice.logprobs.token_logprobs for choice in answer.choices]  # type: ignore[union-attr]
+            long = await asyncio.to_thread(fetch, f"{url}/tokenize", {"prompt": "a b " * 4000})
+            assert long["count"] == len(long["tokens"]) > long["max_model_len"] == 1024
 
     asyncio.run(main())
 
@@ -411,7 +413,9 @@ def test_a_node_and_a_command_serve_over_sockets(machine: Machine, parrots: Parr
     assert ready["event"] == "ready"
     assert fetch(f"{ready['url']}/v1/completions", asked)["choices"][0]["text"] == "bcd"
     # The node serves the model that its ring has, to requests that name none.
-    assert fetch(f"{node.ready['http']}/v1/models")["data"][0]["id"] == "alphabet"
+    listed = fetch(f"{node.ready['http']}/v1/models")["data"]
+    assert listed[0]["id"] == "alphabet"
+    assert all(model["created"] > 1e9 for model in listed[:2])
     assert fetch(f"{node.ready['http']}/v1/completions", asked)["model"] == "alphabet"
     assert fetch(f"{node.ready['http']}/readyz")["model"] == "alphabet"
     # Another model is loaded when it is asked for, also while requests come for the first one.

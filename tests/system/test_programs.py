@@ -8,12 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support.programs.agents import AGENTS, FILE, SAID, ask_agent, make_agent_model
+from support.programs.open_webui import answer_of, open_webui
 from support.servers.ring_server import make_tool_model, served
 from support.soak import is_soak
 from support.system.nodes import Crew
@@ -21,6 +23,7 @@ from support.system.nodes import Crew
 from shardnet.api.programs import Served
 from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.settings import Settings
+from shardnet.assets import DEFAULT_MODEL_NAME
 
 PACKAGES = (
     *("litellm", "langchain-openai", "openai-agents", "instructor", "pydantic-ai-slim[openai]"),
@@ -66,7 +69,7 @@ def test_frameworks_get_what_they_ask_for(python: Path, trio: Crew, tmp_path: Pa
         async with served(trio, model, settings) as (url, _):
             variables = {**os.environ, "SHARDNET_URL": f"{url}/v1", "NO_PROXY": "*"}
             asking = await asyncio.create_subprocess_exec(
-                python, PROGRAM, env=variables, stdout=subprocess.PIPE
+                *(python, "-P", PROGRAM), env=variables, stdout=subprocess.PIPE
             )
             async with asyncio.timeout(ASK_S):
                 told, _ = await asking.communicate()
@@ -123,6 +126,55 @@ def test_agents_have_a_file_written_by_a_ring(
     file = tmp_path / "home" / "work" / FILE
     assert file.exists(), said
     assert file.read_text() == f"{SAID}\n"
+
+
+@pytest.fixture(scope="module")
+def open_webui_command(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install Open WebUI beside nothing of ours but our version of torch; return its command."""
+    given = os.environ.get("SHARDNET_TEST_OPEN_WEBUI")
+    if given:
+        return Path(given)
+    folder = tmp_path_factory.mktemp("webui")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    for package in (f"torch=={version('torch').partition('+')[0]}", "open-webui"):
+        pip = [str(folder / "bin" / "pip"), "install", "-q", package]
+        installed = subprocess.run(
+            pip, capture_output=True, text=True, timeout=INSTALL_S, check=False
+        )
+        if installed.returncode:
+            pytest.skip(f"{package} cannot be installed here: {installed.stderr[-300:]}")
+    return folder / "bin" / "open-webui"
+
+
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it: it installs packages")
+def test_open_webui_lists_models_and_chats(
+    open_webui_command: Path, trio: Crew, tmp_path: Path
+) -> None:
+    """In both forms that it asks in, whole and streamed, with the title that it has made."""
+    model = make_agent_model(tmp_path / "scripted")
+    talk = [{"role": "user", "content": "Say."}]
+
+    async def main() -> None:
+        async with served(trio, str(model), context=4096) as (url, _):
+            asked = Served(url=url, key="none", model="scripted")
+            started = open_webui(open_webui_command, asked, tmp_path, url)
+            async with asyncio.timeout(ASK_S), started as client:
+                names = [one["id"] for one in (await answer_of(client, "/api/models"))["data"]]
+                assert {"scripted", DEFAULT_MODEL_NAME} <= {*names}
+                body = {"model": "scripted", "messages": talk}
+                whole = await answer_of(client, "/api/chat/completions", {**body, "stream": False})
+                assert whole["choices"][0]["message"]["content"] == "A file"
+                stream = await client.post("/api/chat/completions", json={**body, "stream": True})
+                pieces = [line for line in stream.text.splitlines() if '"A file"' in line]
+                assert pieces, stream.text
+                title = await answer_of(client, "/api/v1/tasks/title/completions", body)
+                assert title["choices"][0]["message"]["content"] == "A file"
+                tags = (await answer_of(client, "/ollama/api/tags"))["models"]
+                assert {"scripted", DEFAULT_MODEL_NAME} <= {one["model"] for one in tags}
+                whole = await answer_of(client, "/ollama/api/chat", {**body, "stream": False})
+                assert whole["message"]["content"] == "A file"
+
+    asyncio.run(main())
 
 
 def test_a_scripted_ring_calls_tools_and_ends_in_each_form(trio: Crew, tmp_path: Path) -> None:

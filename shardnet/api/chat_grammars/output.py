@@ -55,10 +55,10 @@ def output_constraint(
     if form.name not in _WRITERS:
         if must_call or (offered and form.has_tools):
             raise UsageError(
-                f"calls in this model's format ({form.name}) cannot be asked for"
+                f"tool_choice cannot ask for calls in this model's format ({form.name})"
                 if form.has_tools
-                else "this model's chat template knows no tools",
-                remedy="give tool_choice auto or none, and no format of the answer beside tools",
+                else "tool_choice needs a model whose chat template knows tools",
+                remedy="give auto or none, and no format of the answer beside tools",
             )
         offered = {}
     if not offered and not must_end:

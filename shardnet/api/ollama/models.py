@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
@@ -16,7 +15,7 @@ from shardnet.api.ollama.body import OllamaShow
 from shardnet.api.ollama.facts import Facts, ModelFacts
 from shardnet.api.ollama.names import find_model
 from shardnet.api.server.endpoint import Json, Reply
-from shardnet.api.server.model_names import ServedModel
+from shardnet.api.server.model_names import ServedModel, written
 from shardnet.api.server.service import Exchange
 from shardnet.checkpoint.model_names import short_name
 from shardnet.wire.messages.membership import ListedModel
@@ -26,8 +25,6 @@ API_VERSION: Final = "0.14.2"
 """The version of Ollama whose requests are understood: programs refuse to talk to an old one."""
 
 _NEVER: Final = "9999-12-31T23:59:59Z"
-_LATEST_S: Final = 253_402_300_799
-"""The last second that has a date."""
 
 
 class OllamaVersion(msgspec.Struct, kw_only=True):
@@ -101,7 +98,7 @@ class Tags:
         for served in await exchange.service.models.list():
             listed = await self._facts.listed(exchange, served)
             model = _model(served.name, listed)
-            model.modified_at, model.size = _time(listed.modified_s), listed.size_bytes
+            model.modified_at, model.size = written(listed.modified_s), listed.size_bytes
             models.append(model)
         return Json(value=OllamaModels(models=models))
 
@@ -165,7 +162,7 @@ def _shown(name: str, facts: Facts) -> OllamaShown:
         details=_details(listed),
         model_info={key: value for key, value in known.items() if value},
         capabilities=list(facts.capabilities),
-        modified_at=_time(listed.modified_s),
+        modified_at=written(listed.modified_s),
     )
 
 
@@ -183,11 +180,6 @@ def _size(parameters: int) -> str:
     if parameters >= 10**9:
         return f"{parameters / 10**9:.1f}B"
     return f"{parameters / 10**6:.2f}M" if parameters else ""
-
-
-def _time(at_s: int) -> str:
-    known = datetime.fromtimestamp(min(at_s, _LATEST_S), UTC)
-    return known.isoformat().replace("+00:00", "Z")
 
 
 def _model(name: str, listed: ListedModel) -> OllamaModel:

@@ -25,20 +25,20 @@ from shardnet.api.openai.tokens import (
     tokenizer_info,
 )
 from shardnet.api.server.endpoint import Endpoint, Json, Reply
-from shardnet.api.server.model_names import ServedModel
+from shardnet.api.server.model_names import ModelNames, ServedModel, written
 from shardnet.api.server.service import Exchange
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One model, for OpenAI's programs and Anthropic's. When it was made is not known."""
+    """One model, for OpenAI's programs and Anthropic's. It is as old as its files here."""
 
     id: str
     object: str = "model"
-    created: int = 0
+    created: int
     owned_by: str = "shardnet"
     type: str = "model"
     display_name: str
-    created_at: str = "1970-01-01T00:00:00Z"
+    created_at: str
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -56,13 +56,15 @@ class ModelList(msgspec.Struct, kw_only=True):
     has_more: bool = False
 
 
-def _card(model: ServedModel) -> ModelCard:
-    return ModelCard(id=model.name, display_name=model.name.rpartition("/")[2])
+def _card(models: ModelNames, model: ServedModel) -> ModelCard:
+    at_s, name = models.modified_s(model), model.name.rpartition("/")[2]
+    return ModelCard(id=model.name, created=at_s, display_name=name, created_at=written(at_s))
 
 
 async def list_models(exchange: Exchange, body: None) -> Reply:
     """List the models, or a page of them."""
-    every = [*map(_card, await exchange.service.models.list())]
+    models = exchange.service.models
+    every = [_card(models, model) for model in await models.list()]
     cards, has_more = page_of(every, exchange.query)
     first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
     return Json(value=ModelList(data=cards, first_id=first, last_id=last, has_more=has_more))
@@ -70,7 +72,8 @@ async def list_models(exchange: Exchange, body: None) -> Reply:
 
 async def show_model(exchange: Exchange, body: None) -> Reply:
     """Return one model, found by its name or a part of it."""
-    return Json(value=_card(await exchange.service.models.find(exchange.path_parameters["name"])))
+    models = exchange.service.models
+    return Json(value=_card(models, await models.find(exchange.path_parameters["name"])))
 
 
 def endpoints() -> list[Endpoint[Any]]:

@@ -59,7 +59,9 @@ async def fill_in(exchange: Exchange, body: InfillBody) -> Reply:
     served = await exchange.service.models.find(body.model)
     added = added_ids(await exchange.describe_tokenizer(model=served.choice))
     extra = [(one.filename, one.text) for one in body.input_extra or ()]
-    infilling = infill(body.input_prefix or "", body.input_suffix or "", added, extra)
+    infilling = infill(
+        body.input_prefix or "", body.input_suffix or "", added, extra, field="input_suffix"
+    )
     most = body.max_tokens if body.n_predict is None else body.n_predict
     options = options_of(body, None if most is not None and most < 0 else most)
     options["stop_token_ids"] = [*options.get("stop_token_ids", ()), *infilling.stop_ids]

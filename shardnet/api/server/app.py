@@ -19,6 +19,7 @@ from shardnet.api.server.endpoint import EVENTS, Dialect, Endpoint, Json, Reply
 from shardnet.api.server.errors import Fault, HttpError
 from shardnet.api.server.handler import Handler
 from shardnet.api.server.service import LEFT_OUT_HEADER, Exchange, Service
+from shardnet.api.validation import nearest
 
 PATH: Final = "/openapi.json"
 
@@ -152,6 +153,9 @@ def _unknown_endpoint(dialect: Dialect, methods: dict[str, str], below: str = ""
             message, status, headers = f"there is nothing at {path[:200]}", 404, ()
             if f"/v1{path}" in methods:
                 message += f": ask /v1{path}, with a base address that ends with /v1"
+            else:
+                near = nearest(path[:200], [*methods]) or ";"
+                message += f"{near} GET {PATH} lists what there is"
         raise HttpError(
             Fault(status=status, kind="invalid_request_error", message=message, headers=headers)
         )

@@ -20,6 +20,7 @@ from starlette.types import Receive
 from shardnet.api.server.endpoint import FORM
 from shardnet.api.server.errors import Fault, HttpError, refused
 from shardnet.api.validation import find_refused
+from shardnet.errors import shown
 
 Body = TypeVar("Body")
 
@@ -67,8 +68,13 @@ async def read_body(receive: Receive, headers: dict[bytes, bytes], most_bytes: i
 
 def _unpacked(raw: bytes, headers: dict[bytes, bytes], most_bytes: int) -> bytes:
     """Unpack a body in gzip. Raises HttpError 413 for one that is too large, 400 for no gzip."""
-    if headers.get(b"content-encoding", b"").lower() != b"gzip":
+    packing = headers.get(b"content-encoding", b"identity").decode("latin-1").lower()
+    if packing == "identity":
         return raw
+    if packing != "gzip":
+        raise refused(
+            f"bodies in Content-Encoding {shown(packing)} are not read: send gzip, or none"
+        )
     unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     try:
         body = unpacker.decompress(raw, most_bytes + 1)
@@ -97,7 +103,8 @@ def decode_body(raw: bytes, kind: type[Body]) -> Body:
             found = _FIELD.match(why)
             raise refused(why, found[1] if found else None) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise refused(f"the body is not JSON: {error}", code="invalid_json") from error
+        why = f"not JSON: {error}" if raw.strip() else "empty: send JSON"
+        raise refused(f"the body is {why}", code="invalid_json") from error
 
 
 def decode_form(raw: bytes, content_type: str, kind: type[Body]) -> Body:

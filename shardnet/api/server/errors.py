@@ -49,6 +49,10 @@ _PARAMETERS: Final = frozenset(
         "presence-penalty",
         "frequency-penalty",
         "logit-bias",
+        "dimensions",
+        "suffix",
+        "input_suffix",
+        "tool_choice",
     )
 )
 """What messages about a field of the body begin with; there it is written with underscores."""
@@ -121,7 +125,8 @@ def fault_of(error: Exception) -> Fault:
         case CancelledRequestError():  # a status at which programs do not ask again
             return Fault(status=400, kind="invalid_request_error", message=text, code="cancelled")
         case DeadlineError():
-            return Fault(status=504, kind="timeout_error", message=text)
+            message = _told(error, _unprefixed(error))
+            return Fault(status=504, kind="timeout_error", message=message)
         case BusyError(retry_s=retry_s) if retry_s:
             return Fault(
                 status=503,

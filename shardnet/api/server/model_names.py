@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Final
 
@@ -31,6 +33,8 @@ MAX_ALIASES: Final = 1000
 ANY: Final = "*"
 """The alias of every name that means no model."""
 NO_ALIASES: Final[Mapping[str, str]] = MappingProxyType({})
+LATEST_S: Final = 253_402_300_799
+"""The last second that has a date."""
 NAMED: Final = 5
 """How many names an error lists."""
 
@@ -72,7 +76,8 @@ class ModelNames:
         self._current = current
         self._may_switch = may_switch
         self._last: ModelChoice | None = None
-        self._listed: list[str] = []
+        self._listed: dict[str, int] = {}
+        self._named_path = ""
         self._listed_at_s = -FRESH_S
         self._listing = asyncio.Lock()
 
@@ -130,6 +135,10 @@ class ModelNames:
         ]
         return [*served.values(), *further]
 
+    def modified_s(self, served: ServedModel) -> int:
+        """Return when a listed model last changed, in seconds since 1970, 0 if nobody said so."""
+        return self._listed.get(served.choice.model, 0)
+
     def add_alias(self, name: str, meant: str) -> None:
         """Give the model `meant` a further name. Raises HttpError 400 for MAX_ALIASES others."""
         if len(self._aliases) >= MAX_ALIASES and name not in self._aliases:
@@ -152,7 +161,7 @@ class ModelNames:
         others = (
             ServedModel(name=name, choice=_other(self._client.choice, name))
             for name in dict.fromkeys([*self._listed, DEFAULT_MODEL_NAME])
-            if name not in (default.name, default.choice.model)
+            if name not in (default.name, default.choice.model, self._named_path)
         )
         return (default, *_adapted(default), *others)
 
@@ -168,17 +177,25 @@ class ModelNames:
 
     async def _refresh(self) -> None:
         """Ask the nodes. What they do not say in time is what they said before."""
-        found: list[str] = []
+        found: dict[str, int] = {}
+        model = self.default.choice.model
+        self._named_path = model if PurePath(model).is_absolute() else ""
         try:
-            pieces = self._client.models(names_only=True)
+            pieces = self._client.models(names_only=True, model=self._named_path)
             async with asyncio.timeout(LIST_S), aclosing(pieces):
                 async for piece in pieces:
-                    found += [model.name for model in piece.models if not model.failure]
+                    usable = (model for model in piece.models if not model.failure)
+                    found.update((model.name, model.modified_s) for model in usable)
                     if len(found) >= MAX_LISTED:
                         break
         except (ShardnetError, TimeoutError):
-            found = list(dict.fromkeys([*self._listed, *found]))
+            found = {**self._listed, **found}
         self._listed, self._listed_at_s = found, self._clock()
+
+
+def written(at_s: int) -> str:
+    """Write a time, in seconds since 1970, as programs read it."""
+    return datetime.fromtimestamp(min(at_s, LATEST_S), UTC).isoformat().replace("+00:00", "Z")
 
 
 def _other(choice: ModelChoice, model: str) -> ModelChoice:

@@ -30,7 +30,7 @@ from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.planning.placing import fits
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.cluster.store.found_models import HeldModel, find_models
+from shardnet.cluster.store.found_models import HeldModel, dated, find_models
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import CheckpointError, RemoteProtocolError, ShardnetError, first_error
 from shardnet.model.families.stage_tensors import count_parameters
@@ -167,6 +167,8 @@ class ModelLists:
         path = Path(message.model)
         if path.is_absolute() and all(str(model.found.path) != message.model for model in held):
             found = FoundModel(name=message.model, store=NAMED_STORE, path=path)
+            with contextlib.suppress(ShardnetError):  # whoever opens it says why
+                found = await self.disk.run(path, partial(dated, found))
             held.append(HeldModel(found=found))
         if message.names_only:
             for named in _pieces([_named(model) for model in held], MAX_MODELS_LISTED):
@@ -310,6 +312,7 @@ def _named(held: HeldModel) -> ListedModel:
         store=found.store,
         size_bytes=held.whole_bytes,
         held_bytes=held.held_bytes or 0,
+        modified_s=found.modified_s,
         failure=explanation(found.failure, MAX_REASON) or unusable,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -52,6 +52,7 @@ async def find_models(disk: DiskJobs, cache: ModelCache) -> list[HeldModel]:
     """
     own = FoundModel(name=DEFAULT_MODEL_NAME, store=OWN_STORE, path=DEFAULT_MODEL_PATH)
     scans: list[tuple[Path, Scan]] = [
+        (own.path, lambda root: [own]),
         (cache_root(), pulled_models),
         *((root, ollama_models) for root in ollama_roots()),
         *((root, lm_studio_models) for root in lm_studio_roots()),
@@ -61,7 +62,7 @@ async def find_models(disk: DiskJobs, cache: ModelCache) -> list[HeldModel]:
         *(_scan(disk, root, scan) for root, scan in scans),
         *(_scan(disk, folder, scan, must_exist=True) for folder, scan in named),
     )
-    found = [HeldModel(found=model) for listed in ([own], *lists) for model in listed]
+    found = [HeldModel(found=model) for listed in lists for model in listed]
     by_name: dict[str, HeldModel] = {}
     for held in found + await _replicas(disk, cache):
         by_name.setdefault(held.found.name, held)
@@ -80,7 +81,7 @@ async def _scan(
             if must_exist:
                 raise
             return []
-        return list(scan(root))
+        return [dated(model) for model in scan(root)]
 
     try:
         return await disk.run(root, job)
@@ -91,13 +92,21 @@ async def _scan(
     return [FoundModel(name=str(root), store=OWN_STORE, path=root, failure=failure)]
 
 
+def dated(model: FoundModel) -> FoundModel:
+    """Add when a model's folder or file last changed, if it is there. Blocks."""
+    try:
+        return replace(model, modified_s=max(0, int(os.stat(model.path).st_mtime)))
+    except OSError:
+        return model
+
+
 async def _replicas(disk: DiskJobs, cache: ModelCache) -> list[HeldModel]:
     """List what came from other nodes under some name."""
 
     def job() -> list[HeldModel]:
         return [
             HeldModel(
-                found=FoundModel(name=cached.name, store=REPLICA_STORE, path=folder),
+                found=dated(FoundModel(name=cached.name, store=REPLICA_STORE, path=folder)),
                 held_bytes=cached.size_bytes,
                 whole_bytes=cached.whole_bytes,
             )

@@ -307,6 +307,8 @@ def test_a_body_may_be_packed_and_a_base_address_without_its_end_is_told() -> No
             assert answer.json["choices"][0]["message"]["content"] == "hello"
             cut = await ask(server.app, CHAT, raw[:-9], headers=packed)
             assert (cut.status, "cut off" in cut.json["error"]["message"]) == (400, True)
+            other = await ask(server.app, CHAT, raw, headers={"content-encoding": "br"})
+            assert (other.status, "send gzip" in other.json["error"]["message"]) == (400, True)
             bomb = gzip.compress(bytes((36 << 20) + 1))
             assert (await ask(server.app, CHAT, bomb, headers=packed)).status == 413
             told = await ask(server.app, "/chat/completions", {"messages": HELLO})
@@ -354,6 +356,7 @@ def test_a_model_is_found_by_its_name_or_those_that_would_do_are_named() -> None
             assert listed[1]["display_name"] == "Tiny-Llama"  # Anthropic's programs show it
             one = await ask(server.app, "/v1/models/org/Tiny-Llama")
             assert one.json["id"] == "org/Tiny-Llama"
+            assert (one.json["created"], one.json["created_at"][:10]) == (86400, "1970-01-02")
             assert (await ask(server.app, "/v1/models/other")).status == 404
 
     asyncio.run(main())

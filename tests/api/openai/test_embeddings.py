@@ -64,7 +64,7 @@ def test_dimensions_base64_and_the_mean() -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"input": "a", "dimensions": 4}, "4 dimensions are asked for and the model has 3"),
+        ({"input": "a", "dimensions": 4}, "dimensions is 4 and the model has 3 numbers"),
         ({"input": []}, "input is empty"),
         ({"input": "a", "pooling": "max"}, "pooling is 'max'"),
         ({"input": ["a"] * 2049}, "input has 2049: give at most 2048"),

@@ -170,6 +170,7 @@ def test_a_request_is_traced_that_asks_for_it_and_its_key_alone_sees_it() -> Non
 @pytest.mark.parametrize(
     ("body", "parameter", "words"),
     [
+        (b"", None, "the body is empty: send JSON"),
         (b"{", None, "the body is not JSON"),
         (b"[" * 100_000, None, "the body is not JSON"),
         (b'"\xff"', None, "the body is not JSON"),
@@ -237,6 +238,8 @@ def test_other_paths_and_methods_are_refused_in_the_same_form() -> None:
         async with served() as server:
             missing = await ask(server.app, "/v1/nothing")
             assert (missing.status, missing.json["error"]["type"]) == (404, "invalid_request_error")
+            near = (await ask(server.app, "/v1/chat/completion", {})).json["error"]["message"]
+            assert "did you mean '/v1/chat/completions'? GET /openapi.json lists" in near
             wrong = await ask(server.app, COMPLETIONS)
             assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
             assert "is asked with POST" in wrong.json["error"]["message"]

@@ -68,6 +68,10 @@ def test_it_says_where_settings_belong_or_what_is_wrong(
     said = capsys.readouterr()
     assert said.out.splitlines()[0] == 'openai-api-base: "http://10.0.0.5:8000/v1"'
     assert "~/.aider.conf.yml" in said.err
+    connect()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [*PROGRAMS]
+    assert any("~/.aider.conf.yml" in line for line in lines)
     for client, url, why in (
         ("aidr", command.DEFAULT_URL, "did you mean 'aider'"),
         ("aider", "10.0.0.5:8000", "http://10.0.0.5:8000"),

@@ -73,6 +73,7 @@ def test_each_store_is_looked_into_and_each_name_is_there_once(
         "lab/half",
     ]
     assert not any(model.found.failure for model in held.values())
+    assert [model.found.modified_s > 0 for model in held.values()] == [True] * 5 + [False]
     assert held["ollama:tiny:latest"].found.path == blob
     half = held["lab/half"]
     assert (half.held_bytes, half.whole_bytes) == (3, 9)
