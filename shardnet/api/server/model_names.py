@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -111,6 +112,9 @@ class ModelNames:
                 return adapted
         every = await self._every()
         served = {model.name: model for model in every if not model.is_adapted}
+        for model in served.values():
+            if name == model.choice.model:
+                return model
         try:
             found = match(name, served)
         except UsageError as error:
@@ -158,17 +162,23 @@ class ModelNames:
                 await self._refresh()
         if self._is_fixed:
             return (default, *_adapted(default))
+        known = (default.name, default.choice.model, self._named_path)
+        names = [name for name in {**self._listed, DEFAULT_MODEL_NAME: 0} if name not in known]
+        alike = Counter([default.name, *map(short_name, names)])
         others = (
-            ServedModel(name=name, choice=_other(self._client.choice, name))
-            for name in dict.fromkeys([*self._listed, DEFAULT_MODEL_NAME])
-            if name not in (default.name, default.choice.model, self._named_path)
+            ServedModel(
+                name=short_name(name) if alike[short_name(name)] == 1 else name,
+                choice=_other(self._client.choice, name),
+            )
+            for name in names
         )
         return (default, *_adapted(default), *others)
 
     def shown(self, text: str) -> str:
-        """Return a text as clients see it: with the default model's name, not where it lies."""
-        model = self.default.choice.model
-        return text.replace(model, short_name(model))
+        """Return a text as clients see it: with the names of models, not where they lie."""
+        for model in (self.default.choice.model, *self._listed):
+            text = text.replace(model, short_name(model))
+        return text
 
     @property
     def _is_fixed(self) -> bool:

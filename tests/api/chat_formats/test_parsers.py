@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import soak
 from support.chat_formats.judged import joined
 
-from shardnet.api.chat_formats.choice import ToolChoice, with_ids
+from shardnet.api.chat_formats.choice import DistinctCalls, ToolChoice, with_ids
 from shardnet.api.chat_formats.deltas import (
     ContentDelta,
     OutputDelta,
@@ -271,6 +271,22 @@ def test_at_most_one_call_where_there_may_be_one() -> None:
     assert len(joined(read_pieces("hermes", pieces * 3)).tool_calls) == 3
 
 
+@pytest.mark.parametrize("size", [1, 3, 99])
+def test_a_call_that_is_the_one_before_it_once_more_is_dropped(size: int) -> None:
+    written = ["f{}", "f{}", 'f{"a":1}', 'f{"a":12}', "g{}", "g{}", "g{}", "f{}"]
+    calls, given = DistinctCalls(), list[OutputDelta]()
+    for index, (name, *text) in enumerate(written):
+        arguments = "".join(text)
+        pieces = [arguments[at : at + size] for at in range(0, len(arguments), size)]
+        given += calls.feed([ToolCallStarted(index, None, name)])
+        given += calls.feed([ToolCallDelta(index, piece) for piece in pieces])
+    result = joined([*given, *calls.feed([ContentDelta("so")]), *calls.finish()])
+    found = [call.name + call.arguments_raw for call in result.tool_calls]
+    assert found == ["f{}", 'f{"a":1}', 'f{"a":12}', "g{}", "f{}"]
+    starts = [delta.index for delta in given if isinstance(delta, ToolCallStarted)]
+    assert starts == [*range(len(starts))]
+
+
 @pytest.mark.parametrize(("name", "opener"), [("hermes", "<tool_call>"), ("list", "<|tool_call|>")])
 def test_a_list_of_calls_behind_one_mark(name: str, opener: str) -> None:
     objects = '[{"name": "f", "arguments": {"n": 1}}, {"name": "g", "arguments": "{}"}]'
@@ -288,6 +304,7 @@ def test_the_choice_of_tools() -> None:
     assert ToolChoice.of(None, tools).mode == "auto"
     named = ToolChoice.of({"type": "function", "function": {"name": "g"}}, tools)
     assert ([*named.offered(tools)], len(named.shown(TOOLS))) == (["g"], 1)
+    assert named.max_calls == 1
     none = ToolChoice.of("none", tools)
     assert (none.offered(tools), none.shown(TOOLS)) == ({}, [])
     assert ToolChoice.of("required", tools, is_parallel=False).max_calls == 1

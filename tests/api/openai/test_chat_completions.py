@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.cluster import scripted_node
 from support.servers.asgi_client import ask
 from support.servers.http_app import served
 
@@ -104,6 +105,10 @@ def test_options_have_openais_names_and_defaults() -> None:
     assert asked.template_options == {"enable_thinking": False, "reasoning_effort": "low"}
     asked.sampling.check()
     assert request(stop="").options["stop"] == []
+    begun = request(
+        messages=[*HELLO, {"role": "assistant", "content": "{"}], continue_final_message=True
+    )
+    assert begun.template_options == {"continue_final_message": True}
 
 
 def test_response_formats_are_constraints() -> None:
@@ -137,6 +142,7 @@ def test_response_formats_are_constraints() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
         ({"n": 1000}, "n"),
+        ({"continue_final_message": True}, "continue_final_message"),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], parameter: str) -> None:
@@ -325,6 +331,24 @@ def test_aliases_are_other_names_of_models() -> None:
             for name, model in (("gpt-4o", "org/Big-Llama"), ("o9", "org/Tiny-Llama")):
                 answer = await ask(server.app, CHAT, {"messages": HELLO, "model": name})
                 assert answer.json["model"] == model
+
+    asyncio.run(main())
+
+
+def test_a_model_of_a_folder_has_its_short_name_where_no_other_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paths = ("/srv/a.gguf", "/srv/b.gguf", "/old/b.gguf")
+    monkeypatch.setattr(scripted_node, "MODELS", paths)
+
+    async def main() -> None:
+        async with served() as server:
+            listed = (await ask(server.app, "/v1/models")).json["data"]
+            assert [model["id"] for model in listed] == ["shardnet/default", "a.gguf", *paths[1:]]
+            for name, found in (("a.gguf",) * 2, (paths[0], "a.gguf"), (paths[2],) * 2):
+                body = {"messages": HELLO, "model": name}
+                assert (await ask(server.app, CHAT, body)).json["model"] == found
+            assert server.node.asked[-1].choice.model == paths[2]
 
     asyncio.run(main())
 
