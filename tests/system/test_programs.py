@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,43 +26,72 @@ from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.settings import Settings
 from shardnet.assets import DEFAULT_MODEL_NAME
 
-PACKAGES = (
-    *("litellm", "langchain-openai", "openai-agents", "instructor", "pydantic-ai-slim[openai]"),
-)
+PACKAGES = {
+    "frameworks": (
+        *("litellm", "langchain-openai", "langgraph", "openai-agents", "instructor"),
+        "pydantic-ai-slim[openai]",
+    ),
+    "indexes": ("llama-index-llms-openai-like", "llama-index-embeddings-openai-like"),
+}
+"""What each program asks with; these two want different versions of `openai`."""
 INSTALL_S = 900
 ASK_S = 300
-PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "frameworks.py"
-EXPECTED = {
-    ("litellm", "overflow"): ["ContextWindowExceededError"],
-    ("litellm", "overflow in Anthropic's form"): ["ContextWindowExceededError"],
-    ("litellm", "rerank"): [2],
-    ("langchain-openai", "overflow"): ["ContextOverflowError"],
-    ("langchain-openai", "json_schema"): ["Bern", "Uri"],
-    ("langchain-openai", "function_calling"): ["Bern", "Uri"],
-    ("instructor", "response model"): ["Bern", "Uri"],
-    ("pydantic-ai-slim", "output type"): ["Bern", "Uri"],
-    ("openai-agents", "OpenAIChatCompletionsModel"): ["Bern", "Uri"],
-    ("openai-agents", "OpenAIResponsesModel"): ["Bern", "Uri"],
+FOLDER = Path(__file__).parents[1] / "support" / "programs"
+PLACE: list[Any] = ["Bern", "Uri"]
+EXPECTED: dict[str, dict[tuple[str, str], list[Any]]] = {
+    "frameworks": {
+        ("litellm", "overflow"): ["ContextWindowExceededError"],
+        ("litellm", "overflow in Anthropic's form"): ["ContextWindowExceededError"],
+        ("litellm", "rerank"): [2],
+        ("langchain-openai", "overflow"): ["ContextOverflowError"],
+        ("langchain-openai", "json_schema"): PLACE,
+        ("langchain-openai", "function_calling"): PLACE,
+        ("langgraph", "graph"): PLACE,
+        ("instructor", "response model"): PLACE,
+        ("pydantic-ai-slim", "output type"): PLACE,
+        ("openai-agents", "OpenAIChatCompletionsModel"): PLACE,
+        ("openai-agents", "OpenAIResponsesModel"): PLACE,
+    },
+    "indexes": {
+        ("llama-index-core", "stream"): [True],
+        ("llama-index-core", "structured output"): PLACE,
+        ("llama-index-core", "embeddings"): [256],
+    },
 }
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the packages beside nothing of ours; return that interpreter."""
-    given = os.environ.get("SHARDNET_TEST_PROGRAMS")
-    if given:
-        return Path(given)
-    folder = tmp_path_factory.mktemp("programs")
+def install(folder: Path, *commands: Sequence[str]) -> Path:
+    """Make an environment beside nothing of ours and run commands in it; return their folder."""
+    bins = folder / "bin"
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    pip = [str(folder / "bin" / "pip"), "install", "-q", *PACKAGES]
-    installed = subprocess.run(pip, capture_output=True, text=True, timeout=INSTALL_S, check=False)
-    if installed.returncode:
-        pytest.skip(f"the packages cannot be installed here: {installed.stderr[-300:]}")
-    return folder / "bin" / "python"
+    for program, *arguments in commands:
+        command = [str(bins / program) if program == "pip" else program, "install", *arguments]
+        installed = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_S, check=False
+        )
+        if installed.returncode:
+            pytest.skip(f"{arguments[-1]} cannot be installed here: {installed.stderr[-300:]}")
+    return bins
+
+
+@pytest.fixture(scope="module", params=PACKAGES)
+def program(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """Install what a program asks with; return the interpreter for it, and its name."""
+    given = os.environ.get("SHARDNET_TEST_PROGRAMS")
+    name = request.param
+    if given:
+        return Path(given) / name / "bin" / "python", name
+    folder = tmp_path_factory.mktemp(name)
+    return install(folder, ["pip", "-q", *PACKAGES[name]]) / "python", name
 
 
 @pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it: it installs packages")
-def test_frameworks_get_what_they_ask_for(python: Path, trio: Crew, tmp_path: Path) -> None:
+def test_frameworks_get_what_they_ask_for(
+    program: tuple[Path, str], trio: Crew, tmp_path: Path
+) -> None:
+    python, name = program
     model = str(make_tool_model(tmp_path / "tools"))
 
     async def main() -> str:
@@ -69,7 +99,7 @@ def test_frameworks_get_what_they_ask_for(python: Path, trio: Crew, tmp_path: Pa
         async with served(trio, model, settings) as (url, _):
             variables = {**os.environ, "SHARDNET_URL": f"{url}/v1", "NO_PROXY": "*"}
             asking = await asyncio.create_subprocess_exec(
-                *(python, "-P", PROGRAM), env=variables, stdout=subprocess.PIPE
+                *(python, "-P", FOLDER / f"{name}.py"), env=variables, stdout=subprocess.PIPE
             )
             async with asyncio.timeout(ASK_S):
                 told, _ = await asking.communicate()
@@ -79,9 +109,9 @@ def test_frameworks_get_what_they_ask_for(python: Path, trio: Crew, tmp_path: Pa
     for package, number, what, result in lines:
         print(f"| {package} | {number} | {what} | {result} |")
     found = {(package, what): result for package, _, what, result in lines}
-    assert found.keys() == EXPECTED.keys()
-    wrong = {key: result for key, result in found.items() if result not in EXPECTED[key]}
-    assert not wrong
+    expected = EXPECTED[name]
+    assert found.keys() == expected.keys()
+    assert not {key: result for key, result in found.items() if result not in expected[key]}
 
 
 @pytest.fixture(scope="module")
@@ -92,19 +122,9 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> str:
         return given
     folder = tmp_path_factory.mktemp("agents")
     (folder / "package.json").write_text("{}")
-    packages = [agent.package for agent in AGENTS.values()]
-    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
-    bins = [folder / "node_modules" / ".bin", folder / "venv" / "bin"]
-    for install in (
-        ["npm", "install", "--no-audit", "--no-fund", *packages[:-1]],
-        [str(bins[1] / "pip"), "install", "-q", packages[-1]],
-    ):
-        installed = subprocess.run(
-            install, cwd=folder, capture_output=True, text=True, timeout=INSTALL_S, check=False
-        )
-        if installed.returncode:
-            pytest.skip(f"the packages cannot be installed here: {installed.stderr[-300:]}")
-    return ":".join(map(str, bins))
+    *ours, last = (agent.package for agent in AGENTS.values())
+    npm = ["npm", "--no-audit", "--no-fund", *ours]
+    return f"{folder / 'node_modules' / '.bin'}:{install(folder, npm, ['pip', '-q', last])}"
 
 
 @pytest.mark.skipif(
@@ -135,15 +155,8 @@ def open_webui_command(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if given:
         return Path(given)
     folder = tmp_path_factory.mktemp("webui")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    for package in (f"torch=={version('torch').partition('+')[0]}", "open-webui"):
-        pip = [str(folder / "bin" / "pip"), "install", "-q", package]
-        installed = subprocess.run(
-            pip, capture_output=True, text=True, timeout=INSTALL_S, check=False
-        )
-        if installed.returncode:
-            pytest.skip(f"{package} cannot be installed here: {installed.stderr[-300:]}")
-    return folder / "bin" / "open-webui"
+    packages = (f"torch=={version('torch').partition('+')[0]}", "open-webui")
+    return install(folder, *(["pip", "-q", package] for package in packages)) / "open-webui"
 
 
 @pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it: it installs packages")

@@ -189,16 +189,20 @@ def test_a_call_comes_where_it_must_in_each_form(trio: Crew, tool_model: str) ->
     asyncio.run(main())
 
 
-@pytest.mark.skipif(
-    shutil.which("node") is None or not (PACKAGES / "openai").is_dir(),
+needs_packages = pytest.mark.skipif(
+    shutil.which("node") is None or not (PACKAGES / "ollama").is_dir(),
     reason="needs node, and what scripts/javascript/install installs",
 )
-def test_the_javascript_client_chats_and_streams(trio: Crew, tool_model: str) -> None:
+
+
+def told_by(crew: Crew, model: str, program: str, below: str = "") -> dict[str, Any]:
+    """Run a program of JavaScript that asks a ring; return what it prints."""
+
     async def main() -> dict[str, Any]:
-        async with served(trio, tool_model, KEYS) as (url, _):
-            program = str(FOLDER / "servers" / "openai_client.mjs")
+        async with served(crew, model, KEYS) as (url, _):
             process = await asyncio.create_subprocess_exec(
-                *("node", program, str(PACKAGES), f"{url}/v1", "one", "tools"),
+                *("node", str(FOLDER / "servers" / program), str(PACKAGES), url + below),
+                *("one", "tools"),
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
             )
@@ -207,7 +211,26 @@ def test_the_javascript_client_chats_and_streams(trio: Crew, tool_model: str) ->
             told: dict[str, Any] = json.loads(said)
             return told
 
-    told = asyncio.run(main())
+    return asyncio.run(main())
+
+
+@needs_packages
+def test_other_javascript_clients_do_the_same(trio: Crew, tool_model: str) -> None:
+    told = told_by(trio, tool_model, "other_clients.mjs")
+    assert told["text"]
+    assert told["streamed"] == told["text"]
+    assert told["object"]["city"] in ("Bern", "Uri")
+    [call] = told["calls"]
+    assert (call["toolName"], call["input"]["city"] in ("Bern", "Uri")) == ("weather", True)
+    assert told["models"][0] == "tools"
+    assert told["ollama"]
+    assert told["ollamaStreamed"] == told["ollama"]
+    assert told["error"] == {"name": "ResponseError", "status": 400}
+
+
+@needs_packages
+def test_the_javascript_client_chats_and_streams(trio: Crew, tool_model: str) -> None:
+    told = told_by(trio, tool_model, "openai_client.mjs", "/v1")
     assert told["models"][0] == "tools"
     assert told["text"]
     assert told["streamed"] == told["text"] == told["response"]

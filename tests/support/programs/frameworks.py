@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import agents
 import instructor
@@ -16,6 +16,7 @@ import litellm
 import openai
 from langchain_core.exceptions import ContextOverflowError
 from langchain_openai import ChatOpenAI
+from langgraph.graph import START, StateGraph
 from pydantic import BaseModel
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -101,6 +102,24 @@ told(
         .city
     ),
 )
+
+
+class State(TypedDict, total=False):
+    """What a graph hands on."""
+
+    city: str
+
+
+def graph_state() -> str:
+    """Return what a graph of one step, which asks the model, ends with."""
+    shaped = chat.with_structured_output(Place)
+    graph = StateGraph(State)
+    graph.add_node("ask", lambda state: {"city": shaped.invoke("a").city})
+    graph.add_edge(START, "ask")
+    return graph.compile().invoke({})["city"]
+
+
+told("langgraph", "graph", graph_state)
 
 model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=URL, api_key=KEY))
 told(
