@@ -93,6 +93,7 @@ SIZES: Final[Mapping[str, Any]] = {
     "d_inner": 96,
     "d_head": 16,
     "hidden_size_per_layer_input": 8,
+    "is_decoder": True,
 }
 """What a config of any family is given, as far as it has such keys."""
 _MAMBA2: Final = {
@@ -118,7 +119,7 @@ OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
         "d_model": 64,
         "n_heads": 4,
         "n_layers": N_LAYERS,
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "codegen": {
@@ -270,7 +271,7 @@ def check(family: str) -> Found:
         try:
             found = split_tokens(load_stages(Path(folder)))
         except ShardnetError as error:
-            why = error.message.replace(f"{folder}/config.json: ", "").replace(folder, "")
+            why = re.sub(rf"{re.escape(folder)}(/config.json)?(: )?", "", error.message)
             return Found(family=family, how="refused", why=why)
         except Exception as error:
             return Found(family=family, how="refused", why=f"a bug: {_words(error)}")

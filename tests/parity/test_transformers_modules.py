@@ -27,6 +27,7 @@ from shardnet.cluster.node.node import listening
 from shardnet.errors import RemoteProtocolError, UnsupportedModelError, UsageError
 from shardnet.model.config.quantization import Quantization
 from shardnet.model.families import registry
+from shardnet.model.modules.outline import read_outline
 from shardnet.runtime.engine.draft_model import load_draft_model
 from shardnet.runtime.loading.loading import load as load_whole
 from shardnet.runtime.stage.stage_order import StageOrder
@@ -231,6 +232,21 @@ def test_what_modules_do_not_do_is_refused(tmp_path: Path) -> None:
             memory_bytes=1 << 30,
             threads=1,
         )
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("zaya", "passes more than one hidden state from layer to layer"),
+        ("inkling2_text", "what follows the layers of inkling2_text needs more than their hidden"),
+        ("openai-gpt", "passes more than one hidden state"),
+    ],
+)
+def test_what_another_stage_would_not_know_is_noticed(family: str, why: str) -> None:
+    """Else texts would be wrong without a word: what goes past the hidden state is seen."""
+    config = {"model_type": family, "num_hidden_layers": 4, "n_layer": 4}
+    with pytest.raises(UnsupportedModelError, match=why):
+        read_outline(json.dumps(config), "config.json")
 
 
 def test_without_the_package_the_error_names_it(

@@ -77,7 +77,14 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, where: str) -> P
         ) from error
     model.eval()
     model.requires_grad_(False)
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # it looks at token ids
+            module.__dict__["warn_if_padding_and_no_attention_mask"] = _say_nothing
     return model
+
+
+def _say_nothing(*args: object, **kwargs: object) -> None:
+    """Warn of nothing: no row is padding."""
 
 
 def parse_text(config_text: str) -> PreTrainedConfig:

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardnet.errors import UnsupportedModelError
 from shardnet.model.config.module_outline import ModuleOutline, Shapes
@@ -105,7 +107,7 @@ def _try(
     config._attn_implementation = "eager"  # others look into the mask
     trial, cache = _Trial(), whole_cache(config)
     try:
-        with _watched(model, layers, trial, config.hidden_size), torch.inference_mode():
+        with _watched(model, layers, trial, config), torch.inference_mode():
             model(
                 input_ids=torch.zeros(1, _TRIAL_ROWS, dtype=torch.long, device="meta"),
                 position_ids=torch.arange(_TRIAL_ROWS, device="meta")[None],
@@ -123,13 +125,67 @@ def _try(
     return trial, cache
 
 
+class _Lineage(TorchDispatchMode):
+    """Knows of each tensor whether it comes from a layer, and what may not be used any more."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self._family = family
+        self._made: dict[int, Tensor] = {}  # kept, so that no other one gets its id
+        self._of_layers: dict[int, Tensor] = {}
+        self._barred: dict[int, Tensor] = {}
+
+    def layer_returned(self, output: object) -> None:
+        """Take the tensors in `output`, and what will be computed from them, for a layer's."""
+        self._of_layers |= _by_id(output)
+
+    def layers_ended(self, hidden: Tensor) -> None:
+        """Bar what was made before, but for the hidden state: another stage may not have it."""
+        self._barred = {number: each for number, each in self._made.items() if each is not hidden}
+
+    def is_of_layers(self, values: object) -> bool:
+        """Say whether one of the tensors in `values` comes from a layer."""
+        return not self._of_layers.keys().isdisjoint(_by_id(values))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute, and note what comes of it."""
+        given = (args, kwargs)
+        if not self._barred.keys().isdisjoint(_by_id(given)):
+            raise UnsupportedModelError(
+                f"what follows the layers of {self._family} needs more than their hidden state"
+            )
+        result = func(*args, **(kwargs or {}))
+        self._made |= _by_id(result)
+        if self.is_of_layers(given):
+            self.layer_returned(result)
+        return result
+
+
+def _by_id(values: object) -> dict[int, Tensor]:
+    return {id(each): each for each in tree_leaves(values) if isinstance(each, Tensor)}
+
+
 @contextmanager
 def _watched(
-    model: PreTrainedModel, layers: nn.ModuleList, trial: _Trial, width: int
+    model: PreTrainedModel, layers: nn.ModuleList, trial: _Trial, config: PreTrainedConfig
 ) -> Iterator[None]:
-    """Note which modules with parameters run, and what layers return."""
+    """Note which modules with parameters run, and what layers are given and return."""
     inside = {id(module) for module in layers.modules()}
-    hooks = []
+    hooks, family = [], model.config.model_type
+    lineage, hidden = _Lineage(family), list[Tensor]()
+    last = _shared_kv_from(config)  # layers from there on are never divided
+
+    def refuse() -> NoReturn:
+        raise UnsupportedModelError(
+            f"{family} passes more than one hidden state from layer to layer"
+        )
+
+    def note_inputs(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = {**dict(enumerate(args)), **kwargs}
+        came = given.pop(0 if args else "hidden_states", None)
+        is_between = hidden and (last is None or len(hidden) <= last)
+        if is_between and (came is not hidden[-1] or lineage.is_of_layers(given)):
+            refuse()
 
     def note_module(name: str) -> Any:
         def note(module: nn.Module, args: Any) -> None:
@@ -139,12 +195,14 @@ def _watched(
 
     def note_layer(number: int) -> Any:
         def note(module: nn.Module, args: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            if not isinstance(hidden, Tensor) or hidden.shape != (1, _TRIAL_ROWS, width):
-                raise UnsupportedModelError(
-                    f"{model.config.model_type} passes more than one hidden state from layer to "
-                    "layer"
-                )
+            left = output[0] if isinstance(output, tuple) else output
+            is_hidden = isinstance(left, Tensor)
+            if not is_hidden or left.shape != (1, _TRIAL_ROWS, config.hidden_size):
+                refuse()
+            hidden.append(left)
+            lineage.layer_returned(output)
+            if number == len(layers) - 1:
+                lineage.layers_ended(left)
             trial.called.append(number)
             trial.output_counts.append(len(output) if isinstance(output, tuple) else 0)
 
@@ -154,9 +212,11 @@ def _watched(
         if id(module) not in inside and any(True for _ in module.parameters(recurse=False)):
             hooks.append(module.register_forward_pre_hook(note_module(name)))
     for number, layer in enumerate(layers):
+        hooks.append(layer.register_forward_pre_hook(note_inputs, with_kwargs=True))
         hooks.append(layer.register_forward_hook(note_layer(number)))
     try:
-        yield
+        with lineage:
+            yield
     finally:
         for hook in hooks:
             hook.remove()
