@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +105,10 @@ def _try(
     """Run a few rows through a model on the meta device."""
     config._experts_implementation = "batched_mm"  # the others look at what the router chose
     config._attn_implementation = "eager"  # others look into the mask
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{config.model_type} counts positions from its token for padding: not implemented"
+        )
     trial, cache = _Trial(), whole_cache(config)
     try:
         with _watched(model, layers, trial, config), torch.inference_mode():
@@ -139,26 +143,25 @@ class _Lineage(TorchDispatchMode):
         """Take the tensors in `output`, and what will be computed from them, for a layer's."""
         self._of_layers |= _by_id(output)
 
-    def layers_ended(self, hidden: Tensor) -> None:
-        """Bar what was made before, but for the hidden state: another stage may not have it."""
-        self._barred = {number: each for number, each in self._made.items() if each is not hidden}
-
-    def is_of_layers(self, values: object) -> bool:
-        """Say whether one of the tensors in `values` comes from a layer."""
-        return not self._of_layers.keys().isdisjoint(_by_id(values))
+    def bar(self, hidden: Tensor, *, is_end: bool = False) -> None:
+        """Bar what layers made but `hidden`, at their end all that was: the next stage lacks it."""
+        made = self._made if is_end else self._of_layers
+        self._barred = {number: each for number, each in made.items() if each is not hidden}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute, and note what comes of it."""
-        given = (args, kwargs)
-        if not self._barred.keys().isdisjoint(_by_id(given)):
-            raise UnsupportedModelError(
-                f"what follows the layers of {self._family} needs more than their hidden state"
-            )
+        given = _by_id((args, kwargs)).keys()
+        if not given.isdisjoint(self._barred):
+            raise _handed_on(self._family)
         result = func(*args, **(kwargs or {}))
         self._made |= _by_id(result)
-        if self.is_of_layers(given):
+        if not given.isdisjoint(self._of_layers):
             self.layer_returned(result)
         return result
+
+
+def _handed_on(family: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"layers of {family} hand on more than one hidden state")
 
 
 def _by_id(values: object) -> dict[int, Tensor]:
@@ -175,17 +178,12 @@ def _watched(
     lineage, hidden = _Lineage(family), list[Tensor]()
     last = _shared_kv_from(config)  # layers from there on are never divided
 
-    def refuse() -> NoReturn:
-        raise UnsupportedModelError(
-            f"{family} passes more than one hidden state from layer to layer"
-        )
-
     def note_inputs(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = {**dict(enumerate(args)), **kwargs}
-        came = given.pop(0 if args else "hidden_states", None)
-        is_between = hidden and (last is None or len(hidden) <= last)
-        if is_between and (came is not hidden[-1] or lineage.is_of_layers(given)):
-            refuse()
+        came = args[0] if args else kwargs.get("hidden_states")
+        if hidden and (last is None or len(hidden) <= last):
+            if came is not hidden[-1]:
+                raise _handed_on(family)
+            lineage.bar(came)
 
     def note_module(name: str) -> Any:
         def note(module: nn.Module, args: Any) -> None:
@@ -198,11 +196,11 @@ def _watched(
             left = output[0] if isinstance(output, tuple) else output
             is_hidden = isinstance(left, Tensor)
             if not is_hidden or left.shape != (1, _TRIAL_ROWS, config.hidden_size):
-                refuse()
+                raise _handed_on(family)
             hidden.append(left)
             lineage.layer_returned(output)
             if number == len(layers) - 1:
-                lineage.layers_ended(left)
+                lineage.bar(left, is_end=True)
             trial.called.append(number)
             trial.output_counts.append(len(output) if isinstance(output, tuple) else 0)
 
