@@ -17,11 +17,11 @@ from shardnet.api.chat_formats.glm import GlmReader
 from shardnet.api.chat_formats.harmony import HarmonyReader
 from shardnet.api.chat_formats.json_text import read_tools
 from shardnet.api.chat_formats.kimi import KimiElementsReader, KimiReader
-from shardnet.api.chat_formats.llama import LlamaReader
+from shardnet.api.chat_formats.llama import Lfm2Reader, LlamaReader
 from shardnet.api.chat_formats.marked import MarkedReader
 from shardnet.api.chat_formats.marks import TokenText
 from shardnet.api.chat_formats.mistral import ListReader, MistralReader
-from shardnet.api.chat_formats.qwen_xml import QwenXmlReader
+from shardnet.api.chat_formats.qwen_xml import MinimaxReader, QwenXmlReader, SeedReader
 from shardnet.api.chat_formats.reader import HOLD, Reader, ReaderSettings, Steps
 
 
@@ -112,8 +112,11 @@ FORMATS: Final = (
     ChatFormat(name="deepseek-dsml", signs=("｜DSML｜",), reader=DsmlReader),
     ChatFormat(name="deepseek", signs=("<｜tool▁calls▁begin｜>",), reader=DeepSeekReader),
     ChatFormat(name="glm", signs=("<arg_key>", "<tool_call>"), reader=GlmReader),
+    ChatFormat(name="minimax", signs=("<minimax:tool_call>",), reader=MinimaxReader),
+    ChatFormat(name="seed", signs=("<seed:tool_call>",), reader=SeedReader),
     ChatFormat(name="qwen-xml", signs=("<function=", "<parameter="), reader=QwenXmlReader),
     ChatFormat(name="mistral", signs=("[TOOL_CALLS]",), reader=MistralReader),
+    ChatFormat(name="lfm2", signs=("<|tool_call_start|>",), reader=Lfm2Reader),
     ChatFormat(name="hermes", signs=("<tool_call>",), reader=HermesReader),
     ChatFormat(name="list", signs=("<|tool_call|>",), reader=ListReader),
     ChatFormat(name="llama", signs=("<|python_tag|>",), reader=LlamaReader),

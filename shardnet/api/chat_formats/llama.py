@@ -1,12 +1,13 @@
-"""Tool calls of Llama 3, bare JSON objects, and of Llama 4, a list of calls as in Python.
+"""Tool calls of Llama 3, bare JSON objects, and of Llama 4 and LFM2, a list of calls as in Python.
 
-They stand at the beginning of the output or behind a tag. Anything else may begin like them: it is
-a call only if it names a tool that was offered.
+Llama's stand at the beginning of the output or behind a tag. Anything else may begin like them: it
+is a call only if it names a tool that was offered.
 """
 
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 from shardnet.api.chat_formats.json_text import MAX_DEPTH, ObjectWriter, json_of
 from shardnet.api.chat_formats.marked import MarkedReader
@@ -21,8 +22,8 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 class LlamaReader(MarkedReader):
     """`{"name": …, "parameters": {…}}` or `[NAME(KEY=VALUE, …), …]`."""
 
-    MARKS = ("<think>", "</think>", *_TAGS, _END)
-    OPENERS = _TAGS
+    MARKS: ClassVar[tuple[str, ...]] = ("<think>", "</think>", *_TAGS, _END)
+    OPENERS: ClassVar[tuple[str, ...]] = _TAGS
     KEEPS_SPACE = True
 
     def read(self) -> Steps[None]:
@@ -164,3 +165,28 @@ class LlamaReader(MarkedReader):
             raise NotACallError from None
         self.take(n_digits)
         return found
+
+
+class Lfm2Reader(LlamaReader):
+    """`<|tool_call_start|>[NAME(KEY=VALUE, …), …]<|tool_call_end|>`, at any place."""
+
+    OPENERS = ("<|tool_call_start|>",)
+    MARKS = ("<think>", "</think>", *OPENERS, "<|tool_call_end|>")
+    KEEPS_SPACE = False
+
+    def read(self) -> Steps[None]:
+        """Read the whole output: without the mark nothing is a call."""
+        yield from MarkedReader.read(self)
+
+    def calls(self) -> Steps[bool]:
+        """Read one list of calls."""
+        return (yield from self.attempt(self._list()))
+
+    def _list(self) -> Steps[None]:
+        yield from self.expect(self.marks.char("<|tool_call_start|>"))
+        yield from self.skip_space()
+        if (yield from self.peek()) != "[":
+            raise NotACallError
+        yield from self._python_list()
+        yield from self.skip_space()
+        yield from self.optional(self.marks.char("<|tool_call_end|>"))

@@ -6,9 +6,11 @@ Pure. Writes what chat_formats reads: text stands in its element as it is, all e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from shardnet.api.chat_formats.json_text import Tool
+from shardnet.api.chat_formats.qwen_xml import MINIMAX, QWEN, SEED, Words
 from shardnet.api.chat_grammars.calls import CallForm
 from shardnet.api.chat_grammars.lark import Lark
 
@@ -19,21 +21,26 @@ _MOST_DEPTH: Final = 8
 _INTEGER: Final = "-?(0|[1-9][0-9]{0,17})"
 
 
-def qwen_xml(form: CallForm) -> str:
-    """Write `<function=NAME>` with a `<parameter=KEY>` for each argument, between two marks."""
+def _xml(words: Words, newline: str, form: CallForm) -> str:
+    """Write a function with a parameter for each argument, between two marks.
+
+    `newline` stands before and behind each value.
+    """
     lark = form.lark
-    end = "\n</parameter>\n"
+    end = f"{newline}</parameter>\n"
 
     def write(tool: Tool) -> str:
         inside = "".join(
-            _times(f'"<parameter=" {key} ">\\n" {value}', times)
+            _times(f"{lark.literal(words.parameter)} {key} {rest} {value}", times)
             for key, value, _, times in _arguments(
                 lark, tool, text=lambda: lark.text_to(end), end=lark.literal(end)
             )
         )
-        return f'{lark.literal(f"<function={tool.name}>")} "\\n" {inside}"</function>"'
+        begin = lark.literal(f"{words.function}{tool.name}{words.quote}>\n")
+        return f"{begin} {inside}{lark.literal(words.end)}"
 
-    begin, close = lark.mark("<tool_call>"), lark.mark("</tool_call>")
+    rest = lark.literal(f"{words.quote}>{newline}")
+    begin, close = lark.mark(words.open), lark.mark(words.close)
     call = lark.rule(f'{begin} "\\n" {form.one_of(write)} "\\n" {close}')
     return form.repeated(call, "\n")
 
@@ -161,6 +168,32 @@ def gemma(form: CallForm) -> str:
     return form.repeated(lark.rule(call))
 
 
+def lfm2(form: CallForm) -> str:
+    """Write a list of calls as in Python, whose values are JSON, between two marks."""
+    lark = form.lark
+
+    def write(tool: Tool) -> str:
+        properties = _properties(tool)
+        if properties is None:
+            pair = f'{_ANY_KEY} "=" {lark.json({})}'
+            inside = f'({pair} ("," {pair})*)?'
+        else:
+            inside = _divided(
+                lark,
+                [
+                    (
+                        f"{lark.literal(name + '=')} {lark.json(_with_definitions(schema, tool))}",
+                        name in _needed(tool),
+                    )
+                    for name, schema in properties.items()
+                ],
+            )
+        return f'{lark.literal(tool.name + "(")} {inside} ")"'
+
+    calls = form.repeated(lark.rule(form.one_of(write)), ", ")
+    return f'{lark.mark("<|tool_call_start|>")} "[" {calls} "]" {lark.mark("<|tool_call_end|>")}'
+
+
 class _BareValues:
     """The values of Gemma's calls, by schemas down to some depth."""
 
@@ -226,9 +259,12 @@ def _divided(lark: Lark, parts: Sequence[tuple[str, bool]]) -> str:
 
 
 WRITERS: Final[Mapping[str, Callable[[CallForm], str]]] = {
-    "qwen-xml": qwen_xml,
+    "qwen-xml": partial(_xml, QWEN, "\n"),
+    "minimax": partial(_xml, MINIMAX, ""),
+    "seed": partial(_xml, SEED, ""),
     "glm": glm,
     "deepseek-dsml": dsml,
     "gemma": gemma,
+    "lfm2": lfm2,
 }
 """By the names of formats."""

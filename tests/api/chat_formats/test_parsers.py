@@ -45,6 +45,11 @@ Events = list[tuple[int, str]]
 CALLS = {
     "hermes": ["<tool_call>", '{"name": "f", "arguments": {"a": "é", "n": [1]}}', "</tool_call>"],
     "qwen-xml": ["<tool_call>", "<function=f>\n<parameter=a>\né\n</parameter>\n</function>"],
+    "minimax": [
+        "<minimax:tool_call>",
+        '<invoke name="f">\n<parameter name="a">é</parameter>\n</invoke>',
+    ],
+    "seed": ["<seed:tool_call>", "<function=f>\n<parameter=a>é</parameter>\n</function>"],
     "glm": ["<tool_call>", "f", "<arg_key>", "a", "</arg_key>", "<arg_value>", "é", "</arg_value>"],
     "deepseek": [
         "<｜tool▁calls▁begin｜>",
@@ -56,6 +61,7 @@ CALLS = {
     "deepseek-dsml": ['<｜DSML｜invoke name="f">', '<｜DSML｜parameter name="a">é'],
     "mistral": ["[TOOL_CALLS]", "f", "[ARGS]", '{"a": "é"}', ' [{"name": "g"}]'],
     "list": ["<|tool_call|>", '[{"name": "f", "arguments": {}}]'],
+    "lfm2": ["<|tool_call_start|>", "[f(a='é', n=[1]), g()]", "<|tool_call_end|>", "[f()]"],
     "llama": ["<|python_tag|>", '{"name": "f", "parameters": {"a": 1}}', "[g(a='x', n=[1])]", ";"],
     "harmony": [
         "<|channel|>",
@@ -79,7 +85,7 @@ CALLS = {
     "plain": ["<think>"],
 }
 """Pieces of calls of each format, of which outputs are made."""
-TEXTS = {"<function=", "<｜DSML｜", "</｜DSML｜"}
+TEXTS = {"<function=", '<invoke name="', "<｜DSML｜", "</｜DSML｜"}
 """Marks that no tokenizer has as tokens."""
 PARTS = {"deepseek-dsml": ["｜DSML｜"]}
 ANYTHING = ["text", " ", "\n", "{", "}", '"', "</", "x<", '{"a": 1}', "ÿ", "<|im_end|>"]
@@ -269,6 +275,45 @@ def test_at_most_one_call_where_there_may_be_one() -> None:
     calls = joined(read_pieces("hermes", pieces * 3, choice=choice)).tool_calls
     assert [call.name for call in calls] == ["f"]
     assert len(joined(read_pieces("hermes", pieces * 3)).tool_calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        (
+            "minimax",
+            [
+                *("<think>", "why\n", "</think>", "\n\n", "<minimax:tool_call>"),
+                '\n<invoke name="f">\n<parameter name="a">x\ny</parameter>\n'
+                '<parameter name="n">1</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n',
+                "</minimax:tool_call>",
+            ],
+        ),
+        (
+            "seed",
+            [
+                *("<seed:think>", "why", "</seed:think>", "<seed:tool_call>"),
+                "\n<function=f>\n<parameter=a>x\ny</parameter>\n<parameter=n>1</parameter>\n"
+                "</function>\n<function=g>\n</function>\n",
+                "</seed:tool_call>",
+            ],
+        ),
+        (
+            "lfm2",
+            [
+                *("<think>", "why", "</think>", "<|tool_call_start|>"),
+                """[f(a="x\\ny", n=1), g()]""",
+                "<|tool_call_end|>",
+            ],
+        ),
+    ],
+)
+def test_two_calls_of_this_years_families(name: str, pieces: list[str]) -> None:
+    result = joined(read_pieces(name, pieces))
+    calls = [(call.name, json.loads(call.arguments_raw)) for call in result.tool_calls]
+    assert calls == [("f", {"a": "x\ny", "n": 1}), ("g", {})]
+    assert (result.reasoning_content, result.content) == ("why", None)
+    assert not joined(read_pieces(name, ["[f(a=1)]"])).tool_calls
 
 
 @pytest.mark.parametrize("size", [1, 3, 99])

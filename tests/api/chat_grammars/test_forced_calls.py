@@ -48,6 +48,25 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
             "</tool_call>",
         ),
     ),
+    "minimax": (
+        "<minimax:tool_call><think>",
+        ("<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"),
+        (
+            "<minimax:tool_call>",
+            '\n<invoke name="f">\n<parameter name="a">é</parameter>\n'
+            '<parameter name="n">1</parameter>\n</invoke>\n',
+            "</minimax:tool_call>",
+        ),
+    ),
+    "seed": (
+        "<seed:tool_call><function=<parameter=<seed:think>",
+        ("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
+        (
+            "<seed:tool_call>",
+            "\n<function=f>\n<parameter=a>é</parameter>\n<parameter=n>1</parameter>\n</function>\n",
+            "</seed:tool_call>",
+        ),
+    ),
     "glm": (
         "<tool_call><arg_key>",
         (
@@ -132,6 +151,11 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
             *("<|tool_call_argument_begin|>", '{"a": "é", "n": 1}', "<|tool_call_end|>"),
             "<|tool_calls_section_end|>",
         ),
+    ),
+    "lfm2": (
+        "<|tool_call_start|>",
+        ("<|tool_call_start|>", "<|tool_call_end|>", "<think>", "</think>"),
+        ("<|tool_call_start|>", '[f(a="é",n=1)]', "<|tool_call_end|>"),
     ),
     "gemma": (
         "<|tool_call><tool_call|>",

@@ -1,4 +1,8 @@
-"""config.json files with the keys and values that the makers of models publish are read."""
+"""config.json files with the keys and values that the makers of models publish are read.
+
+None was downloaded: all are written from memory, so that single keys and values may differ from
+those that are published today.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from shardnet.model.config.model_config import (
     NormKind,
     Rope,
     RopeKind,
+    ShortConv,
     Temperature,
 )
 from shardnet.model.families.registry import parse_config
@@ -85,6 +90,18 @@ READ: dict[str, dict[str, Any]] = {
             is_mamba=True,
             layers=tuple(n for n, kind in enumerate(NANO) if kind == "M"),
         ),
+    },
+    "lfm2-1.2b": {
+        "intermediate_size": 8192,
+        "short_conv": ShortConv(
+            width=2048, n_taps=3, has_bias=False, layers=(0, 1, 3, 4, 6, 7, 9, 11, 13, 15)
+        ),
+    },
+    "lfm2-8b-a1b": {"sparse_layers": tuple(range(2, 24)), "head_size": 64},
+    "minitron-4b": {
+        "rope": Rope(share=0.5),
+        "activation": Activation.RELU_SQUARED,
+        "norm_offset": 1.0,
     },
     "starcoder2-3b": {"windows": (4096,) * 30, "mlp_bias": True, "tie_word_embeddings": True},
 }
