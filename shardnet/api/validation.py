@@ -214,8 +214,8 @@ def _broken_limit(info: mi.Type, value: Any) -> str:
             return " without control characters"
         return f" of at most {info.max_length} characters"
     if isinstance(info, mi.ListType | mi.VarTupleType) and isinstance(value, list | tuple):
-        if len(value) < (info.min_length or 0):
-            return f" of at least {info.min_length} entries"
+        if not value:
+            return " that is not empty"
         return f" of at most {info.max_length} entries"
     return ""
 

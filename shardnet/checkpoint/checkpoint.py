@@ -109,7 +109,7 @@ class Checkpoint:
     def use_mtp(self) -> None:
         """Count that layer to the model from now on. Raises UsageError where there is none."""
         if not self.has_mtp:
-            raise no_mtp(self.path)
+            raise no_mtp()
         self.config = self._ahead
 
     @cached_property
@@ -292,11 +292,11 @@ class Checkpoint:
             self._bytes_read[source.file] += source.size_bytes
 
 
-def no_mtp(path: Path) -> UsageError:
+def no_mtp() -> UsageError:
     """Make the error for a checkpoint without a layer that predicts further tokens."""
     return UsageError(
-        f"--speculate mtp: {path} has no layer that predicts further tokens (MTP), or none that is "
-        "implemented",
+        "--speculate mtp: the model has no layer that predicts further tokens (MTP), or none that "
+        "is implemented",
         remedy="choose --speculate ngram, or leave --mtp out",
     )
 

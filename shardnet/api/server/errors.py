@@ -53,9 +53,11 @@ _PARAMETERS: Final = frozenset(
         "suffix",
         "input_suffix",
         "tool_choice",
+        "speculate",
     )
 )
-"""What messages about a field of the body begin with; there it is written with underscores."""
+"""What messages about a field of the body begin with, perhaps as a flag; there it is written with
+underscores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +153,7 @@ def fault_of(error: Exception) -> Fault:
 def _wrong_request(error: ShardnetError) -> Fault:
     """Say what of a request is wrong, and its field."""
     message = _unprefixed(error)
-    name, _, rest = message.partition(" ")
+    name, _, rest = message.removeprefix("--").partition(" ")
     parameter = name.replace("-", "_") if name in _PARAMETERS else None
     if parameter is not None:
         message = f"{parameter} {rest}"

@@ -78,7 +78,7 @@ class ModelFacts:
     def with_mtp(self) -> ModelFacts:
         """Count that layer to the model. Raises UsageError where there is none."""
         if not self.has_mtp:
-            raise no_mtp(self.path)
+            raise no_mtp()
         return replace(self, config=replace(self.config, has_mtp=True))
 
     def check_known(self) -> None:

@@ -149,6 +149,8 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], parameter: str) -> None:
     with pytest.raises(HttpError) as caught:
         request(**fields)
     assert (caught.value.fault.status, caught.value.fault.parameter) == (400, parameter)
+    if fields == {"messages": []}:
+        assert caught.value.fault.message == "messages is []: give a list that is not empty"
 
 
 def test_an_answer_and_its_stream_say_the_same() -> None:

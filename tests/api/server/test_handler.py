@@ -343,6 +343,8 @@ def test_a_wrong_value_that_a_node_refuses_is_named_as_the_body_has_it() -> None
     fault = fault_of(error)
     assert (fault.status, fault.parameter) == (400, "logit_bias")
     assert fault.message == "logit_bias names token 9"
+    flag = fault_of(UsageError("--speculate mtp: no layer", remedy="choose --speculate ngram"))
+    assert (flag.parameter, flag.message) == ("speculate", "speculate mtp: no layer")
     told = fault_of(UsageError("the prompt is empty", remedy="give some text"))
     assert (told.parameter, told.message) == (None, "the prompt is empty; give some text")
 
