@@ -99,6 +99,36 @@ CHANNELS = """<|start|>system<|message|>Reasoning: {{ reasoning_effort | default
 {%- else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endif %}
 {%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
+ELEMENTS = """{%- set seen = namespace(asked="") %}]~b]system
+{{ messages[0].content }}{% for tool in tools %}
+<tool>{{ tool.function | tojson(ensure_ascii=False) }}</tool>{% endfor %}[e~[
+{%- for message in messages[1:] %}
+{%- if message.role == "assistant" %}
+]~b]ai
+{% if message.reasoning_content %}<think>{{ message.reasoning_content.strip(".") }}</think>
+{%- endif %}
+{%- for call in message.tool_calls %}<minimax:tool_call>
+<invoke name="{{ call.function.name }}">
+{%- for key, value in call.function.arguments.items() %}
+<parameter name="{{ key }}">
+{{- value if value is string else value | tojson(ensure_ascii=False) }}</parameter>
+{%- endfor %}
+</invoke>
+</minimax:tool_call>{% endfor %}[e~[
+{%- elif message.role == "user" %}{% set seen.asked = message.content %}
+{%- else %}
+]~b]tool {{ seen.asked.split("?")[0] }}
+<response>{{ message.content }}</response>[e~[{% endif %}{% endfor %}"""
+PYTHON_LIST = """{%- if tools %}List of tools: [
+{%- for tool in tools %}{{ tool.function if tool.function is defined else tool | tojson }}
+{%- if not loop.last %}, {% endif %}{% endfor %}]{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% for call in message.tool_calls %}<|tool_call_start|>[{{ call.function.name }}(
+{%- for key, value in call.function.arguments.items() %}{{ key }}={{ value | tojson }}
+{%- if not loop.last %}, {% endif %}{% endfor %})]<|tool_call_end|>{% endfor %}
+{{- message.content or "" }}<|im_end|>
+{% endfor %}"""
+
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[TemplateProcess]:
@@ -149,7 +179,7 @@ def nested(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "values", [{}, {"enable_thinking": False, "reasoning_effort": "high", "unused": 1.5}]
 )
-@pytest.mark.parametrize("source", [MARKED, BY_ARGUMENT, LISTED, CHANNELS])
+@pytest.mark.parametrize("source", [MARKED, BY_ARGUMENT, LISTED, CHANNELS, ELEMENTS, PYTHON_LIST])
 def test_tools_and_calls_give_the_text_that_transformers_gives(
     process: TemplateProcess, source: str, values: dict[str, Any]
 ) -> None:
