@@ -131,11 +131,13 @@ class ModelNames:
 
     async def list(self) -> list[ServedModel]:
         """List the default model, all others that the nodes have, and what else they are called."""
-        served = {model.name: model for model in await self._every()}
+        every = await self._every()
+        served = {model.name: model for model in every}
+        known = {model.choice.model: model for model in reversed(every)} | served
         further = [
-            ServedModel(name=name, choice=served[meant].choice)
+            ServedModel(name=name, choice=known[meant].choice)
             for name, meant in self._aliases.items()
-            if name not in (ANY, *served) and meant in served
+            if name not in (ANY, *served) and meant in known
         ]
         return [*served.values(), *further]
 

@@ -344,9 +344,10 @@ def test_a_model_of_a_folder_has_its_short_name_where_no_other_has_it(
     monkeypatch.setattr(scripted_node, "MODELS", paths)
 
     async def main() -> None:
-        async with served() as server:
+        async with served(Settings(aliases={"other": paths[0]})) as server:
             listed = (await ask(server.app, "/v1/models")).json["data"]
-            assert [model["id"] for model in listed] == ["shardnet/default", "a.gguf", *paths[1:]]
+            names = ["shardnet/default", "a.gguf", *paths[1:], "other"]
+            assert [model["id"] for model in listed] == names
             for name, found in (("a.gguf",) * 2, (paths[0], "a.gguf"), (paths[2],) * 2):
                 body = {"messages": HELLO, "model": name}
                 assert (await ask(server.app, CHAT, body)).json["model"] == found
