@@ -314,8 +314,9 @@ def check_all(families: Sequence[str], at_once: int, timeout_s: float, kept: Pat
             for one in [each for each in running.values() if each.has_ended(timeout_s)]:
                 del running[one.family]
                 found[one.family] = one.found(timeout_s)
-                file.write(json.dumps(asdict(found[one.family])) + "\n")
-                file.flush()
+                if one.told.exists():  # else it is tried again
+                    file.write(json.dumps(asdict(found[one.family])) + "\n")
+                    file.flush()
                 left = f"{len(waiting) + len(running)} left"
                 print(f"{one.family}: {found[one.family].how} ({left})", file=sys.stderr)
             time.sleep(POLL_S)
@@ -342,7 +343,7 @@ class _Check:
         """Read what it found, if it came to that."""
         if self.told.exists():
             return Found(**json.loads(self.told.read_text(encoding="utf-8")))
-        why = f"no answer of the script's process within {timeout_s:.0f} s"
+        why = f"no answer of the script's process within {timeout_s:g} s"
         return Found(family=self.family, how="refused", why=why)
 
 

@@ -7,7 +7,7 @@ them, what a layer returns, and what the cache holds.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardnet.errors import UnsupportedModelError
 from shardnet.model.config.module_outline import ModuleOutline, Shapes
@@ -130,33 +129,42 @@ def _try(
 
 
 class _Lineage(TorchDispatchMode):
-    """Knows of each tensor whether it comes from a layer, and what may not be used any more."""
+    """Knows which tensors a layer made, and sees where another one uses them."""
 
     def __init__(self, family: str) -> None:
         super().__init__()
         self._family = family
         self._made: dict[int, Tensor] = {}  # kept, so that no other one gets its id
-        self._of_layers: dict[int, Tensor] = {}
-        self._barred: dict[int, Tensor] = {}
+        self._layer_of: dict[int, int] = {}
+        self._first_allowed = 0
+        self._hidden: Tensor | None = None
+        self._barred: Set[int] = frozenset()
 
-    def layer_returned(self, output: object) -> None:
+    def layer_returned(self, number: int, output: object) -> None:
         """Take the tensors in `output`, and what will be computed from them, for a layer's."""
-        self._of_layers |= _by_id(output)
+        self._layer_of.update((id(each), number) for each in _tensors(output))
 
-    def bar(self, hidden: Tensor, *, is_end: bool = False) -> None:
-        """Bar what layers made but `hidden`, at their end all that was: the next stage lacks it."""
-        made = self._made if is_end else self._of_layers
-        self._barred = {number: each for number, each in made.items() if each is not hidden}
+    def layer_begins(self, number: int, hidden: Tensor) -> None:
+        """Bar what earlier layers made but `hidden`: a stage that begins here lacks it."""
+        self._first_allowed, self._hidden = number, hidden
+
+    def layers_ended(self, hidden: Tensor) -> None:
+        """Bar what was made before but `hidden`: what follows is computed without it."""
+        self._barred = self._made.keys() - {id(hidden)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute, and note what comes of it."""
-        given = _by_id((args, kwargs)).keys()
-        if not given.isdisjoint(self._barred):
-            raise _handed_on(self._family)
+        number = -1
+        for each in _tensors((args, [*(kwargs or {}).values()])):
+            made_in = self._layer_of.get(id(each), -1)
+            is_old = 0 <= made_in < self._first_allowed and each is not self._hidden
+            if is_old or id(each) in self._barred:
+                raise _handed_on(self._family)
+            number = max(number, made_in)
         result = func(*args, **(kwargs or {}))
-        self._made |= _by_id(result)
-        if not given.isdisjoint(self._of_layers):
-            self.layer_returned(result)
+        self._made.update((id(each), each) for each in _tensors(result))
+        if number >= 0:
+            self.layer_returned(max(number, self._first_allowed), result)
         return result
 
 
@@ -164,8 +172,13 @@ def _handed_on(family: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"layers of {family} hand on more than one hidden state")
 
 
-def _by_id(values: object) -> dict[int, Tensor]:
-    return {id(each): each for each in tree_leaves(values) if isinstance(each, Tensor)}
+def _tensors(values: object) -> Iterator[Tensor]:
+    """Yield the tensors in `values`, and in lists within them."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for each in values:
+            yield from _tensors(each)
 
 
 @contextmanager
@@ -183,7 +196,7 @@ def _watched(
         if hidden and (last is None or len(hidden) <= last):
             if came is not hidden[-1]:
                 raise _handed_on(family)
-            lineage.bar(came)
+            lineage.layer_begins(len(hidden), came)
 
     def note_module(name: str) -> Any:
         def note(module: nn.Module, args: Any) -> None:
@@ -198,9 +211,9 @@ def _watched(
             if not is_hidden or left.shape != (1, _TRIAL_ROWS, config.hidden_size):
                 raise _handed_on(family)
             hidden.append(left)
-            lineage.layer_returned(output)
+            lineage.layer_returned(number, output)
             if number == len(layers) - 1:
-                lineage.bar(left, is_end=True)
+                lineage.layers_ended(left)
             trial.called.append(number)
             trial.output_counts.append(len(output) if isinstance(output, tuple) else 0)
 
