@@ -17,7 +17,7 @@ from support.chaos.rounds import read_parts
 from support.chaos.streams import Heard
 from support.chaos.switch import PREFACE, REACHED, REFUSED, Switch
 
-from shardnet.cluster.recovery.records import RecoveryRecord
+from shardnet.cluster.recovery.recovery import RecoveryRecord
 from shardnet.errors import PeerFailedError
 
 DOCS = Path(__file__).parents[1] / "docs"

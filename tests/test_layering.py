@@ -70,7 +70,6 @@ def is_pure(path: str) -> bool:
             "shardnet/cluster/deputy/request_book.py",
             "shardnet/cluster/recovery/policy.py",
             "shardnet/cluster/router/choosing.py",
-            "shardnet/cluster/recovery/returns.py",
             "shardnet/api/chat_formats/",
             "shardnet/api/chat_grammars/",
             "shardnet/cluster/peers/rejected_handshakes.py",

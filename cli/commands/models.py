@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.wire.messages.membership import ModelsListed
+from shardnet.wire.messages.membership import ListedModel, ModelsListed
 from shardnet.wire.messages.plans import ModelChoice
 
 from ..finding.target import open_target
@@ -24,9 +27,8 @@ from ..flags.options import (
     split_nodes,
 )
 from ..flags.ring_options import Wanted
-from ..output.columns import terminal_width
+from ..output.columns import columns, terminal_width
 from ..output.exit_codes import run_command, say, write_out
-from ..output.model_table import model_lines, models_json, remarks
 
 
 @takes_groups
@@ -69,3 +71,112 @@ async def _run(wanted: Wanted, as_json: bool) -> None:
         write_out(line)
     for line in remarks(lists):
         say(line)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeModel:
+    """A model on a node."""
+
+    node: str
+    node_name: str
+    model: ListedModel
+
+
+def models_of(lists: Sequence[ModelsListed]) -> list[NodeModel]:
+    """List all models, those that can be used first, by name."""
+    found = [
+        NodeModel(node=listed.node, node_name=listed.name, model=model)
+        for listed in lists
+        for model in listed.models
+    ]
+    return sorted(found, key=lambda one: (bool(one.model.failure), one.model.name.casefold()))
+
+
+def models_json(lists: Sequence[ModelsListed]) -> dict[str, Any]:
+    """Return what --json prints: a model per node that has it, and the nodes that do not say."""
+    return {
+        "models": [
+            {
+                "name": one.model.name,
+                "node": one.node,
+                "node_name": one.node_name,
+                "store": one.model.store,
+                "size_bytes": one.model.size_bytes,
+                "held_bytes": one.model.held_bytes,
+                "family": one.model.family or None,
+                "kind": one.model.kind or "generation",
+                "form": one.model.form or None,
+                "context": one.model.context or None,
+                "fits": one.model.fits,
+                "failure": one.model.failure or None,
+            }
+            for one in models_of(lists)
+        ],
+        "silent": [
+            {"node": listed.node, "node_name": listed.name, "why": listed.failure}
+            for listed in lists
+            if listed.failure
+        ],
+    }
+
+
+def model_lines(lists: Sequence[ModelsListed], width: int | None) -> list[str]:
+    """Describe the models that can be used in columns of at most `width`, None for no limit."""
+    rows = [("name", "size", "family", "form", "context", "fits", "where")]
+    for name, models in _by_name(models_of(lists)):
+        for first in _distinct(models):
+            where = ", ".join(_where(one) for one in models if _is_same(one.model, first.model))
+            model = first.model
+            cells = (
+                name,
+                _size(model.size_bytes),
+                f"{model.family} ({model.kind})" if model.kind else model.family,
+                model.form,
+                str(model.context or ""),
+                {True: "yes", False: "no", None: ""}[model.fits],
+                where,
+            )
+            rows.append(cells)
+    return columns(rows, width)
+
+
+def remarks(lists: Sequence[ModelsListed]) -> Iterator[str]:
+    """Yield a line for each model that cannot be used, and for each node that does not say."""
+    for one in models_of(lists):
+        if one.model.failure:
+            yield f"{one.model.name} on {one.node_name} cannot be used: {one.model.failure}"
+    for listed in lists:
+        if listed.failure:
+            yield f"{listed.name} does not say which models it has: {listed.failure}"
+
+
+def _by_name(models: Sequence[NodeModel]) -> Iterator[tuple[str, list[NodeModel]]]:
+    usable = [one for one in models if not one.model.failure]
+    for name in dict.fromkeys(one.model.name for one in usable):
+        yield name, [one for one in usable if one.model.name == name]
+
+
+def _distinct(models: Sequence[NodeModel]) -> list[NodeModel]:
+    """List the first of each of several models of one name."""
+    found: list[NodeModel] = []
+    for one in models:
+        if not any(_is_same(one.model, other.model) for other in found):
+            found.append(one)
+    return found
+
+
+def _is_same(one: ListedModel, other: ListedModel) -> bool:
+    return (one.size_bytes, one.family, one.form) == (other.size_bytes, other.family, other.form)
+
+
+def _where(one: NodeModel) -> str:
+    model = one.model
+    if model.held_bytes < model.size_bytes:
+        return f"{one.node_name} ({_size(model.held_bytes)} of it)"
+    return one.node_name
+
+
+def _size(n_bytes: int) -> str:
+    from shardnet.cluster.placement.words import size
+
+    return size(n_bytes)

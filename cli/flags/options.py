@@ -16,8 +16,8 @@ from shardnet.checkpoint.model_names import FOLDERS_VARIABLE
 from shardnet.errors import UsageError
 from shardnet.transport.address import split_address
 
-from ..output.log_format import FORMATS, keep_log_format
-from ..output.log_format import VARIABLE as LOG_FORMAT_VARIABLE
+from ..output.exit_codes import FORMATS, keep_log_format
+from ..output.exit_codes import VARIABLE as LOG_FORMAT_VARIABLE
 from .completion import node_addresses
 from .option_groups import option
 

@@ -1,4 +1,4 @@
-"""How a command runs: its event loop, its output streams, its exit code.
+"""How a command runs: its event loop, its output streams and how lines look there, its exit code.
 
 Exit codes: 0 done, 1 a named failure in one line on standard error, 130 Ctrl-C. A command whose
 reader goes away, as with `| head -1`, exits with 1 and no line.
@@ -6,6 +6,7 @@ reader goes away, as with `| head -1`, exits with 1 and no line.
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import sys
@@ -18,8 +19,6 @@ import typer
 
 from shardnet.errors import ShardnetError, first_error
 
-from .log_format import as_json, is_json
-
 _ESCAPED: Final = {code: f"\\u{code:04x}" for code in (*range(32), *range(127, 160))}
 """Control characters: in a node's or a file's name they would move a terminal's cursor and more."""
 _IN_TEXTS: Final = _ESCAPED | {ord("\n"): "\n", ord("\t"): "\t"}
@@ -27,6 +26,11 @@ EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
 RESTORE: Final = b"\x1b[?2004l\x1b[?25h"
 """Pasted text comes as if typed, and the cursor shows."""
+
+
+VARIABLE: Final = "SHARDNET_LOG_FORMAT"
+FORMATS: Final = ("text", "json")
+_LEVELS: Final = ("warning", "error")
 
 
 def run_command(main: Coroutine[Any, Any, None]) -> None:
@@ -201,3 +205,47 @@ def restore_at_sigterm() -> None:
         signal.raise_signal(number)
 
     signal.signal(signal.SIGTERM, end)
+
+
+def keep_log_format(wanted: str) -> None:
+    """Have this process and the nodes that it starts write their lines so; "" changes nothing."""
+    if wanted:
+        os.environ[VARIABLE] = wanted
+    if wanted == "json":
+        _take_logging()
+
+
+def is_json() -> bool:
+    """Whether lines are written as JSON."""
+    return os.environ.get(VARIABLE) == "json"
+
+
+def as_json(line: str, level: str = "") -> str:
+    """Write a line as one JSON object: time, level, message, and the facts that it carries.
+
+    A level that is not given is what the line begins with, `warning: ` or `error: `, else info.
+    """
+    import json  # --help has no use for it
+
+    from shardnet.api.server.settings import LogLine
+
+    facts = line.facts if isinstance(line, LogLine) else {}
+    begins_with, _, rest = line.partition(": ")
+    if not level and begins_with in _LEVELS:
+        level, line = begins_with, rest
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    told = {"time": now, "level": level or "info", "message": str(line).strip(), "pid": os.getpid()}
+    return json.dumps({**told, **{n: f for n, f in facts.items() if n not in told}}, default=str)
+
+
+def _take_logging() -> None:
+    """Write what libraries and our own modules log in the same way."""
+    import logging
+
+    from .exit_codes import say_as
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say_as(record.getMessage(), record.levelname.lower())
+
+    logging.basicConfig(handlers=[Handler()], level=logging.WARNING, force=True)

@@ -16,8 +16,14 @@ import torch
 from torch import Tensor
 
 from shardnet.checkpoint.formats.gguf_codes import CODE_FORMS
-from shardnet.model.config.panel_form import GGUF_FORMS, Code, Minimum, PanelForm, Scale
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import (
+    GGUF_FORMS,
+    Code,
+    Minimum,
+    PanelForm,
+    Quantization,
+    Scale,
+)
 from shardnet.model.kernels.library import ISA_VARIABLE
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels

@@ -33,7 +33,7 @@ from bench_ring import READ_BYTES, random_1b, read_bandwidth
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.stage_tensors import is_quantizable, stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.library import ISA_VARIABLE, native_kernels

@@ -30,7 +30,7 @@ from bench_ring import random_1b
 from bench_streaming import drop_pages
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.stage_tensors import is_quantizable, stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice, make_linear, probe

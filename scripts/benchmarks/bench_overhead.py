@@ -22,7 +22,7 @@ import torch
 from bench_steps import make_step
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Kernel, KernelChoice, probe
 from shardnet.stage.load import load_stage

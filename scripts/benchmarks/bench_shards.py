@@ -28,7 +28,7 @@ from bench_steps import make_step
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.machine.cores import group_cores, read_cores
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.linear import KernelChoice, probe
 from shardnet.runtime.shards.lead import load_leading
 from shardnet.runtime.stage.compute_threads import on_cores

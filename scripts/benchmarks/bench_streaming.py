@@ -23,7 +23,7 @@ import torch
 from bench_steps import make_step
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.linear import probe
 from shardnet.runtime.loading.measuring import measure_disk
 from shardnet.stage.estimate.memory_estimate import (

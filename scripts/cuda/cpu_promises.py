@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.library import ISA_VARIABLE, native_kernels
 from shardnet.model.kernels.linear import (

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.kernels.codec import torch_dtype

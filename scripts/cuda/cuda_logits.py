@@ -24,7 +24,7 @@ from bench_steps import make_step
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.fused.decode_graphs import GRAPHS_VARIABLE
 from shardnet.model.kernels.linear import probe
 from shardnet.model.kernels.panels import unpack

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import probe
 from shardnet.stage.estimate.memory_estimate import (

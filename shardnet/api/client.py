@@ -56,7 +56,17 @@ from shardnet.wire.messages.deputies import (
     ValueName,
     ValuesListed,
 )
-from shardnet.wire.messages.generation import LastRun, LastRunRequest, Unload
+from shardnet.wire.messages.generation import (
+    Detokenize,
+    Detokenized,
+    Encode,
+    Encoded,
+    LastRun,
+    LastRunRequest,
+    Tokenize,
+    Tokenized,
+    Unload,
+)
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
     ListModels,
@@ -68,14 +78,6 @@ from shardnet.wire.messages.membership import (
 )
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import Drain, LoadProgress
-from shardnet.wire.messages.tokens import (
-    Detokenize,
-    Detokenized,
-    Encode,
-    Encoded,
-    Tokenize,
-    Tokenized,
-)
 
 if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity
@@ -386,7 +388,7 @@ class Client:
     async def encode(self, message: Encode, on_progress: OnLoading | None = None) -> Encoded:
         """Return vectors or scores of texts by an encoder, which is no model of the ring.
 
-        `Encode` says what is asked; `shardnet.api.encoding` sends it for any number of texts.
+        `Encode` says what is asked; `shardnet.api.embedding` sends it for any number of texts.
         Raises ContextExceededError for a text that is too long, UsageError for the wrong kind.
         """
         return await self._follow(message, Encoded, on_progress)

@@ -35,10 +35,10 @@ from shardnet.errors import (
 )
 from shardnet.types import LiveState
 from shardnet.wire.messages import generation as wire
+from shardnet.wire.messages.activity import TracePiece
 from shardnet.wire.messages.control import ControlMessage, Failed, reported_error
 from shardnet.wire.messages.deputies import CopiedTo, Resume
 from shardnet.wire.messages.generation import Generate
-from shardnet.wire.messages.traces import TracePiece
 
 
 class SendAgain:

@@ -13,7 +13,7 @@ from msgspec import convert
 from msgspec.structs import asdict
 
 from shardnet import __version__
-from shardnet.wire.messages.traces import MAX_TRACED_STEPS, TracedStep, TracePiece
+from shardnet.wire.messages.activity import MAX_TRACED_STEPS, TracedStep, TracePiece
 
 _REQUESTS: Final = 1000
 """The row of all requests: no rank is as high."""

@@ -1,16 +1,19 @@
-"""The sampling that a model's makers recommend, by generation_config.json.
+"""What a model's makers say of it beside its weights: its licence, and the sampling it needs.
 
-Knows the keys of that file which say how to draw. Nothing depends on them but defaults, so what
-cannot be used counts as missing. Must not know how tokens are drawn.
+Knows the model card's header, a GGUF file's metadata, and the keys of generation_config.json that
+say how to draw. Nothing depends on them but defaults and what people are told, so what cannot be
+used counts as missing. Must not know how tokens are drawn.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Final
 
-from shardnet.checkpoint.tensors.checkpoint_files import has_file
+from shardnet.checkpoint.formats.gguf_header import first_texts, gguf_files
+from shardnet.checkpoint.tensors.checkpoint_files import has_file, open_file
 from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.errors import CheckpointError, SamplingError
 from shardnet.sampling_params import SamplingParams
@@ -18,6 +21,13 @@ from shardnet.sampling_params import SamplingParams
 RECOMMENDED: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """The sampling parameters that are read; each is called there as here."""
 _FILE: Final = "generation_config.json"
+
+
+_CARD: Final = "README.md"
+_HEAD_BYTES: Final = 1 << 14
+_KEYS: Final = ("general.license", "general.license.name")
+_LICENCE: Final = re.compile(rb"^license(?:_name)?:[ \t]*[\"']?([^\s\"'\[{]+)", re.MULTILINE)
+MAX_LICENCE: Final = 256
 
 
 def read_recommended(path: Path) -> dict[str, float]:
@@ -45,3 +55,23 @@ def _is_usable(name: str, value: object) -> bool:
     except SamplingError:
         return False
     return True
+
+
+def read_licence(path: Path) -> str:
+    """Return the name of the licence of the checkpoint at `path`, "" where none is named."""
+    try:
+        if not path.is_dir():
+            said = first_texts(gguf_files(path)[0], _KEYS)
+            return next((said[key] for key in reversed(_KEYS) if key in said), "")[:MAX_LICENCE]
+        return _of_card(path / _CARD) if has_file(path / _CARD) else ""
+    except (CheckpointError, OSError, IndexError):
+        return ""
+
+
+def _of_card(card: Path) -> str:
+    """Read the header of a model card, YAML between two lines of dashes: the last name counts."""
+    with open_file(card) as file:
+        begin, _, rest = (file.read(_HEAD_BYTES) or b"").partition(b"---")
+    header, end, _ = rest.partition(b"\n---")
+    found = _LICENCE.findall(header) if end and not begin.strip() else []
+    return found[-1].decode("utf-8", "replace")[:MAX_LICENCE] if found else ""

@@ -29,23 +29,21 @@ from shardnet.model.families.stage_tensors import StageTensors, stage_tensors
 from shardnet.model.fused.decode_graphs import Capture
 from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.kernels.codec import torch_dtype
-from shardnet.model.kernels.device_memory import capacity_error_for
+from shardnet.model.kernels.devices import capacity_error_for
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS, KernelChoice
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.model.shards.cut import Cut
 from shardnet.model.shards.group import ShardGroup
 from shardnet.model.vision.tower import TowerEncoder
 from shardnet.stage.adapters.adapted_linear import ActiveAdapters
-from shardnet.stage.adapters.adapted_weights import AdaptedWeights
-from shardnet.stage.adapters.loaded_adapter import LoadedAdapter
+from shardnet.stage.adapters.adapted_weights import AdaptedWeights, LoadedAdapter
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes, streamed_layers
 from shardnet.stage.estimate.packed_sizes import packed_sizes
 from shardnet.stage.estimate.stored_dtype import check_streamable, stored_dtype, weight_form
 from shardnet.stage.kept_linears import KeptLinears
 from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.shard_weights import ShardWeights
-from shardnet.stage.shards.followers import Followers
-from shardnet.stage.shards.leading_kv import LeadingKvCache
+from shardnet.stage.shards.leading_kv import Followers, LeadingKvCache
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.tensor_reader import Progress
 from shardnet.stage.weights import StageWeights

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, RemoteProtocolError, UnsupportedModelError, UsageError
 from shardnet.model.families.stage_tensors import stage_tensors
-from shardnet.model.kernels.device_memory import capacity_error_for, is_out_of_memory
+from shardnet.model.kernels.devices import capacity_error_for, is_out_of_memory
 from shardnet.model.modules.cut_model import CutModel
 from shardnet.model.modules.meta_model import MODULE_ERRORS, one_line
 from shardnet.model.modules.slot_cache import SlotCache

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.model.config.panel_form import PANEL, PanelForm
+from shardnet.model.kernels.codes import PackedWeight
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels, pack_into
-from shardnet.model.kernels.stored_rows import PackedWeight
 from shardnet.stage.streaming.streamed_linear import Place, StreamedLinear
 from shardnet.stage.tensor_reader import TensorReader
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import CapacityError, CheckpointError
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.linear import KernelChoice, Linear, join_biases, linear_of_panels
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels

@@ -1,4 +1,4 @@
-"""Audits a loaded stage from within: its weights, and whether it computes what it computed before.
+"""Audits a loaded stage from within: its weights, what decides its bits, and whether they stay so.
 
 Knows that one stage and the same rows give the same bits every time, where its arithmetic promises
 that. Must not know wire, threads, or who asks.
@@ -6,15 +6,20 @@ that. Must not know wire, threads, or who asks.
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
+from shardnet import __version__
 from shardnet.errors import CHECK_MACHINE, ChangedMemoryError, UsageError, WrongValuesError
 from shardnet.model.kernels.codec import pack_rows, to_bytes, torch_dtype, unpack_rows
-from shardnet.model.kernels.device_memory import capacity_error_for
+from shardnet.model.kernels.devices import capacity_error_for
+from shardnet.model.kernels.library import KERNELS_VERSION, native_kernels
 from shardnet.stage.stage_model import StageModel
 from shardnet.types import ANY_ROWS, DType, WireDType
 
@@ -115,3 +120,24 @@ def _some_rows(model: StageModel, n_rows: int, dtype: DType) -> Tensor:
     """Make rows [T, E] of about 1, rounded to the ring's dtype."""
     noise = torch.randn(n_rows, model.width, generator=torch.Generator().manual_seed(0))
     return noise.to(torch_dtype(dtype)).to(model.device, model.dtype)
+
+
+def arithmetic_of(model: StageModel) -> str:
+    """Return a digest of a stage's arithmetic, 64 hexadecimal digits."""
+    choice, device = model.choice, model.device
+    native = native_kernels() if device.type == "cpu" else None
+    facts = [
+        __version__,
+        torch.__version__,
+        choice.kernel.value,
+        replace(choice, by_text="").name,  # whose bits are those of the library
+        choice.dtype.value,
+        choice.native_dtype.value,
+        choice.exact_rows,
+        choice.min_rows,
+        native.isa.name if native is not None else "torch",
+        KERNELS_VERSION,
+        native.has_pairs if native is not None else False,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

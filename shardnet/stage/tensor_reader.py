@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.checkpoint.tensors.cut_tensor import cut_tensor
-from shardnet.checkpoint.tensors.model_tensor import ModelTensor
+from shardnet.checkpoint.tensors.model_tensor import ModelTensor, cut_tensor
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, file_changed
 from shardnet.errors import CheckpointError
 from shardnet.model.config.panel_form import PANEL
 from shardnet.model.families.stage_tensors import Shape, StageTensors, left_over
+from shardnet.model.kernels.codes import PackedWeight
 from shardnet.model.kernels.panels import pack_into
-from shardnet.model.kernels.stored_rows import PackedWeight
 from shardnet.model.kernels.worker_pool import WorkerPool
 from shardnet.stage.estimate.packed_sizes import packs_by_rows
 from shardnet.stage.streaming.file_parts import (

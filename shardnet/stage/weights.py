@@ -1,12 +1,14 @@
 """Makes a stage's linear layers, norms and tables from a checkpoint's tensors.
 
-Knows which parameters become which kind of linear, and where packed ones are cached. Must not know
+Knows which parameters become which kind of linear, whether bits of its rows depend on the rows
+beside them, and where packed ones are cached. Must not know
 forward passes, nor how tensors are found and counted (tensor_reader.py): a family asks for its
 parameters by name and gets tensors that share no memory with the file.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -23,6 +25,7 @@ from shardnet.model.kernels.linear import (
     Kernel,
     KernelChoice,
     Linear,
+    is_batch_invariant,
     join_biases,
     linear_of_panels,
     make_linear,
@@ -34,7 +37,6 @@ from shardnet.model.kernels.panels import Panels, unpack_whole
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PanelTable, PlainTable, Table
 from shardnet.model.shards.cut import Axis
-from shardnet.stage.batch_invariance import BatchInvarianceTests
 from shardnet.stage.kept_linears import KeptLinears, LinearKey
 from shardnet.stage.packed_weights import JoinedLinear, make_panels, stream_panels
 from shardnet.stage.packs.pack_cache import PackCache
@@ -51,6 +53,7 @@ from shardnet.types import ANY_ROWS, DType
 
 _EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
 """In the name of an expert's parameter."""
+log = logging.getLogger(__name__)
 
 
 class StageWeights:
@@ -336,3 +339,39 @@ class StageWeights:
 
     def _own(self, name: str) -> Tensor:
         return self._reader.own(name, self._device, torch_dtype(self._choice.dtype))
+
+
+class BatchInvarianceTests:
+    """Tests each kind of linear once for batch invariance."""
+
+    def __init__(self, exact_rows: int, device: torch.device) -> None:
+        """Start with the probed `exact_rows`."""
+        self.exact_rows = exact_rows
+        self.all_native = True
+        """Whether all linears so far are the compiled library's."""
+        self._device = device
+        self._seen: set[tuple[int, int, DType, type[Linear]]] = set()
+
+    def is_new(self, linear: Linear, choice: KernelChoice) -> bool:
+        """Say, only once for each kind of linear, that it has yet to be tested."""
+        key = (*linear.shape, choice.dtype, type(linear))
+        if self.exact_rows == 1 or key in self._seen:
+            return False
+        self._seen.add(key)
+        return True
+
+    def take_over(self, linear: Linear, exact_rows: int) -> None:
+        """Count a linear that was tested before, with others: up to `exact_rows` rows are alike."""
+        self.all_native = self.all_native and linear.is_native
+        self.exact_rows = min(self.exact_rows, exact_rows)
+
+    def test(self, name: str, linear: Linear, choice: KernelChoice) -> None:
+        """Test a linear, unless one of its kind was tested."""
+        self.all_native = self.all_native and linear.is_native
+        if self.is_new(linear, choice) and not is_batch_invariant(linear, choice, self._device):
+            log.warning(
+                "%s: on this machine the last bits of a token depend on how many are computed at "
+                "once; with --deterministic they are computed one by one, which is slower",
+                name,
+            )
+            self.exact_rows = 1

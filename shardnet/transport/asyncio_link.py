@@ -24,7 +24,7 @@ from shardnet.errors import (
     ShardnetError,
 )
 from shardnet.transport.address import format_address
-from shardnet.transport.idle_timeout import IdleTimeout, SendTimeout
+from shardnet.transport.deadline import IdleTimeout, SendTimeout
 from shardnet.transport.link import DirectWriter, LinkOptions
 from shardnet.transport.traffic import Meter
 from shardnet.wire.connection.connection import (

@@ -1,6 +1,7 @@
-"""A deadline that does not count the time in which this process itself stood still.
+"""How long is waited: without the time in which this process stood still, and for silent peers.
 
-Knows the event loop's clock. Must not know what is waited for.
+Decides by times and byte counts; only `deadline` knows the event loop's clock. Must not know what
+is waited for.
 """
 
 from __future__ import annotations
@@ -42,3 +43,62 @@ async def deadline(limit_s: float) -> AsyncIterator[None]:
             yield
         finally:
             timer.cancel()
+
+
+class IdleTimeout:
+    """How long a peer has been silent, without blaming it for our own pauses.
+
+    While we read, silence is bytes that do not come. While we have paused reading, it is bytes that
+    do not leave though some wait: then each side waits for the other to read.
+    """
+
+    def __init__(self, allowed_s: float, now: float) -> None:
+        """Allow `allowed_s` seconds of silence, from `now` on. All times are of one clock."""
+        self._allowed_s = allowed_s
+        self._since = now
+        self._looked_at = now
+        self._unsent_bytes = 0
+
+    def broken(self, now: float) -> None:
+        """Start again: something came, or we begin to listen again."""
+        self._since = now
+
+    def is_over(self, now: float, *, reading: bool, unsent_bytes: int) -> bool:
+        """Return whether the silence has lasted too long at `now`.
+
+        To be called several times within the allowed silence: a longer gap means that this process
+        itself stood still. `unsent_bytes` are those that the transport still holds.
+        """
+        stood_still = now - self._looked_at > self._allowed_s / 2
+        moving = not reading and (unsent_bytes == 0 or unsent_bytes != self._unsent_bytes)
+        self._looked_at = now
+        self._unsent_bytes = unsent_bytes
+        if stood_still or moving:
+            self._since = now
+        return now - self._since >= self._allowed_s
+
+
+class SendTimeout:
+    """How long bytes have waited to be sent to a peer that lives, sends, and reads nothing.
+
+    Linux has TCP_USER_TIMEOUT for it, other systems have nothing.
+    """
+
+    def __init__(self, allowed_s: float, now: float) -> None:
+        """Allow `allowed_s` seconds in which nothing leaves. All times are of one clock."""
+        self._allowed_s = allowed_s
+        self._since = now
+        self._looked_at = now
+        self._unsent_bytes = 0
+
+    def is_over(self, now: float, *, unsent_bytes: int) -> bool:
+        """Return whether too little has left for too long at `now`.
+
+        To be called as often as `IdleTimeout.is_over`. What is added meanwhile is no progress.
+        """
+        stood_still = now - self._looked_at > self._allowed_s / 2
+        if stood_still or unsent_bytes == 0 or unsent_bytes < self._unsent_bytes:
+            self._since = now
+        self._looked_at = now
+        self._unsent_bytes = unsent_bytes
+        return now - self._since >= self._allowed_s

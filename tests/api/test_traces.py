@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from shardnet.api.traces import RequestTrace, chrome_trace
+from shardnet.wire.messages.activity import MAX_TRACED_STEPS, TracedStep, TracePiece
 from shardnet.wire.messages.extras import StageTiming
-from shardnet.wire.messages.traces import MAX_TRACED_STEPS, TracedStep, TracePiece
 
 
 def piece(*steps: TracedStep, **changes: Any) -> TracePiece:

@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import gguf
 import pytest
 
-from shardnet.checkpoint.recommended_sampling import read_recommended
+from shardnet.checkpoint.recommended_sampling import read_licence, read_recommended
 from shardnet.cluster.head.requests import sampling_params
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.generation import Generate
@@ -63,3 +64,34 @@ def test_a_request_gets_what_it_leaves_to_the_makers() -> None:
     assert sampling_params(asked, lead) == SamplingParams(
         temperature=0.2, top_k=5, top_p=0.95, seed=3
     )
+
+
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ("---\nlanguage: en\nlicense: apache-2.0\n---\n# A model\n", "apache-2.0"),
+        ("---\nlicense: other\nlicense_name: 'tiny'\n---\n", "tiny"),
+        ("---\nlicense:\n- mit\n---\n", ""),
+        ("# A model\nlicense: mit\n---\n", ""),
+        ("---\nlicense: mit\n", ""),
+        ("", ""),
+    ],
+)
+def test_of_a_folder_its_model_card_names_one(tmp_path: Path, card: str, licence: str) -> None:
+    assert read_licence(tmp_path) == ""
+    (tmp_path / "README.md").write_text(card)
+    assert read_licence(tmp_path) == licence
+
+
+def test_of_a_gguf_file_its_metadata(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_license("mit")
+    writer.add_token_list(["a"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert read_licence(path) == "mit"
+    path.write_bytes(path.read_bytes()[:40])
+    assert read_licence(path) == ""
+    assert read_licence(tmp_path / "none.gguf") == ""

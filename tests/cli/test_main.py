@@ -31,7 +31,6 @@ ALLOWED = {
     "cli.flags.wrong_values",
     "cli.output",
     "cli.output.exit_codes",
-    "cli.output.log_format",
 }
 """What of this project `--help` imports."""
 HEAVY = (

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from shardnet.checkpoint.adapters.layer_files import layer_file, open_adapter, read_layer_file
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.slot_operations import AdapterUse
-from shardnet.stage.adapters.loaded_adapter import LoadedAdapter
+from shardnet.stage.adapters.adapted_weights import LoadedAdapter
 from shardnet.stage.load import load_stage
 from shardnet.stage.runs import Run, sampled_rows
 from shardnet.stage.stage_model import StageModel

@@ -16,7 +16,7 @@ from support.rings.stage_chain import StageChain, even_split, random_prompt
 from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.devices import bits
 from shardnet.model.devices import driver as drivers
 from shardnet.model.devices.driver import Driver

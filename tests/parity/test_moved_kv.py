@@ -18,8 +18,7 @@ from shardnet.errors import UsageError
 from shardnet.runtime.loading.joined import JoinedCompute
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import OpenSequence
-from shardnet.stage.moves.joined_moves import JoinedMoves
-from shardnet.stage.moves.slot_moves import SlotMoves
+from shardnet.stage.moves.slot_moves import JoinedMoves, SlotMoves
 from shardnet.types import KvDType, LayerRange, SequenceId, SlotId, WireDType, block_spans
 
 CONTEXT = 1280

@@ -18,8 +18,7 @@ from support.simulated_device import simulated_device
 from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.model.config.panel_form import GGUF_FORMS, NVFP4, Code, PanelForm, Scale
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import GGUF_FORMS, NVFP4, Code, PanelForm, Quantization, Scale
 from shardnet.model.kernels import panel_linear
 from shardnet.model.kernels.linear import Kernel, PlainLinear, linear_of_panels, probe
 from shardnet.model.kernels.panels import Panels, unpack_whole

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels import panel_linear
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.kernels.panels import unpack

@@ -23,7 +23,7 @@ from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import LostShardError
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.shards.group import ShardGroup
 from shardnet.runtime.engine.requests import TokenGenerated

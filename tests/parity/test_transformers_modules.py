@@ -25,7 +25,7 @@ from shardnet.api.client import connect
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.node.node import listening
 from shardnet.errors import RemoteProtocolError, UnsupportedModelError, UsageError
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families import registry
 from shardnet.model.modules.outline import read_outline
 from shardnet.runtime.engine.draft_model import load_draft_model

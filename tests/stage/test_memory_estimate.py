@@ -17,7 +17,7 @@ from support.soak import cases
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import FAMILIES
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.stage.estimate.memory_estimate import (
@@ -124,7 +124,7 @@ from pathlib import Path
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.model.kernels.linear import probe
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.stage.load import load_stage
 from shardnet.types import DType, LayerRange
 

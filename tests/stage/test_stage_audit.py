@@ -23,7 +23,7 @@ from shardnet.errors import (
     RemoteProtocolError,
     WrongValuesError,
 )
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.library import Isa, native_kernels
 from shardnet.runtime.loading import one_layer
 from shardnet.runtime.loading.loaded_stage import LoadedStage

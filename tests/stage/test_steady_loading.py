@@ -15,7 +15,7 @@ from support.rings.stage_chain import CPU
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.tensors import stored_tensor
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels import quantized_linear
 from shardnet.model.kernels.library import NativeMatmul
 from shardnet.model.kernels.linear import KernelChoice, probe

@@ -22,7 +22,7 @@ from shardnet.api.serve.server import serving
 from shardnet.api.server.settings import Listening, Settings
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet_cli.output.model_table import model_lines, models_json
+from shardnet_cli.commands.models import model_lines, models_json
 from shardnet_cli.output.plan_text import plan_text
 
 TOLERANCE = 1e-4

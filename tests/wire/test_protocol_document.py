@@ -42,8 +42,6 @@ from shardnet.wire.messages import (
     plans,
     sequences,
     stages,
-    tokens,
-    traces,
 )
 from shardnet.wire.messages.handshake import Purpose
 from shardnet.wire.payloads.data import read_data
@@ -65,8 +63,6 @@ CONTROL_MESSAGES = (
     chat,
     generation,
     deputies,
-    tokens,
-    traces,
 )
 STRUCTS = {
     name: kind

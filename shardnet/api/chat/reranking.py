@@ -12,14 +12,13 @@ from math import exp
 from typing import Final, Protocol
 
 from shardnet.api.chat.run import ChatGenerator
-from shardnet.api.embedding import results_of
-from shardnet.api.encoding import EncoderClient, encode
+from shardnet.api.embedding import EncoderClient, encode, results_of
 from shardnet.api.requests import GenerationOptions, Message, Prompt
 from shardnet.errors import RemoteProtocolError
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
+from shardnet.wire.messages.generation import Encode
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet.wire.messages.tokens import Encode
 
 INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
 _SYSTEM: Final = (

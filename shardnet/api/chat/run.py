@@ -29,8 +29,8 @@ from shardnet.api.requests import GenerationOptions, Message, Prompt
 from shardnet.constraints import Constraint
 from shardnet.json_schemas import relax
 from shardnet.wire.messages.chat import TokenizerDescribed
+from shardnet.wire.messages.generation import Detokenized, Tokenized
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet.wire.messages.tokens import Detokenized, Tokenized
 
 TAIL_TOKENS: Final = 32
 """Of a prompt, in whose text reasoning may begin."""

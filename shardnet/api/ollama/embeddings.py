@@ -11,13 +11,13 @@ from msgspec import Meta
 
 from shardnet.api.embedding import Embedding, Pooling, Shape, embed
 from shardnet.api.ollama.body import ModelName
+from shardnet.api.ollama.facts import find_model
 from shardnet.api.ollama.generating import keep_of
-from shardnet.api.ollama.names import find_model
 from shardnet.api.server.endpoint import Json, Reply
 from shardnet.api.server.service import Exchange
 from shardnet.errors import ContextExceededError
+from shardnet.wire.messages.generation import Encode
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet.wire.messages.tokens import Encode
 
 MAX_INPUTS: Final = 2048
 

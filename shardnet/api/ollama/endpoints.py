@@ -6,14 +6,6 @@ from typing import Any
 
 from shardnet.api.ollama.answers import OllamaChatAnswer, OllamaGenerated
 from shardnet.api.ollama.body import OllamaChat, OllamaGenerate, OllamaShow
-from shardnet.api.ollama.copying import (
-    OllamaCopy,
-    OllamaCreate,
-    OllamaDelete,
-    copy,
-    create,
-    delete,
-)
 from shardnet.api.ollama.embeddings import (
     OllamaEmbed,
     OllamaEmbedded,
@@ -34,7 +26,18 @@ from shardnet.api.ollama.models import (
     Tags,
     version,
 )
-from shardnet.api.ollama.pulling import OllamaProgress, OllamaPull, Pulls, push
+from shardnet.api.ollama.pulling import (
+    OllamaCopy,
+    OllamaCreate,
+    OllamaDelete,
+    OllamaProgress,
+    OllamaPull,
+    Pulls,
+    copy,
+    create,
+    delete,
+    push,
+)
 from shardnet.api.server.endpoint import Endpoint
 
 

@@ -1,4 +1,4 @@
-"""What there is to know of a model without switching to it.
+"""What there is to know of a model without switching to it, and what programs call it.
 
 A program asks of every model that it is told of, and a ring has one at a time: only the default
 model may be loaded for it, and no other one unloaded. Of others it is known what the nodes say, and
@@ -18,7 +18,8 @@ from typing import Final
 from shardnet.api.chat_formats.formats import choose_format
 from shardnet.api.chat_formats.marks import TokenText
 from shardnet.api.infilling import added_ids, has_marks
-from shardnet.api.server.model_names import FRESH_S, MAX_LISTED, ServedModel
+from shardnet.api.server.errors import HttpError
+from shardnet.api.server.model_names import FRESH_S, MAX_LISTED, ModelNames, ServedModel
 from shardnet.api.server.service import Exchange
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.chat import TokenizerDescribed
@@ -29,6 +30,10 @@ ASK_S: Final = 10.0
 MAX_KNOWN: Final = 64
 _SIGNS: Final = ("enable_thinking", "reasoning_effort", "<think>", "[THINK]", "<|channel|>")
 """What chat templates of models that reason have one of."""
+
+
+TAG: Final = ":latest"
+"""What programs add to a name that has no tag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,3 +137,16 @@ def capabilities_of(described: TokenizerDescribed | None) -> tuple[str, ...]:
     fills_in = has_marks(added_ids(described))
     words = ("completion", *["tools"] * has_tools, *["thinking"] * thinks, *["insert"] * fills_in)
     return (*words, *["vision"] * described.sees)
+
+
+async def find_model(models: ModelNames, name: str | None) -> ServedModel:
+    """Return the model that `name` means, with the tag or without, the default for none.
+
+    Raises HttpError 404, with names that would do, for no model or several.
+    """
+    try:
+        return await models.find(name)
+    except HttpError:
+        if name is None or not name.endswith(TAG):
+            raise
+    return await models.find(name.removesuffix(TAG))

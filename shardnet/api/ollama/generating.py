@@ -27,8 +27,8 @@ from shardnet.api.infilling import added_ids, infill
 from shardnet.api.ollama.answers import AnswerForm, OllamaCall, OllamaCallMade, OllamaLine, count
 from shardnet.api.ollama.body import OllamaChat, OllamaGenerate, OllamaRequest
 from shardnet.api.ollama.conversation import chat_request, generate_request
+from shardnet.api.ollama.facts import find_model
 from shardnet.api.ollama.faults import line
-from shardnet.api.ollama.names import find_model
 from shardnet.api.server.endpoint import Json, Reply, Stream
 from shardnet.api.server.errors import refused
 from shardnet.api.server.model_names import ServedModel

@@ -12,8 +12,7 @@ from msgspec import UNSET, UnsetType
 from shardnet import __version__
 from shardnet.api.ollama.answers import now
 from shardnet.api.ollama.body import OllamaShow
-from shardnet.api.ollama.facts import Facts, ModelFacts
-from shardnet.api.ollama.names import find_model
+from shardnet.api.ollama.facts import Facts, ModelFacts, find_model
 from shardnet.api.server.endpoint import Json, Reply
 from shardnet.api.server.model_names import ServedModel, written
 from shardnet.api.server.service import Exchange

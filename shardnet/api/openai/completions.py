@@ -32,8 +32,8 @@ from shardnet.api.server.errors import refused
 from shardnet.api.server.service import Exchange
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import MAX_LOGPROBS, SamplingParams
+from shardnet.wire.messages.generation import MAX_DETOKENIZED
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet.wire.messages.tokens import MAX_DETOKENIZED
 
 MAX_PROMPTS = 4096
 DEFAULT_TOKENS = 16

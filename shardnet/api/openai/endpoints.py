@@ -9,11 +9,17 @@ import msgspec
 from shardnet.api.openai.chat import ChatChunk, ChatCompletion, complete_chat
 from shardnet.api.openai.chat_body import ChatBody
 from shardnet.api.openai.completions import Completion, CompletionBody, complete
-from shardnet.api.openai.embeddings import EmbeddingBody, EmbeddingList, embeddings
+from shardnet.api.openai.embeddings import (
+    EmbeddingBody,
+    EmbeddingList,
+    Ranking,
+    RerankBody,
+    embeddings,
+    rank,
+)
 from shardnet.api.openai.faults import OPENAI
 from shardnet.api.openai.infill import InfillAnswer, InfillBody, fill_in
 from shardnet.api.openai.paging import page_of
-from shardnet.api.openai.reranking import Ranking, RerankBody, rank
 from shardnet.api.openai.tokens import (
     DetokenizeBody,
     Detokenized,

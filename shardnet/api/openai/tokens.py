@@ -13,7 +13,7 @@ from msgspec import Meta
 from shardnet.api.openai.sampling import Count
 from shardnet.api.server.endpoint import Json, Reply
 from shardnet.api.server.service import Exchange
-from shardnet.wire.messages.tokens import MAX_DETOKENIZED
+from shardnet.wire.messages.generation import MAX_DETOKENIZED
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""Responses: the answer, its stream, and what is kept for the next one."""
+"""Responses: their endpoints, the answer, its stream, and what is kept for the next one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import Any, Final
 
 import msgspec
 
 from shardnet.api.chat.request import ChatRequest
 from shardnet.api.chat.run import Accepted, Ended, Piece, run_chat
+from shardnet.api.openai.faults import ErrorAnswer, error_answer
 from shardnet.api.openai.kept import Kept
 from shardnet.api.openai.logprobs import chat_logprobs
 from shardnet.api.responses.answers import (
@@ -23,6 +25,8 @@ from shardnet.api.responses.answers import (
     Response,
     ResponseCompleted,
     ResponseCreated,
+    ResponseError,
+    ResponseFailed,
     ResponseIncomplete,
     ResponseInProgress,
     ResponseUsage,
@@ -30,10 +34,18 @@ from shardnet.api.responses.answers import (
 )
 from shardnet.api.responses.body import ItemBody, ResponseBody
 from shardnet.api.responses.conversation import input_items, response_request
-from shardnet.api.responses.faults import failed_event
 from shardnet.api.responses.items import ItemEvents
-from shardnet.api.server.endpoint import Json, Reply, Stream, Text, comment, named_event
-from shardnet.api.server.errors import fault_of, refused
+from shardnet.api.server.endpoint import (
+    Dialect,
+    Endpoint,
+    Json,
+    Reply,
+    Stream,
+    Text,
+    comment,
+    named_event,
+)
+from shardnet.api.server.errors import Fault, fault_of, refused
 from shardnet.api.server.service import Exchange
 from shardnet.errors import ContextExceededError, ShardnetError
 
@@ -237,3 +249,50 @@ def tokens_up_to(texts: Sequence[str], tokens: Sequence[str]) -> int:
         n_characters += len(tokens[n_tokens])
         n_tokens += 1
     return n_tokens
+
+
+def failed_event(fault: Fault) -> bytes:
+    """Write a fault as the end of a stream."""
+    event = ResponseFailed(
+        response=Response(
+            id=f"resp_{uuid.uuid4().hex}",
+            created_at=int(time.time()),
+            status="failed",
+            model="",
+            error=ResponseError(code=fault.code or fault.kind, message=fault.message),
+        )
+    )
+    return named_event("response.failed", event)
+
+
+RESPONSES: Final = Dialect(
+    name="responses", fault=error_answer, fault_in_stream=failed_event, fault_type=ErrorAnswer
+)
+
+
+def endpoints() -> list[Endpoint[Any]]:
+    """List these endpoints."""
+    responses = Responses()
+    return [
+        RESPONSES.at(
+            "POST /v1/responses",
+            "Continue a conversation of items",
+            responses.respond,
+            ResponseBody,
+            Response,
+            chunk=StreamEvent,
+            counts=True,
+        ),
+        RESPONSES.at(
+            "GET /v1/responses/{response_id}",
+            "A response that is kept",
+            responses.show,
+            answer=Response,
+        ),
+        RESPONSES.at(
+            "DELETE /v1/responses/{response_id}",
+            "Keep a response no longer",
+            responses.delete,
+            answer=Deleted,
+        ),
+    ]

@@ -29,7 +29,7 @@ from shardnet.api.dashboard.board import Dashboard
 from shardnet.api.ollama import endpoints as ollama
 from shardnet.api.openai import endpoints as openai
 from shardnet.api.openai.faults import OPENAI
-from shardnet.api.responses import endpoints as responses
+from shardnet.api.responses import responses
 from shardnet.api.serve.waiting import Waiting, WaitingProtocol
 from shardnet.api.server import health
 from shardnet.api.server.app import make_app
@@ -41,8 +41,8 @@ from shardnet.cluster.machine.addresses import rank, read_interfaces
 from shardnet.errors import ConfigurationError, ShardnetError
 from shardnet.plugins import ENDPOINTS, installed, installed_names
 from shardnet.transport.address import format_address
+from shardnet.wire.messages.generation import Encode
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet.wire.messages.tokens import Encode
 
 STOP_S: Final = 5
 """Whole seconds that running requests have to end when a server stops."""

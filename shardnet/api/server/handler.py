@@ -26,10 +26,9 @@ from shardnet.api.server.answer_writer import AnswerWriter, Rest
 from shardnet.api.server.bodies import Disconnected, decode_body, decode_form, read_body
 from shardnet.api.server.endpoint import FORM, JSON, Endpoint, Json, Reply, Stream, Text
 from shardnet.api.server.errors import RETRY_S, Fault, HttpError, fault_of, too_many
-from shardnet.api.server.keys import ApiKey
+from shardnet.api.server.keys import ApiKey, check_web_page
 from shardnet.api.server.service import Exchange, Service
 from shardnet.api.server.settings import LogLine, Settings
-from shardnet.api.server.web_pages import check_web_page
 from shardnet.errors import QueueFullError, ShardnetError, where
 from shardnet.transport.admission import host_name
 

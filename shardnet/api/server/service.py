@@ -41,8 +41,8 @@ from shardnet.errors import (
 )
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.chat import TokenizerDescribed
+from shardnet.wire.messages.generation import Detokenized, Encode, Encoded, Tokenized
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
-from shardnet.wire.messages.tokens import Detokenized, Encode, Encoded, Tokenized
 
 MAX_RETRY_S: Final = 60
 _REMEMBERED: Final = 64

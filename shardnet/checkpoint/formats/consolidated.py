@@ -31,9 +31,9 @@ from shardnet.checkpoint.tensors.model_tensor import (
 )
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, FileTotals, StoredTensor, TensorFile
 from shardnet.errors import CheckpointError
+from shardnet.model.config.decoder_config import read_params_decoder
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.config.params_keys import read_params_decoder
 from shardnet.model.families.registry import FAMILIES, family_of
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.families.tensor_shapes import Shape

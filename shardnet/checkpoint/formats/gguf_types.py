@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from shardnet.checkpoint.formats.gguf_codes import CODE_FORMS, codes_of
 from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
 from shardnet.model.config.panel_form import GGUF_FORMS
-from shardnet.model.kernels.stored_rows import GgufRows, PackedWeight, StoredRows
+from shardnet.model.kernels.codes import GgufRows, PackedWeight, StoredRows
 
 if TYPE_CHECKING:
     import torch

@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from shardnet.checkpoint.quantization.coded_weight import (
+from shardnet.checkpoint.quantization.gptq import read_group_size
+from shardnet.checkpoint.quantization.weight_parts import (
     FLOAT_SCALES,
+    FLOATS,
+    WeightFormat,
+    WeightParts,
     coded_tensor,
     group_of,
 )
-from shardnet.checkpoint.quantization.gptq import read_group_size
-from shardnet.checkpoint.quantization.weight_parts import FLOATS, WeightFormat, WeightParts
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.panel_form import Minimum, PanelForm

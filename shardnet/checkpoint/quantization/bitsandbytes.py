@@ -10,8 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from shardnet.checkpoint.quantization.coded_weight import coded_tensor, whole_row
-from shardnet.checkpoint.quantization.weight_parts import WeightFormat, WeightParts
+from shardnet.checkpoint.quantization.weight_parts import (
+    WeightFormat,
+    WeightParts,
+    coded_tensor,
+    whole_row,
+)
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.panel_form import Code, PanelForm, Scale

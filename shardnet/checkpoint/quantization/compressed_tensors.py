@@ -11,15 +11,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from shardnet.checkpoint.quantization.coded_weight import (
-    FLOAT_SCALES,
-    coded_tensor,
-    group_of,
-)
 from shardnet.checkpoint.quantization.fp8 import fp8_tensor, read_scales
 from shardnet.checkpoint.quantization.gptq import order_of_groups
 from shardnet.checkpoint.quantization.mxfp4 import MXFP4_FORM
-from shardnet.checkpoint.quantization.weight_parts import WeightFormat, WeightParts
+from shardnet.checkpoint.quantization.weight_parts import (
+    FLOAT_SCALES,
+    WeightFormat,
+    WeightParts,
+    coded_tensor,
+    group_of,
+)
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.errors import shown
 from shardnet.model.config.fields import MAX_SIZE, Fields

@@ -11,8 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from shardnet.checkpoint.quantization.coded_weight import RowOrder, coded_tensor, group_of
-from shardnet.checkpoint.quantization.weight_parts import FLOATS, WeightFormat, WeightParts
+from shardnet.checkpoint.quantization.weight_parts import (
+    FLOATS,
+    RowOrder,
+    WeightFormat,
+    WeightParts,
+    coded_tensor,
+    group_of,
+)
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
 from shardnet.errors import shown

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from shardnet.checkpoint.quantization.coded_weight import FLOAT_SCALES, coded_tensor
 from shardnet.checkpoint.quantization.mxfp4 import MXFP4_FORM
-from shardnet.checkpoint.quantization.weight_parts import FLOATS, WeightFormat, WeightParts
+from shardnet.checkpoint.quantization.weight_parts import (
+    FLOAT_SCALES,
+    FLOATS,
+    WeightFormat,
+    WeightParts,
+    coded_tensor,
+)
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.panel_form import NVFP4, Code, Minimum, PanelForm, Scale

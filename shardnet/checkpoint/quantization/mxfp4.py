@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from shardnet.checkpoint.quantization.coded_weight import coded_tensor
-from shardnet.checkpoint.quantization.weight_parts import WeightFormat, WeightParts
+from shardnet.checkpoint.quantization.weight_parts import WeightFormat, WeightParts, coded_tensor
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.panel_form import GGUF_FORMS, PanelForm

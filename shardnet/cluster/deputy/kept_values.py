@@ -14,8 +14,7 @@ from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
-from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.deputies import (

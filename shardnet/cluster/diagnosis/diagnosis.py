@@ -18,7 +18,7 @@ from shardnet.cluster.diagnosis.remedies import TOPICS, remedy_for
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.addresses import Verdict, is_loopback
 from shardnet.cluster.placement.words import size
-from shardnet.cluster.pressure.memory_strain import MemoryLook
+from shardnet.cluster.pressure.policy import MemoryLook
 from shardnet.wire.messages.diagnostics import AddressView, NodeReport, PeerView
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
 

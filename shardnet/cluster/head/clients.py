@@ -32,6 +32,7 @@ from shardnet.cluster.head.replies import (
     report_progress,
     timing_reply,
     token_piece,
+    trace_pieces,
 )
 from shardnet.cluster.head.requests import (
     adapter_uses,
@@ -49,12 +50,10 @@ from shardnet.cluster.head.requests import (
     text_stream,
     with_ids,
 )
-from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Elsewhere, Planner
 from shardnet.cluster.planning.wire_loss import WireLoss
-from shardnet.cluster.ring.tracing import trace_pieces
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import CheckpointError, ShardnetError, SupersededError, UsageError
 from shardnet.model.vision.picture import PictureProcessor
@@ -73,15 +72,17 @@ from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.deputies import CopiedTo
 from shardnet.wire.messages.generation import (
+    Detokenize,
     Generate,
     LastRun,
     LastRunRequest,
     StateChanged,
+    Tokenize,
+    Tokenized,
     Unload,
 )
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
-from shardnet.wire.messages.tokens import Detokenize, Tokenize, Tokenized
 
 
 @dataclass(eq=False, repr=False)

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.replies import report_progress
 from shardnet.cluster.member.stage_orders import StageOrders
-from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import (
@@ -41,9 +40,9 @@ from shardnet.tokenizers.tokenizer import no_tokenizer
 from shardnet.transport.loop import finish
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Redirect
+from shardnet.wire.messages.generation import Encode, Encoded
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import PlannedStage, PlanReply, PlanRequest
-from shardnet.wire.messages.tokens import Encode, Encoded
 
 if TYPE_CHECKING:  # it imports torch
     from shardnet.runtime.encoding.encoder import Encoder, EncoderInput

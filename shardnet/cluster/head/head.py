@@ -16,8 +16,7 @@ from shardnet.cluster.head.led_ring import LedRing
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.member.refusals import draining, resting
 from shardnet.cluster.member.stage_host import StageHost
-from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Elsewhere, Planner
 from shardnet.cluster.ring.ring import OnStageProgress, Ring

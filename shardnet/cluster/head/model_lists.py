@@ -21,10 +21,9 @@ from msgspec.structs import replace
 from shardnet import __version__
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.hub_cache import HubName
-from shardnet.checkpoint.licence import MAX_LICENCE, read_licence
 from shardnet.checkpoint.model_names import FoundModel, match, nearest_name
-from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.checkpoint.recommended_sampling import MAX_LICENCE, read_licence
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.planning.placing import fits

@@ -1,4 +1,4 @@
-"""Events of the engine as the messages that a client gets. Pure."""
+"""Events of the engine as the messages that a client gets, and the trace of its request. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from shardnet.cluster.head.lead import Lead
+from shardnet.cluster.peers.clocks import ClockOffset, ahead_at
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.output_params import OutputKind
 from shardnet.runtime.engine.outputs import PromptLogprobsReady, RowsReady
-from shardnet.runtime.engine.requests import GenerationFinished, TokenGenerated
+from shardnet.runtime.engine.requests import GenerationFinished, StepTrace, TokenGenerated
 from shardnet.sampling_params import TokenLogprobs
 from shardnet.tokenizers.tokenizer import Tokenizer
 from shardnet.wire.framing.schema import Phase
+from shardnet.wire.messages.activity import MAX_PIECE_STEPS, TracedStep, TracePiece
+from shardnet.wire.messages.extras import StageTiming
 from shardnet.wire.messages.generation import (
     Finished,
     Generate,
@@ -118,3 +121,42 @@ def finished(
 def timing_reply(timing: Timing, load_s: float) -> Timing:
     """Add to a request's timing the `load_s` seconds that its ring took to load."""
     return replace(timing, load_s=load_s, total_s=load_s + timing.total_s)
+
+
+def trace_pieces(
+    message: Generate,
+    trace: StepTrace,
+    nodes: Sequence[str],
+    before: Sequence[ClockOffset],
+    after: Sequence[ClockOffset],
+) -> Iterator[TracePiece]:
+    """Cut the trace of a request into messages, one at least.
+
+    `nodes` are the names of the ring's nodes, `before` and `after` how far their clocks were ahead
+    of the head's when the request began and ended.
+    """
+    within_us = [int(max(a.within_us, b.within_us)) for a, b in zip(before, after, strict=True)]
+    steps = [_aligned(step, before, after) for step in trace.steps]
+    for start in range(0, max(1, len(steps)), MAX_PIECE_STEPS):
+        yield TracePiece(
+            request=message.request,
+            nodes=list(nodes),
+            clocks_within_us=within_us,
+            submitted_us=trace.submitted_us,
+            steps=steps[start : start + MAX_PIECE_STEPS],
+            n_left_out=trace.n_left_out,
+        )
+
+
+def _aligned(
+    step: TracedStep, before: Sequence[ClockOffset], after: Sequence[ClockOffset]
+) -> TracedStep:
+    """Move the moments of the stages to the head's clock."""
+
+    def moved(timing: StageTiming) -> StageTiming:
+        if timing.rank >= len(before):
+            return timing
+        ahead_us = ahead_at(step.sent_us, before[timing.rank], after[timing.rank])
+        return replace(timing, arrived_us=max(0, round(timing.arrived_us - ahead_us)))
+
+    return replace(step, timings=[moved(timing) for timing in step.timings])

@@ -33,8 +33,14 @@ from shardnet.wire.messages.chat import (
     Picture,
     TokenizerDescribed,
 )
-from shardnet.wire.messages.generation import MAX_PROMPT_TAIL, MAX_ROWS_BYTES, Generate
-from shardnet.wire.messages.tokens import MAX_TOKENIZED, Detokenize, Detokenized
+from shardnet.wire.messages.generation import (
+    MAX_PROMPT_TAIL,
+    MAX_ROWS_BYTES,
+    MAX_TOKENIZED,
+    Detokenize,
+    Detokenized,
+    Generate,
+)
 
 _TAIL_TOKENS = 64
 """More than a template writes behind the last message."""

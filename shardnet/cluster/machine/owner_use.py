@@ -1,6 +1,7 @@
 """What others do on this machine: keys and mouse, other programs on its processors and its GPU.
 
-Knows where each system says so. Must not judge. What a system does not say is None: on Linux keys
+Knows where each system says so, and how long programs had to wait for memory (Linux only). Must
+not judge. What a system does not say is None: on Linux keys
 are seen in terminals and on consoles only, since desktops keep theirs to themselves.
 """
 
@@ -18,9 +19,13 @@ from typing import Any, Final
 
 import psutil
 
-from shardnet.cluster.pressure.owner_watch import OwnerLook
+from shardnet.cluster.machine.container import MEMBERSHIP, ROOT, group_folders
+from shardnet.cluster.pressure.policy import OwnerLook
 
 TERMINALS: Final = ("pts/[0-9]*", "tty[0-9]*")
+
+
+SYSTEM: Final = Path("/proc/pressure/memory")
 
 
 class OwnerUse:
@@ -129,4 +134,31 @@ def _macos_idle_s() -> float | None:
         since = library.CGEventSourceSecondsSinceLastEventType
         since.restype, since.argtypes = ctypes.c_double, [ctypes.c_int, ctypes.c_uint32]
         return float(since(any_source, any_event))
+    return None
+
+
+def memory_stalled(
+    system: Path = SYSTEM, root: Path = ROOT, membership: Path = MEMBERSHIP
+) -> float | None:
+    """Return the share of the last 10 s in which some program waited for memory, 0 to 1.
+
+    It is that of the system, or of a group that this process is in where that is more. None where
+    the kernel does not say.
+    """
+    files = [system, *(folder / "memory.pressure" for folder in group_folders(root, membership))]
+    found = [share for file in files if (share := _some(file)) is not None]
+    return max(found, default=None)
+
+
+def _some(file: Path) -> float | None:
+    try:
+        lines = file.read_text("ascii", "replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        kind, _, fields = line.partition(" ")
+        for field in fields.split():
+            name, _, value = field.partition("=")
+            if (kind, name) == ("some", "avg10") and value.replace(".", "", 1).isdecimal():
+                return min(1.0, float(value) / 100)
     return None

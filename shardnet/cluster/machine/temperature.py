@@ -1,6 +1,7 @@
-"""Reads how warm the device is, and a GPU's use: by NVIDIA's library or the system's sensors.
+"""Reads how warm the device is, a GPU's use, and whether the machine runs on its battery.
 
-Knows which sensor is which device's. Must not wait: sensors may take a second to answer.
+Knows NVIDIA's library, the system's sensors, and which of them is which device's. Must not wait:
+sensors may take a second to answer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Final, Protocol
 
 import psutil
@@ -29,6 +31,9 @@ _NVML_NOT_FOUND: Final = 6
 """NVML_ERROR_NOT_FOUND"""
 _NVML_GPU: Final = 0
 """NVML_TEMPERATURE_GPU"""
+
+
+POWER_SUPPLIES: Final = Path("/sys/class/power_supply")
 
 
 class _Reading(Protocol):
@@ -153,3 +158,25 @@ def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
     ):
         raise RuntimeError("the library knows no such device")
     return nvml, device
+
+
+def runs_on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
+    """Return whether a battery of the machine discharges and nothing else gives power."""
+    try:
+        # Those of a mouse or a headset, which are online as well, say nothing of the machine.
+        found = [each for each in supplies.iterdir() if _read(each / "scope") != "Device"]
+    except OSError:
+        return False
+    if any(_read(each / "online") == "1" for each in found):
+        return False
+    return any(
+        _read(each / "type") == "Battery" and _read(each / "status") == "Discharging"
+        for each in found
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardnet.files import read_own, write_whole
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.measuring import StageFigures
 from shardnet.types import Arith, DType, KvDType
 

@@ -17,10 +17,9 @@ from msgspec.structs import asdict, replace
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement import Ariths, Measured, OnMeasured, StageRun, gather
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
-from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.model_facts import ModelFacts, config_text
 from shardnet.types import PREFILL_CHUNK_ROWS, Arith, DType, NodeId
 from shardnet.wire.framing.schema import Quant

@@ -1,12 +1,13 @@
 """Measure how fast this node is with a model, once.
 
-Knows when to measure and when a known figure is valid. Must not plan, nor know what other nodes
-measure.
+Knows when to measure, when a known figure is valid, and the memory that shards share. Must not
+plan, nor know what other nodes measure.
 """
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from shardnet.cluster.machine.profile import available_cores, machine_name
 from shardnet.cluster.measuring.figure_cache import Figure, FigureCache, FigureKey
 from shardnet.cluster.measuring.measurement import WRONG_BY
 from shardnet.cluster.measuring.rehearsal import rehearse
-from shardnet.cluster.member.order_checks import check_threads
+from shardnet.cluster.member.refusals import check_threads
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import StageOrders
 from shardnet.cluster.store.disk_jobs import DiskJobs
@@ -33,7 +34,7 @@ from shardnet.errors import (
     UsageError,
 )
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.loading import check_layers, set_compute_threads
 from shardnet.runtime.loading.measuring import (
     StageFigures,
@@ -44,7 +45,6 @@ from shardnet.runtime.loading.measuring import (
 )
 from shardnet.runtime.loading.model_facts import find_folder
 from shardnet.runtime.processors.processor_use import ProcessorUse
-from shardnet.runtime.shards.measuring_gathers import measure_gather
 from shardnet.types import Arith, DType, KvDType, LayerRange
 from shardnet.wire.messages.measurements import (
     DeviceMeasured,
@@ -56,6 +56,14 @@ from shardnet.wire.messages.measurements import (
 
 LOOK_S: Final = 0.05
 """How long the processors are watched before a figure of a busy machine is measured again."""
+
+
+GATHERS = 100
+"""Gathers in a window."""
+WINDOWS = 5
+COLUMNS = 2048
+"""Of a row: how many hardly matters, since waking takes longer than copying."""
+DEADLINE_S = 10.0
 
 
 class NodeBenchmark:
@@ -290,3 +298,34 @@ class NodeBenchmark:
 
 def _seconds(stage: StageFigures) -> StageSeconds:
     return convert(stage, StageSeconds, from_attributes=True)
+
+
+def measure_gather(n_shards: int) -> Sequence[Callable[[], float]]:
+    """Return a job for each shard, which gives the seconds of a gather.
+
+    That is the median window, or the fastest where other programs took processors meanwhile. All
+    are to be run at once, each on its device's thread. Raises ConfigurationError without the
+    compiled library.
+    """
+    import torch
+
+    from shardnet.model.shards.memory_group import MemoryGroup, SharedMemory
+
+    memory = SharedMemory.create(n_shards)
+    ends = [COLUMNS * shard // n_shards for shard in range(n_shards + 1)]
+
+    def job(index: int) -> float:
+        group = MemoryGroup(memory, index, n_shards, DEADLINE_S)
+        part = torch.zeros(1, ends[index + 1] - ends[index])
+        windows = []
+        before = ProcessorUse.now()
+        for _ in range(WINDOWS):
+            began = time.perf_counter()
+            for _ in range(GATHERS):
+                group.gather(part, ends)
+            windows.append((time.perf_counter() - began) / GATHERS)
+        group.check()
+        is_disturbed = before.disturbed(ProcessorUse.now())
+        return min(windows) if is_disturbed else statistics.median(windows)
+
+    return [partial(job, index) for index in range(n_shards)]

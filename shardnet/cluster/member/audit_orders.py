@@ -10,8 +10,7 @@ import asyncio
 import time
 
 from shardnet.cluster.member.stage_host import StageHost
-from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.errors import UsageError
 from shardnet.runtime.loading.one_layer import compute_layer
 from shardnet.wire.messages.stages import AuditStage, ComputeLayer, LayerComputed, StageAudited

@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final
 
 from shardnet.cluster.member.stage_host import StageHost
-from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.sharing.bulk_client import KvClient, SourceRefused
 from shardnet.errors import UsageError
 from shardnet.transport.link import Link

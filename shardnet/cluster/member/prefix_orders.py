@@ -10,8 +10,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from shardnet.cluster.member.stage_host import StageHost
-from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.types import SequenceId
 from shardnet.wire.messages.stages import FindPrefix, PrefixFound, PrefixRestored, RestorePrefix
 

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from shardnet.cluster.member.prefix_disk import PrefixDisk
 from shardnet.cluster.member.refusals import (
     Refusals,
     generating_with,
@@ -22,7 +21,7 @@ from shardnet.cluster.member.refusals import (
     refuse_others,
 )
 from shardnet.cluster.member.ring_membership import OnBroken, RingMembership
-from shardnet.cluster.member.stage_loader import StageLoader
+from shardnet.cluster.member.stage_loader import PrefixDisk, StageLoader
 from shardnet.cluster.member.stage_span import DialData, span_of
 from shardnet.cluster.member.stage_state import PreparedStage, stage_state
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError

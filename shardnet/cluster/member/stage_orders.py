@@ -15,14 +15,13 @@ from pathlib import Path
 from shardnet.cluster.machine.device_list import CPU
 from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.machine.profile import Device, MemoryBudget, available_cores
-from shardnet.cluster.member.order_checks import check_load_order
+from shardnet.cluster.member.refusals import check_load_order
 from shardnet.cluster.member.ring_membership import OnBroken, RingMembership
 from shardnet.cluster.member.stage_host import StageHost
-from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import CapacityError, ShardnetError
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.stage.stage_order import (
     StageAdapter,

@@ -17,8 +17,7 @@ from typing import Final
 
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.member.stage_host import StageHost
-from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.errors import ShardnetError
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done

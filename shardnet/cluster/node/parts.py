@@ -11,7 +11,7 @@ from typing import Protocol
 
 from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER
-from shardnet.cluster.machine.power import runs_on_battery
+from shardnet.cluster.machine.temperature import runs_on_battery
 from shardnet.cluster.measuring.figure_cache import FigureCache
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement_service import MeasurementService
@@ -28,7 +28,7 @@ from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
-from shardnet.cluster.sharing.send_rate import SendRate
+from shardnet.cluster.sharing.bulk_server import SendRate
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import ShardnetError

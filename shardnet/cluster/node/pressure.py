@@ -1,7 +1,8 @@
 """Gives memory and processors back where this machine needs them, and takes part again later.
 
 Knows in which order: what can be made again first, then an idle model, then all layers, as a drain
-gives them away. Must not judge when (cluster/pressure/).
+gives them away; and that nobody has used a model for long. Must not judge when memory is short
+(cluster/pressure/).
 
 A node that rests takes no new layers. It leaves the rings of other heads; of a ring that it leads
 it takes no new requests, and frees it with the last one.
@@ -20,15 +21,21 @@ from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.node.drain import NodeDrain
-from shardnet.cluster.node.unused_models import UnusedModels
 from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.pressure.memory_strain import MemoryLook
-from shardnet.cluster.pressure.owner_watch import OwnerLook, OwnerWatch
-from shardnet.cluster.pressure.policy import SHORT_OF_MEMORY, Action, PressurePolicy
-from shardnet.errors import ShardnetError
+from shardnet.cluster.pressure.policy import (
+    SHORT_OF_MEMORY,
+    Action,
+    MemoryLook,
+    OwnerLook,
+    OwnerWatch,
+    PressurePolicy,
+)
+from shardnet.cluster.router.router import Router
+from shardnet.errors import BusyError, ShardnetError
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import PressureState
+from shardnet.wire.messages.generation import Unload
 from shardnet.wire.messages.stages import DropWarm
 
 LOOK_S: Final = 2.0
@@ -37,6 +44,10 @@ IDLE_S: Final = 30.0
 """A model that a request has used less than so long ago is not freed for others' sake."""
 ASK_S: Final = 5.0
 """How long the head of a ring may take to free what it keeps."""
+
+
+UNUSED_LOOK_S: Final = 5.0
+"""Interval of the looks."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -156,3 +167,66 @@ class NodePressure:
         self.log("this node takes part again")
         self.host.refusals.rests = self.head.rests = ""
         self.on_changed()
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class UnusedModels:
+    """Looks after the model of the ring that this node is in.
+
+    A ring that this node leads is freed when no request has used it for `idle_s` seconds, never for
+    None. `link_of` gives the link to the head of another ring.
+    """
+
+    router: Router
+    host: StageHost
+    link_of: Callable[[NodeId], ControlLink | None]
+    idle_s: float | None
+    log: Callable[[str], None]
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(UNUSED_LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Free the model of the ring that this node leads if it is time to."""
+        idle_s = self.idle_s
+        if idle_s is not None and self.router.idle_s is not None:
+            await self.free(idle_s, f"no request used it for {idle_s:g} s")
+
+    async def free(self, idle_s: float, why: str) -> bool:
+        """Free the model unless a request has used it within `idle_s`; return whether it was freed.
+
+        The head of another ring is asked to.
+        """
+        loaded, unused_s = self.host.loaded, self.router.idle_s
+        if loaded is None or (unused_s is not None and unused_s < idle_s):
+            return False
+        try:
+            if unused_s is not None:
+                await self.router.unload(idle_s=idle_s)
+            elif not await self._ask_head(idle_s):
+                return False
+        except BusyError:
+            return False
+        except ShardnetError as error:
+            self.log(f"warning: {loaded.order.model} could not be freed: {error}")
+            return False
+        self.log(f"{loaded.order.model} was freed: {why}")
+        return True
+
+    async def _ask_head(self, idle_s: float) -> bool:
+        """Ask the head of the ring that this node is in to free it; False if there is none.
+
+        Weights of a ring that is over are freed here.
+        """
+        membership = self.host.membership
+        if membership is None or membership.is_over:
+            await self.router.unload(idle_s=idle_s)
+            return True
+        control = self.link_of(NodeId(membership.owner))
+        if control is None:
+            return False
+        await control.ask(Unload(request=control.next_request(), idle_s=idle_s), Done)
+        return True

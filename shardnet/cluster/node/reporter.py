@@ -26,8 +26,7 @@ from shardnet.cluster.node.parts import LinkParts, StageParts
 from shardnet.cluster.node.pressure import NodePressure
 from shardnet.cluster.peers.address_diagnosis import judge, probe
 from shardnet.cluster.peers.clocks import clock_ahead
-from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.peers.peers import PeerReport
 from shardnet.cluster.recovery.audits import Audits
 from shardnet.cluster.recovery.stand_in import StandIn

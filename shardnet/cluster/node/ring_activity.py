@@ -13,9 +13,8 @@ from msgspec.structs import replace
 
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead, Opening
-from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.peers.message_handlers import MessageHandlers
-from shardnet.cluster.recovery.records import RecoveryRecord
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
+from shardnet.cluster.recovery.recovery import RecoveryRecord
 from shardnet.errors import UsageError
 from shardnet.types import SequenceId
 from shardnet.wire.messages.activity import (

@@ -23,26 +23,22 @@ from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.pictures import Pictures
 from shardnet.cluster.head.ring_builder import RingBuilder
-from shardnet.cluster.machine.owner_use import OwnerUse
-from shardnet.cluster.machine.stalls import memory_stalled
+from shardnet.cluster.machine.owner_use import OwnerUse, memory_stalled
 from shardnet.cluster.machine.temperature import gpu_use
 from shardnet.cluster.member.audit_orders import AuditOrders
 from shardnet.cluster.member.prefix_orders import PrefixOrders
 from shardnet.cluster.member.stage_host import StageHost
-from shardnet.cluster.node.dispatcher import Dispatcher
+from shardnet.cluster.node.dispatcher import Dispatcher, NodeMessages
 from shardnet.cluster.node.drain import NodeDrain
-from shardnet.cluster.node.messages import NodeMessages
 from shardnet.cluster.node.parts import LinkParts, NodeEvents, StageParts
-from shardnet.cluster.node.pressure import NodePressure
+from shardnet.cluster.node.pressure import NodePressure, UnusedModels
 from shardnet.cluster.node.reporter import NodeReporter
 from shardnet.cluster.node.ring_activity import RingWatch
 from shardnet.cluster.node.settings import NodeSettings
-from shardnet.cluster.node.unused_models import UnusedModels
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import MessageHandlers
 from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.planning.wire_loss import WireLoss
-from shardnet.cluster.pressure.memory_strain import MemoryLook
-from shardnet.cluster.pressure.owner_watch import OwnerLook
+from shardnet.cluster.pressure.policy import MemoryLook, OwnerLook
 from shardnet.cluster.recovery.audits import Audits
 from shardnet.cluster.recovery.node_watch import NodeWatch
 from shardnet.cluster.recovery.planned import PlannedChanges

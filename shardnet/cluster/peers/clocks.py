@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.wire.messages.traces import ClockRead, ReadClock
+from shardnet.wire.messages.activity import ClockRead, ReadClock
 
 N_READINGS: Final = 5
 """The quickest of so many counts: what made the others slow took time one way only."""

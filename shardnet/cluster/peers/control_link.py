@@ -25,7 +25,7 @@ from shardnet.errors import (
 from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.wire.framing.frames import FrameKind
-from shardnet.wire.messages.activity import CancelSequence, GetActivity, KeepRing
+from shardnet.wire.messages.activity import CancelSequence, GetActivity, KeepRing, ReadClock
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import (
     ControlMessage,
@@ -49,7 +49,15 @@ from shardnet.wire.messages.deputies import (
     TakeOver,
     TokensCopied,
 )
-from shardnet.wire.messages.generation import Cancel, Generate, LastRunRequest, Unload
+from shardnet.wire.messages.generation import (
+    Cancel,
+    Detokenize,
+    Encode,
+    Generate,
+    LastRunRequest,
+    Tokenize,
+    Unload,
+)
 from shardnet.wire.messages.handshake import error_frame
 from shardnet.wire.messages.measurements import MeasureLinks, MeasureStage, StageObserved
 from shardnet.wire.messages.membership import (
@@ -76,8 +84,6 @@ from shardnet.wire.messages.stages import (
     RingBroken,
     UnloadStage,
 )
-from shardnet.wire.messages.tokens import Detokenize, Encode, Tokenize
-from shardnet.wire.messages.traces import ReadClock
 
 _log = logging.getLogger(__name__)
 
@@ -137,6 +143,9 @@ Incoming = ControlRequest | Notice
 Answer = TypeVar("Answer", bound=ControlMessage)
 Handler = Callable[["ControlLink", Incoming], Coroutine[None, None, None]]
 OnAnswer = Callable[[ControlMessage | ShardnetError], None]
+
+
+M = TypeVar("M", bound=Incoming)
 
 
 class ControlLink:
@@ -335,3 +344,26 @@ async def _unpacked(
         if isinstance(answer, Failed):
             raise reported_error(answer, peer_name)
         yield answer
+
+
+class MessageHandlers:
+    """The handlers of one node, by message type."""
+
+    def __init__(self) -> None:
+        self._by_type: dict[type[object], Callable[..., Coroutine[Any, Any, None]]] = {}
+
+    @property
+    def types(self) -> frozenset[type[object]]:
+        """Message types that have a handler."""
+        return frozenset(self._by_type)
+
+    def register(
+        self, kind: type[M], handler: Callable[[ControlLink, M], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Register `handler` for messages of type `kind`, which must have none yet."""
+        assert kind not in self._by_type, f"{kind.__name__} has a handler already"
+        self._by_type[kind] = handler
+
+    async def handle(self, control: ControlLink, message: Incoming) -> None:
+        """Handle one message of `control`. The request fails with the ShardnetError this raises."""
+        await self._by_type[type(message)](control, message)

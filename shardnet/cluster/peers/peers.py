@@ -17,8 +17,13 @@ from weakref import WeakValueDictionary
 from shardnet.cluster.machine.addresses import LocalAddress, dial_order
 from shardnet.cluster.peers.control_link import ControlLink, Handler
 from shardnet.cluster.peers.peer_links import PeerLink, PeerLinks
-from shardnet.cluster.peers.peer_news import entry_for, usable_addresses
-from shardnet.cluster.peers.peer_table import MDNS, KnownNode, PeerTable
+from shardnet.cluster.peers.peer_table import (
+    MDNS,
+    KnownNode,
+    PeerTable,
+    entry_for,
+    usable_addresses,
+)
 from shardnet.cluster.peers.rtt_probe import DialAsClient, ProbeAnswer, compare
 from shardnet.errors import LinkError, ShardnetError, UsageError
 from shardnet.transport.address import host_of

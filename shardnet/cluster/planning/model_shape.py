@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from shardnet.cluster.placement.figures import Gathers, ModelShape, QuantizedSizes, Streaming
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.shards.cut import MAX_SHARDS
 from shardnet.runtime.loading.loading import cut_of
 from shardnet.stage.estimate.memory_estimate import (

@@ -48,7 +48,7 @@ from shardnet.cluster.planning.ring_dtypes import (
 )
 from shardnet.errors import PlanError, UsageError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.loading import adapters_not_cut, mtp_not_cut
 from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.stage.estimate.stored_dtype import check_streamable

@@ -17,7 +17,7 @@ from shardnet.cluster.placement.standbys import Standby, choose_standbys, withou
 from shardnet.cluster.placement.words import LISTED
 from shardnet.cluster.planning.ring_dtypes import NodeForm, exactness, unused_links, wire_name
 from shardnet.cluster.sharing.adapter_sharing import ring_adapter
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.stage.estimate.memory_estimate import WeightForm, mtp_weight_bytes
 from shardnet.types import Arith, DType, Epoch, NodeId, WireDType

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from shardnet.cluster.machine.profile import available_cores
-from shardnet.cluster.member.order_checks import check_threads
+from shardnet.cluster.member.refusals import check_threads
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import ShardnetError

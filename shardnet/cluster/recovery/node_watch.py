@@ -1,6 +1,6 @@
 """Have nodes that came, or came back, take part in the ring that this node leads.
 
-Knows when to plan again, by returns.py. Must not know how a ring is replaced.
+Knows when to plan again, by policy.py. Must not know how a ring is replaced.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Planner
+from shardnet.cluster.recovery.policy import Returns, is_better
 from shardnet.cluster.recovery.recovery import Recovery
-from shardnet.cluster.recovery.returns import Returns, is_better
 from shardnet.errors import ShardnetError
 from shardnet.types import NodeId
 

@@ -18,8 +18,7 @@ from typing import Any, Final, TypeVar
 
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
-from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.ring.ring import Ring

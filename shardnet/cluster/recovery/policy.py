@@ -1,6 +1,7 @@
-"""What to do when a ring is lost: try again, when, without whom; or give it up. Pure.
+"""What to do when a ring is lost, and when nodes come or come back, in a better ring. Pure.
 
-Knows what attempts have come to so far. Must not know time, plans, links or how a ring is built.
+Knows what attempts have come to so far, which nodes are here, since when, and how often each was
+lost. Must not know time, plans, links or how a ring is built.
 """
 
 from __future__ import annotations
@@ -31,6 +32,18 @@ STUCK_S: Final = 120.0
 APART_S: Final = 10.0
 """The same for one that another node of the ring cannot reach, though this one can."""
 LONGEST_S: Final = 3600.0
+
+
+SETTLE_S: Final = 3.0
+"""How long a node must be here before it is used, also after its first loss; twice as long after
+each further one."""
+LONGEST_SETTLE_S: Final = 600.0
+FORGIVEN_S: Final = 1800.0
+"""A node that was here for so long is taken for one that was never lost."""
+GAIN_BETWEEN: Final = 1.05
+"""How much faster a ring must be to replace one that nobody uses."""
+GAIN_AT_ONCE: Final = 1.2
+"""The same where requests run, which stand still meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,3 +203,58 @@ def _leave_out(
         until_s=now_s + min(LONGEST_S, least_s * 2 ** (n_times - 1)),
         why=error.message,
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class Returns:
+    """The nodes beside this one. All moments are of one clock, in seconds."""
+
+    _since_s: dict[NodeId, float] = field(default_factory=dict)
+    _n_lost: dict[NodeId, int] = field(default_factory=dict)
+    _told: set[NodeId] = field(default_factory=set)
+
+    def look(self, now_s: float, here: Collection[NodeId]) -> None:
+        """Take which nodes are here now."""
+        for node in [*self._since_s]:
+            if node not in here:
+                been_s = now_s - self._since_s.pop(node)
+                n_lost = 0 if been_s >= FORGIVEN_S else self._n_lost.get(node, 0)
+                self._n_lost[node] = n_lost + 1
+                self._told.discard(node)
+        for node in here:
+            self._since_s.setdefault(node, now_s)
+
+    def settle_s(self, node: NodeId) -> float:
+        """Return how long a node must be here before it is used."""
+        doubled = min(max(self._n_lost.get(node, 0) - 1, 0), 16)
+        return float(min(LONGEST_SETTLE_S, SETTLE_S * 2**doubled))
+
+    def unsettled(self, now_s: float) -> set[NodeId]:
+        """Return the nodes that are here and not for long enough."""
+        return {
+            node for node, since_s in self._since_s.items() if now_s < since_s + self.settle_s(node)
+        }
+
+    def is_news(self, now_s: float, used: Collection[NodeId]) -> bool:
+        """Say whether nodes have settled that no plan has seen, beside those that are used."""
+        settled = self._since_s.keys() - self.unsettled(now_s)
+        return bool(settled - self._told - set(used))
+
+    def planned(self, now_s: float) -> None:
+        """Note that a plan has seen the nodes that have settled."""
+        self._told |= self._since_s.keys() - self.unsettled(now_s)
+
+
+def is_better(
+    now_tok_s: float | None, next_tok_s: float | None, *, is_complete: bool, is_used: bool
+) -> bool:
+    """Say whether a planned ring should replace the present one.
+
+    `is_complete` says that it has all nodes that a client named, and the present one has not: that
+    is reason enough between requests. Rings whose speed was not predicted are no better.
+    """
+    if now_tok_s and next_tok_s:
+        gain = next_tok_s / now_tok_s
+        if gain >= (GAIN_AT_ONCE if is_used else GAIN_BETWEEN):
+            return True
+    return is_complete and not is_used

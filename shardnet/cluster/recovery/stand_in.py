@@ -3,8 +3,9 @@
 Knows when a deputy takes over, and when a former head gives way. Must not know how plans are made,
 rings built or requests run.
 
-A deputy takes over when its link to the head has ended and no node of the ring has one any more
-(witnesses.py).
+A node that was frozen or cut off has lost all its links at once: that nobody answers says nothing
+of the head. So a head is lost at once where a node that answers has no link to it either; where
+none answers, only when it has not been reached for longer than links take to come back.
 Its ring has a larger epoch than any that the former head can build: nodes refuse that one's orders
 from then on, and it gives way as soon as it hears of it.
 """
@@ -15,7 +16,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -25,13 +26,11 @@ from msgspec import structs
 from shardnet.cluster.deputy.copying import Copying, Deputy
 from shardnet.cluster.deputy.request_book import RequestBook, read
 from shardnet.cluster.head.head import Head
-from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.peers.peer_links import PeerLinks
 from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Planner
-from shardnet.cluster.recovery.witnesses import is_lost
 from shardnet.cluster.router.router import Router
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.engine.engine import Engine
@@ -67,6 +66,13 @@ EXPECTED_S: Final = 2.0
 """How long taking over is expected to take."""
 MAX_DUTIES: Final = 8
 """Heads that one node stands by for."""
+
+
+SEEN_S: Final = 6.0
+"""How long others may still see a head that is lost, or be out of reach themselves."""
+ALONE_S: Final = 1.0
+"""How long a head is waited for where there is nobody else to ask."""
+LinkOf = Callable[[NodeId], ControlLink | None]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -368,3 +374,29 @@ class StandIn:
 def _may_change(error: ShardnetError) -> bool:
     """Say whether to try again: nodes are busy with a ring that ends, or were lost just now."""
     return not isinstance(error, UsageError)
+
+
+async def is_lost(head: NodeId, others: Sequence[NodeId], link_of: LinkOf) -> bool:
+    """Say whether `head` is lost to all nodes of its ring, not to this one alone."""
+    began_s = time.monotonic()
+    while link_of(head) is None:
+        seen = await asyncio.gather(*(_sees(node, head, link_of) for node in others))
+        if False in seen and True not in seen:
+            return True
+        if time.monotonic() - began_s > (SEEN_S if others else ALONE_S):
+            return True not in seen
+        await asyncio.sleep(AGAIN_S)
+    return False
+
+
+async def _sees(node: NodeId, head: NodeId, link_of: LinkOf) -> bool | None:
+    """Ask a node whether it has a link to the head; None where it does not answer."""
+    control = link_of(node)
+    if control is None:
+        return None
+    try:
+        async with asyncio.timeout(ASK_S):
+            asked = FindNode(request=control.next_request(), node=head)
+            return (await control.ask(asked, NodeFound)).is_linked
+    except (ShardnetError, TimeoutError):
+        return None

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from shardnet.cluster.peers.clocks import ClockOffset
 from shardnet.cluster.ring.engine_maker import EngineMaker
-from shardnet.cluster.ring.ring_spec import RingSpec
-from shardnet.cluster.ring.ring_use import RingUse
+from shardnet.cluster.ring.ring_spec import RingSpec, RingUse
 from shardnet.cluster.ring.stage_port import StagePort
 from shardnet.errors import (
     BusyError,

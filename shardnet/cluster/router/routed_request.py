@@ -29,6 +29,7 @@ from shardnet.runtime.engine.requests import MadeToken
 from shardnet.sampling_params import TokenLogprobs
 from shardnet.types import LiveState
 from shardnet.wire.framing.schema import encode
+from shardnet.wire.messages.activity import TracePiece
 from shardnet.wire.messages.control import ControlMessage, Failed, Redirect, reported_error
 from shardnet.wire.messages.deputies import CopiedTo
 from shardnet.wire.messages.generation import (
@@ -40,7 +41,6 @@ from shardnet.wire.messages.generation import (
 )
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.plans import NodeProgress, PlanReply
-from shardnet.wire.messages.traces import TracePiece
 
 RING_ERRORS = (LinkError, PeerFailedError, BusyError, PlanError, CheckpointError)
 """What ends a request on one ring, and not on another."""

@@ -22,8 +22,7 @@ from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.replies import report_progress
 from shardnet.cluster.head.requests import with_ids
 from shardnet.cluster.member.refusals import draining, generating_with
-from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
 from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.cluster.placement.figures import Objective
 from shardnet.cluster.planning.plan import Plan
@@ -48,9 +47,8 @@ from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
 from shardnet.wire.messages.deputies import RingNode, StandBy
 from shardnet.wire.messages.diagnostics import RingBehind
-from shardnet.wire.messages.generation import Generate, Unload
+from shardnet.wire.messages.generation import Detokenize, Generate, Tokenize, Tokenized, Unload
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
-from shardnet.wire.messages.tokens import Detokenize, Tokenize, Tokenized
 
 FREE_S = 5.0
 """How long the head of another ring may take to free it."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from shardnet.cluster.sharing.send_rate import SendRate
 from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.local_models import LocalModels, OpenModel
@@ -55,6 +54,10 @@ _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 10
 """Bytes per frame: few, so that encrypting them does not block the loop for long."""
+
+
+BURST_S = 0.25
+"""Unused rate of at most this time may be used later."""
 
 
 class KvHolder(Protocol):
@@ -212,3 +215,26 @@ class BulkServer:
 def _refuse(link: Link, message: BulkRequest, error: ShardnetError) -> None:
     text = explanation(error)
     link.send(bulk_frame(Refused(request=message.request, code=error.code, message=text)))
+
+
+class SendRate:
+    """A rate of `bytes_per_s`, None for no limit. All times are of one clock."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at: float | None = None
+
+    def book(self, n_bytes: int, now: float) -> float:
+        """Reserve `n_bytes` at the time `now` (s); return the seconds to wait before sending."""
+        if self._bytes_per_s is None:
+            return 0.0
+        earliest = now - BURST_S
+        start = earliest if self._free_at is None else max(self._free_at, earliest)
+        self._free_at = start + n_bytes / self._bytes_per_s
+        return max(0.0, self._free_at - now)
+
+    def piece_bytes(self, largest: int) -> int:
+        """Return the bytes to send at one time: `largest`, fewer at a low rate, for progress."""
+        if self._bytes_per_s is None:
+            return largest
+        return max(1, min(largest, int(self._bytes_per_s / 4)))

@@ -1,8 +1,8 @@
 """Fetch a stage's weights from many sources into one replica.
 
 Knows the order of work: digests from one source, parts from all, each part verified, then recorded.
-Which source sends which part is decided in fetch_plan.py. Must not know what the weights are for,
-nor how links are dialled.
+Which source sends which part is decided in replica_sources.py. Must not know what the weights are
+for, nor how links are dialled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 
 from shardnet.checkpoint.replica import Replica, TensorPart
 from shardnet.cluster.sharing.bulk_client import ANSWER_S, BulkClient, SourceRefused
-from shardnet.cluster.sharing.fetch_plan import FetchPlan
+from shardnet.cluster.sharing.replica_sources import FetchPlan
 from shardnet.errors import (
     CheckpointError,
     LinkError,

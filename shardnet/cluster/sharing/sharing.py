@@ -23,10 +23,9 @@ from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.sharing.adapter_sharing import AdapterSharing
 from shardnet.cluster.sharing.bulk_client import BulkClient, SourceRefused
-from shardnet.cluster.sharing.bulk_server import BulkServer, KvHolder
+from shardnet.cluster.sharing.bulk_server import BulkServer, KvHolder, SendRate
 from shardnet.cluster.sharing.fetching import Fetch
 from shardnet.cluster.sharing.replica_sources import ReplicaSource, agreed
-from shardnet.cluster.sharing.send_rate import SendRate
 from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs, DiskPlace
 from shardnet.cluster.store.local_models import LocalModels

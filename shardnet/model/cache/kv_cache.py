@@ -41,7 +41,7 @@ from shardnet.model.cache.slot_blocks import (
 )
 from shardnet.model.cache.slot_state import SlotState
 from shardnet.model.config.model_config import HeadShape, StateShape
-from shardnet.model.kernels.device_memory import capacity_error_for
+from shardnet.model.kernels.devices import capacity_error_for
 from shardnet.model.kernels.library import native_kernels
 from shardnet.types import (
     BLOCK_POSITIONS,

@@ -1,22 +1,36 @@
-"""Reading the keys of config.json that most families share with Llama.
+"""Reading the keys of config.json that families share: most with Llama, experts, gated DeltaNets.
 
-Knows what these keys mean. Must not know which family reads them, nor its defaults, which come as
-arguments.
+Knows what these keys mean, and what those of params.json are called here. Must not know which
+family reads them, nor its defaults, which come as arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Final
 
 from shardnet.errors import shown
 from shardnet.model.config.fields import MAX_SIZE, Fields
-from shardnet.model.config.limits import MAX_EOS, MAX_LAYERS, MAX_POSITIONS, NORM_EPS, THETAS
-from shardnet.model.config.model_config import Activation, ModelConfig, Rope
+from shardnet.model.config.limits import (
+    MAX_EOS,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_STATE_COLUMNS,
+    NORM_EPS,
+    THETAS,
+)
+from shardnet.model.config.model_config import Activation, DeltaNet, ModelConfig, Rope
 from shardnet.model.config.rope import reach, read_rope, read_scaling, rope_object
 from shardnet.types import DType
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+
+
+LINEAR: Final = "linear_attention"
+_MOST_TAPS = 64
+_INTERVAL = 4
 
 
 def read_decoder(
@@ -204,3 +218,120 @@ def read_eos(fields: Fields) -> tuple[int, ...]:
 def _is_token_id(value: object) -> bool:
     """Whether `value` is an id, or one of the negative numbers that stand for none."""
     return isinstance(value, int) and abs(value) <= MAX_SIZE
+
+
+def read_params_decoder(fields: Fields) -> dict[str, Any]:
+    """Read what all models say in the same words, as config.json would."""
+    dim, n_heads = fields.positive("dim"), fields.positive("n_heads")
+    return {
+        "hidden_size": dim,
+        "num_hidden_layers": fields.positive("n_layers"),
+        "num_attention_heads": n_heads,
+        "num_key_value_heads": fields.positive("n_kv_heads", n_heads),
+        "head_dim": fields.positive("head_dim", dim // n_heads),
+        "rms_norm_eps": fields.number("norm_eps", within=NORM_EPS),
+        "rope_theta": fields.number("rope_theta", 10000.0, within=THETAS),
+    }
+
+
+def has_params_experts(fields: Fields) -> bool:
+    """Whether params.json describes experts."""
+    return bool(fields.take("moe", dict, {}))
+
+
+def read_expert_counts(
+    fields: Fields,
+    keys: tuple[str, str],
+    n_experts: int,
+    top_k: int | None,
+    top_k_key: str = "num_experts_per_tok",
+) -> tuple[int, int]:
+    """Read the number of experts, under either of `keys`, and the number of them per token.
+
+    The latter is under `top_k_key`. `n_experts` and `top_k` are the defaults; `top_k` None where
+    there is none. Raises CheckpointError where the keys disagree or a token would use more experts
+    than there are.
+    """
+    key = next((key for key in keys if not fields.missing(key)), keys[0])
+    found = fields.positive(key, n_experts, at_most=MAX_EXPERTS)
+    if any(not fields.missing(other) and fields.positive(other) != found for other in keys):
+        raise fields.damaged(f"{keys[0]} and {keys[1]} disagree")
+    chosen = fields.positive(top_k_key, *([] if top_k is None else [top_k]))
+    if chosen > found:
+        raise fields.damaged(f"{top_k_key} is {chosen}, there are {found} experts")
+    return found, chosen
+
+
+def read_sparse_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
+    """Read which layers have experts: each `decoder_sparse_step`-th, but for `mlp_only_layers`."""
+    step = fields.positive("decoder_sparse_step", 1)
+    dense = fields.take("mlp_only_layers", list, [])
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in dense):
+        raise fields.damaged(f"mlp_only_layers is {shown(dense)}, expected numbers of layers")
+    if len(dense) > n_layers:
+        raise fields.damaged(f"mlp_only_layers has {len(dense)} entries for {n_layers} layers")
+    kept_dense = frozenset(dense)
+    return tuple(n for n in range(n_layers) if n not in kept_dense and (n + 1) % step == 0)
+
+
+def read_mlp_kinds(fields: Fields, n_layers: int, first: int) -> tuple[int, ...]:
+    """Read which layers have experts, by name; where no key says it, those from `first` on."""
+    kinds = fields.take("mlp_layer_types", list, None)
+    if kinds is None:
+        return tuple(range(max(0, first), n_layers))
+    if len(kinds) != n_layers:
+        raise fields.damaged(f"mlp_layer_types has {len(kinds)} entries for {n_layers} layers")
+    for kind in kinds:
+        if kind not in ("dense", "sparse"):
+            raise fields.unsupported("mlp_layer_types", kind, "dense, sparse")
+    return tuple(n for n in range(n_layers) if kinds[n] == "sparse")
+
+
+def read_delta_net(fields: Fields, n_layers: int) -> DeltaNet | None:
+    """Read the sizes of the gated DeltaNets; None where every layer has attention.
+
+    Raises CheckpointError for sizes that do not fit together or would fill the memory,
+    UnsupportedModelError for another kind of layer.
+    """
+    layers = _read_layers(fields, n_layers)
+    read = DeltaNet(
+        n_key_heads=fields.positive("linear_num_key_heads", 16),
+        n_value_heads=fields.positive("linear_num_value_heads", 32),
+        key_size=fields.positive("linear_key_head_dim", 128),
+        value_size=fields.positive("linear_value_head_dim", 128),
+        n_taps=fields.positive("linear_conv_kernel_dim", 4, at_most=_MOST_TAPS),
+        takes_turns=fields.take("linear_heads_take_turns", bool, False),
+        has_split_gate=fields.take("linear_gate_is_split", bool, False),
+        layers=layers,
+    )
+    if read.n_value_heads % read.n_key_heads:
+        raise fields.damaged(
+            f"linear_num_value_heads {read.n_value_heads} is no multiple of linear_num_key_heads "
+            f"{read.n_key_heads}"
+        )
+    check_state_size(fields, read)
+    return read if layers else None
+
+
+def check_state_size(fields: Fields, read: DeltaNet) -> None:
+    """Raise CheckpointError for states that would fill the memory."""
+    n_columns = max(read.key_size * read.value_width, read.n_taps * read.mixed_width)
+    if n_columns > MAX_STATE_COLUMNS:
+        raise fields.damaged(
+            f"linear attention claims {n_columns} numbers of state in a layer, expected at most "
+            f"{MAX_STATE_COLUMNS}"
+        )
+
+
+def _read_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
+    """Read `layer_types`, or by default all layers but each `full_attention_interval`-th."""
+    interval = fields.positive("full_attention_interval", _INTERVAL)
+    kinds = fields.take("layer_types", list, None)
+    if kinds is None:
+        kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(n_layers)]
+    if len(kinds) != n_layers:
+        raise fields.damaged(f"layer_types has {len(kinds)} entries for {n_layers} layers")
+    for kind in kinds:
+        if kind not in (LINEAR, FULL):
+            raise fields.unsupported("layer_types", kind, f"{LINEAR}, {FULL}")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)

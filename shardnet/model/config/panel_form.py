@@ -1,4 +1,4 @@
-"""The forms in which linear weights are kept and multiplied, and how many bytes they take.
+"""The types and forms in which linear weights are kept and multiplied, and their bytes.
 
 Knows sizes and numbers. Must not know torch or files: the planner asks here. kernels/panels.py
 packs and unpacks, csrc/ multiplies.
@@ -15,12 +15,55 @@ import enum
 from dataclasses import dataclass
 from typing import Final
 
+from shardnet.errors import UsageError
+
 PANEL: Final = 16
 """Outputs whose weights are interleaved."""
 UNIT: Final = 32
 """Inputs whose codes are packed together."""
 _LEVELS_GROUP: Final = 128
 """Inputs of a token that share a scale where a block's scales are integers."""
+
+
+UNPACKED_PANELS: Final = 64
+"""Panels that torch unpacks at a time where there is no compiled matmul."""
+
+
+class Quantization(enum.Enum):
+    """The integers that weights are quantised to, in groups that share a scale."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @classmethod
+    def named(cls, name: str) -> Quantization | None:
+        """Return the type called `name`, None for "" and "none". Raises UsageError for others."""
+        if name in ("", "none"):
+            return None
+        try:
+            return cls(name)
+        except ValueError:
+            raise UsageError(f"--quant {name}: choose none, int8 or int4") from None
+
+    @property
+    def form(self) -> PanelForm:
+        """The form of the quantised weights."""
+        return _FORMS[self]
+
+    @property
+    def bits(self) -> int:
+        """Bits of one weight, without its part of the scale."""
+        return self.form.bits
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.form.group
+
+    @property
+    def of_head(self) -> Quantization:
+        """The LM head's type: its errors go straight into the logits."""
+        return Quantization.INT8
 
 
 class Code(enum.IntEnum):
@@ -269,3 +312,9 @@ GGUF_BLOCK_BYTES: Final = {
     "MXFP4": 17,
 }
 """By the name of a GGUF type: the bytes of a block as it is stored."""
+
+
+_FORMS: Final = {
+    Quantization.INT8: PanelForm(name="int8", bits=8, group=64, offset=128),
+    Quantization.INT4: PanelForm(name="int4", bits=4, group=32, offset=8),
+}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardnet.errors import ConfigurationError
 from shardnet.model.config.model_config import Activation
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_layers import Device, DeviceLayers
 from shardnet.model.devices.driver import Driver

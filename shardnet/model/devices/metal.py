@@ -15,7 +15,7 @@ import torch
 
 from shardnet.errors import CapacityError, ConfigurationError
 from shardnet.model.devices.driver import THREADS, Argument, Array, Buffer, Kernel
-from shardnet.model.kernels.device_memory import is_out_of_memory
+from shardnet.model.kernels.devices import is_out_of_memory
 
 _SIGNATURE = re.compile(r"KERNEL (\w+)\(([^)]*)WHERE\)")
 _NUMBER = re.compile(r"\b(uint32_t|float) (\w+)(?=\s*(,|$))")

@@ -10,8 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from shardnet.model.config.decoder_config import read_decoder
-from shardnet.model.config.expert_config import read_expert_counts, read_mlp_kinds
+from shardnet.model.config.decoder_config import read_decoder, read_expert_counts, read_mlp_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_sizes
 from shardnet.model.config.model_config import Experts, Latent, ModelConfig, Rope

@@ -158,7 +158,7 @@ class ConsolidatedFormat:
     """How Meta and Mistral write a family: params.json beside `consolidated` files.
 
     `claims` says of the keys of params.json whether they are of this family. `read` says what
-    config.json would, beyond what all families say in the same words (config/params_keys.py).
+    config.json would, beyond what all families say in the same words (config/decoder_config.py).
     """
 
     claims: Callable[[Fields], bool]

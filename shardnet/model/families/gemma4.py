@@ -13,8 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.errors import shown
-from shardnet.model.config.decoder_config import FULL, SLIDING, read_decoder, read_windows
-from shardnet.model.config.expert_config import read_expert_counts
+from shardnet.model.config.decoder_config import (
+    FULL,
+    SLIDING,
+    read_decoder,
+    read_expert_counts,
+    read_windows,
+)
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import FREQS, Factors, has_gguf_experts, read_gguf_sizes
 from shardnet.model.config.limits import THETAS

@@ -10,8 +10,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from shardnet.model.config.decoder_config import read_decoder, read_window, read_windows
-from shardnet.model.config.expert_config import read_expert_counts
+from shardnet.model.config.decoder_config import (
+    read_decoder,
+    read_expert_counts,
+    read_window,
+    read_windows,
+)
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_experts
 from shardnet.model.config.limits import THETAS

@@ -6,7 +6,7 @@ from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from shardnet.model.config.expert_config import read_expert_counts
+from shardnet.model.config.decoder_config import read_expert_counts
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors
 from shardnet.model.config.model_config import Experts, ModelConfig

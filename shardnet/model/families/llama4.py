@@ -12,8 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardnet.errors import shown
-from shardnet.model.config.decoder_config import FULL, read_decoder, read_nope_layers
-from shardnet.model.config.expert_config import read_expert_counts
+from shardnet.model.config.decoder_config import (
+    FULL,
+    read_decoder,
+    read_expert_counts,
+    read_nope_layers,
+)
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
 from shardnet.model.config.model_config import Experts, ModelConfig, Temperature

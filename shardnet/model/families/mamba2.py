@@ -11,9 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.errors import shown
-from shardnet.model.config.decoder_config import FULL, read_decoder
-from shardnet.model.config.delta_net_config import LINEAR, check_state_size
-from shardnet.model.config.expert_config import read_expert_counts
+from shardnet.model.config.decoder_config import (
+    FULL,
+    LINEAR,
+    check_state_size,
+    read_decoder,
+    read_expert_counts,
+)
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_kv_heads, read_gguf_sizes
 from shardnet.model.config.model_config import Activation, DeltaNet, Experts, ModelConfig

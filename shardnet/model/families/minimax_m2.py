@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardnet.model.config.decoder_config import read_decoder
-from shardnet.model.config.expert_config import read_expert_counts
+from shardnet.model.config.decoder_config import read_decoder, read_expert_counts
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
 from shardnet.model.config.model_config import Experts, ModelConfig, Rope

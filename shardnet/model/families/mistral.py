@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardnet.model.config.decoder_config import read_decoder, read_window
+from shardnet.model.config.decoder_config import has_params_experts, read_decoder, read_window
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.config.params_keys import has_params_experts
 from shardnet.model.families import llama
 from shardnet.model.families.family import ConsolidatedFormat, Family
 

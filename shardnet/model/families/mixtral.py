@@ -7,8 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardnet.model.config.decoder_config import read_decoder
-from shardnet.model.config.expert_config import read_expert_counts
+from shardnet.model.config.decoder_config import (
+    has_params_experts,
+    read_decoder,
+    read_expert_counts,
+)
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import (
     Factors,
@@ -18,7 +21,6 @@ from shardnet.model.config.gguf_keys import (
 )
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import Experts, ModelConfig
-from shardnet.model.config.params_keys import has_params_experts
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families import mistral
 from shardnet.model.families.family import (

@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.errors import shown
-from shardnet.model.config.decoder_config import FULL, read_decoder
-from shardnet.model.config.delta_net_config import LINEAR
+from shardnet.model.config.decoder_config import FULL, LINEAR, read_decoder
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_kv_heads
 from shardnet.model.config.limits import MAX_LAYERS, NORM_EPS

@@ -6,8 +6,12 @@ from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardnet.model.config.decoder_config import read_decoder, read_window
-from shardnet.model.config.expert_config import read_expert_counts, read_sparse_layers
+from shardnet.model.config.decoder_config import (
+    read_decoder,
+    read_expert_counts,
+    read_sparse_layers,
+    read_window,
+)
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_experts
 from shardnet.model.config.model_config import Experts, ModelConfig

@@ -11,9 +11,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardnet.model.config.decoder_config import read_decoder
-from shardnet.model.config.delta_net_config import read_delta_net
-from shardnet.model.config.expert_config import read_expert_counts, read_sparse_layers
+from shardnet.model.config.decoder_config import (
+    read_decoder,
+    read_delta_net,
+    read_expert_counts,
+    read_sparse_layers,
+)
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import (
     Factors,

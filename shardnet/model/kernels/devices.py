@@ -1,15 +1,28 @@
 """What torch's devices can and cannot do, and the calls that each kind has of its own.
 
-Knows cpu, cuda (NVIDIA's, and AMD's as ROCm shows them) and mps (Apple's). Must not know models.
+Knows cpu, cuda (NVIDIA's, and AMD's as ROCm shows them) and mps (Apple's), and how each says that
+its memory is full. Must not know models.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from shardnet.errors import CapacityError
+
+_WORDS: Final = (
+    "can't allocate memory",
+    "error: out of memory",
+    "backend out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 def where_float64(tensor: Tensor) -> Tensor:
@@ -68,3 +81,25 @@ def computes(device: torch.device, dtype: torch.dtype) -> bool:
     except (RuntimeError, TypeError):  # it has no such dtype, or no kernel for it
         return False
     return torch.allclose(found, rows.double() @ weight.double().T, rtol=2e-2, atol=2e-2)
+
+
+@contextmanager
+def capacity_error_for(message: str, *, remedy: str = "") -> Iterator[None]:
+    """Raise CapacityError(message, remedy=remedy) if a device runs out of memory inside."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CapacityError(message, remedy=remedy) from error
+
+
+def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Say whether `error` says that the device has no memory left.
+
+    CUDA has an exception class for it; the CPU's allocator has only a message, and so have Apple's
+    GPUs, cuBLAS, and memory of the host that CUDA should pin.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(words in str(error) for words in _WORDS)

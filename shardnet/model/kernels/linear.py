@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import computes, multiplies_packed
 from shardnet.model.kernels.float_linear import float_linear

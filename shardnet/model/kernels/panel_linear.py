@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardnet.model.config.quantization import UNPACKED_PANELS
+from shardnet.model.config.panel_form import UNPACKED_PANELS
 from shardnet.model.kernels.library import NativeKernels, NativeMatmul, native_kernels
 from shardnet.model.kernels.panels import Panels, unpack
 

@@ -14,10 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardnet.model.config.panel_form import PANEL, UNIT, Code, Minimum, PanelForm, Scale
-from shardnet.model.config.quantization import UNPACKED_PANELS
+from shardnet.model.config.panel_form import (
+    PANEL,
+    UNIT,
+    UNPACKED_PANELS,
+    Code,
+    Minimum,
+    PanelForm,
+    Scale,
+)
 from shardnet.model.kernels.code_values import code_values, scale_values
-from shardnet.model.kernels.codes import Codes
+from shardnet.model.kernels.codes import Codes, GgufRows, StoredRows
 from shardnet.model.kernels.gguf_blocks import gguf_codes
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.packing import (
@@ -25,7 +32,6 @@ from shardnet.model.kernels.packing import (
     pack_blocks_natively,
     pack_codes_natively,
 )
-from shardnet.model.kernels.stored_rows import GgufRows, StoredRows
 
 _QUAD: Final = 4
 _DTYPES: Final[Mapping[Code, torch.dtype]] = {

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardnet.model.config.panel_form import PANEL
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import PANEL, Quantization
 from shardnet.model.kernels.codes import Codes
 from shardnet.model.kernels.library import NativeKernels, native_kernels
 from shardnet.model.kernels.packing import can_pack, pack_natively

@@ -171,7 +171,7 @@ def _pieces(
     """Encode for about `budget_s`, at least one piece; return what is done then."""
     import torch  # on the compute thread, which has it
 
-    from shardnet.model.kernels.device_memory import is_out_of_memory
+    from shardnet.model.kernels.devices import is_out_of_memory
 
     until_s = time.perf_counter() + budget_s
     with torch.inference_mode():

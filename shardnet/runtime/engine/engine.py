@@ -20,14 +20,17 @@ from shardnet.errors import (
     ShardnetError,
 )
 from shardnet.runtime.engine.counters import EngineTotals, StepLog
-from shardnet.runtime.engine.drafters import drafter_of
 from shardnet.runtime.engine.encoding import Encoding, FirstStage
 from shardnet.runtime.engine.guide import Guide
 from shardnet.runtime.engine.live_request import LiveRequest
 from shardnet.runtime.engine.live_requests import LiveRequests
-from shardnet.runtime.engine.prefixes import Prefixes
-from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, RequestEvent
-from shardnet.runtime.engine.restoring import Restoring
+from shardnet.runtime.engine.prefixes import Prefixes, Restoring
+from shardnet.runtime.engine.requests import (
+    GenerationFinished,
+    GenerationRequest,
+    RequestEvent,
+    drafter_of,
+)
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduling.drafting import RingDrafts
 from shardnet.runtime.scheduling.limits import RingLimits

@@ -1,4 +1,4 @@
-"""Which prompts begin with what is on the stages' disks, and whether reading it pays.
+"""Which prompts begin with what is on the stages' disks, whether reading it pays, and who waits.
 
 Knows keys of blocks, rates, and that all stages must restore the same positions or none. Must not
 know files, nor how the stages are asked.
@@ -9,12 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from shardnet.errors import ShardnetError
+from shardnet.runtime.engine.live_requests import LiveRequests
+from shardnet.runtime.engine.requests import GenerationRequest
 from shardnet.runtime.scheduling.prefix_keys import block_keys
+from shardnet.runtime.scheduling.scheduler import Scheduler
+from shardnet.runtime.scheduling.sequences import RestorePrefix
 from shardnet.slot_operations import AdapterUse, Pictures, whole_before
 from shardnet.types import BLOCK_POSITIONS, STORED_PREFIX_POSITIONS, SequenceId
 
@@ -135,3 +139,66 @@ class Prefixes:
         """Have the stages forget what they have read for a sequence that does not begin."""
         with contextlib.suppress(ShardnetError):  # it goes with the next one, or with the ring
             await self._stages.forget(sequence_id)
+
+
+@dataclass(slots=True, kw_only=True)
+class Restoring:
+    """What is being read now. `prefixes` is None where the ring keeps none.
+
+    `on_end` is called when a sequence may begin, with what was read or without.
+    """
+
+    prefixes: Prefixes | None
+    scheduler: Scheduler
+    on_end: Callable[[], None]
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def n_positions(self) -> int:
+        """Positions that were read so far on this ring."""
+        return self.prefixes.restored_positions if self.prefixes else 0
+
+    async def find(self, request: GenerationRequest) -> int:
+        """Return how many positions of the prompt to read from the stages' disks."""
+        if self.prefixes is None:
+            return 0
+        if request.deterministic or request.lockstep or request.outputs.needs_whole_prompt:
+            return 0
+        inputs = request.adapters, request.places
+        held = self.scheduler.book.prefix(request.prompt, *inputs)
+        n_held = held.n_kept if held else 0
+        return await self.prefixes.find(request.prompt, n_held, *inputs)
+
+    def begin(self, wanted: RestorePrefix, requests: LiveRequests) -> None:
+        """Begin to read for a sequence."""
+        if self.prefixes is None:  # nobody found anything
+            self.scheduler.restored(wanted.sequence_id, 0)
+            return
+        restoring = asyncio.create_task(self._restore(self.prefixes, wanted, requests))
+        self._tasks.add(restoring)
+        restoring.add_done_callback(self._tasks.discard)
+
+    def cancel(self) -> None:
+        """End what is being read: the ring is gone."""
+        for restoring in self._tasks:
+            restoring.cancel()
+
+    def learn(self, n_rows: int, slowest_us: int) -> None:
+        """Note what a prompt chunk cost; see Prefixes.learn."""
+        if self.prefixes is not None:
+            self.prefixes.learn(n_rows, slowest_us)
+
+    async def _restore(
+        self, prefixes: Prefixes, wanted: RestorePrefix, requests: LiveRequests
+    ) -> None:
+        """Have a prompt's beginning read from disk, and let its sequence begin in any case."""
+        sequence_id, n_positions = wanted.sequence_id, 0
+        live = requests.get(sequence_id)
+        if live is not None:
+            request = live.request
+            n_positions = await prefixes.restore(
+                sequence_id, request.prompt, wanted.n_positions, request.adapters, request.places
+            )
+        if not self.scheduler.restored(sequence_id, n_positions) and n_positions:
+            await prefixes.forget(sequence_id)
+        self.on_end()

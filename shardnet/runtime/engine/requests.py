@@ -1,4 +1,4 @@
-"""Requests to the engine, and the events it answers with.
+"""Requests to the engine, who drafts for one, and the events it answers with.
 
 Knows their fields. Must not know how a request is carried out.
 """
@@ -11,18 +11,24 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from shardnet.errors import SamplingError
+from shardnet.errors import SamplingError, UsageError
 from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.runtime.engine.guide import Constrained
 from shardnet.runtime.engine.outputs import OutputEvent
 from shardnet.runtime.ring.pipeline import StepAnswered
-from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, DraftSource
+from shardnet.runtime.scheduling.drafting import (
+    MAX_DRAFT_TOKENS,
+    AdaptiveDrafter,
+    DraftSource,
+    RingDrafts,
+)
 from shardnet.runtime.scheduling.sequences import FinishReason
+from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.sampling_params import MAX_STOP_IDS, SamplingParams, TokenLogprobs
 from shardnet.slot_operations import AdapterUse, PicturePlace, Pictures
 from shardnet.types import LiveState, RowGroup
+from shardnet.wire.messages.activity import MAX_TRACED_STEPS, TracedStep
 from shardnet.wire.messages.generation import Timing
-from shardnet.wire.messages.traces import MAX_TRACED_STEPS, TracedStep
 
 if TYPE_CHECKING:
     from shardnet.model.vision.picture import PreparedPicture
@@ -191,3 +197,35 @@ class GenerationFinished:
 
 
 RequestEvent = RequestMoved | TokenGenerated | OutputEvent | GenerationFinished
+
+
+def drafter_of(
+    request: GenerationRequest,
+    ring_drafts: RingDrafts | None,
+    *,
+    cost: StepCost,
+    exact_rows: int,
+    on_ready: Callable[[], None],
+) -> AdaptiveDrafter | None:
+    """Make the drafter of a request, of `ring_drafts` if they are not None.
+
+    `exact_rows` are those of the ring's limits; `on_ready` is called when drafts are there. Raises
+    UsageError where drafts could change the request's bits.
+    """
+    if request.speculation is None:
+        return None
+    if request.deterministic and exact_rows == 1:
+        raise UsageError(
+            "--deterministic and --speculate exclude each other on this ring: the bits of a "
+            "row depend on the batch",
+            remedy="leave one of them out",
+        )
+    source: DraftSource | None = ring_drafts
+    if request.speculation.make_draft_source is not None:
+        source = request.speculation.make_draft_source(on_ready)
+    assert source is not None
+    return AdaptiveDrafter(
+        draft_source=source,
+        cost=cost,
+        most=request.speculation.most,
+    )

@@ -112,7 +112,7 @@ def join(order: StageOrder, stages: Sequence[LoadedStage]) -> LoadedStage:
     The KV room of the one that was loaded last is what all of them on one device share. No prefixes
     are kept on disk. Raises CapacityError if that room does not hold a context.
     """
-    from shardnet.stage.moves.joined_moves import JoinedMoves
+    from shardnet.stage.moves.slot_moves import JoinedMoves
 
     stages = sorted(stages, key=lambda stage: stage.order.layers.start)
     parts = [part for stage in stages for part in stage.parts or (stage,)]

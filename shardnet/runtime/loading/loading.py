@@ -238,8 +238,8 @@ def _prefixes(
     """
     if store is None or model.kv.has_states:
         return "", None
-    from shardnet.runtime.loading.arithmetic import arithmetic_of
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
+    from shardnet.stage.stage_audit import arithmetic_of
 
     arithmetic = arithmetic_of(model)
     identity = [order.model_id, str(order.layers), order.dtype.value, order.kv_dtype.value]
@@ -262,7 +262,7 @@ def _load_model(
     import torch
 
     from shardnet.model.kernels.linear import probe
-    from shardnet.stage.adapters.loaded_adapter import LoadedAdapter
+    from shardnet.stage.adapters.adapted_weights import LoadedAdapter
     from shardnet.stage.load import load_stage
 
     order, checkpoint = job.order, job.checkpoint

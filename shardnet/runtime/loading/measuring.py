@@ -21,7 +21,7 @@ from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, open_fi
 from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
 from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import parse_config
 from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.types import PREFILL_CHUNK_ROWS, Arith, DType, KvDType, LayerRange
@@ -137,7 +137,7 @@ def measure_stage(
     import torch
 
     from shardnet.model.devices.bits import open_device
-    from shardnet.model.kernels.device_memory import capacity_error_for
+    from shardnet.model.kernels.devices import capacity_error_for
     from shardnet.model.kernels.linear import probe
     from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes
     from shardnet.stage.synthetic_model import SyntheticModel, synthetic_config

@@ -1,18 +1,21 @@
 """A stage that spans several nodes: its shards gather over links, and follow shard 0.
 
-Knows how parts become bytes and a whole again, and which calls the other shards must make too. Must
-not know frames nor links.
+Knows how parts become bytes and a whole again, and which calls the other shards must make too; and
+how to compute so on one node, to measure what a narrower dtype costs. Must not know frames nor
+links.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 from torch import Tensor
 
 from shardnet.errors import LostShardError, ShardnetError, internal_error, without_frames
 from shardnet.model.kernels.codec import pack_rows, unpack_rows, wire_of
+from shardnet.model.shards.cut import shares
 from shardnet.model.shards.group import GatherStruct, PythonGather
 from shardnet.runtime.stage.compute import Activations, Samples, StageCompute
 from shardnet.slot_operations import SlotOperation
@@ -186,3 +189,39 @@ class SpanningCompute:
         if self._exchange is None:
             raise LostShardError("the nodes of this stage are not connected", remedy="ask again")
         return self._exchange
+
+
+class RoundedGroup:
+    """The only shard of a stage, whose columns are rounded as parts of `n_nodes` to `wire`.
+
+    It implements ShardGroup.
+    """
+
+    index = 0
+    size = 1
+
+    def __init__(self, wire: WireDType, n_nodes: int) -> None:
+        self._wire = wire
+        self._n_nodes = n_nodes
+        self._native = PythonGather(self)
+
+    @property
+    def struct(self) -> GatherStruct:
+        """See ShardGroup."""
+        return self._native.struct
+
+    def gather(self, part: Tensor, ends: Sequence[int]) -> Tensor:
+        """Return all columns, rounded part by part."""
+        whole, n_rows = part.clone(), part.shape[0]
+        n_nodes = min(self._n_nodes, ends[-1])
+        for begin, end in pairwise(shares(ends[-1], n_nodes)):
+            if n_rows and begin < end:
+                payload = pack_rows(part[:, begin:end], self._wire)
+                whole[:, begin:end] = unpack_rows(
+                    payload, self._wire, n_rows, end - begin, part.device
+                )
+        return whole
+
+    def check(self) -> None:
+        """Raise what could not be rounded: an activation that does not fit the wire."""
+        self._native.raise_error()

@@ -48,8 +48,10 @@ from shardnet.runtime.shards.calls import (
     Run,
     ShardJob,
     Trim,
+    read_exactly,
+    read_message,
+    write_message,
 )
-from shardnet.runtime.shards.frames import read_exactly, read_message, write_message
 from shardnet.runtime.shards.mailbox import Mailbox
 from shardnet.types import MicroBatch, SlotId
 

@@ -34,8 +34,10 @@ from shardnet.runtime.shards.calls import (
     Run,
     ShardJob,
     Trim,
+    read_exactly,
+    read_message,
+    write_message,
 )
-from shardnet.runtime.shards.frames import read_exactly, read_message, write_message
 from shardnet.runtime.shards.mailbox import Mailbox
 from shardnet.threads import end_process
 
@@ -139,7 +141,7 @@ class _Shard:
     """A loaded shard, and what has come of a slot that it is to hold."""
 
     def __init__(self, job: ShardJob, model: StageModel, leader: socket.socket) -> None:
-        from shardnet.runtime.shards.arriving import ArrivingSlot
+        from shardnet.runtime.shards.load_shard import ArrivingSlot
 
         assert model.cut is not None
         self._job = job

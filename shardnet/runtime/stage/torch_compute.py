@@ -23,7 +23,7 @@ from shardnet.errors import (
 )
 from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.model.kernels.codec import pack_rows, torch_dtype, unpack_rows
-from shardnet.model.kernels.device_memory import is_out_of_memory
+from shardnet.model.kernels.devices import is_out_of_memory
 from shardnet.model.sampling.sampler import Sampler
 from shardnet.runtime.stage.compute import Activations, Samples, StepArrived, StepResult
 from shardnet.runtime.stage.mtp_drafts import MtpDrafts

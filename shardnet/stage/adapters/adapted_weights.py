@@ -1,20 +1,23 @@
 """The linears of a stage with what adapters add to them.
 
-Knows which linears adapters name, and which outputs of joined linears are theirs. Must not know how
+Knows which linears adapters name, which outputs of joined linears are theirs, and what parts of
+adapters take of memory. Must not know how
 weights are read, nor who asks for an adapter.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from shardnet.checkpoint.adapters.stored_adapter import linear_shapes
+from shardnet.checkpoint.adapters.layer_files import read_layer_file
+from shardnet.checkpoint.adapters.stored_adapter import LowRank, linear_shapes
 from shardnet.errors import UnsupportedModelError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.kernels.linear import Linear
@@ -28,7 +31,6 @@ from shardnet.stage.adapters.adapted_linear import (
     AddedPart,
     LowRankProduct,
 )
-from shardnet.stage.adapters.loaded_adapter import LoadedAdapter
 
 _LINEAR: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -123,3 +125,22 @@ class AdaptedWeights:
     def parameter(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """See WeightSource."""
         return self.weights.parameter(name, rows=rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAdapter:
+    """What an adapter has for the layers of a stage, by absolute layer and by linear."""
+
+    adapter_id: str
+    layers: Mapping[int, Mapping[str, LowRank]]
+
+    @classmethod
+    def read(cls, adapter_id: str, files: Iterable[tuple[int, Path]]) -> LoadedAdapter:
+        """Read the files of some layers. Raises CheckpointError if one is damaged."""
+        layers = {layer: read_layer_file(file) for layer, file in files}
+        return cls(adapter_id=adapter_id, layers=layers)
+
+    def bytes_of(self, layer: int) -> int:
+        """Return the bytes that its part for a layer takes, in float32."""
+        linears = self.layers.get(layer, {}).values()
+        return sum(4 * (one.a.numel() + one.b.numel()) for one in linears)

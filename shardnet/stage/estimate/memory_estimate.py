@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from shardnet.model.config.limits import GRAPH_BUCKETS
 from shardnet.model.config.model_config import HeadShape, ModelConfig
-from shardnet.model.config.panel_form import PANEL
-from shardnet.model.config.quantization import UNPACKED_PANELS, Quantization
+from shardnet.model.config.panel_form import PANEL, UNPACKED_PANELS, Quantization
 from shardnet.model.families.stage_tensors import (
     Shape,
     Table,

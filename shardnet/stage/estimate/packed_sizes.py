@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import ITEM_BYTES
-from shardnet.model.config.panel_form import PANEL
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import PANEL, Quantization
 from shardnet.model.families.stage_tensors import (
     Table,
     embedding_tensors,

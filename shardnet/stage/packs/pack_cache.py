@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from xxhash import xxh3_64
 
 from shardnet.files import DiskShare, open_own, read_own, replacing, write_whole
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.worker_pool import WorkerPool
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from typing import Final
 
 from torch import Tensor
 
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.threads import DaemonThreads
 

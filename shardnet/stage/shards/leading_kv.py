@@ -2,23 +2,24 @@
 
 The first shard of a stage speaks for all: what goes into its cache goes into every shard's, and
 what is taken out is that of all heads, as a whole stage has it. So slots move between sharded and
-whole stages. Must not know processes.
+whole stages. What the first shard asks of the others is a protocol here; how a call travels is a
+matter of runtime/shards. Must not know processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.model.cache.slot_blocks import SlotContents
 from shardnet.model.shards.cut import Cut
-from shardnet.stage.shards.followers import Followers
-from shardnet.types import SlotId
+from shardnet.types import MicroBatch, SlotId
 
 
 class LeadingKvCache(KvCache):
@@ -145,3 +146,42 @@ def own_heads(contents: SlotContents, cut: Cut) -> SlotContents:
         return [tensor[own].clone() if tensor.shape[0] else tensor for tensor in tensors]
 
     return replace(contents, keys=cut_out(contents.keys), values=cut_out(contents.values))
+
+
+class Followers(Protocol):
+    """The shards of a stage but the first. Called on the compute thread only.
+
+    Nothing is waited for but room for the call. Raises LostShardError once a shard is lost.
+    """
+
+    def run(self, batch: MicroBatch, hidden: Tensor | None, pictures: PictureRows | None) -> None:
+        """Have them run a micro-batch through their layers, as StageModel.run_alone does.
+
+        Encoded rows of pictures are not sent: a first stage that is cut has none.
+        """
+
+    def logits(self, rows: Tensor) -> None:
+        """Have them apply norm and LM head to rows [R, E]."""
+
+    def trim(self, slot: SlotId, n_positions: int) -> None:
+        """Have them free blocks of a slot, as KvCache.trim does."""
+
+    def copy(self, source: SlotId, target: SlotId, n_positions: int) -> None:
+        """Have them copy positions of a slot, as KvCache.copy does."""
+
+    def clear(self) -> None:
+        """Have them free all slots."""
+
+    def adopt(self, slot: SlotId, contents: SlotContents, n_blocks: int) -> None:
+        """Have a slot hold `contents`, of which each takes the KV heads that it has."""
+
+    def read(
+        self, slot: SlotId, layer: int, begin: int, end: int, *, values: bool
+    ) -> Sequence[Tensor]:
+        """Return the keys or values [own KV heads, end - begin, W] that each has of a layer.
+
+        Positions are counted from the first one that the slot holds.
+        """
+
+    def fail(self) -> None:
+        """Say that the first shard cannot go on: the others must not wait for it."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import CapacityError
-from shardnet.model.kernels.device_memory import capacity_error_for
+from shardnet.model.kernels.devices import capacity_error_for
 
 log = logging.getLogger(__name__)
 

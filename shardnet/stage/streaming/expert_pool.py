@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import CheckpointError
-from shardnet.model.kernels.device_memory import capacity_error_for
+from shardnet.model.kernels.devices import capacity_error_for
 from shardnet.model.kernels.linear import Linear
 from shardnet.stage.estimate.memory_estimate import N_BUFFERS
 from shardnet.stage.streaming.file_parts import FilePart, Packing, Piece, pieces_of

@@ -1,19 +1,22 @@
-"""Reads GPT-2's tokenizer format: vocab.json and merges.txt.
+"""Reads GPT-2's tokenizer format, vocab.json and merges.txt, and the one file tokenizer.json.
 
 Knows the pretokenizer of each tokenizer class, which tokenizer_config.json names, else the model's
-type implies. Must not know tokenizer.json.
+type implies.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import tokenizers
+
+from shardnet.checkpoint.tensors.json_files import MAX_WHOLE_BYTES
 from shardnet.errors import CheckpointError
 from shardnet.model.families.registry import find_family
 from shardnet.tokenizers.backends.added_tokens import NamedToken, read_added_tokens
 from shardnet.tokenizers.backends.byte_level import merged_backend
 from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, GPT2, QWEN2, Pretokenizer
-from shardnet.tokenizers.backends.token_files import read_lines, read_object
+from shardnet.tokenizers.backends.token_files import read_bytes, read_lines, read_object
 from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 
 _CLASSES = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer": QWEN2}
@@ -114,3 +117,16 @@ def _merges(path: Path) -> list[tuple[str, str]]:
             )
         merges.append((first, second))
     return merges
+
+
+def read_tokenizer_json(path: Path) -> LoadedTokenizer:
+    """Read the file. Raises CheckpointError if it is damaged or not supported."""
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(read_bytes(path, MAX_WHOLE_BYTES))
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{path} is not a usable tokenizer: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return LoadedTokenizer(backend=backend)

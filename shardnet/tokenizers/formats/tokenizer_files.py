@@ -61,7 +61,7 @@ def read_tokenizer(place: Path) -> LoadedTokenizer | None:
         return read_gguf_tokenizer(read_gguf_header(place).metadata, str(place))
     folder = place
     if has_file(folder / "tokenizer.json"):
-        from shardnet.tokenizers.formats.tokenizer_json import read_tokenizer_json
+        from shardnet.tokenizers.formats.gpt2_files import read_tokenizer_json
 
         return read_tokenizer_json(folder / "tokenizer.json")
     if has_file(folder / "tekken.json"):

@@ -2,7 +2,7 @@
 
 Knows which messages may come in a CONTROL frame (docs/protocol.md section 8). Knows nothing of what
 is done with them; their fields stand in messages/membership.py, messages/measurements.py,
-stages.py, plans.py, generation.py and traces.py.
+stages.py, plans.py, generation.py and activity.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import Address, Explanation, Remedy, RequestId, decode, encode
 from shardnet.wire.messages.activity import (
     CancelSequence,
+    ClockRead,
     GetActivity,
     KeepRing,
+    ReadClock,
     RingActivity,
     RingKept,
+    TracePiece,
 )
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.deputies import (
@@ -42,6 +45,10 @@ from shardnet.wire.messages.deputies import (
 )
 from shardnet.wire.messages.generation import (
     Cancel,
+    Detokenize,
+    Detokenized,
+    Encode,
+    Encoded,
     Finished,
     Generate,
     LastRun,
@@ -49,6 +56,8 @@ from shardnet.wire.messages.generation import (
     RowsPiece,
     StateChanged,
     TextPiece,
+    Tokenize,
+    Tokenized,
     Unload,
 )
 from shardnet.wire.messages.handshake import ErrorReport, explained
@@ -93,15 +102,6 @@ from shardnet.wire.messages.stages import (
     StageReady,
     UnloadStage,
 )
-from shardnet.wire.messages.tokens import (
-    Detokenize,
-    Detokenized,
-    Encode,
-    Encoded,
-    Tokenize,
-    Tokenized,
-)
-from shardnet.wire.messages.traces import ClockRead, ReadClock, TracePiece
 
 
 class Done(Tagged, frozen=True, kw_only=True):

@@ -13,8 +13,7 @@ from support.servers.http_app import served
 from shardnet.api.chat.request import ChatTurn, ToolCall
 from shardnet.api.responses.body import ResponseBody
 from shardnet.api.responses.conversation import response_request
-from shardnet.api.responses.faults import failed_event
-from shardnet.api.responses.responses import tokens_up_to
+from shardnet.api.responses.responses import failed_event, tokens_up_to
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError, fault_of
 from shardnet.api.server.keys import Keyring, parse_key

@@ -18,10 +18,9 @@ from shardnet.api.server.settings import Settings
 from shardnet.api.switching import model_switch, turns
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import BusyError, CheckpointError, PeerFailedError, ShardnetError
-from shardnet.wire.messages.generation import Generate, Unload
+from shardnet.wire.messages.generation import Generate, Tokenize, Unload
 from shardnet.wire.messages.membership import StageInfo
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
-from shardnet.wire.messages.tokens import Tokenize
 
 COMPLETIONS, CHAT = "/v1/completions", "/api/chat"
 TINY, BIG, DEFAULT = "org/Tiny-Llama", "org/Big-Llama", "shardnet/default"

@@ -12,8 +12,8 @@ from support.models.packed_blocks import random_rows
 from shardnet.checkpoint.formats.gguf_types import PACKED, packing_of
 from shardnet.checkpoint.tensors.model_tensor import rotary_halves
 from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
+from shardnet.model.kernels.codes import PackedWeight
 from shardnet.model.kernels.panels import Panels, pack_into, unpack
-from shardnet.model.kernels.stored_rows import PackedWeight
 
 N_IN = 512
 

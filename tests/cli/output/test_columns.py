@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from shardnet.wire.messages.membership import ListedModel, ModelsListed, NodeInfo, StageInfo
+from shardnet_cli.commands.models import model_lines
 from shardnet_cli.commands.nodes import node_lines
 from shardnet_cli.output.columns import columns, terminal_width, wrapped
-from shardnet_cli.output.model_table import model_lines
 
 NODE = NodeInfo(
     node="a" * 32,

@@ -13,7 +13,7 @@ from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import connect
-from shardnet.cluster.recovery import node_watch, returns
+from shardnet.cluster.recovery import node_watch
 from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -46,7 +46,7 @@ def test_a_head_that_stood_still_gives_way_and_joins_whoever_leads(
     Either it leads a ring again before it hears of the other, with a node that the other does
     without, and with that as deputy; or nodes refuse it first.
     """
-    monkeypatch.setattr(returns, "SETTLE_S", 0.05)
+    monkeypatch.setattr("shardnet.cluster.recovery.policy.SETTLE_S", 0.05)
     monkeypatch.setattr(node_watch, "LOOK_S", 0.02)
     model = make_llama(tmp_path / "model", max_position_embeddings=1024, num_hidden_layers=6)
     prompts = [random_prompt(20, 300, seed=1)]

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from shardnet.cluster.deputy import kept_values
 from shardnet.cluster.deputy.kept_values import KeptValues
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import MessageHandlers
 from shardnet.errors import LinkClosedError
 from shardnet.wire.messages.deputies import (
     DropValue,

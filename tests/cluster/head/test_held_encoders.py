@@ -22,7 +22,7 @@ from shardnet.model.families import encoders as families
 from shardnet.runtime.encoding.encoder_facts import find_encoder
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import ControlMessage, Redirect
-from shardnet.wire.messages.tokens import MAX_ENCODED_WIDTH, Encode, Encoded
+from shardnet.wire.messages.generation import MAX_ENCODED_WIDTH, Encode, Encoded
 
 
 @dataclass(slots=True, kw_only=True)

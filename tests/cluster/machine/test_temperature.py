@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from shardnet.cluster.machine.temperature import (
     Thermometer,
     gpu_temperature,
     gpu_use,
+    runs_on_battery,
     warmest,
 )
 
@@ -128,3 +130,23 @@ def test_the_gpu_that_torch_computes_on_is_asked(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     assert gpu_temperature() is None
+
+
+def supply(folder: Path, name: str, **files: str) -> None:
+    (folder / name).mkdir()
+    for file, text in files.items():
+        (folder / name / file).write_text(text + "\n")
+
+
+def test_a_battery_counts_only_where_it_alone_gives_power(tmp_path: Path) -> None:
+    assert not runs_on_battery(tmp_path / "missing")
+    assert not runs_on_battery(tmp_path)
+    mouse = {"type": "Battery", "scope": "Device", "status": "Discharging", "online": "1"}
+    supply(tmp_path, "mouse", **mouse)
+    assert not runs_on_battery(tmp_path)
+    supply(tmp_path, "BAT0", type="Battery", status="Discharging")
+    assert runs_on_battery(tmp_path)
+    supply(tmp_path, "AC", type="Mains", online="1")
+    assert not runs_on_battery(tmp_path)
+    (tmp_path / "AC" / "online").write_text("0\n")
+    assert runs_on_battery(tmp_path)

@@ -15,6 +15,7 @@ from msgspec import structs
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import Device, MemoryBudget
+from shardnet.cluster.measuring import node_benchmark
 from shardnet.cluster.measuring.figure_cache import FigureCache
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.member.ring_membership import RingMembership
@@ -33,7 +34,6 @@ from shardnet.errors import (
 from shardnet.model.kernels.library import native_kernels
 from shardnet.runtime.loading import measuring as measuring_stages
 from shardnet.runtime.processors.processor_use import ProcessorUse
-from shardnet.runtime.shards import measuring_gathers
 from shardnet.transport.link import Link
 from shardnet.types import DType
 from shardnet.wire.messages.measurements import MeasureStage, StageMeasured, StageObserved
@@ -148,7 +148,7 @@ def test_what_is_known_is_told_also_by_a_node_that_generates(tmp_path: Path) -> 
 def test_equal_groups_of_cores_are_measured_once_and_their_gathers_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measuring_gathers, "GATHERS", 5)
+    monkeypatch.setattr(node_benchmark, "GATHERS", 5)
 
     async def first(figures: NodeBenchmark, host: StageHost) -> None:
         answer = await measure(figures, ask(threads=0))

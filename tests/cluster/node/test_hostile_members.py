@@ -22,7 +22,7 @@ from shardnet.errors import RemoteProtocolError, ShardnetError
 from shardnet.runtime.loading.model_facts import ModelFacts, identify
 from shardnet.transport.memory import memory_pair
 from shardnet.wire.framing.frames import Frame, FrameKind
-from shardnet.wire.messages.activity import RingActivity
+from shardnet.wire.messages.activity import ClockRead, RingActivity
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect, read_control
 from shardnet.wire.messages.deputies import NodeFound, ValueFound, ValuesListed
 from shardnet.wire.messages.generation import Finished, LastRun, TextPiece
@@ -30,7 +30,6 @@ from shardnet.wire.messages.measurements import LinksMeasured, StageMeasured
 from shardnet.wire.messages.membership import ModelIdentity, Ping, StatusReply
 from shardnet.wire.messages.plans import PlanReply
 from shardnet.wire.messages.stages import Drain, StageReady
-from shardnet.wire.messages.traces import ClockRead
 
 NOWHERE = "/nowhere/model"
 ANSWER_S = 30.0

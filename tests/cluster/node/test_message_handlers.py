@@ -12,21 +12,23 @@ from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import Device, MemoryBudget
 from shardnet.cluster.node.node import running
 from shardnet.cluster.node.settings import NodeSettings
-from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.types import DType, NodeId
-from shardnet.wire.messages.activity import RingActivity, RingKept
+from shardnet.wire.messages.activity import ClockRead, RingActivity, RingKept, TracePiece
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Failed, Redirect
 from shardnet.wire.messages.deputies import CopiedTo, NodeFound, ValueFound, ValuesListed
 from shardnet.wire.messages.generation import (
     Cancel,
+    Detokenized,
+    Encoded,
     Finished,
     LastRun,
     RowsPiece,
     StateChanged,
     TextPiece,
+    Tokenized,
     Unload,
 )
 from shardnet.wire.messages.measurements import LinksMeasured, StageMeasured
@@ -46,8 +48,6 @@ from shardnet.wire.messages.stages import (
     StageAudited,
     StageReady,
 )
-from shardnet.wire.messages.tokens import Detokenized, Encoded, Tokenized
-from shardnet.wire.messages.traces import ClockRead, TracePiece
 
 ANSWERS = {
     ClockRead,

@@ -21,7 +21,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.machine.profile import Device, MemoryBudget
 from shardnet.cluster.member import stage_loader
 from shardnet.cluster.node.node import listening
-from shardnet.model.kernels.device_memory import capacity_error_for
+from shardnet.model.kernels.devices import capacity_error_for
 from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.loading.loading import load
 from shardnet.runtime.stage.stage_order import StageOrder

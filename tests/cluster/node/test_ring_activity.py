@@ -16,8 +16,8 @@ from support.rings.fake_ring import FakeRing, fake_ring, request_of
 from shardnet.api.client import Client
 from shardnet.cluster.head.lead import Opening
 from shardnet.cluster.node.ring_activity import RingWatch
-from shardnet.cluster.peers.message_handlers import MessageHandlers
-from shardnet.cluster.recovery.records import RecoveryRecord
+from shardnet.cluster.peers.control_link import MessageHandlers
+from shardnet.cluster.recovery.recovery import RecoveryRecord
 from shardnet.errors import CancelledRequestError, LinkError, UsageError
 from shardnet.runtime.engine.requests import TokenGenerated
 from shardnet.types import LiveState

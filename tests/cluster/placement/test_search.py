@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.rings.clusters import MIB, Links, candidate, naive_best_s, random_cluster, shape
 from support.soak import cases, examples, is_soak
 
-from shardnet.cluster.placement import rules as ring_rules
+from shardnet.cluster.placement import search
 from shardnet.cluster.placement.estimate import measured_problem
 from shardnet.cluster.placement.figures import (
     CandidateNode,
@@ -156,7 +156,7 @@ def test_sixteen_nodes_and_128_layers_are_placed_with_little_work(
     Room for the model is scarce in these clusters: rings of 10 to 16 stages, the slowest to find.
     """
     looks = count()
-    for rules in (ring_rules._SumRules, ring_rules._SlowestRules):
+    for rules in (search._SumRules, search._SlowestRules):
 
         def counted(*place: Any, floor: Callable[..., float] = rules.floor) -> float:
             next(looks)

@@ -31,7 +31,7 @@ from shardnet.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import parse_config
 from shardnet.runtime.loading.loading import cut_of, kv_room_blocks
 from shardnet.runtime.loading.model_facts import ModelFacts

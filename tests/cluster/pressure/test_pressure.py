@@ -8,15 +8,22 @@ from random import Random
 import pytest
 from support.soak import cases
 
-from shardnet.cluster.pressure.memory_strain import (
+from shardnet.cluster.pressure.policy import (
+    AWAY_S,
+    DROP_S,
+    N_BUSY,
     N_SHORT,
     RELIEF_S,
+    REST_S,
+    SHORT_OF_MEMORY,
+    Action,
     MemoryLook,
     MemoryStrain,
+    OwnerLook,
+    OwnerWatch,
+    PressurePolicy,
     Strain,
 )
-from shardnet.cluster.pressure.owner_watch import AWAY_S, N_BUSY, OwnerLook, OwnerWatch
-from shardnet.cluster.pressure.policy import DROP_S, REST_S, SHORT_OF_MEMORY, Action, PressurePolicy
 
 GIB = 1 << 30
 LOOK_S = 2.0

@@ -13,13 +13,15 @@ from shardnet.cluster.recovery.policy import (
     DELAYS_S,
     IN_VAIN_S,
     MOST_IN_VAIN,
+    SETTLE_S,
     STUCK_S,
     Attempt,
     Blame,
     GiveUp,
     RecoveryPolicy,
+    Returns,
+    is_better,
 )
-from shardnet.cluster.recovery.returns import SETTLE_S, Returns, is_better
 from shardnet.errors import (
     BusyError,
     DamagedFrameError,

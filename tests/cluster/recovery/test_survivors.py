@@ -17,7 +17,7 @@ from support.rings.stage_chain import random_prompt
 from shardnet.api.client import Client, connect
 from shardnet.cluster.machine.profile import MemoryBudget
 from shardnet.cluster.node.node import Node, listening
-from shardnet.cluster.recovery import node_watch, returns
+from shardnet.cluster.recovery import node_watch
 from shardnet.errors import PlanError, ShardnetError
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import NodeId
@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(unmeasured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that come are used at once, and nothing is measured."""
-    monkeypatch.setattr(returns, "SETTLE_S", 0.05)
+    monkeypatch.setattr("shardnet.cluster.recovery.policy.SETTLE_S", 0.05)
     monkeypatch.setattr(node_watch, "LOOK_S", 0.02)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.arithmetic import row_functions
 from shardnet.model.config.limits import GRAPH_BUCKETS
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import FAMILIES
 from shardnet.model.fused.decode_graphs import GRAPHS_VARIABLE, find_capture
 from shardnet.model.kernels import linear, panel_linear

@@ -11,7 +11,7 @@ from support.needs import needs_library
 from torch import Tensor
 
 from shardnet.model.config.model_config import Activation, Experts
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.fused.experts import NativeExperts
 from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import NativeKernels, find_kernels

@@ -18,7 +18,7 @@ import torch
 
 from shardnet.model.arithmetic import head_matmuls, row_functions
 from shardnet.model.cache.kv_cache import KvCache
-from shardnet.model.config import panel_form, quantization
+from shardnet.model.config import panel_form
 from shardnet.model.fused import structs
 from shardnet.model.kernels import library, packing
 from shardnet.model.kernels.recurrence import RecurrenceStruct
@@ -174,7 +174,7 @@ def test_numbers_stand_for_the_same_on_both_sides() -> None:
         assert scale == constant(f"SCALE_{scale.name}")
     for minimum in panel_form.Minimum:
         assert minimum == constant("NO_MINIMUM" if minimum.name == "NONE" else minimum.name)
-    for kind in quantization.Quantization:
+    for kind in panel_form.Quantization:
         assert kind.group == constant(f"INT{kind.bits}_GROUP")
 
 

@@ -17,8 +17,7 @@ from support.rings.stage_chain import CPU, StageChain, random_prompt
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.model.config.panel_form import BFLOAT16, FLOAT32, GGUF_FORMS, PanelForm
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import BFLOAT16, FLOAT32, GGUF_FORMS, PanelForm, Quantization
 from shardnet.model.kernels import linear as linear_module
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.float_linear import float_linear

@@ -7,7 +7,7 @@ import torch
 from support.needs import needs_library, needs_vectors
 from torch import Tensor
 
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels import linear as linear_module
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.library import Isa, find_kernels

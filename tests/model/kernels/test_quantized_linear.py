@@ -13,8 +13,7 @@ from support.soak import cases, examples
 from torch import Tensor
 
 from shardnet.errors import UsageError
-from shardnet.model.config.panel_form import PANEL
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import PANEL, Quantization
 from shardnet.model.kernels import panel_linear, quantized_linear
 from shardnet.model.kernels.library import Isa, NativeKernels, find_kernels, native_kernels
 from shardnet.model.kernels.panel_linear import PanelLinear

@@ -11,8 +11,7 @@ import pytest
 from support.needs import needs_library
 
 from shardnet.errors import CapacityError, LostShardError
-from shardnet.runtime.shards.calls import Failed, Ready
-from shardnet.runtime.shards.frames import write_message
+from shardnet.runtime.shards.calls import Failed, Ready, write_message
 from shardnet.runtime.shards.processes import ShardProcesses
 
 

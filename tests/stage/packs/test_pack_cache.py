@@ -14,7 +14,7 @@ from support.models.checkpoints import make_decoder, make_llama
 from support.rings.stage_chain import CPU, StageChain, probed, random_prompt
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.stage import quantized_weights
 from shardnet.stage.load import load_stage
 from shardnet.stage.packs import pack_cache

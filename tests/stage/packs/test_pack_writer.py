@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.packs.pack_writer import PackWriter
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, CheckpointError
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.kernels.linear import Kernel, KernelChoice, probe
 from shardnet.model.kernels.panel_linear import PanelLinear

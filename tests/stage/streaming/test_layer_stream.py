@@ -23,8 +23,7 @@ from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, CheckpointError, ShardnetError, UsageError
-from shardnet.model.config.panel_form import BFLOAT16
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import BFLOAT16, Quantization
 from shardnet.model.families.registry import FAMILIES
 from shardnet.model.kernels.float_linear import PanelPacking, float_linear
 from shardnet.model.kernels.library import native_kernels
@@ -404,7 +403,7 @@ from pathlib import Path
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.kernels.linear import probe
 from shardnet.stage.packs.pack_cache import PackCache
-from shardnet.model.config.quantization import Quantization
+from shardnet.model.config.panel_form import Quantization
 from shardnet.stage.load import load_stage
 from shardnet.types import *
 

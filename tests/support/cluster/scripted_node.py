@@ -19,12 +19,12 @@ from support.cluster.checkup_facts import reply, view
 
 from shardnet.api.client import Client, open_client
 from shardnet.cluster.deputy.kept_values import KeptValues
-from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.cluster.peers.message_handlers import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
 from shardnet.errors import CapacityError, ContextExceededError, PlanError, ShardnetError
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.types import LiveState
+from shardnet.wire.messages.activity import TracedStep, TracePiece
 from shardnet.wire.messages.chat import AddedToken, DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
 from shardnet.wire.messages.diagnostics import (
@@ -35,12 +35,18 @@ from shardnet.wire.messages.diagnostics import (
 )
 from shardnet.wire.messages.extras import StageTiming
 from shardnet.wire.messages.generation import (
+    Detokenize,
+    Detokenized,
+    Encode,
+    Encoded,
     Finished,
     Generate,
     RowsPiece,
     StateChanged,
     TextPiece,
     Timing,
+    Tokenize,
+    Tokenized,
     Unload,
 )
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
@@ -56,15 +62,6 @@ from shardnet.wire.messages.membership import (
     StatusReply,
 )
 from shardnet.wire.messages.plans import ModelChoice, PlanReply, PlanRequest
-from shardnet.wire.messages.tokens import (
-    Detokenize,
-    Detokenized,
-    Encode,
-    Encoded,
-    Tokenize,
-    Tokenized,
-)
-from shardnet.wire.messages.traces import TracedStep, TracePiece
 
 MODELS = ("org/Tiny-Llama", "org/Big-Llama")
 TEMPLATE = "{{ tools }} <tool_call> <think>"

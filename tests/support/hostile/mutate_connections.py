@@ -23,7 +23,7 @@ from support.strategies.wire_strategies import feed, hello
 from shardnet.api.anthropic import endpoints as anthropic
 from shardnet.api.ollama import endpoints as ollama
 from shardnet.api.openai import endpoints as openai
-from shardnet.api.responses import endpoints as responses
+from shardnet.api.responses import responses
 from shardnet.api.serve.server import serving
 from shardnet.api.server.settings import Listening
 from shardnet.errors import ShardnetError

@@ -18,9 +18,9 @@ from shardnet.model.config.panel_form import (
     Code,
     Minimum,
     PanelForm,
+    Quantization,
     Scale,
 )
-from shardnet.model.config.quantization import Quantization
 from shardnet.model.kernels.panels import Panels
 
 _BOOK = tuple(float(value) for value in torch.linspace(-1, 1, 16))

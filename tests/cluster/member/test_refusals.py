@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardnet.cluster.member.order_checks import check_load_order
+from shardnet.cluster.member.refusals import check_load_order
 from shardnet.errors import UsageError
 from shardnet.wire.messages.stages import DevicePart, LoadStage
 

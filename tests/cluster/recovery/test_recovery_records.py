@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardnet.cluster.recovery.records import RecoveryRecord
+from shardnet.cluster.recovery.recovery import RecoveryRecord
 
 
 @pytest.mark.parametrize(

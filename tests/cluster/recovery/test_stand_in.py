@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from shardnet.cluster.recovery import witnesses
+from shardnet.cluster.recovery import stand_in
 from shardnet.errors import LinkClosedError
 from shardnet.types import NodeId
 
@@ -50,8 +50,8 @@ def test_nobody_is_lost_because_nobody_answers(
     lost: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(witnesses, "SEEN_S", 0.05)
-    monkeypatch.setattr(witnesses, "AGAIN_S", 0.005)
+    monkeypatch.setattr(stand_in, "SEEN_S", 0.05)
+    monkeypatch.setattr(stand_in, "AGAIN_S", 0.005)
     nodes = dict(zip(OTHERS, (Node(bert), Node(cleo)), strict=True))
     n_looks = 0
 
@@ -62,11 +62,11 @@ def test_nobody_is_lost_because_nobody_answers(
         n_looks += 1
         return Node(True) if back_after is not None and n_looks > back_after else None
 
-    assert asyncio.run(witnesses.is_lost(HEAD, OTHERS, cast(Any, link_of))) is lost
+    assert asyncio.run(stand_in.is_lost(HEAD, OTHERS, cast(Any, link_of))) is lost
 
 
 def test_with_nobody_to_ask_the_head_is_waited_for_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(witnesses, "ALONE_S", 0.02)
-    assert asyncio.run(witnesses.is_lost(HEAD, [], lambda _: None))
+    monkeypatch.setattr(stand_in, "ALONE_S", 0.02)
+    assert asyncio.run(stand_in.is_lost(HEAD, [], lambda _: None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardnet.wire.messages.membership import ListedModel, ModelsListed
-from shardnet_cli.output.model_table import model_lines, models_json, remarks
+from shardnet_cli.commands.models import model_lines, models_json, remarks
 
 
 def listed(node: str, *models: ListedModel, failure: str = "") -> ModelsListed:

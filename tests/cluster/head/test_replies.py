@@ -8,17 +8,17 @@ import pytest
 from msgspec.structs import replace
 from support.cluster.scripted_node import ScriptedNode, serving
 
+from shardnet.cluster.head.replies import trace_pieces
 from shardnet.cluster.peers import clocks
 from shardnet.cluster.peers.clocks import ClockOffset, compare_clock
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.cluster.ring.tracing import trace_pieces
 from shardnet.errors import ShardnetError
 from shardnet.runtime.engine.requests import StepTrace
 from shardnet.sampling_params import SamplingParams
+from shardnet.wire.messages.activity import MAX_PIECE_STEPS, ClockRead, ReadClock, TracedStep
 from shardnet.wire.messages.extras import StageTiming
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet.wire.messages.traces import MAX_PIECE_STEPS, ClockRead, ReadClock, TracedStep
 
 MESSAGE = Generate(request=3, choice=ModelChoice(model="m"), sampling=SamplingParams())
 STEP = TracedStep(

@@ -8,20 +8,20 @@ import logging
 import pytest
 
 from shardnet.api.server.settings import LogLine
-from shardnet_cli.output import log_format
+from shardnet_cli.output import exit_codes
 from shardnet_cli.output.exit_codes import say, say_over
 
 
 def test_lines_are_objects_where_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(log_format.VARIABLE, "text")  # what the format leaves there is taken back
+    monkeypatch.setenv(exit_codes.VARIABLE, "text")  # what the format leaves there is taken back
     logger = logging.getLogger("shardnet.test")
     root = logging.getLogger()
     before = root.handlers[:], root.level
     try:
         say("first")
-        log_format.keep_log_format("json")
+        exit_codes.keep_log_format("json")
         say("warning: the disk\nis full")
         say(LogLine.of("GET / 200", status=200, message="not this one"))
         logger.error("a bug in %s", "here")
