@@ -219,7 +219,7 @@ class Alone:
 
     def products_s(self, n_rows: int, n_passes: int) -> float:
         """Mean seconds of all linear products of the model at `n_rows` rows, and nothing else."""
-        found = _linears(self.model._family)
+        found = _linears(self.model.family)
         linears = [*{id(linear): linear for linear in found}.values()]  # several parts know each
         inputs = {
             linear.shape[1]: torch.randn(n_rows, linear.shape[1]).to(self.model.dtype)

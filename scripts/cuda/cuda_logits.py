@@ -188,7 +188,7 @@ def _answer(stage: StageModel, position: int, ids: list[int]) -> Tensor:
 
 def _n_buckets(stage: StageModel) -> int:
     """Count the row counts whose steps were captured: none where a capture failed, or on a CPU."""
-    graphs = stage._family._graphs  # type: ignore[attr-defined]
+    graphs = stage.family._graphs  # type: ignore[attr-defined]
     return 0 if graphs is None else len(graphs._buckets)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,26 +23,16 @@ from shardnet.stage.streaming.streamed_linear import Place, StreamedLinear
 from shardnet.stage.tensor_reader import TensorReader
 
 
+@dataclass(eq=False, kw_only=True)
 class QuantizedWeights:
     """Quantises the weights of one stage."""
 
-    def __init__(
-        self,
-        *,
-        choice: KernelChoice,
-        reader: TensorReader,
-        plain: PlainWeights,
-        packs: PackCache | None,
-        writer: PackWriter,
-        device: torch.device,
-    ) -> None:
-        """Take what reads weights, and what keeps them packed."""
-        self._choice = choice
-        self._reader = reader
-        self._plain = plain
-        self._packs = packs
-        self._writer = writer
-        self._device = device
+    choice: KernelChoice
+    reader: TensorReader
+    plain: PlainWeights
+    packs: PackCache | None
+    writer: PackWriter
+    device: torch.device
 
     def linear(
         self,
@@ -57,17 +48,17 @@ class QuantizedWeights:
         Returns one with weights in memory, of which batch invariance can be tested, and the one to
         compute with.
         """
-        shapes = [self._reader.shape(f"{name}.weight") for name in names]
+        shapes = [self.reader.shape(f"{name}.weight") for name in names]
         if transposed:
             shapes = [shape[::-1] for shape in shapes]
         shape = (sum(shape[0] for shape in shapes), shapes[0][1])
         packed = self._packed(
             names, kind, shape, transposed=transposed, is_streamed=place is not None
         )
-        bias = join_biases(biases, self._device, torch.float32)
-        own = Panels(packed=packed.to(self._device), form=kind.form, shape=shape)
+        bias = join_biases(biases, self.device, torch.float32)
+        own = Panels(packed=packed.to(self.device), form=kind.form, shape=shape)
         if place is None:
-            whole = linear_of_panels(self._choice, [own], bias)
+            whole = linear_of_panels(self.choice, [own], bias)
             return whole, whole
         made = PanelLinear([own], bias)
         part, packed_shape = self._cached_part(names, kind, packed), packed.shape
@@ -90,8 +81,8 @@ class QuantizedWeights:
 
     def _cached_part(self, names: Sequence[str], kind: Quantization, packed: Tensor) -> FilePart:
         """Locate packed weights in the cache. Raises CapacityError if they could not be stored."""
-        assert self._packs is not None
-        path, offset = self._packs.place(names, kind)
+        assert self.packs is not None
+        path, offset = self.packs.place(names, kind)
         try:
             return FilePart.of(path, offset, packed.nbytes)
         except CheckpointError as error:
@@ -112,18 +103,18 @@ class QuantizedWeights:
         """Return packed weights of `shape` (N, K), from the cache, or packed now and cached."""
         weights = [f"{name}.weight" for name in names]
         packed_shape = kind.form.packed_shape(*shape)
-        if self._packs is not None:
-            came = self._reader.instead_of(weights, math.prod(packed_shape))
-            cached = self._packs.get(names, kind, packed_shape, came)
+        if self.packs is not None:
+            came = self.reader.instead_of(weights, math.prod(packed_shape))
+            cached = self.packs.get(names, kind, packed_shape, came)
             if cached is not None:
-                self._reader.skip(weights)
+                self.reader.skip(weights)
                 return cached
-        packed = self._plain.packed_while_read(weights, kind.form, transposed=transposed)
+        packed = self.plain.packed_while_read(weights, kind.form, transposed=transposed)
         if packed is None:
-            whole = self._plain.read(weights, transposed=transposed)
-            packed = pack_all(whole, kind, self._reader.report)
+            whole = self.plain.read(weights, transposed=transposed)
+            packed = pack_all(whole, kind, self.reader.report)
             del whole
-        self._writer.put(names, kind, packed)
-        if is_streamed or self._device.type != "cpu":
-            self._writer.finish(self._reader.report)  # else it would stay in memory until written
+        self.writer.put(names, kind, packed)
+        if is_streamed or self.device.type != "cpu":
+            self.writer.finish(self.reader.report)  # else it would stay in memory until written
         return packed

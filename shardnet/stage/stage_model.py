@@ -6,6 +6,7 @@ Must not know how it was loaded (stage/load.py), nor wire, threads or sampling.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
@@ -41,63 +42,46 @@ from shardnet.types import (
 )
 
 
+@dataclass(eq=False)
 class StageModel:
     """A loaded stage. Not thread-safe: the compute thread owns it."""
 
-    def __init__(
-        self,
-        family: FamilyStage,
-        config: ModelConfig,
-        layers: LayerRange,
-        choice: KernelChoice,
-        kv: KvCache,
-        *,
-        context: int,
-        exact_rows: int,
-        weight_bytes: int,
-        stream: LayerStream,
-        writer: PackWriter,
-        linears: KeptLinears | None = None,
-        group: ShardGroup | None = None,
-        followers: Followers | None = None,
-        cut: Cut | None = None,
-        adapters: ActiveAdapters | None = None,
-        adapter_ids: frozenset[str] = frozenset(),
-        digests: WeightDigests | None = None,
-        experts: ExpertPool | None = None,
-    ) -> None:
-        self._family = family
-        self._adapters = adapters or ActiveAdapters()
-        self._adapter_ids = adapter_ids
-        self.digests = digests
-        """Looks at its weights, None where nothing does."""
-        self.linears = linears
-        """Its linears for a stage that comes after this one, None for nothing."""
-        self.group = group
-        """The shards of the stage of which this is one, None for a whole stage. The first one has
-        `followers`, which do as it does."""
-        self.cut = cut
-        """Which shard it is, None for a whole stage."""
-        self._followers = followers
+    family: FamilyStage
+    config: ModelConfig
+    layers: LayerRange
+    choice: KernelChoice
+    kv: KvCache
+    _: KW_ONLY
+    context: int
+    """The limit of positions per sequence."""
+    exact_rows: int
+    """Rows up to which a micro-batch is computed batch-invariantly (design decision 4)."""
+    weight_bytes: int
+    stream: LayerStream
+    writer: PackWriter
+    linears: KeptLinears | None = None
+    """Its linears for a stage that comes after this one, None for nothing."""
+    group: ShardGroup | None = None
+    """The shards of the stage of which this is one, None for a whole stage. The first one has
+    `followers`, which do as it does."""
+    followers: Followers | None = None
+    cut: Cut | None = None
+    """Which shard it is, None for a whole stage."""
+    adapters: ActiveAdapters = field(default_factory=ActiveAdapters)
+    adapter_ids: frozenset[str] = frozenset()
+    digests: WeightDigests | None = None
+    """Looks at its weights, None where nothing does."""
+    experts: ExpertPool | None = None
+    """Those of streamed layers, None where they are read with their layers."""
+
+    def __post_init__(self) -> None:
         self._sampled: tuple[Tensor, Tensor] | None = None
         """Of a shard, the rows that were sampled last, with their logits."""
-        self._writer = writer
-        self._stream = stream
-        self.experts = experts
-        """Those of streamed layers, None where they are read with their layers."""
-        self._config = config
-        self._context = context
-        self._windows = config.distinct_windows(layers)
-        self.layers = layers
-        self.choice = choice
-        self.kv = kv
-        self.exact_rows = exact_rows
-        """Rows up to which a micro-batch is computed batch-invariantly (design decision 4)."""
-        self.first = layers.start == 0
-        self.last = layers.end == config.n_layers
+        self._windows = self.config.distinct_windows(self.layers)
+        self.first = self.layers.start == 0
+        self.last = self.layers.end == self.config.n_layers
         self.encoder: PictureEncoder | None = None
         """What encodes pictures for the first stage, None without one."""
-        self.weight_bytes = weight_bytes
 
     @property
     def is_lost(self) -> bool:
@@ -111,31 +95,31 @@ class StageModel:
     @property
     def n_fetched(self) -> int:
         """Streamed layers that were read from disk so far."""
-        return self._stream.n_fetched
+        return self.stream.n_fetched
 
     @property
     def streams(self) -> bool:
         """Whether layers are read from disk for every pass, which should serve many rows then."""
-        return self._stream.n_layers > 0
+        return self.stream.n_layers > 0
 
     def finish_packs(self) -> None:
         """Wait until quantised weights are cached on disk; the stage can compute meanwhile."""
-        self._writer.finish()
+        self.writer.finish()
 
     @property
     def width(self) -> int:
         """Hidden size E, the width of input and output rows."""
-        return self._config.hidden_size
+        return self.config.hidden_size
 
     @property
     def vocab_size(self) -> int:
         """Width of the LM head, V."""
-        return self._config.vocab_size
+        return self.config.vocab_size
 
     @property
     def has_position_axes(self) -> bool:
         """Whether rotary positions have three axes (M-RoPE)."""
-        return self._config.rope is not None and bool(self._config.rope.axes)
+        return self.config.rope is not None and bool(self.config.rope.axes)
 
     @property
     def caching(self) -> LayerRange:
@@ -145,12 +129,7 @@ class StageModel:
     @property
     def routing(self) -> RoutingShape | None:
         """Routing shape (layers, top-k), or None for a dense model."""
-        return self._config.routing
-
-    @property
-    def context(self) -> int:
-        """The limit of positions per sequence."""
-        return self._context
+        return self.config.routing
 
     @property
     def kernel(self) -> str:
@@ -184,16 +163,16 @@ class StageModel:
         sampled, self._sampled = self._sampled, None
         if sampled is not None and torch.equal(sampled[0], rows):
             return sampled[1]
-        if self._followers is not None:
-            self._followers.logits(rows)
+        if self.followers is not None:
+            self.followers.logits(rows)
         return self._logits(rows)
 
     def _logits(self, rows: Tensor) -> Tensor:
         try:
-            logits = self._family.logits(rows).float()
+            logits = self.family.logits(rows).float()
         except BaseException:
-            if self._followers is not None:
-                self._followers.fail()  # they wait for this shard's part, and would take the next
+            if self.followers is not None:
+                self.followers.fail()  # they wait for this shard's part, and would take the next
             raise
         self._check_group()
         return logits
@@ -201,7 +180,7 @@ class StageModel:
     @property
     def has_mtp(self) -> bool:
         """Whether it has what predicts further tokens."""
-        return self._family.mtp is not None
+        return self.family.mtp is not None
 
     @torch.inference_mode()
     def run_mtp(
@@ -212,20 +191,20 @@ class StageModel:
         `normed` are the outputs at the positions of `groups`, for which their slots have room, and
         `token_ids` the tokens at the positions after them.
         """
-        assert self._family.mtp is not None
+        assert self.family.mtp is not None
         step = step_over(groups, token_ids, self.kv, self.dtype)
-        return self._family.mtp(normed, step)
+        return self.family.mtp(normed, step)
 
     @torch.inference_mode()
     def mtp_logits(self, rows: Tensor) -> Tensor:
         """Apply the LM head to rows that `run_mtp` has given: [R, E] to float32 [R, V]."""
-        assert self._family.mtp is not None
-        return self._family.mtp.project(rows).float()
+        assert self.family.mtp is not None
+        return self.family.mtp.project(rows).float()
 
     @torch.inference_mode()
     def normed(self, rows: Tensor) -> Tensor:
         """Apply the final norm, on the last stage: [R, E] in and out."""
-        return self._family.normed(rows)
+        return self.family.normed(rows)
 
     @torch.inference_mode()
     def run(
@@ -294,15 +273,15 @@ class StageModel:
         Returns for each, in order, what `run` would return, bit by bit, or the error it would
         raise.
         """
-        assert self._followers is None or len(runs) == 1, "shards compute one at a time"
+        assert self.followers is None or len(runs) == 1, "shards compute one at a time"
         split = [run.split() for run in runs]
         results: list[Tensor | ShardnetError] = []
         try:
             for together in self._passes([part for parts in split for part in parts]):
                 results += self._pass(together)
         except BaseException:
-            if self._followers is not None:
-                self._followers.fail()
+            if self.followers is not None:
+                self.followers.fail()
             raise
         given = iter(results)
         return [
@@ -316,7 +295,7 @@ class StageModel:
         With sliding windows, a slot that grows drops positions that earlier rows still attend to. A
         state is that after one row, whatever follows.
         """
-        is_ordered = any(self._windows) or self._config.has_state
+        is_ordered = any(self._windows) or self.config.has_state
         together: list[Run] = []
         slots: set[SlotId] = set()
         for run in runs:
@@ -335,24 +314,24 @@ class StageModel:
         adapters: dict[int, tuple[RowsOfAdapter, ...]] = {}
         for place, run in enumerate(runs):
             try:
-                adapters[place] = run.rows_of_adapters(self._adapter_ids, self.device)
+                adapters[place] = run.rows_of_adapters(self.adapter_ids, self.device)
                 rows, step = self._begin(run)
             except ShardnetError as error:
                 results.append(error.with_traceback(None))  # it would keep the model in memory
                 continue
             results.append(rows)
             if step is not None:
-                walks[place] = self._family.walk(rows, step)
+                walks[place] = self.family.walk(rows, step)
         if not walks:
             return results
         try:
             for layer in range(len(self.layers)):
-                self._stream.need(layer)
+                self.stream.need(layer)
                 for place, walk in walks.items():
-                    with self._adapters.of(adapters[place]):
+                    with self.adapters.of(adapters[place]):
                         results[place] = hidden = next(walk)
                     keep_state(runs[place], self.layers.start + layer + 1, hidden)
-                self._stream.done(layer)
+                self.stream.done(layer)
         except ShardnetError as error:  # concerns all micro-batches: the layer cannot be read
             failed = error.with_traceback(None)
             return [failed if place in walks else result for place, result in enumerate(results)]
@@ -370,14 +349,14 @@ class StageModel:
         self._check_token_ids(batch)
         if batch.n_rows == 0:
             return torch.empty(0, self.width, device=self.device), None
-        if self._followers is not None:  # while this one begins; they meet the same errors
-            self._followers.run(batch, run.hidden, run.pictures)
+        if self.followers is not None:  # while this one begins; they meet the same errors
+            self.followers.run(batch, run.hidden, run.pictures)
         narrower = self.choice.hidden_dtype
         try:
             step = plan_step(
                 batch,
                 run.kv or self.kv,
-                self._context,
+                self.context,
                 self.dtype,
                 run.experts,
                 None if narrower is None else torch_dtype(narrower),
@@ -386,11 +365,11 @@ class StageModel:
                 pictures=run.pictures,
             )
         except CapacityError as error:
-            if self._followers is not None and error.__cause__ is not None:
-                self._followers.fail()  # but not that this process has no memory left
+            if self.followers is not None and error.__cause__ is not None:
+                self.followers.fail()  # but not that this process has no memory left
             raise
         if run.hidden is None:
-            embedded = self._family.embed(step)
+            embedded = self.family.embed(step)
             if run.pictures is not None:
                 embedded = run.pictures.put(embedded)
             keep_state(run, 0, embedded)

@@ -13,14 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, assert_never
 
-import tokenizers
 from tokenizers import processors
 
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID
 from shardnet.tokenizers.backends.byte_level import byte_of_character
 from shardnet.tokenizers.bos_eos import adds_bos, find_bos_id, find_eos_ids
-from shardnet.tokenizers.chat.chat_template import ChatTemplate
 from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 from shardnet.tokenizers.formats.tokenizer_files import read_tokenizer
 from shardnet.tokenizers.token_table import (
@@ -39,21 +37,11 @@ _BYTE_PIECE = re.compile(r"<0x(\+?[0-9A-Fa-f]+)>")
 _ANCHOR = "a"  # a first piece, so that the probed one is not at the start of the text
 
 
+@dataclass(eq=False)
 class TextBackend:
     """Text to token ids and back, by the library. Not thread-safe."""
 
-    def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        *,
-        bos_id: int | None,
-        eos_ids: tuple[int, ...],
-        template: ChatTemplate | None = None,
-    ) -> None:
-        self._backend = backend
-        self.bos_id = bos_id
-        self.eos_ids = eos_ids
-        self.template = template
+    loaded: LoadedTokenizer
 
     @classmethod
     def load_optional(cls, place: Path) -> TextBackend | None:
@@ -86,9 +74,7 @@ class TextBackend:
             loaded.backend.post_processor = processors.TemplateProcessing(
                 single="bos $A", special_tokens=[("bos", loaded.bos_id)]
             )
-        return cls(
-            loaded.backend, bos_id=loaded.bos_id, eos_ids=loaded.eos_ids, template=loaded.template
-        )
+        return cls(loaded)
 
     def encode(self, text: str, bos: Bos, parse_special: bool) -> list[int]:
         """Encode as `Tokenizer.encode`. Raises UsageError for bos "on" without a bos token."""
@@ -97,21 +83,21 @@ class TextBackend:
                 token_ids = self._encode(text, add_special=True, parse_special=parse_special)
                 return self._without_double_bos(token_ids, text, parse_special)
             case "on":
-                if self.bos_id is None:
+                if (bos_id := self.loaded.bos_id) is None:
                     raise UsageError(
                         "--bos on: this model's tokenizer has no bos token",
                         remedy="use off",
                     )
                 token_ids = self._encode(text, add_special=False, parse_special=parse_special)
-                return token_ids if token_ids[:1] == [self.bos_id] else [self.bos_id, *token_ids]
+                return token_ids if token_ids[:1] == [bos_id] else [bos_id, *token_ids]
             case "off":
                 return self._encode(text, add_special=False, parse_special=parse_special)
             case _:
                 assert_never(bos)
 
     def _encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        self._backend.encode_special_tokens = not parse_special
-        token_ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+        self.loaded.backend.encode_special_tokens = not parse_special
+        token_ids: list[int] = self.loaded.backend.encode(text, add_special_tokens=add_special).ids
         return token_ids
 
     def encode_input(
@@ -121,27 +107,27 @@ class TextBackend:
 
         The longer one is cut so that there are at most `most_tokens`, special ones included.
         """
-        self._backend.encode_special_tokens = False
+        self.loaded.backend.encode_special_tokens = False
         if most_tokens is not None:
-            self._backend.enable_truncation(most_tokens)
+            self.loaded.backend.enable_truncation(most_tokens)
         try:
-            found = self._backend.encode(text, pair, add_special_tokens=special_tokens)
+            found = self.loaded.backend.encode(text, pair, add_special_tokens=special_tokens)
         finally:
-            self._backend.no_truncation()
+            self.loaded.backend.no_truncation()
         return found.ids, found.type_ids
 
     def _without_double_bos(
         self, token_ids: list[int], text: str, parse_special: bool
     ) -> list[int]:
         """Drop the bos that the post-processor added before one in the text itself."""
-        if self.bos_id is None or token_ids[:2] != [self.bos_id, self.bos_id]:
+        if self.loaded.bos_id is None or token_ids[:2] != [self.loaded.bos_id, self.loaded.bos_id]:
             return token_ids
         plain = self._encode(text, add_special=False, parse_special=parse_special)
         return token_ids[1:] if token_ids[1 : 1 + len(plain)] == plain else token_ids
 
     def decode(self, token_ids: Sequence[int], keep_special_tokens: bool) -> str:
         """Decode token ids. Ids without a token are skipped; invalid bytes become U+FFFD."""
-        text: str = self._backend.decode(
+        text: str = self.loaded.backend.decode(
             list(token_ids), skip_special_tokens=not keep_special_tokens
         )
         return text
@@ -151,18 +137,18 @@ class TextBackend:
 
         Raises CheckpointError for ids, tokens or a number of special tokens beyond its limits.
         """
-        ids = sorted(set(self._backend.get_vocab(with_added_tokens=True).values()))
+        ids = sorted(set(self.loaded.backend.get_vocab(with_added_tokens=True).values()))
         if ids[-1] >= MAX_ID:
             raise CheckpointError(f"{ids[-1]} is not a token id; they go from 0 to {MAX_ID - 1}")
         pieces: list[str | None] = [None] * (ids[-1] + 1)
         for token_id in ids:
-            pieces[token_id] = self._backend.id_to_token(token_id)
-        added_tokens = self._backend.get_added_tokens_decoder().values()
+            pieces[token_id] = self.loaded.backend.id_to_token(token_id)
+        added_tokens = self.loaded.backend.get_added_tokens_decoder().values()
         added = {token.content for token in added_tokens}
         special = {token.content for token in added_tokens if token.special}
         if len(special) > MAX_SPECIAL:
             raise CheckpointError(f"{len(special)} special tokens, at most {MAX_SPECIAL} are read")
-        rules = _rules_of(self._backend.decoder)
+        rules = _rules_of(self.loaded.backend.decoder)
         flags = bytearray(len(pieces))
         for token_id, piece in enumerate(pieces):
             if piece is not None:

@@ -60,11 +60,11 @@ class _Jobs:
 def described(backend: TextBackend) -> tuple[dict[str, object], bytes]:
     """Describe a tokenizer as a JSON object and a block of bytes: all that decoding needs."""
     table, block = backend.table().pack()
-    template = backend.template
+    template = backend.loaded.template
     return {
         "table": table,
-        "bos_id": backend.bos_id,
-        "eos_ids": backend.eos_ids,
+        "bos_id": backend.loaded.bos_id,
+        "eos_ids": backend.loaded.eos_ids,
         "template": None if template is None else asdict(template),
     }, block
 

@@ -85,7 +85,7 @@ def test_the_host_may_compute_any_step_in_between(
     )
     chain = StageChain.load(folder, even_split(n_layers, 1), choice)
     [stage] = chain.stages
-    family: Any = stage._family
+    family: Any = stage.family
     layers = family._on_device
 
     def leave_to_host(step: int) -> None:

@@ -55,7 +55,7 @@ def load(folder: Path, dtype: DType, kv_dtype: KvDType = KvDType.AUTO) -> StageC
 
 
 def family_of(chain: StageChain) -> DecoderStage:
-    family = chain.stages[0]._family
+    family = chain.stages[0].family
     assert isinstance(family, DecoderStage)
     return family
 
@@ -152,9 +152,9 @@ def test_what_comes_out_lasts_and_what_goes_in_stays(joined: list[bool], tmp_pat
     hidden = torch.randn(2, width, generator=torch.Generator().manual_seed(1)).bfloat16()
     before = hidden.clone()
     step = plan_step(batch_of([rows(0, 0, 2)]), stage.kv, 64, stage.dtype)
-    first = [out.clone() for out in stage._family.walk(hidden, step)][-1]
-    kept = list(stage._family.walk(hidden, step))[-1]
-    again = list(stage._family.walk(hidden + 1, step))[-1]
+    first = [out.clone() for out in stage.family.walk(hidden, step)][-1]
+    kept = list(stage.family.walk(hidden, step))[-1]
+    again = list(stage.family.walk(hidden + 1, step))[-1]
     assert joined == [True, True, True]
     assert torch.equal(hidden, before)
     assert torch.equal(kept, first)
@@ -185,8 +185,8 @@ def test_rows_that_do_not_belong_to_the_step_are_refused(tmp_path: Path) -> None
     step = plan_step(batch_of([rows(0, 0, 2)]), stage.kv, 64, stage.dtype)
     wide = torch.zeros(2, stage.width + 1).bfloat16()
     with pytest.raises(ValueError, match=f"library needs {stage.width} columns"):
-        list(stage._family.walk(wide, step))
+        list(stage.family.walk(wide, step))
     with pytest.raises(ValueError, match="of 3 rows"):
-        list(stage._family.walk(torch.zeros(3, stage.width).bfloat16(), step))
+        list(stage.family.walk(torch.zeros(3, stage.width).bfloat16(), step))
     with pytest.raises(ValueError, match="rows are"):
-        list(stage._family.walk(torch.zeros(2, stage.width), step))
+        list(stage.family.walk(torch.zeros(2, stage.width), step))

@@ -134,7 +134,7 @@ def test_every_family_computes_what_torch_does(
         tmp_path, family.split("-")[0], dtype=torch.bfloat16, **CASES[family] | {"seed": 3}
     )
     ours, theirs = chains(folder, native(DType.FLOAT32), kv_dtype)
-    layer = ours.stages[0]._family._layers[0][0]  # type: ignore[attr-defined]
+    layer = ours.stages[0].family._layers[0][0]  # type: ignore[attr-defined]
     by_library = isinstance(layer.mlp, NativeMlp | NativeExperts)
     computed = (isinstance(layer.attention, NativeAttention), by_library)
     assert computed == SUBLAYERS_BY_FAMILY[family]

@@ -133,7 +133,7 @@ def test_streamed_layers_are_packed_as_they_are_read(case: str, tmp_path: Path) 
 def test_a_tied_table_is_held_once(tmp_path: Path) -> None:
     packed, _ = models("gemma2", tmp_path)
     [stage] = StageChain.load(packed, even_split(2, 1)).stages
-    decoder = stage._family
+    decoder = stage.family
     assert isinstance(decoder, DecoderStage)
     assert decoder._embedding is not None
     assert decoder._head is not None

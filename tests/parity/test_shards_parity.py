@@ -191,7 +191,7 @@ def test_a_lost_shard_is_named_and_ends_the_stage(tmp_path: Path) -> None:
     stages.open(SAMPLED)
     stages.step(0, [1, 2, 3], 1)
     assert not stages.computes[0].is_lost
-    followers = stages.computes[0]._model._followers
+    followers = stages.computes[0]._model.followers
     followers._followers[0].process.kill()
     followers._followers[0].process.wait()
     with pytest.raises(LostShardError, match="shard 1 of 2"):

@@ -14,6 +14,7 @@ from support.text_parts import parts_of
 
 from shardnet.errors import SamplingError
 from shardnet.tokenizers.detokenizer import StopScanner, TextStream
+from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 from shardnet.tokenizers.text_backend import TextBackend
 from shardnet.tokenizers.tokenizer import Tokenizer
 
@@ -83,7 +84,7 @@ class CountingTokenizer(Tokenizer):
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 def test_work_per_token_does_not_grow_with_the_text(kind: str) -> None:
-    backend = TextBackend(small.KINDS[kind](), bos_id=1, eos_ids=(2,))
+    backend = TextBackend(LoadedTokenizer(backend=small.KINDS[kind](), bos_id=1, eos_ids=(2,)))
     tokenizer = in_this_process(backend, CountingTokenizer)
     tokenizer.lengths = []
     ids = tokenizer.encode(" ".join(small.TEXT[:2] * 20), bos="off")

@@ -88,7 +88,9 @@ def check_decodes(
     table, coder = tokenizer._table, tokenizer._coder
     assert isinstance(coder, InThisProcess)
     assert table.joins is joins
-    known = [n for piece in RUNS if (n := coder.backend._backend.token_to_id(piece)) is not None]
+    known = [
+        n for piece in RUNS if (n := coder.backend.loaded.backend.token_to_id(piece)) is not None
+    ]
     any_id = st.integers(0, tokenizer.n_tokens + 1)
     ids = data.draw(st.lists(st.sampled_from(known) | any_id if known else any_id, max_size=16))
     keep = data.draw(st.booleans())

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Final, TypeVar
 
 from msgspec.structs import replace
@@ -46,21 +46,17 @@ class _Held:
     came_s: float
 
 
+@dataclass(eq=False)
 class KeptValues:
     """Values by owner and name; the least recently used make room. `linked` are other nodes."""
 
-    def __init__(
-        self,
-        linked: Callable[[], Sequence[ControlLink]],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        most: int = MOST_VALUES,
-        most_bytes: int = MOST_BYTES,
-    ) -> None:
-        self._linked = linked
-        self._clock = clock
-        self._most = most
-        self._most_bytes = most_bytes
+    linked: Callable[[], Sequence[ControlLink]]
+    _: KW_ONLY
+    clock: Callable[[], float] = time.monotonic
+    most: int = MOST_VALUES
+    most_bytes: int = MOST_BYTES
+
+    def __post_init__(self) -> None:
         self._n_bytes = 0
         self._held: OrderedDict[tuple[str, str], _Held] = OrderedDict()
 
@@ -94,7 +90,7 @@ class KeptValues:
     async def list_values(self, control: ControlLink, message: ListValues) -> None:
         """Answer with an owner's small values, of each name the latest."""
         others = await _all_asked(self._others(control), message, ValuesListed)
-        now_s = self._clock()  # after theirs, so that an older one of ours never looks younger
+        now_s = self.clock()  # after theirs, so that an older one of ours never looks younger
         own = [
             ListedValue(name, now_s - held.came_s, held.value)
             for (owner, name), held in self._held.items()
@@ -111,14 +107,14 @@ class KeptValues:
 
     def _others(self, control: ControlLink) -> Sequence[ControlLink]:
         """Return the nodes to ask, too: none for what another node asks."""
-        return self._linked() if control.link.peer.role is PeerRole.CLIENT else ()
+        return self.linked() if control.link.peer.role is PeerRole.CLIENT else ()
 
     def _take(self, message: KeepValue) -> None:
         place = (message.of.owner, message.of.name)
         self._forget(place)
-        self._held[place] = _Held(value=message.value, came_s=self._clock())
+        self._held[place] = _Held(value=message.value, came_s=self.clock())
         self._n_bytes += len(message.value)
-        while len(self._held) > self._most or self._n_bytes > self._most_bytes:
+        while len(self._held) > self.most or self._n_bytes > self.most_bytes:
             self._forget(next(iter(self._held)))
 
     def _forget(self, place: tuple[str, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -35,21 +36,16 @@ SETTLE_PREFIXES_S = 10.0
 """How long a stage that is freed waits for finished prompts to be on disk."""
 
 
+@dataclass(eq=False, kw_only=True)
 class StageLoader:
     """Loads one stage at a time. For what it takes see StageHost; `compute` are its threads."""
 
-    def __init__(
-        self,
-        *,
-        packs: Path | None,
-        plugin: ComputePlugin | None,
-        prefixes: PrefixStore | None,
-        compute: ComputeThreads,
-    ) -> None:
-        self._compute = compute
-        self._packs = packs
-        self._plugin = plugin
-        self._prefixes = prefixes
+    packs: Path | None
+    plugin: ComputePlugin | None
+    prefixes: PrefixStore | None
+    compute: ComputeThreads
+
+    def __post_init__(self) -> None:
         self._jobs = DiskJobs("shardnet-load", niceness=10, silence_s=LOAD_SILENCE_S)
         self._work: ProgressReporter | None = None
         """Progress of the current load or measurement."""
@@ -82,10 +78,10 @@ class StageLoader:
         ) -> LoadedStage:
             held = held_bytes[part.place] if held_bytes else 0
             loading = partial(
-                load, part, n_bytes, progress, self._packs, self._plugin, self._prefixes, held, kept
+                load, part, n_bytes, progress, self.packs, self.plugin, self.prefixes, held, kept
             )
             if part.device == MPS or part.driver == METAL:  # two threads there end the process
-                return self._compute.of(part.place).call(loading)
+                return self.compute.of(part.place).call(loading)
             return loading()
 
         try:

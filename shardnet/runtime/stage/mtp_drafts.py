@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import NumericalError
-from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.sampling.penalties import RowContext, needs_context
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.sampling.token_history import TokenHistory
@@ -27,29 +26,11 @@ from shardnet.runtime.stage.compute import SequenceDrafts
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import MicroBatch, RowGroup, SlotId
 
+if TYPE_CHECKING:
+    from shardnet.stage.stage_model import StageModel
+
 _PATIENCE, _PAUSE = 2, 16
 """Where none was sent for more than two steps, drafts are made behind every 16th step."""
-
-
-class MtpModel(Protocol):
-    """A last stage with such a layer: StageModel."""
-
-    kv: KvCache
-
-    @property
-    def context(self) -> int:
-        """The limit of positions per sequence."""
-
-    def normed(self, rows: Tensor) -> Tensor:
-        """Apply the final norm: [R, E] in and out."""
-
-    def run_mtp(
-        self, groups: Sequence[RowGroup], token_ids: Sequence[int], normed: Tensor
-    ) -> Tensor:
-        """Run rows [T, E] at the positions of `groups` with the tokens behind them: [T, E]."""
-
-    def mtp_logits(self, rows: Tensor) -> Tensor:
-        """Apply the LM head to what `run_mtp` gave: float32 [R, V]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +80,7 @@ class _Drafting:
 class MtpDrafts:
     """Runs the rows of every step through that layer, and drafts for sequences that ask."""
 
-    def __init__(self, model: MtpModel, sampler: Sampler) -> None:
+    def __init__(self, model: StageModel, sampler: Sampler) -> None:
         self._model = model
         self._sampler = sampler
         self._ends: dict[SlotId, int] = {}

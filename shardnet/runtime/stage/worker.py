@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -97,34 +98,25 @@ class StageSink(Protocol):
         """Wait until there is room for more."""
 
 
+@dataclass(eq=False, kw_only=True)
 class StageWorker:
     """Runs one stage between its source and its sink until the ring breaks or it is cancelled."""
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        compute: StageCompute,
-        executor: Executor,
-        source: StageSource,
-        sink: StageSink,
-        on_step_done: Callable[[StepId], None],
-        alertness: Alertness | None = None,
-        clock_ns: Callable[[], int] = time.perf_counter_ns,
-        stays_off_loop: bool = False,
-    ) -> None:
-        """`stays_off_loop` has its own thread compute short steps, too."""
-        self._rank = rank
-        self._compute = compute
-        self._executor = executor
-        self._source = source
-        self._sink = sink
-        self._on_step_done = on_step_done
-        self._alertness = alertness
-        self._clock_ns = clock_ns
+    rank: int
+    compute: StageCompute
+    executor: Executor
+    source: StageSource
+    sink: StageSink
+    on_step_done: Callable[[StepId], None]
+    alertness: Alertness | None = None
+    clock_ns: Callable[[], int] = time.perf_counter_ns
+    stays_off_loop: bool = False
+    """Whether its own thread computes short steps, too."""
+
+    def __post_init__(self) -> None:
         self.open_sequences: set[SequenceId] = set()
         """Sequences that own a slot on this stage, as far as its inputs have arrived."""
-        self._together = compute if isinstance(compute, PassCompute) else None
+        self._together = self.compute if isinstance(self.compute, PassCompute) else None
         self._limit = _QUEUED if self._together is None else _QUEUED_FOR_A_PASS
         self._waiting: deque[StageInput] = deque()  # the loop appends, the compute thread takes
         # Counts of inputs, each with one writer: taken and passed on by the loop, sent and given
@@ -134,9 +126,9 @@ class StageWorker:
         self._loop = asyncio.get_running_loop()
         self._room = asyncio.Event()
         self._waits_for_room = False
-        self._anywhere = (
-            compute if isinstance(compute, AnyThreadCompute) and not stays_off_loop else None
-        )
+        self._anywhere = None
+        if isinstance(self.compute, AnyThreadCompute) and not self.stays_off_loop:
+            self._anywhere = self.compute
         self._n_short_rows = 0
         self._has_ended = False
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -148,18 +140,18 @@ class StageWorker:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._take_in(), name=f"stage {self._rank}: take in")
-                tasks.create_task(self._watch(), name=f"stage {self._rank}: watch")
+                tasks.create_task(self._take_in(), name=f"stage {self.rank}: take in")
+                tasks.create_task(self._watch(), name=f"stage {self.rank}: watch")
         finally:
             self._has_ended = True
             if not self._failure.cancel() and not self._failure.cancelled():
                 self._failure.exception()  # raised already, or not awaited
 
     async def _take_in(self) -> None:
-        self._source.offer(self._can_take, self._take)
+        self.source.offer(self._can_take, self._take)
         try:
             while True:
-                arrived = await self._source.receive()
+                arrived = await self.source.receive()
                 while not self._has_room():
                     self._room.clear()
                     self._waits_for_room = True
@@ -167,9 +159,9 @@ class StageWorker:
                         await self._room.wait()
                     self._waits_for_room = False
                 self._take(arrived)
-                await self._sink.drain()
+                await self.sink.drain()
         finally:  # who keeps the source must not keep the stage's weights
-            self._source.offer(lambda: False, _take_nothing)
+            self.source.offer(lambda: False, _take_nothing)
 
     def _has_room(self) -> bool:
         n_queued = self._n_taken - self._n_passed_on - self._n_sent_now
@@ -177,7 +169,7 @@ class StageWorker:
 
     def _can_take(self) -> bool:
         n_queued = self._n_taken - self._n_passed_on - self._n_sent_now  # every call counts here
-        return n_queued < self._limit and not self._sink.is_full
+        return n_queued < self._limit and not self.sink.is_full
 
     def _take(self, arrived: StageInput) -> None:
         """Queue an input to the compute thread."""
@@ -189,10 +181,10 @@ class StageWorker:
         self._n_taken += 1
         self._waiting.append(arrived)
         if not is_for_here:
-            is_first = self._executor.is_idle
-            self._executor.post(self._process, self._pass_on, self._fail)
+            is_first = self.executor.is_idle
+            self.executor.post(self._process, self._pass_on, self._fail)
             if is_first:
-                self._executor.let_begin()
+                self.executor.let_begin()
             return
         try:
             outputs = self._process()
@@ -209,7 +201,7 @@ class StageWorker:
             and isinstance(arrived, StepArrived)
             and len(arrived.batch.token_ids) <= self._n_short_rows
             and self._n_taken == self._n_passed_on + self._n_sent_now
-            and self._executor.is_idle
+            and self.executor.is_idle
             and self._anywhere.on_any_thread
         )
 
@@ -223,7 +215,7 @@ class StageWorker:
             return  # the worker has ended
         try:
             for output in outputs:
-                self._sink.send(output)
+                self.sink.send(output)
                 self._note_sent(output)
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -234,9 +226,9 @@ class StageWorker:
 
     def _note_sent(self, output: StageOutput) -> None:
         if isinstance(output, StepComputed):
-            self._on_step_done(output.batch.step)
-            if self._alertness is not None:
-                self._alertness.sent(hands_over=not self._n_short_rows)
+            self.on_step_done(output.batch.step)
+            if self.alertness is not None:
+                self.alertness.sent(hands_over=not self._n_short_rows)
 
     def _fail(self, error: Exception) -> None:
         if not self._failure.done():
@@ -257,7 +249,7 @@ class StageWorker:
             case StepArrived():
                 outputs = self._steps(arrived)
             case OpenSequence() | CloseSequence() | FreeSlot():
-                self._compute.operate(arrived)
+                self.compute.operate(arrived)
                 outputs = (arrived,)
             case StepFailed():
                 outputs = (arrived,)
@@ -273,7 +265,7 @@ class StageWorker:
         """
         for place, output in enumerate(outputs):
             try:
-                if not self._sink.send_now(output):
+                if not self.sink.send_now(output):
                     return outputs[place:]
             except ShardnetError:  # the loop meets it too, and ends the worker
                 return outputs[place:]
@@ -285,7 +277,7 @@ class StageWorker:
         return ()
 
     def _steps(self, first: StepArrived) -> Sequence[StageOutput]:
-        started_ns = self._clock_ns()
+        started_ns = self.clock_ns()
         if self._together is None:
             return (self._output(first, self._computed(first), started_ns),)
         steps, n_rows = [first], first.batch.n_rows
@@ -306,7 +298,7 @@ class StageWorker:
 
     def _computed(self, arrived: StepArrived) -> StepResult:
         try:
-            return self._compute.compute(arrived.batch, arrived.activations)
+            return self.compute.compute(arrived.batch, arrived.activations)
         except LostShardError:  # no step can be computed any more
             raise
         except Exception as error:  # its sequences end, the ring goes on
@@ -315,10 +307,10 @@ class StageWorker:
     def _named(self, arrived: StepArrived, error: Exception) -> ShardnetError:
         """Name what a step has failed with, and the stage that made it fail."""
         if isinstance(error, WrongValuesError):
-            error.rank = self._rank - error.is_received
+            error.rank = self.rank - error.is_received
         if isinstance(error, ShardnetError):
             return without_frames(error)
-        step = f"step {arrived.batch.step} at rank {self._rank}"
+        step = f"step {arrived.batch.step} at rank {self.rank}"
         if isinstance(error, MemoryError):
             return CapacityError(
                 f"no memory is left for {step}",
@@ -334,14 +326,14 @@ class StageWorker:
     ) -> StepComputed | StepFailed:
         if isinstance(result, ShardnetError):
             return StepFailed(step=arrived.batch.step, error=result)
-        compute_us = (self._clock_ns() - started_ns) // 1000
+        compute_us = (self.clock_ns() - started_ns) // 1000
         n_rows = len(arrived.batch.token_ids)
         if compute_us > _SHORT_US:
             self._n_short_rows = min(self._n_short_rows, n_rows - 1)
         elif n_rows > self._n_short_rows:
             self._n_short_rows = n_rows
         timing = StageTiming(
-            rank=self._rank,
+            rank=self.rank,
             compute_us=compute_us,
             queue_us=max(0, started_ns - arrived.arrived_ns) // 1000,
             arrived_us=arrived.arrived_ns // 1000,

@@ -174,7 +174,7 @@ def perturb(monkeypatch: pytest.MonkeyPatch, stage: Any, change: Callable[[Tenso
     def walk(self: DecoderStage, hidden: Tensor, step: ForwardStep) -> Iterator[Tensor]:
         last = len(self._layers) - 1
         for place, rows in enumerate(plain(self, hidden, step)):
-            if self is stage._family and place == last:
+            if self is stage.family and place == last:
                 change(rows)
             yield rows
 

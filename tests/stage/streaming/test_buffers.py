@@ -181,7 +181,7 @@ def test_every_use_waits_for_its_copy_and_every_copy_for_its_use(
         folder = make_decoder(tmp_path, family, with_tokenizer=False)
     streamed = load(folder, n_streamed)
     assert same(said(streamed), said(load(folder, 0)))
-    for fetch in streamed._stream._fetches:  # what is read ahead has been copied, too
+    for fetch in streamed.stream._fetches:  # what is read ahead has been copied, too
         fetch.done.result()
     assert not transfers.too_early
     n_passes = 5
@@ -248,17 +248,17 @@ def test_a_pass_that_was_given_up_leaves_nothing_half_done(
     model.kv.clear()
     hidden = torch.zeros(1, 48)
     for layer in (0, 1):
-        model._stream.need(layer)
+        model.stream.need(layer)
         linear = next(iter(_products(model, layer)))
         linear(hidden)
         if layer == 0:
-            model._stream.done(layer)
+            model.stream.done(layer)
     assert same(said(model), want)
     assert not transfers.too_early
 
 
 def _products(model: StageModel, layer: int) -> list[StreamedLinear]:
-    half = model._family._layers[layer][0].attention  # type: ignore[attr-defined]
+    half = model.family._layers[layer][0].attention  # type: ignore[attr-defined]
     return [half.self_attn.qkv_proj]
 
 

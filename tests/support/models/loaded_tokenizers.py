@@ -12,6 +12,7 @@ from support.models import trained_tokenizers as trained
 
 from shardnet.tokenizers.backends.pretokenizers import LLAMA3, QWEN2, TEKKEN
 from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
+from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 from shardnet.tokenizers.formats.tokenizer_files import tokenizer_place
 from shardnet.tokenizers.text_backend import TextBackend
 from shardnet.tokenizers.text_program import described
@@ -57,7 +58,8 @@ def made_tokenizer(
     backend: Any, *, bos_id: int | None = None, eos_ids: tuple[int, ...] = ()
 ) -> Tokenizer:
     """The tokenizer of a backend of the library."""
-    return in_this_process(TextBackend(backend, bos_id=bos_id, eos_ids=eos_ids), Tokenizer)
+    loaded = LoadedTokenizer(backend=backend, bos_id=bos_id, eos_ids=eos_ids)
+    return in_this_process(TextBackend(loaded), Tokenizer)
 
 
 def load_here(path: Path) -> Tokenizer:
