@@ -7,10 +7,12 @@ entries of a cache go first. Must not know what is in them.
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,11 @@ Entry = TypeVar("Entry")
 OWNER_ONLY = 0o600
 MAX_OWN_BYTES = 16 << 20
 """Largest file that `read_own` reads."""
+ABOUT = "about.json"
+"""The file that says whose a folder of a cache is; its time is when the folder was used."""
+_MAX_ABOUT_BYTES = 1 << 16
+_GONE = ".gone-"
+"""Prefix of a folder that is being deleted."""
 
 
 class NotOwnError(PermissionError):
@@ -185,3 +192,67 @@ class DiskShare:
                 self.free_bytes += freed
                 deleted.append(entry)
         return deleted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFolder:
+    """What a cache has of one model, in a folder of its own. `used_s` is seconds since 1970.
+
+    `form` is what it has of it: how weights are quantised, or of which layers prompts are.
+    """
+
+    folder: Path
+    model: str
+    form: str
+    size_bytes: int
+    used_s: float
+
+    def remove(self) -> bool:
+        """Delete it; return whether it is gone.
+
+        It is renamed first, so a process that is still writing to it finds no folder.
+        """
+        gone = self.folder.with_name(f"{_GONE}{os.getpid()}-{self.folder.name}")
+        with suppress(OSError):  # another process was faster
+            os.rename(self.folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+        return not self.folder.exists()
+
+
+def note_model(folder: Path, about: Mapping[str, str]) -> None:
+    """Say in a folder of a cache whose it is, unless that is said already. Raises OSError."""
+    if not (folder / ABOUT).exists():
+        write_whole(folder / ABOUT, json.dumps(about).encode())
+
+
+def cache_folders(cache: Path, form_key: str, size_of: Callable[[Path], int]) -> list[CacheFolder]:
+    """List the folders of a cache, most recently used first; `form_key` is noted in each."""
+    found = []
+    for place in cache_places(cache):
+        about = place / ABOUT
+        with suppress(OSError, ValueError):
+            noted = json.loads(read_own(about, _MAX_ABOUT_BYTES))
+            match noted:
+                case {"model": str(model)} if isinstance(form := noted.get(form_key), str):
+                    size_bytes, used_s = size_of(place), about.stat().st_mtime
+                    found.append(
+                        CacheFolder(
+                            folder=place,
+                            model=model,
+                            form=form,
+                            size_bytes=size_bytes,
+                            used_s=used_s,
+                        )
+                    )
+    return sorted(found, key=lambda one: -one.used_s)
+
+
+def cache_places(cache: Path) -> list[Path]:
+    """List what is in a cache's folder and is not being deleted."""
+    return [place for place in cache.glob("*") if not place.name.startswith(_GONE)]
+
+
+def sweep_cache(cache: Path) -> None:
+    """Delete what a process that died while deleting has left."""
+    for left in cache.glob(f"{_GONE}*"):
+        shutil.rmtree(left, ignore_errors=True)

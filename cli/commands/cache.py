@@ -7,18 +7,17 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
-from typing import Annotated, TypeVar
+from collections.abc import Iterable
+from typing import Annotated
 
 import typer
 
 from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER, cache_dir
 from shardnet.cluster.store.model_cache import CachedModel, ModelCache
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.stage.packs.pack_cache import PackedModel, packed_models
-from shardnet.stage.packs.pack_cache import remove as remove_packed
-from shardnet.stage.prefixes.prefix_store import PrefixesOfModel, stored_prefixes
-from shardnet.stage.prefixes.prefix_store import remove as remove_prefixes
+from shardnet.files import CacheFolder
+from shardnet.stage.packs.pack_cache import packed_models
+from shardnet.stage.prefixes.prefix_store import stored_prefixes
 
 from ..flags.completion import cached_ids
 from ..flags.option_groups import option
@@ -26,7 +25,6 @@ from ..flags.options import Json
 from ..output.exit_codes import counted, fail, one_line, say, write_out
 
 MIB = 2**20
-Stored = TypeVar("Stored", PackedModel, PrefixesOfModel)
 
 cache_app = typer.Typer(
     name="cache", help="List or delete what is cached on disk: weights and long prompts.",
@@ -47,8 +45,8 @@ def list_models(as_json: Json = False) -> None:
     if as_json:
         listed = [
             *map(_as_json, models),
-            *map(_packed_as_json, packs),
-            *map(_prefixes_as_json, prompts),
+            *(_folder_as_json(packed, quant=packed.form) for packed in packs),
+            *(_folder_as_json(found, quant=None, prompts=found.form) for found in prompts),
         ]
         write_out(json.dumps(listed))
         return
@@ -61,14 +59,14 @@ def list_models(as_json: Json = False) -> None:
     for packed in packs:
         age = _age(time.time() - packed.used_s)
         write_out(
-            f"{packed.folder.name[:12]}  {packed.size_bytes / MIB:.1f} MiB, {packed.quant}  used "
+            f"{packed.folder.name[:12]}  {packed.size_bytes / MIB:.1f} MiB, {packed.form}  used "
             f"{age} ago  {one_line(packed.model)}"
         )
     for prefixes in prompts:
         age = _age(time.time() - prefixes.used_s)
         write_out(
             f"{prefixes.folder.name[:12]}  {prefixes.size_bytes / MIB:.1f} MiB of prompts  used "
-            f"{age} ago  {prefixes.layers} of {one_line(prefixes.model)}"
+            f"{age} ago  {prefixes.form} of {one_line(prefixes.model)}"
         )
     quantised = f" and {counted(len(packs), 'quantised model')}" if packs else ""
     say(f"{counted(len(models), 'model')}{quantised} in {cache.folder}")
@@ -92,8 +90,8 @@ def remove(
     cache = ModelCache(cache_dir(os.environ))
     packs = packed_models(cache.folder / PACKS_FOLDER)
     prompts = stored_prefixes(cache.folder / PREFIXES_FOLDER)
-    n_deleted = _delete("quantised weights", packs, model_id, remove_packed)
-    n_deleted += _delete("prompts", prompts, model_id, remove_prefixes)
+    n_deleted = _delete("quantised weights", packs, model_id)
+    n_deleted += _delete("prompts", prompts, model_id)
     if n_deleted and not everything:
         return
     try:
@@ -104,13 +102,11 @@ def remove(
         fail(str(error))
 
 
-def _delete(
-    what: str, stored: Iterable[Stored], prefix: str, remove: Callable[[Stored], bool]
-) -> int:
+def _delete(what: str, stored: Iterable[CacheFolder], prefix: str) -> int:
     """Delete those whose folder's name begins with `prefix`; return how many there were."""
     chosen = [one for one in stored if one.folder.name.startswith(prefix)]
     for one in chosen:
-        if not remove(one):
+        if not one.remove():
             fail(f"{one.folder} cannot be deleted; delete it as the user who owns it")
         say(f"deleted {what} of {one.model} ({one.size_bytes / MIB:.1f} MiB)")
     return len(chosen)
@@ -150,28 +146,15 @@ def _as_json(model: CachedModel) -> dict[str, object]:
     }
 
 
-def _packed_as_json(packed: PackedModel) -> dict[str, object]:
+def _folder_as_json(stored: CacheFolder, **more: str | None) -> dict[str, object]:
     return {
-        "model_id": packed.folder.name,
-        "name": packed.model,
-        "bytes": packed.size_bytes,
-        "whole_bytes": packed.size_bytes,
-        "used": packed.used_s,
+        "model_id": stored.folder.name,
+        "name": stored.model,
+        "bytes": stored.size_bytes,
+        "whole_bytes": stored.size_bytes,
+        "used": stored.used_s,
         "in_use": False,
-        "quant": packed.quant,
-    }
-
-
-def _prefixes_as_json(prefixes: PrefixesOfModel) -> dict[str, object]:
-    return {
-        "model_id": prefixes.folder.name,
-        "name": prefixes.model,
-        "bytes": prefixes.size_bytes,
-        "whole_bytes": prefixes.size_bytes,
-        "used": prefixes.used_s,
-        "in_use": False,
-        "quant": None,
-        "prompts": prefixes.layers,
+        **more,
     }
 
 

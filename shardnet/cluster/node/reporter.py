@@ -27,7 +27,7 @@ from shardnet.cluster.node.pressure import NodePressure
 from shardnet.cluster.peers.address_diagnosis import judge, probe
 from shardnet.cluster.peers.clocks import clock_ahead
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
-from shardnet.cluster.peers.peers import PeerReport
+from shardnet.cluster.peers.peer_table import KnownNode
 from shardnet.cluster.recovery.audits import Audits
 from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.cluster.router.router import Router
@@ -219,11 +219,11 @@ class NodeReporter:
             return _Model(failure=f"its files were not read within {IDENTIFY_S:g} s")
 
     async def _views(self, with_probes: bool) -> list[PeerView]:
-        reports = sorted(self.links.peers.report(), key=lambda r: not r.is_linked)[:MAX_VIEWS]
-        return list(await asyncio.gather(*(self._view(r, with_probes) for r in reports)))
+        nodes = sorted(self.links.peers.known(), key=lambda known: not known.is_linked)[:MAX_VIEWS]
+        return list(await asyncio.gather(*(self._view(known, with_probes) for known in nodes)))
 
-    async def _view(self, known: PeerReport, with_probes: bool) -> PeerView:
-        addresses = known.addresses[:MAX_PEER_ADDRESSES]
+    async def _view(self, known: KnownNode, with_probes: bool) -> PeerView:
+        addresses = self.links.peers.order(known.addresses)[:MAX_PEER_ADDRESSES]
         bytes_per_s = None
         if with_probes and not known.refusal and (known.is_linked or known.reported_by):
             views = await probe(known.node, addresses, self.links.dialer.probe, self._probe_slots)
@@ -308,7 +308,7 @@ def _unreached(address: str, error: ShardnetError) -> AddressView:
     return AddressView(address=address, seen=judge(error), why=why, remedy=remedy)
 
 
-def _remembered(known: PeerReport, address: str) -> AddressView:
+def _remembered(known: KnownNode, address: str) -> AddressView:
     """Return the outcome of the last attempt at an address."""
     if address == known.address:
         return AddressView(address=address, seen="answers", rtt_s=known.rtt_s)

@@ -74,6 +74,11 @@ class KnownNode:
         return tuple(dict.fromkeys(address for told in reports for address in told))
 
     @property
+    def reported_by(self) -> tuple[str, ...]:
+        """The sources of its addresses, none when nobody reports it any more."""
+        return tuple(self.reports) if self.unreported_since is None else ()
+
+    @property
     def announced(self) -> tuple[str, ...]:
         """The addresses that the node reports itself, else those of others."""
         return self.reports.get(self._latest) or self.addresses

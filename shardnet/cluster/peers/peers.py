@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -56,26 +56,6 @@ class PeerTimes:
 
 DialControl = Callable[[str], Awaitable[Link]]
 """Opens a control link to an address."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerReport:
-    """The knowledge of this node about another one, for people.
-
-    `address` is the one used, `rtt_s` the round trip on the control link, None before it is
-    measured. `reported_by` names the sources, `failures` has why other addresses are not used, by
-    address; `refusal` why the node is not linked to.
-    """
-
-    node: NodeId
-    name: str
-    is_linked: bool
-    address: str
-    rtt_s: float | None
-    addresses: tuple[str, ...]
-    reported_by: tuple[str, ...]
-    failures: dict[str, str]
-    refusal: str
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -154,7 +134,7 @@ class Peers:
         known = self._table.get(node)
         if known is None or known.address:
             return known.address if known is not None else ""
-        order, control = self._order(known.announced), self.links.link_of(node)
+        order, control = self.order(known.announced), self.links.link_of(node)
         seen = host_of(control.link.peer_address) if control is not None else ""
         return next((a for a in order if host_of(a) == seen), order[0] if order else "")
 
@@ -173,19 +153,13 @@ class Peers:
                 self._changed.set()
         return await dial(address)
 
-    def report(self) -> list[PeerReport]:
-        """Return the knowledge of every other node, sorted by name."""
+    def known(self) -> list[KnownNode]:
+        """Return what is known of every other node now, sorted by name."""
         return [
-            PeerReport(
-                node=known.node,
-                name=known.name,
-                is_linked=known.is_linked,
-                address=known.address,
+            replace(
+                known,
                 rtt_s=self.links.rtt_s(known.node) or known.rtt_s,
-                addresses=self._order(known.addresses),
-                reported_by=tuple(known.reports) if known.unreported_since is None else (),
                 failures=dict(known.failures),
-                refusal=known.refusal,
             )
             for known in self._table.known()
         ]
@@ -360,7 +334,7 @@ class Peers:
         for addresses in (announced, rest):
             result = await compare(
                 known.node,
-                self._order(addresses)[:MAX_PEER_ADDRESSES],
+                self.order(addresses)[:MAX_PEER_ADDRESSES],
                 self.dial_as_client,
                 grace_s=self.times.compare_s,
             )
@@ -385,7 +359,7 @@ class Peers:
             raise LinkError("no address of that node is known")
         self._link_up(await self.dial(address), dialled_at=address)
 
-    def _order(self, addresses: Iterable[str]) -> tuple[str, ...]:
+    def order(self, addresses: Iterable[str]) -> tuple[str, ...]:
         """Sort a node's addresses into the order in which to dial them."""
         by_host: dict[str, list[str]] = {}
         for address in addresses:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -141,10 +140,9 @@ class WireLoss:
         if kept is not None:
             return kept
         set_compute_threads(threads)
-        measured = measure_wire_loss(
+        error = measure_wire_loss(
             plan.facts, plan.dtype, plan.narrowed, reporter.report, plan.rounded_parts
         )
-        error = WireError(**asdict(measured))
         try:
             write_whole(path, msgspec.json.encode(_Cached(key=key, error=error)))
         except OSError as failure:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ from shardnet.types import (
     StepId,
     WireDType,
 )
+from shardnet.wire.messages.plans import WireError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,29 +53,13 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, total bytes); an error that it raises ends the measurement."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitDifference:
-    """How far rounding activations moves the logits of `n_rows` rows.
-
-    `max_error` and `rms_error` are in standard deviations of the row's exact logits, `kl` is the
-    mean over rows of KL(exact, rounded) in nats, `n_changed` counts the rows whose likeliest token
-    is another.
-    """
-
-    n_rows: int
-    n_changed: int
-    max_error: float
-    rms_error: float
-    kl: float
-
-
 def measure_wire_loss(
     facts: ModelFacts,
     dtype: DType,
     borders: Mapping[int, WireDType],
     progress: Progress,
     gathers: Mapping[int, tuple[WireDType, int]] = MappingProxyType({}),
-) -> LogitDifference:
+) -> WireError:
     """Compare the model in `dtype` with itself when rows are rounded before the layers `borders`.
 
     Each has the dtype of its wire. In each of the layers `gathers` parts are rounded, too, as they
@@ -101,7 +86,7 @@ def measure_wire_loss(
         return compare_logits(exact, rounded)
 
 
-def compare_logits(exact: Tensor, rounded: Tensor) -> LogitDifference:
+def compare_logits(exact: Tensor, rounded: Tensor) -> WireError:
     """Compare two sets of float32 logits [R, V].
 
     The error of a row whose exact logits are all equal counts as it is. Raises NumericalError
@@ -119,7 +104,7 @@ def compare_logits(exact: Tensor, rounded: Tensor) -> LogitDifference:
         expected, found = row.log_softmax(-1), other.log_softmax(-1)
         divergence += max(0.0, float((expected.exp() * (expected - found)).sum()))
     n_rows = exact.shape[0]
-    return LogitDifference(
+    return WireError(
         n_rows=n_rows,
         n_changed=int((exact.argmax(-1) != rounded.argmax(-1)).sum()),
         max_error=largest,

@@ -13,14 +13,22 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from xxhash import xxh3_64
 
-from shardnet.files import DiskShare, open_own, read_own, replacing, write_whole
+from shardnet.files import (
+    ABOUT,
+    CacheFolder,
+    DiskShare,
+    cache_folders,
+    note_model,
+    open_own,
+    replacing,
+    sweep_cache,
+)
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.worker_pool import WorkerPool
 
@@ -35,21 +43,6 @@ _PIECE_BYTES: Final = 1 << 20
 """Bytes that are read or written, and checksummed, at a time: they fit the CPU's caches."""
 _MAX_THREADS: Final = 8
 """Upper limit of reading threads: fewer saturate a machine's memory."""
-_ABOUT: Final = "about.json"
-_MAX_ABOUT_BYTES: Final = 1 << 16
-_GONE: Final = ".gone-"
-"""Prefix of a folder that is being deleted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedModel:
-    """Packed weights of one model. `used_s` is seconds since 1970."""
-
-    folder: Path
-    model: str
-    quant: str
-    size_bytes: int
-    used_s: float
 
 
 class PackCache:
@@ -160,7 +153,7 @@ class PackCache:
     def touch(self) -> None:
         """Record that these weights are in use."""
         with contextlib.suppress(OSError):
-            os.utime(self._folder / _ABOUT)
+            os.utime(self._folder / ABOUT)
 
     def _take_room(self, n_bytes: int) -> None:
         """Reserve `n_bytes`. Raises OSError if there is no room; later calls raise too."""
@@ -171,9 +164,8 @@ class PackCache:
         self._room_bytes -= n_bytes
 
     def _begin(self) -> None:
-        if not self._has_begun and not (self._folder / _ABOUT).exists():
-            about = {"model": self._model, "quant": self._kind.value}
-            write_whole(self._folder / _ABOUT, json.dumps(about).encode())
+        if not self._has_begun:
+            note_model(self._folder, {"model": self._model, "quant": self._kind.value})
         self._has_begun = True
 
     def _path(self, names: Sequence[str], kind: Quantization) -> Path:
@@ -181,22 +173,12 @@ class PackCache:
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.packed"
 
 
-def packed_models(folder: Path) -> list[PackedModel]:
-    """List the packed models below `folder`, most recently used first."""
-    return sorted(_found(folder), key=lambda model: -model.used_s)
+def packed_models(folder: Path) -> list[CacheFolder]:
+    """List the packed models below `folder`, most recently used first.
 
-
-def remove(model: PackedModel) -> bool:
-    """Delete packed weights; return whether they are gone.
-
-    A node that uses them has read them already, unless it streams its layers. They are renamed
-    first, so a process that is still writing them finds no folder.
+    A node that uses one has read it already, unless it streams its layers.
     """
-    gone = model.folder.with_name(f"{_GONE}{os.getpid()}-{model.folder.name}")
-    with contextlib.suppress(OSError):  # another process was faster
-        os.rename(model.folder, gone)
-    shutil.rmtree(gone, ignore_errors=True)
-    return not model.folder.exists()
+    return cache_folders(folder, "quant", lambda place: sum(_sizes(place)))
 
 
 def drop_pages(folder: Path) -> None:
@@ -213,8 +195,7 @@ def make_room(folder: Path, n_bytes: int, keep: Path) -> int:
 
     Returns how many bytes may be added, at least `n_bytes`. Raises OSError if it is less.
     """
-    for left in folder.glob(f"{_GONE}*"):  # left by a process that died while deleting
-        shutil.rmtree(left, ignore_errors=True)
+    sweep_cache(folder)
     models = packed_models(folder)
     share = DiskShare.of(
         SHARE_OF_DISK,
@@ -222,33 +203,16 @@ def make_room(folder: Path, n_bytes: int, keep: Path) -> int:
         free_bytes=shutil.disk_usage(folder).free,
     )
 
-    def delete(model: PackedModel) -> int | None:
+    def delete(model: CacheFolder) -> int | None:
         if model.folder == keep:
             return None
-        remove(model)
+        model.remove()
         return model.size_bytes
 
     share.evict(n_bytes, reversed(models), delete)
     if share.exceeds_limit(n_bytes):
         raise OSError("packed weights have their share of the disk")
     return share.limit_bytes - share.used_bytes
-
-
-def _found(folder: Path) -> Iterator[PackedModel]:
-    for place in folder.glob("*"):
-        if place.name.startswith(_GONE):
-            continue
-        about = place / _ABOUT
-        with contextlib.suppress(OSError, ValueError):
-            match json.loads(read_own(about, _MAX_ABOUT_BYTES)):
-                case {"model": str(model), "quant": str(quant)}:
-                    yield PackedModel(
-                        folder=place,
-                        model=model,
-                        quant=quant,
-                        size_bytes=sum(_sizes(place)),
-                        used_s=about.stat().st_mtime,
-                    )
 
 
 def _sizes(folder: Path) -> Iterator[int]:

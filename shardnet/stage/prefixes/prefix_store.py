@@ -13,20 +13,30 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import shutil
 import struct
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from xxhash import xxh3_128
 
-from shardnet.files import DiskShare, make_own_folder, open_own, read_own, replacing, write_whole
+from shardnet.files import (
+    ABOUT,
+    CacheFolder,
+    DiskShare,
+    cache_folders,
+    cache_places,
+    make_own_folder,
+    note_model,
+    open_own,
+    replacing,
+    sweep_cache,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -37,21 +47,6 @@ KEEP_FREE_BYTES: Final = 1 << 30
 _HEADER: Final = struct.Struct("<4sIQ16s16s")  # magic, format, payload bytes, key, digest
 _MAGIC: Final = b"snkv"
 _PIECE_BYTES: Final = 1 << 22
-_ABOUT: Final = "about.json"
-_MAX_ABOUT_BYTES: Final = 1 << 16
-_GONE: Final = ".gone-"
-"""Prefix of a folder that is being deleted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixesOfModel:
-    """The prefixes of one stage of one model. `used_s` is seconds since 1970."""
-
-    folder: Path
-    model: str
-    layers: str
-    size_bytes: int
-    used_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +81,7 @@ class PrefixStore:
 
         Returns how many bytes may be added now, which may be fewer. Raises OSError.
         """
-        for left in self.folder.glob(f"{_GONE}*"):  # left by a process that died while deleting
-            shutil.rmtree(left, ignore_errors=True)
+        sweep_cache(self.folder)
         files = sorted(_files(self.folder), key=lambda file: file.used_ns)
         free_bytes = shutil.disk_usage(self.folder).free - KEEP_FREE_BYTES
         share = DiskShare(
@@ -135,8 +129,7 @@ class StageFolder:
     def begin(self) -> None:
         """Create the folder unless it is there. Raises OSError."""
         make_own_folder(self.store.folder)
-        if not (self._folder / _ABOUT).exists():
-            write_whole(self._folder / _ABOUT, json.dumps(self._about).encode())
+        note_model(self._folder, self._about)
 
     def write(self, path: Path, key: bytes, payload: memoryview) -> None:
         """Write one file. Raises OSError."""
@@ -178,51 +171,25 @@ class StageFolder:
             with contextlib.suppress(OSError):
                 os.utime(path, ns=(now_ns - place * 1000, now_ns - place * 1000))
         with contextlib.suppress(OSError):
-            os.utime(self._folder / _ABOUT)
+            os.utime(self._folder / ABOUT)
 
 
-def stored_prefixes(folder: Path) -> list[PrefixesOfModel]:
-    """List the prefixes below `folder`, most recently used first."""
-    return sorted(_found(folder), key=lambda found: -found.used_s)
-
-
-def remove(prefixes: PrefixesOfModel) -> bool:
-    """Delete the prefixes of a stage; return whether they are gone."""
-    gone = prefixes.folder.with_name(f"{_GONE}{os.getpid()}-{prefixes.folder.name}")
-    with contextlib.suppress(OSError):  # another process was faster
-        os.rename(prefixes.folder, gone)
-    shutil.rmtree(gone, ignore_errors=True)
-    return not prefixes.folder.exists()
-
-
-def _found(folder: Path) -> Iterator[PrefixesOfModel]:
-    for place in _folders(folder):
-        about = place / _ABOUT
-        with contextlib.suppress(OSError, ValueError):
-            match json.loads(read_own(about, _MAX_ABOUT_BYTES)):
-                case {"model": str(model), "layers": str(layers)}:
-                    yield PrefixesOfModel(
-                        folder=place,
-                        model=model,
-                        layers=layers,
-                        size_bytes=sum(file.size_bytes for file in _files_in(place)),
-                        used_s=about.stat().st_mtime,
-                    )
-
-
-def _folders(folder: Path) -> Iterable[Path]:
-    return (place for place in folder.glob("*") if not place.name.startswith(_GONE))
+def stored_prefixes(folder: Path) -> list[CacheFolder]:
+    """List the prefixes of stages below `folder`, most recently used first."""
+    return cache_folders(
+        folder, "layers", lambda place: sum(file.size_bytes for file in _files_in(place))
+    )
 
 
 def _files(folder: Path) -> Iterator[_File]:
-    for place in _folders(folder):
+    for place in cache_places(folder):
         yield from _files_in(place)
 
 
 def _files_in(place: Path) -> Iterator[_File]:
     with contextlib.suppress(OSError), os.scandir(place) as entries:
         for entry in entries:
-            if entry.name == _ABOUT:
+            if entry.name == ABOUT:
                 continue
             with contextlib.suppress(OSError):  # another process has finished or deleted it
                 status = entry.stat(follow_symlinks=False)

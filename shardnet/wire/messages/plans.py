@@ -195,8 +195,9 @@ class LeftOut(Strict, frozen=True, kw_only=True):
 class WireError(Strict, frozen=True, kw_only=True):
     """What a narrower wire does to the logits, measured over `n_rows` rows of one text.
 
-    `max_error` and `rms_error` are shares of the logits' standard deviation, `kl` is the mean
-    divergence in nats, `n_changed` counts the rows whose likeliest token is another.
+    `max_error` and `rms_error` are shares of the standard deviation of a row's exact logits, `kl`
+    is the mean over rows of KL(exact, rounded) in nats, `n_changed` counts the rows whose likeliest
+    token is another.
     """
 
     n_rows: U32

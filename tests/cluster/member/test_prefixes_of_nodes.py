@@ -86,4 +86,4 @@ def test_a_long_prompt_is_read_after_a_restart(tmp_path: Path) -> None:
     assert (n_restored, state and state.restored_positions) == (512, 512)
     for name, layers in (("anna", "layer 0"), ("bert", "layer 1")):
         [stored] = stored_prefixes(tmp_path / name / "prefixes")
-        assert (stored.model, stored.layers) == (str(model), layers)
+        assert (stored.model, stored.form) == (str(model), layers)

@@ -206,9 +206,9 @@ def test_a_node_named_to_one_other_finds_all() -> None:
                 await member.until_linked(*{other.name for other in members if other is not member})
             last = members[4]
             for other in members[:4]:
-                await last.until(lambda name=other.name: bool(last.report(name).address))  # type: ignore[misc]
-                assert last.report(other.name).address == other.address
-                assert last.report(other.name).is_linked
+                await last.until(lambda name=other.name: bool(last.known(name).address))  # type: ignore[misc]
+                assert last.known(other.name).address == other.address
+                assert last.known(other.name).is_linked
 
     asyncio.run(main())
 
@@ -254,15 +254,15 @@ def test_new_addresses_of_a_node_reach_its_peers() -> None:
         async with town("a", "b") as (a, b):
             a.run()
             b.run(a.address)
-            await a.until(lambda: a.linked == {"b"} and a.report("b").address == b.address)
+            await a.until(lambda: a.linked == {"b"} and a.known("b").address == b.address)
             moved = "10.0.0.77:7433"
             b.town.owners[moved] = b
             del b.town.owners[b.address]
             b.addresses = [moved]
             b.peers.addresses_changed()
-            await a.until(lambda: a.report("b").addresses == (moved,))
+            await a.until(lambda: a.known("b").addresses == (moved,))
             assert {"10.0.0.98", "10.0.0.77"} <= set(a.members), "what it was refused at is over"
-            await a.until(lambda: a.report("b").address == moved)
+            await a.until(lambda: a.known("b").address == moved)
 
     asyncio.run(main())
 
@@ -279,10 +279,10 @@ def test_of_several_addresses_the_fastest_is_used_and_the_reasons_are_kept() -> 
             told = [nowhere, bridge, c.address, slow, b.address]
             a.peers.propose(b.node, "b", told)
             await a.until_linked("b")
-            report = a.report("b")
-            assert report.address in (b.address, slow)
-            assert set(report.addresses) == set(told)
-            failures = report.failures
+            known = a.known("b")
+            assert known.address in (b.address, slow)
+            assert set(known.addresses) == set(told)
+            failures = known.failures
             assert "nothing listens" in failures[nowhere]
             assert "another node answers there, a" in failures[bridge]
             assert "another node answers there, c" in failures[c.address]
@@ -299,13 +299,13 @@ def test_a_named_address_is_used_only_where_the_nodes_own_do_not_answer() -> Non
             a.town.owners[named] = b
             a.run(named)
             b.run()
-            await a.until(lambda: a.linked == {"b"} and a.report("b").address == real)
+            await a.until(lambda: a.linked == {"b"} and a.known("b").address == real)
             assert a.town.dialled.count(("a", named)) == 1, "it is not asked who answers there"
             del a.town.owners[real]
             a.peers._table.doubt(b.node, 0.0)
             a.peers._changed.set()
-            await a.until(lambda: a.report("b").address == named)
-            assert "nothing listens" in a.report("b").failures[real]
+            await a.until(lambda: a.known("b").address == named)
+            assert "nothing listens" in a.known("b").failures[real]
 
     asyncio.run(main())
 
@@ -317,7 +317,7 @@ def test_a_candidate_of_another_cluster_is_left_out_with_one_line() -> None:
             for _ in range(2):
                 a.peers.propose(b.node, "b", [b.address], "it has another cluster key")
             assert a.said("another cluster key") == 1
-            assert a.report("b").refusal == "it has another cluster key"
+            assert a.known("b").refusal == "it has another cluster key"
             a.peers.propose(b.node, "b", [b.address])
             await a.until_linked("b")
             assert a.town.dialled[0] == ("a", b.address)
@@ -331,7 +331,7 @@ def test_until_an_address_has_answered_the_one_it_has_dialled_from_is_given() ->
             b.addresses = ["10.0.0.1:7433", "memory-a:7433", "10.0.0.2:7433"]  # all unreachable
             a.run()
             b.run(a.address)
-            await a.until(lambda: a.linked == {"b"} and bool(a.report("b").failures))
+            await a.until(lambda: a.linked == {"b"} and bool(a.known("b").failures))
             assert a.peers.address_of(b.node) == "memory-a:7433"
             assert a.peers.address_of(NodeId("nobody")) == ""
 
@@ -347,7 +347,7 @@ def test_what_a_peer_tells_is_bounded_by_what_makes_sense_here() -> None:
             a.run()
             b.run(a.address)
             good = b.addresses[2]
-            await a.until(lambda: a.linked == {"b"} and a.report("b").addresses == (good,))
+            await a.until(lambda: a.linked == {"b"} and a.known("b").addresses == (good,))
 
     asyncio.run(main())
 
@@ -363,7 +363,7 @@ def test_a_lost_node_is_gone_at_once_and_whoever_watches_is_told_once() -> None:
             b.run(a.address)
             for member, others in ((a, "bc"), (c, "ab")):
                 await member.until_linked(*others)
-            await a.until(lambda: "c" in a.report("b").reported_by)
+            await a.until(lambda: "c" in a.known("b").reported_by)
             lost: list[ShardnetError] = []
             control = a.peers.links.link_of(b.node)
             assert control is not None
@@ -374,8 +374,8 @@ def test_a_lost_node_is_gone_at_once_and_whoever_watches_is_told_once() -> None:
             await c.until_linked("a")
             assert len(lost) == 1
             assert a.said("node b is gone") == 1
-            assert not a.report("b").is_linked
-            await a.until(lambda: "c" not in a.report("b").reported_by)
+            assert not a.known("b").is_linked
+            await a.until(lambda: "c" not in a.known("b").reported_by)
             a.peers.links.watch(control, lost.append)
             assert len(lost) == 2, "what has ended is told at once"
 
@@ -392,7 +392,7 @@ def test_a_link_that_breaks_is_dialled_again_before_its_node_counts_as_lost() ->
             a.peers.links.watch(control, lost.append)
             control.link.abort("bytes have changed on their way")
             await a.until(lambda: a.peers.links.link_of(b.node) not in (None, control))
-            assert (lost, a.said("is gone"), a.report("b").is_linked) == ([], 0, True)
+            assert (lost, a.said("is gone"), a.known("b").is_linked) == ([], 0, True)
             again = a.peers.links.latest(control)
             assert not again.link.closed
             n_dialled = len(a.town.dialled)
@@ -471,7 +471,7 @@ def test_another_link_goes_where_the_node_has_answered_us() -> None:
             a.run()
             b.addresses = [bridge, real]
             b.run(a.address)
-            await a.until(lambda: a.linked == {"b"} and a.report("b").address == real)
+            await a.until(lambda: a.linked == {"b"} and a.known("b").address == real)
 
             async def dial(address: str) -> Link:
                 tried.append(address)

@@ -19,13 +19,13 @@ from shardnet.runtime.loading.model_facts import identify
 from shardnet.runtime.loading.wire_loss import (
     N_ROWS,
     TEXT,
-    LogitDifference,
     compare_logits,
     measure_rounding_s,
     measure_wire_loss,
 )
 from shardnet.stage import load as loading
 from shardnet.types import DType, LayerRange, WireDType
+from shardnet.wire.messages.plans import WireError
 
 
 def no_report(done_bytes: int, total_bytes: int) -> None:
@@ -55,7 +55,7 @@ def test_it_is_what_the_whole_model_says(folder: Path, dtype: DType) -> None:
 
 
 def test_a_wire_that_rounds_nothing_changes_nothing(folder: Path) -> None:
-    exact = LogitDifference(n_rows=64, n_changed=0, max_error=0, rms_error=0, kl=0)
+    exact = WireError(n_rows=64, n_changed=0, max_error=0, rms_error=0, kl=0)
     facts = identify(folder)
     for borders in ({2: WireDType.FLOAT32}, {}):
         assert measure_wire_loss(facts, DType.FLOAT32, borders, no_report) == exact

@@ -14,11 +14,12 @@ from support.models.checkpoints import make_decoder, make_llama
 from support.rings.stage_chain import CPU, StageChain, probed, random_prompt
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.files import CacheFolder
 from shardnet.model.config.panel_form import Quantization
 from shardnet.stage import quantized_weights
 from shardnet.stage.load import load_stage
 from shardnet.stage.packs import pack_cache
-from shardnet.stage.packs.pack_cache import PackCache, packed_models, remove
+from shardnet.stage.packs.pack_cache import PackCache, packed_models
 from shardnet.stage.stage_model import StageModel
 from shardnet.types import DType, LayerRange
 
@@ -136,7 +137,7 @@ def test_the_oldest_goes_when_there_is_no_room(
     cache(tmp_path, "huge").put(NAMES, INT4, some(100_000))
     assert cache(tmp_path, "huge").get(NAMES, INT4, (100_000,)) is None
     for model in packed_models(tmp_path):
-        remove(model)
+        model.remove()
     assert not list(tmp_path.rglob("*.packed"))
 
 
@@ -146,7 +147,7 @@ def test_what_was_deleted_stays_deleted_though_a_load_goes_on(tmp_path: Path) ->
 
     def delete() -> None:
         for model in packed_models(tmp_path):
-            remove(model)
+            model.remove()
 
     packs.put(["begun"], INT4, some(3 << 20), delete)
     packs.put(["later"], INT4, some())
@@ -186,7 +187,7 @@ def test_a_load_looks_at_the_folder_only_when_room_runs_out(
     looks: list[Path] = []
     free = 12_000
 
-    def look(folder: Path) -> list[pack_cache.PackedModel]:
+    def look(folder: Path) -> list[CacheFolder]:
         looks.append(folder)
         return packed_models(folder)
 

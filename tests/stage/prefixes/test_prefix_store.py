@@ -11,7 +11,6 @@ from shardnet.stage.prefixes import prefix_store
 from shardnet.stage.prefixes.prefix_store import (
     PrefixStore,
     StageFolder,
-    remove,
     stored_prefixes,
 )
 
@@ -91,8 +90,8 @@ def test_a_disk_that_is_nearly_full_is_left_to_others(
 def test_prefixes_are_listed_and_deleted_while_a_node_goes_on(store: PrefixStore) -> None:
     files = filled(store)
     [listed] = stored_prefixes(store.folder)
-    assert (listed.model, listed.layers, listed.size_bytes) == ("/m", "layers 0-3", 4 * SIZE)
-    assert remove(listed)
+    assert (listed.model, listed.form, listed.size_bytes) == ("/m", "layers 0-3", 4 * SIZE)
+    assert listed.remove()
     assert stored_prefixes(store.folder) == []
     assert read(files, KEYS[0]) is None
     with pytest.raises(FileNotFoundError):

@@ -23,6 +23,7 @@ from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, CheckpointError, ShardnetError, UsageError
+from shardnet.files import CacheFolder
 from shardnet.model.config.panel_form import BFLOAT16, Quantization
 from shardnet.model.families.registry import FAMILIES
 from shardnet.model.kernels.float_linear import PanelPacking, float_linear
@@ -32,7 +33,7 @@ from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_bytes, streamed_layers
 from shardnet.stage.load import load_stage
-from shardnet.stage.packs.pack_cache import PackCache, PackedModel, packed_models, remove
+from shardnet.stage.packs.pack_cache import PackCache, packed_models
 from shardnet.stage.runs import Run
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.streaming import file_parts, layer_stream
@@ -262,14 +263,14 @@ def test_after_an_error_the_same_layers_serve_again(tmp_path: Path) -> None:
     assert same(said(model), want)
 
 
-def cut(packed: PackedModel) -> None:
+def cut(packed: CacheFolder) -> None:
     for file in packed.folder.rglob("*.packed"):
         os.truncate(file, 100)
 
 
-@pytest.mark.parametrize("damage", [remove, cut])
+@pytest.mark.parametrize("damage", [CacheFolder.remove, cut])
 def test_rounded_weights_that_do_not_stay_are_named(
-    damage: Callable[[PackedModel], None], tmp_path: Path
+    damage: Callable[[CacheFolder], object], tmp_path: Path
 ) -> None:
     folder, packs = make(tmp_path / "model", "llama"), tmp_path / "packs"
     model = load(folder, 4, choice_of(DType.FLOAT32, "int8"), packs)
@@ -402,6 +403,7 @@ import ctypes, json, sys, torch
 from pathlib import Path
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.kernels.linear import probe
+from shardnet.files import CacheFolder
 from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.model.config.panel_form import Quantization
 from shardnet.stage.load import load_stage

@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager
 
 from shardnet.cluster.machine.addresses import Interface, rank
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.cluster.peers.peers import PeerReport, Peers, PeerTimes
+from shardnet.cluster.peers.peer_table import KnownNode
+from shardnet.cluster.peers.peers import Peers, PeerTimes
 from shardnet.errors import PeerUnreachableError, ShardnetError
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
@@ -125,9 +126,9 @@ class Member:
     async def until_linked(self, *names: str) -> None:
         await self.until(lambda: self.linked == set(names))
 
-    def report(self, name: str) -> PeerReport:
-        [report] = [report for report in self.peers.report() if report.node == name]
-        return report
+    def known(self, name: str) -> KnownNode:
+        [known] = [known for known in self.peers.known() if known.node == name]
+        return known
 
     def said(self, part: str) -> int:
         """How many lines say so."""
