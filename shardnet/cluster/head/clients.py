@@ -373,9 +373,9 @@ class Clients:
         speculation = await self.drafts.speculation(
             message.speculate,
             message.draft_tokens,
-            vocab_size=spec.vocab_size,
+            vocab_size=spec.config.vocab_size,
             context=spec.context,
-            has_state=spec.has_state,
+            has_state=spec.config.has_state,
             has_mtp=spec.mtp,
             ignore_unknown=message.choice.ignore_unknown_config,
         )

@@ -166,7 +166,9 @@ class LedRing:
             grammars=None
             if prepared.tokenizer is None
             else Grammars(
-                prepared.tokenizer.table, n_ids=ring.spec.vocab_size, eos_ids=prepared.eos_ids
+                prepared.tokenizer.table,
+                n_ids=ring.spec.config.vocab_size,
+                eos_ids=prepared.eos_ids,
             ),
         )
         self._watch(lead)

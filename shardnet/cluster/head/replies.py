@@ -73,7 +73,7 @@ def output_pieces(
                 request=message.request, token_ids=[], tokens=[], text="", prompt_logprobs=details
             )
         return
-    shape, width = lead.ring.spec.routing, lead.plan.facts.config.hidden_size
+    shape, width = lead.ring.spec.config.routing, lead.plan.facts.config.hidden_size
     top_k = shape.top_k if shape and event.block.kind is OutputKind.ROUTING else 0
     for block in event.block.parts(_PIECE_BYTES):
         yield RowsPiece(

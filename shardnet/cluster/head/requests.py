@@ -73,7 +73,7 @@ def prompt_ids(
     """
     most_positions = lead.plan.facts.config.max_positions
     most_tokens = MAX_TOKENIZED if may_be_long else most_positions
-    vocab_size = lead.ring.spec.vocab_size
+    vocab_size = lead.ring.spec.config.vocab_size
     if message.token_ids is not None:
         token_ids = list(message.token_ids)
     elif lead.tokenizer is None:
@@ -140,7 +140,7 @@ def check_made(message: Generate, made: Sequence[MadeToken], n_prompt: int, lead
     """
     if made:
         check_token_ids(
-            [token.token_id for token in made], lead.ring.spec.vocab_size, lead.tokenizer
+            [token.token_id for token in made], lead.ring.spec.config.vocab_size, lead.tokenizer
         )
     most = min(message.max_tokens, lead.ring.spec.context - n_prompt + 1)
     if len(made) > most:
@@ -211,7 +211,7 @@ def detokenized(message: Detokenize, lead: Lead) -> Detokenized:
     if tokenizer is None:
         raise UsageError(f"{lead.plan.facts.path} has no tokenizer")
     if token_ids:
-        check_token_ids(token_ids, lead.ring.spec.vocab_size, tokenizer)
+        check_token_ids(token_ids, lead.ring.spec.config.vocab_size, tokenizer)
     text = tokenizer.decode(token_ids, keep_special_tokens=message.keep_special_tokens)
     tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
     return Detokenized(request=message.request, text=text, tokens=tokens)
@@ -322,23 +322,23 @@ def reserved_bytes(request: GenerationRequest, lead: Lead) -> int:
 
     Raises UsageError for rows that are wider than any message, and for routing of a dense model.
     """
-    spec, width = lead.ring.spec, lead.plan.facts.config.hidden_size
-    if request.outputs.logit_rows is not None and 4 * spec.vocab_size > MAX_ROWS_BYTES:
+    config = lead.ring.spec.config
+    if request.outputs.logit_rows is not None and 4 * config.vocab_size > MAX_ROWS_BYTES:
         raise UsageError(
-            f"logits of {spec.vocab_size} columns take more than the {MAX_ROWS_BYTES} bytes that "
+            f"logits of {config.vocab_size} columns take more than the {MAX_ROWS_BYTES} bytes that "
             "one message carries: this model's cannot be asked for"
         )
     if request.outputs.routing:
         _check_routing(lead)
     if request.outputs.hidden_layers:
-        _check_states(request.outputs, width)
-    n_positions = min(len(request.prompt) + request.max_tokens, spec.context)
+        _check_states(request.outputs, config.hidden_size)
+    n_positions = min(len(request.prompt) + request.max_tokens, lead.ring.spec.context)
     return output_bytes(
         request.outputs,
         n_positions,
-        vocab_size=spec.vocab_size,
-        width=width,
-        routing=spec.routing.width if spec.routing else 0,
+        vocab_size=config.vocab_size,
+        width=config.hidden_size,
+        routing=config.routing.width if config.routing else 0,
     )
 
 
@@ -357,7 +357,7 @@ def _check_states(outputs: OutputParams, width: int) -> None:
 
 def _check_routing(lead: Lead) -> None:
     """Raise UsageError if the model has no routing, or more of it than one message carries."""
-    config, shape = lead.plan.facts.config, lead.ring.spec.routing
+    config, shape = lead.plan.facts.config, lead.ring.spec.config.routing
     if shape is None:
         raise UsageError(
             f"{lead.plan.facts.path} is a {config.family} model without experts: "

@@ -164,7 +164,7 @@ class PlannedChanges:
     async def _make_ready(self, former: Ring, moves: RingMoves) -> bool:
         """Have the next stages loaded, and what can be moved brought there, if there is memory."""
         is_ready = await self._prepare(moves)
-        if is_ready and former.spec.has_movable_slots:
+        if is_ready and former.spec.config.has_movable_slots:
             await self._move_ahead(former, moves)
         return is_ready
 

@@ -213,7 +213,8 @@ class Standbys:
                 order = replace(order, beside=True, stands_for=ready.name)
                 await ready.ring.ports[ready.rank].load(order, lambda *_: None)
                 ready.is_loaded = True
-            if ready.former.spec.has_movable_slots:  # a state is after the last position alone
+            # A state is after the last position alone.
+            if ready.former.spec.config.has_movable_slots:
                 await ready.follow(computed)
         except ShardnetError as error:
             ready.lose()

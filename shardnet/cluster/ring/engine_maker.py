@@ -125,7 +125,7 @@ class EngineMaker:
             ]
         facts = (spec.model_id, spec.dtype.value, spec.quant)
         seed = ring_seed((*facts, spec.kv_dtype, spec.context), stages)
-        if seed is None or spec.has_state:
+        if seed is None or spec.config.has_state:
             return None
         row_s = None
         if self.chunk_s is not None:  # its stages work side by side
@@ -140,7 +140,7 @@ class EngineMaker:
             room_blocks=min(stage.room_blocks for stage in ready),
             limits=StepLimits(
                 exact_rows=max(1, min(stage.exact_rows for stage in ready)),
-                notes_states=self.spec.notes_states,
+                notes_states=self.spec.config.notes_states,
             ),
             prefix_seed=prefixes.seed if prefixes else None,
             shares_blocks=all(stage.shares_blocks for stage in ready),
@@ -156,8 +156,8 @@ class EngineMaker:
             room_blocks=ring.room_blocks,
             context=self.spec.context,
             max_slots=MAX_SLOTS,
-            window=self.spec.window,
-            state_slots=STATE_SLOTS if self.spec.has_state else None,
+            window=self.spec.config.smallest_window,
+            state_slots=STATE_SLOTS if self.spec.config.has_state else None,
             limits=ring.limits,
             prefix_seed=ring.prefix_seed,
             shares_blocks=ring.shares_blocks,
@@ -187,10 +187,10 @@ class EngineMaker:
 
         return Pipeline(
             epoch=self.epoch,
-            vocab_size=self.spec.vocab_size,
+            vocab_size=self.spec.config.vocab_size,
             clock_ns=time.perf_counter_ns,
             on_answered=on_answered,
             on_failed=failed,
-            routing=self.spec.routing,
+            routing=self.spec.config.routing,
             chunk_s=self.chunk_s,
         )

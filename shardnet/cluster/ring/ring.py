@@ -183,22 +183,8 @@ class Ring:
             )
             for rank, port in enumerate(self._ports)
         ]
-        return RingWork(
-            load=load,
-            n_steps=totals.n_steps,
-            wire_us=totals.wire_us,
-            stages=stages,
-            n_prompts=totals.n_prompts,
-            n_prefix_hits=totals.n_prefix_hits,
-            n_prompt_tokens=totals.n_prompt_tokens,
-            n_prefix_tokens=totals.n_prefix_tokens,
-            n_recoveries=totals.n_recoveries,
-            recovery_us=totals.recovery_us,
-            n_drafted=totals.n_drafted,
-            n_accepted=totals.n_accepted,
-            n_flown=totals.n_flown,
-            n_wasted=totals.n_wasted,
-        )
+        own = {*RingWork.__struct_fields__} - {"load", "stages"}
+        return RingWork(load=load, stages=stages, **{name: getattr(totals, name) for name in own})
 
     async def clocks(self) -> list[ClockOffset]:
         """Compare the clock of every stage with the head's, in ring order.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardnet.checkpoint.adapters.layer_files import AdapterFacts
 from shardnet.cluster.sharing.adapter_sharing import ring_adapter
-from shardnet.output_params import RoutingShape
+from shardnet.model.config.model_config import ModelConfig
 from shardnet.types import Arith, DType, Epoch, LayerRange, WireDType
 from shardnet.wire.framing.schema import KvDTypeName, Quant
 from shardnet.wire.messages.stages import DevicePart, LoadStage
@@ -37,17 +37,8 @@ class RingSpec:
     """The dtypes of activations from each stage to the next."""
     context: int
     threads: int
-    vocab_size: int
-    window: int | None
-    """The smallest sliding window of the model's layers."""
-    has_state: bool
-    """Whether layers keep a state, which cannot be rewound."""
-    notes_states: bool
-    """Whether they note it on the way, to be rewound to that."""
-    has_movable_slots: bool
-    """Whether what slots hold is moved to other nodes, and kept on disk."""
-    routing: RoutingShape | None
-    """How many experts route each token, None for a dense model."""
+    config: ModelConfig
+    """What the model computes, with the layers of its adapters and what predicts tokens."""
     ariths: tuple[Arith, ...]
     """How each stage computes."""
     parts: tuple[tuple[DevicePart, ...], ...] = ()

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.types import MicroBatch, SlotId
 
 WAKE: Final = b"."
@@ -26,30 +27,19 @@ MAX_BYTES: Final = 1 << 26
 class ShardJob(msgspec.Struct, frozen=True, kw_only=True):
     """Which shard to load; the first message to a process.
 
-    `memory` and `mailbox` are file descriptors, `cores` those to keep to (none: any), `packs` is
-    the folder for quantised weights, "" for none. The others are those of a StageOrder.
+    `order` is the stage's, for the device of this shard. `memory` and `mailbox` are file
+    descriptors, `packs` is the folder for quantised weights, "" for none.
     """
 
+    order: StageOrder
     index: int
     size: int
     memory: int
     mailbox: int
     mailbox_bytes: int
-    cores: tuple[int, ...]
     n_threads: int
     room_blocks: int
     packs: str
-    model: str
-    folder: str
-    model_id: str
-    layers: tuple[int, int]
-    dtype: str
-    context: int
-    device: str
-    quantization: str
-    kv_dtype: str
-    ignore_unknown: bool
-    arith: str
     pack_identity: str
     """What quantised weights are cached by."""
 
@@ -172,7 +162,7 @@ Answer = Progress | Ready | Failed | Rows
 
 def write_message(to: socket.socket, message: msgspec.Struct) -> None:
     """Send a message. Raises OSError if nobody reads."""
-    data = msgspec.msgpack.encode(message)
+    data = msgspec.msgpack.encode(message, enc_hook=str)  # paths
     to.sendall(_LENGTH.pack(len(data)) + data)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -55,28 +56,16 @@ def load_leading(
 
     def job(index: int, memory: int, mailbox: int, n_bytes: int) -> ShardJob:
         device = order.shards[index]
-        quantization = order.quantization
         return ShardJob(
+            order=replace(order, device=device.torch, cores=device.cores, shards=()),
             index=index,
             size=n_shards,
             memory=memory,
             mailbox=mailbox,
             mailbox_bytes=n_bytes,
-            cores=device.cores,
             n_threads=n_threads_of(device, n_shards),
             room_blocks=room_blocks,
             packs="" if packs is None else str(packs),
-            model=order.model,
-            folder=str(order.folder),
-            model_id=order.model_id,
-            layers=(order.layers.start, order.layers.end),
-            dtype=order.dtype.value,
-            context=order.context,
-            device=device.torch,
-            quantization="" if quantization is None else quantization.value,
-            kv_dtype=order.kv_dtype.value,
-            ignore_unknown=order.ignore_unknown,
-            arith=order.arith.value,
             pack_identity=json.dumps([*files, f"shard {index} of {n_shards}"]),
         )
 
@@ -90,7 +79,7 @@ def load_leading(
         room_blocks=room_blocks,
         context=order.context,
         progress=progress,
-        packs=pack_cache(own, order.quantization),
+        packs=pack_cache(own),
         kv_dtype=order.kv_dtype,
         group=processes.group,
         followers=processes,

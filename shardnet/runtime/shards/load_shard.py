@@ -16,7 +16,6 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CheckpointError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.slot_blocks import SlotContents
-from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.codec import to_bytes
 from shardnet.model.kernels.linear import probe
 from shardnet.model.shards.memory_group import MemoryGroup, SharedMemory
@@ -24,42 +23,40 @@ from shardnet.runtime.shards.calls import AdoptRows, ShardJob
 from shardnet.stage.load import load_stage
 from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.stage_model import StageModel
-from shardnet.types import Arith, DType, KvDType, LayerRange, SlotId
+from shardnet.types import SlotId
 
 
 def load_shard(
     job: ShardJob, memory: SharedMemory, progress: Callable[[int, int], None]
 ) -> StageModel:
     """Load a shard. Raises what loading a stage raises."""
-    folder = Path(job.folder)
-    checkpoint = Checkpoint.open(folder, ignore_unknown=job.ignore_unknown)
-    if checkpoint.model_id != job.model_id:
+    order = job.order
+    checkpoint = Checkpoint.open(order.folder, ignore_unknown=order.ignore_unknown)
+    if checkpoint.model_id != order.model_id:
         raise CheckpointError(
-            f"{folder}: it has changed while its shards were loaded", remedy="ask again"
+            f"{order.folder}: it has changed while its shards were loaded", remedy="ask again"
         )
-    device = torch.device(job.device)
-    quantization = Quantization(job.quantization) if job.quantization else None
-    dtype, arith = DType(job.dtype), Arith(job.arith)
-    choice = probe(device, dtype, checkpoint.config.checkpoint_dtype, quantization, arith)
+    device, own = torch.device(order.device), checkpoint.config.checkpoint_dtype
     return load_stage(
         checkpoint,
-        LayerRange(*job.layers),
-        choice=choice,
+        order.layers,
+        choice=probe(device, order.dtype, own, order.quantization, order.arith),
         device=device,
         room_blocks=job.room_blocks,
         progress=progress,
-        context=job.context,
-        packs=pack_cache(job, quantization),
-        kv_dtype=KvDType(job.kv_dtype),
+        context=order.context,
+        packs=pack_cache(job),
+        kv_dtype=order.kv_dtype,
         group=MemoryGroup(memory, job.index, job.size),
     )
 
 
-def pack_cache(job: ShardJob, quantization: Quantization | None) -> PackCache | None:
+def pack_cache(job: ShardJob) -> PackCache | None:
     """Return where the shard's quantised weights are cached: apart from those of other shards."""
+    quantization = job.order.quantization
     if not job.packs or quantization is None:
         return None
-    packs = PackCache(Path(job.packs), job.pack_identity, job.model, quantization)
+    packs = PackCache(Path(job.packs), job.pack_identity, job.order.model, quantization)
     packs.touch()
     return packs
 

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
@@ -58,15 +59,17 @@ def main() -> None:
     job = read_job(leader)
     logging.basicConfig(format=f"shard {job.index}: %(levelname)s %(message)s")
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    if job.cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, job.cores)  # before torch starts threads, and touches memory
+    if job.order.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, job.order.cores)  # before torch starts threads, and touches memory
     serve(job, leader)
     end_process(0)
 
 
 def read_job(leader: socket.socket) -> ShardJob:
     """Wait for the first message. Raises EOFError if none comes."""
-    return msgspec.msgpack.decode(read_message(leader), type=ShardJob)
+    return msgspec.msgpack.decode(
+        read_message(leader), type=ShardJob, dec_hook=lambda _, path: Path(path)
+    )
 
 
 def serve(job: ShardJob, leader: socket.socket) -> None:

@@ -19,6 +19,7 @@ from shardnet.cluster.ring.ring import Ring
 from shardnet.cluster.ring.ring_spec import RingSpec
 from shardnet.cluster.ring.stage_port import StagePort
 from shardnet.errors import BusyError, CapacityError, PeerFailedError, ShardnetError, TakenError
+from shardnet.model.families.registry import parse_config
 from shardnet.runtime.ring.pipeline import Pipeline, StuckStage
 from shardnet.types import Arith, DType, Epoch, LayerRange, NodeId, StepId, WireDType
 from shardnet.wire.messages.stages import LoadStage, StageReady
@@ -37,12 +38,20 @@ SPEC = RingSpec(
     ariths=(Arith.FAST, Arith.PORTABLE),
     context=256,
     threads=1,
-    vocab_size=8,
-    has_state=False,
-    notes_states=False,
-    has_movable_slots=True,
-    window=None,
-    routing=None,
+    config=parse_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "vocab_size": 8,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-5,
+        },
+        "config.json",
+    ),
 )
 
 
