@@ -18,8 +18,8 @@ from tokenizers import processors
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID
 from shardnet.tokenizers.backends.byte_level import byte_of_character
+from shardnet.tokenizers.backends.token_files import LoadedTokenizer
 from shardnet.tokenizers.bos_eos import adds_bos, find_bos_id, find_eos_ids
-from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 from shardnet.tokenizers.formats.tokenizer_files import read_tokenizer
 from shardnet.tokenizers.token_table import (
     HAS_TOKEN,

@@ -16,6 +16,7 @@ from support.needs import HAS_VECTORS, needs_library
 from support.soak import cases, is_soak
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.cluster.member.audit_orders import compute_layer
 from shardnet.errors import (
     CapacityError,
     ChangedMemoryError,
@@ -25,10 +26,8 @@ from shardnet.errors import (
 )
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.library import Isa, native_kernels
-from shardnet.runtime.loading import one_layer
 from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.loading.loading import load
-from shardnet.runtime.loading.one_layer import compute_layer
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.stage_audit import StageAudit
 from shardnet.types import BLOCK_POSITIONS, Arith, DType, KvDType, LayerRange, SlotId
@@ -186,7 +185,7 @@ def test_what_cannot_be_computed_is_refused_by_name(
         compute_layer(order, 1, b"12")
     with pytest.raises(CheckpointError):
         compute_layer(order_of(order.folder, model_id="0" * 64), 1, b"")
-    monkeypatch.setattr(one_layer, "MAX_BYTES", 1000)
+    monkeypatch.setattr("shardnet.cluster.member.audit_orders.MAX_BYTES", 1000)
     with pytest.raises(CapacityError, match="more than is read for an audit"):
         compute_layer(order, 1, b"")
 

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from shardnet.api import ALL_ROWS, GenerationResult, OutputParams, SamplingParams
-from shardnet.api.chat.reranking import INSTRUCTION, conversation
 from shardnet.api.client import connect
+from shardnet.api.openai.embeddings import INSTRUCTION, conversation
 from shardnet.api.serve.server import application
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.service import Service

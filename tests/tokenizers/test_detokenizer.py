@@ -13,8 +13,8 @@ from support.models.loaded_tokenizers import KINDS, in_this_process, tokenizer_o
 from support.text_parts import parts_of
 
 from shardnet.errors import SamplingError
+from shardnet.tokenizers.backends.token_files import LoadedTokenizer
 from shardnet.tokenizers.detokenizer import StopScanner, TextStream
-from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 from shardnet.tokenizers.text_backend import TextBackend
 from shardnet.tokenizers.tokenizer import Tokenizer
 

@@ -32,8 +32,7 @@ from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
 from shardnet.wire.messages.handshake import error_frame, read_error
 from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import StepData, data_frame
-from shardnet.wire.payloads.parts import ShardPart, part_frame, read_part
-from shardnet.wire.payloads.rows import rows_frames
+from shardnet.wire.payloads.rows import ShardPart, part_frame, read_part, rows_frames
 
 PART_S: Final = 60.0
 """How long a shard may take to its next part: as long as a stage whose step does not move."""

@@ -1,16 +1,22 @@
-"""Read the files of a tokenizer, within a cap of their own.
+"""Read the files of a tokenizer, within a cap of their own; what such a file has, in any format.
 
-Must not know what they mean.
+Must not know formats, nor folders: tokenizers/tokenizer.py combines a file with those beside it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
 from shardnet.checkpoint.tensors.json_files import MAX_JSON_BYTES, parse_object, read_file
 from shardnet.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from shardnet.tokenizers.chat.chat_template import ChatTemplate
 
 MAX_FILE_BYTES: Final = 16 << 20
 """Limit of a tokenizer's file but tokenizer.json and tekken.json; the largest known has 7 MB."""
@@ -43,3 +49,18 @@ def read_object(path: Path, *, distinct: bool = False) -> dict[str, Any]:
     if not has_file(path):
         return {}
     return parse_object(read_file(path, MAX_JSON_BYTES), path, distinct=distinct)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedTokenizer:
+    """A backend without truncation and padding.
+
+    `adds_bos`: whether bos is prepended unless another file says otherwise; None leaves it to the
+    backend's post-processor. `template` is the file's own chat template.
+    """
+
+    backend: tokenizers.Tokenizer
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    adds_bos: bool | None = None
+    template: ChatTemplate | None = None

@@ -20,8 +20,8 @@ from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken, add_to
 from shardnet.tokenizers.backends.byte_level import merged_backend
 from shardnet.tokenizers.backends.piece_tokenizer import SPACE, PieceKind, Pieces, build_backend
 from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, Pretokenizer
+from shardnet.tokenizers.backends.token_files import LoadedTokenizer
 from shardnet.tokenizers.chat.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
-from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 
 _KEY = "tokenizer.ggml."
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")

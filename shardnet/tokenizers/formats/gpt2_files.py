@@ -16,8 +16,12 @@ from shardnet.model.families.registry import find_family
 from shardnet.tokenizers.backends.added_tokens import NamedToken, read_added_tokens
 from shardnet.tokenizers.backends.byte_level import merged_backend
 from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, GPT2, QWEN2, Pretokenizer
-from shardnet.tokenizers.backends.token_files import read_bytes, read_lines, read_object
-from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
+from shardnet.tokenizers.backends.token_files import (
+    LoadedTokenizer,
+    read_bytes,
+    read_lines,
+    read_object,
+)
 
 _CLASSES = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer": QWEN2}
 _ENDOFTEXT = "<|endoftext|>"

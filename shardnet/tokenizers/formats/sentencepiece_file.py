@@ -15,8 +15,7 @@ from pathlib import Path
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import read_added_tokens
 from shardnet.tokenizers.backends.piece_tokenizer import PieceKind, Pieces, build_backend
-from shardnet.tokenizers.backends.token_files import read_bytes, read_object
-from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
+from shardnet.tokenizers.backends.token_files import LoadedTokenizer, read_bytes, read_object
 
 _PIECES, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5
 _UNIGRAM, _BPE = 1, 2

@@ -20,8 +20,7 @@ from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken
 from shardnet.tokenizers.backends.byte_level import ranked_backend
 from shardnet.tokenizers.backends.pretokenizers import TEKKEN
-from shardnet.tokenizers.backends.token_files import read_bytes
-from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
+from shardnet.tokenizers.backends.token_files import LoadedTokenizer, read_bytes
 
 _MAX_PATTERN_CHARACTERS = 10_000
 _MAX_BYTES = 32 << 20

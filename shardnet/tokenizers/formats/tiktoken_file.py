@@ -16,8 +16,7 @@ from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken, read_added_tokens
 from shardnet.tokenizers.backends.byte_level import ranked_backend
 from shardnet.tokenizers.backends.pretokenizers import LLAMA3
-from shardnet.tokenizers.backends.token_files import read_lines
-from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
+from shardnet.tokenizers.backends.token_files import LoadedTokenizer, read_lines
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]{2,}={0,2} [0-9]+\r?\n?")
 _MAX_LINE_BYTES = 1 << 13

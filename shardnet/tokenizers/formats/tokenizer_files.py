@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
-from shardnet.tokenizers.backends.token_files import read_bytes
-from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
+from shardnet.tokenizers.backends.token_files import LoadedTokenizer, read_bytes
 
 MODEL_FILES = (
     "tokenizer.model",

@@ -35,8 +35,7 @@ from shardnet.types import (
 )
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
-from shardnet.wire.payloads.parts import ShardPart, part_frame
-from shardnet.wire.payloads.rows import RowBlock
+from shardnet.wire.payloads.rows import RowBlock, ShardPart, part_frame
 
 EPOCH = Epoch(2)
 STEP = StepId(5)

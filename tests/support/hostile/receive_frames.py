@@ -31,8 +31,7 @@ from shardnet.wire.messages.extras import read_extras
 from shardnet.wire.messages.handshake import Purpose, hello_frame, read_error, read_hello
 from shardnet.wire.messages.sequences import read_sequence
 from shardnet.wire.payloads.data import read_data, read_tokens
-from shardnet.wire.payloads.parts import read_part
-from shardnet.wire.payloads.rows import read_rows
+from shardnet.wire.payloads.rows import read_part, read_rows
 
 SLOW_S: Final = 0.5
 """A frame that takes more processor time than this is a finding."""

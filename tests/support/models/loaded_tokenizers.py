@@ -11,8 +11,8 @@ from support.models import small_tokenizers as small
 from support.models import trained_tokenizers as trained
 
 from shardnet.tokenizers.backends.pretokenizers import LLAMA3, QWEN2, TEKKEN
+from shardnet.tokenizers.backends.token_files import LoadedTokenizer
 from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
-from shardnet.tokenizers.formats.loaded_tokenizer import LoadedTokenizer
 from shardnet.tokenizers.formats.tokenizer_files import tokenizer_place
 from shardnet.tokenizers.text_backend import TextBackend
 from shardnet.tokenizers.text_program import described

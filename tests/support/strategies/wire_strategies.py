@@ -20,8 +20,7 @@ from shardnet.wire.messages.extras import Extras, StageTiming, extras_frame
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import StepData, data_frame, tokens_frame
-from shardnet.wire.payloads.parts import ShardPart, part_frame
-from shardnet.wire.payloads.rows import RowBlock, rows_frames
+from shardnet.wire.payloads.rows import RowBlock, ShardPart, part_frame, rows_frames
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
