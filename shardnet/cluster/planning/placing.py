@@ -6,8 +6,8 @@ Knows how a choice becomes a call of the planner (cluster/placement). Must not g
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from msgspec import structs
@@ -78,7 +78,83 @@ def make_plan(
     have, for an unknown dtype, and where `mtp` is asked for and the model has no such layer, or the
     stage would be cut over nodes or devices.
     """
-    known = nodes
+    inputs = _inputs(choice, facts, nodes, measured, silent, holdings, arith)
+    division = _division(inputs)
+    if division is not None:
+        return _divided(division, inputs)
+    try:
+        inputs = replace(inputs, candidates=_in_order(inputs))
+        placement = next(place for applies, place in _STRATEGIES if applies(inputs))(inputs)
+    except PlanError as error:
+        if silent:
+            message = f"{error.message}; {silent_words(silent)}"
+            raise PlanError(message, remedy=error.remedy) from None
+        raise
+    plan = _planned(inputs, placement)
+    if not choice.standby:
+        return plan
+    return plan.with_standbys([node for node in inputs.nodes if node not in plan.nodes])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inputs:
+    """What a plan is made of: what was asked for, and what it comes to with these nodes.
+
+    `known` are the nodes that were given, `nodes` those that may be in the ring. `disks` are the
+    rates of their disks by id, None where one was not measured.
+    """
+
+    choice: ModelChoice
+    facts: ModelFacts
+    known: Sequence[NodeInfo]
+    nodes: Sequence[NodeInfo]
+    measured: Measured
+    silent: Sequence[LeftOut]
+    holdings: Holdings
+    arith: Arith
+    objective: Objective
+    context: int
+    dtype: DType
+    gather: WireDType | None
+    forms: Mapping[NodeId, NodeForm]
+    shape: ModelShape
+    disks: Mapping[str, float | None]
+    candidates: Sequence[CandidateNode]
+
+    @property
+    def layers(self) -> list[LayerRange] | None:
+        """The layers of each stage, None where the choice leaves them to the plan."""
+        return [LayerRange(start, end) for start, end in self.choice.layers] or None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all of the candidates are in the ring, in their order."""
+        return bool(self.choice.nodes or self.choice.layers)
+
+    @property
+    def n_each(self) -> int:
+        """How many nodes a stage spans, 0 for as it pays; what drafts, or adapts, is not cut."""
+        is_whole = self.choice.mtp or bool(self.choice.adapters)
+        return self.choice.nodes_per_stage or int(is_whole)
+
+    @property
+    def cpus(self) -> set[NodeId]:
+        """The nodes that stages may span: CPUs, of several devices only one would work."""
+        cpus = (node for node in self.nodes if node.device.startswith("cpu") and not node.devices)
+        return {NodeId(node.node) for node in cpus}
+
+
+def _inputs(
+    choice: ModelChoice,
+    facts: ModelFacts,
+    known: Sequence[NodeInfo],
+    measured: Measured,
+    silent: Sequence[LeftOut],
+    holdings: Holdings,
+    arith: Arith | None,
+) -> _Inputs:
+    """Settle what can be said before anything is placed. Raises as make_plan."""
+    nodes = known
     if choice.mtp:
         facts = facts.with_mtp()
         nodes = _drafting(choice, nodes)
@@ -88,90 +164,71 @@ def make_plan(
     context = _context(choice, facts.config)
     dtype = settle_dtype(choice.dtype, facts.config, nodes)
     arith = arith or settle_arith(choice.arith, nodes)
-    wires = parse_wires(choice.wire_dtype)
-    quantization = QuantizationChoice(
-        weights=Quantization.named(choice.quant), kv_dtype=KvDType(choice.kv_dtype)
-    )
+    wires, width = parse_wires(choice.wire_dtype), facts.config.hidden_size
     forms = forms_of(facts, nodes, dtype, choice.arith, arith)
+    in_order = bool(choice.nodes)
     shapes = Shapes(
         facts=facts,
         context=context,
         wire=wires.every or WireDType.own(dtype),
         gather=wires.gather,
-        quantization=quantization,
-        narrow_hops=narrow_hops(
-            wires,
-            dtype,
-            nodes,
-            measured.links,
-            facts.config.hidden_size,
-            in_order=bool(choice.nodes),
+        quantization=QuantizationChoice(
+            weights=Quantization.named(choice.quant), kv_dtype=KvDType(choice.kv_dtype)
         ),
+        narrow_hops=narrow_hops(wires, dtype, nodes, measured.links, width, in_order=in_order),
     )
     disks = {told.node: told.disk_bytes_per_s for told in measured.reports}
     shape = shapes.of(forms[NodeId(nodes[0].node)])
-    candidates = [
-        fetching(candidate, facts, holdings, measured.links)
-        for candidate in candidates_of(
-            facts,
-            dtype,
-            nodes,
-            measured,
-            disks,
-            shapes,
-            forms,
-            arith,
-            objective,
-        )
-    ]
-    division = None
-    if objective is Objective.THROUGHPUT and _may_divide(choice, nodes):
-        division = divide(shape, candidates, measured.links)
-    if division is not None:
-        named = structs.replace(choice, dtype=dtype.value)
-        return _divided(division, named, facts, nodes, measured, silent, holdings, arith)
-    try:
-        cpus = {
-            NodeId(node.node)
-            for node in nodes
-            if node.device.startswith("cpu") and not node.devices  # of several only one would work
-        }
-        placement = _placed(
-            choice, facts, shape, forms, candidates, measured.links, objective, cpus
-        )
-    except PlanError as error:
-        if silent:
-            message = f"{error.message}; {silent_words(silent)}"
-            raise PlanError(message, remedy=error.remedy) from None
-        raise
-    placement = replace(placement, left_out=(*placement.left_out, *_sharing(known, nodes)))
-    by_node = {node.node: node for node in nodes}
+    found = candidates_of(facts, dtype, nodes, measured, disks, shapes, forms, arith, objective)
+    return _Inputs(
+        choice=choice,
+        facts=facts,
+        known=known,
+        nodes=nodes,
+        measured=measured,
+        silent=silent,
+        holdings=holdings,
+        arith=arith,
+        objective=objective,
+        context=context,
+        dtype=dtype,
+        gather=wires.gather,
+        forms=forms,
+        shape=shape,
+        disks=disks,
+        candidates=[fetching(one, facts, holdings, measured.links) for one in found],
+    )
+
+
+def _planned(inputs: _Inputs, placement: Placement) -> Plan:
+    """Make the plan of a placement."""
+    choice, facts, measured, dtype = inputs.choice, inputs.facts, inputs.measured, inputs.dtype
+    left_out = (*placement.left_out, *_sharing(inputs.known, inputs.nodes))
+    placement = replace(placement, left_out=left_out)
+    by_node = {node.node: node for node in inputs.nodes}
     ring = tuple(by_node[stage.node] for stage in placement.stages)
     on_ring = settle_wires(choice.wire_dtype, dtype, ring, measured.links)
     spans = tuple(tuple(by_node[n] for n in stage.shards) for stage in placement.stages)
-    plan = Plan(
+    return Plan(
         choice=choice,
         facts=facts,
         dtype=dtype,
-        arith=arith,
-        forms=tuple(forms[stage.node] for stage in placement.stages),
+        arith=inputs.arith,
+        forms=tuple(inputs.forms[stage.node] for stage in placement.stages),
         wires=on_ring,
         wire_saved_s=_saved_s(placement, measured.links, dtype, on_ring, facts.config.hidden_size),
-        context=context,
+        context=inputs.context,
         nodes=ring,
         placement=placement,
-        left_out_names={NodeId(node.node): node.name for node in known},
+        left_out_names={NodeId(node.node): node.name for node in inputs.known},
         measured=measured,
-        objective=objective,
-        chunk_s=_chunk_s(placement, shape, measured, disks),
-        silent=tuple(silent),
-        holders=tuple(source.node for source in holders_of(facts, holdings)),
+        objective=inputs.objective,
+        chunk_s=_chunk_s(placement, inputs.shape, measured, inputs.disks),
+        silent=tuple(inputs.silent),
+        holders=tuple(source.node for source in holders_of(facts, inputs.holdings)),
         spans=spans if any(spans) else (),
-        gather_dtype=wires.gather,
+        gather_dtype=inputs.gather,
     )
-    if not choice.standby:
-        return plan
-    return plan.with_standbys([node for node in nodes if node not in ring])
 
 
 def _drafting(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> Sequence[NodeInfo]:
@@ -212,36 +269,35 @@ def _sharing(known: Sequence[NodeInfo], nodes: Sequence[NodeInfo]) -> list[Exclu
     return [Exclusion(node=NodeId(n.node), why=why) for n in known if n.node not in left]
 
 
-def _may_divide(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> bool:
-    """Say whether several rings may do what is asked for: nothing fixes one, and others reach all
-    nodes.
+def _division(inputs: _Inputs) -> Division | None:
+    """Divide the nodes among several rings, where that does more of what is asked for.
+
+    None where it does not, where something fixes one ring, and where others do not reach all nodes.
     """
+    choice = inputs.choice
     is_fixed = choice.nodes or choice.layers or choice.stream_layers or choice.nodes_per_stage > 1
-    return not is_fixed and all(node.address for node in nodes)
+    if inputs.objective is not Objective.THROUGHPUT or is_fixed:
+        return None
+    if not all(node.address for node in inputs.nodes):
+        return None
+    return divide(inputs.shape, inputs.candidates, inputs.measured.links)
 
 
-def _divided(
-    division: Division,
-    choice: ModelChoice,
-    facts: ModelFacts,
-    nodes: Sequence[NodeInfo],
-    measured: Measured,
-    silent: Sequence[LeftOut],
-    holdings: Holdings,
-    arith: Arith,
-) -> Plan:
+def _divided(division: Division, inputs: _Inputs) -> Plan:
     """Plan each ring as if its nodes had been named, so that all compute the same bits.
 
     The first is that of which the asked node is the head, if there is one.
     """
+    nodes, measured, holdings, arith = inputs.nodes, inputs.measured, inputs.holdings, inputs.arith
     known = {node.node: node for node in nodes}
+    choice = structs.replace(inputs.choice, dtype=inputs.dtype.value)
     if arith is Arith.PORTABLE:
         choice = structs.replace(choice, arith=arith.value)
 
     def planned(ring: Sequence[CandidateNode]) -> Plan:
         infos = [known[candidate.node] for candidate in ring]
         named = structs.replace(choice, nodes=[info.address for info in infos])
-        return make_plan(named, facts, infos, measured, (), holdings, arith)
+        return make_plan(named, inputs.facts, infos, measured, (), holdings, arith)
 
     asked = nodes[0].node
     first, *beside = sorted(map(planned, division.rings), key=lambda p: p.nodes[0].node != asked)
@@ -256,7 +312,7 @@ def _divided(
         beside=tuple(beside),
         placement=replace(first.placement, left_out=left_out, why=division.why),
         left_out_names={NodeId(node.node): node.name for node in nodes},
-        silent=tuple(silent),
+        silent=tuple(inputs.silent),
     )
 
 
@@ -316,81 +372,94 @@ def fits(facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
     return fits_somehow([candidate.held(shape) for candidate in candidates])
 
 
-def _placed(
-    choice: ModelChoice,
-    facts: ModelFacts,
-    shape: ModelShape,
-    forms: Mapping[NodeId, NodeForm],
-    candidates: Sequence[CandidateNode],
-    links: Links,
-    objective: Objective,
-    cpus: Collection[NodeId],
-) -> Placement:
-    """Place the model with as little streaming as `choice` allows. Raises as make_plan.
+def _resident(inputs: _Inputs) -> Placement:
+    """Place all layers in memory."""
+    shape, layers, links, n_each = inputs.shape, inputs.layers, inputs.measured.links, inputs.n_each
 
-    Stages may span nodes that are in `cpus`.
-    """
-    layers = [LayerRange(start, end) for start, end in choice.layers] or None
-    exactly = bool(choice.nodes or layers)
-    if layers is not None and not choice.nodes:
-        if len(layers) > len(candidates):
-            raise _too_few_nodes(len(layers), candidates)
-        candidates = candidates[: len(layers)]
-
-    is_whole = choice.mtp or bool(choice.adapters)  # what drafts, or adapts, is not cut over nodes
-    n_each = choice.nodes_per_stage or int(is_whole)
-
-    def resident() -> Placement:
-        return place_over_devices(resident_on, candidates, shape.n_layers, objective)
-
-    def resident_on(candidates: Sequence[CandidateNode]) -> Placement:
-        if n_each > 1:
-            if exactly and not {candidate.node for candidate in candidates} <= {*cpus}:
+    def on(candidates: Sequence[CandidateNode]) -> Placement:
+        if n_each > 1 and inputs.is_exact:
+            if not {candidate.node for candidate in candidates} <= inputs.cpus:
                 raise PlanError(
                     "--nodes-per-stage: a stage spans CPUs only, one device of each node, and a "
                     "node has others",
                     remedy="name nodes that compute on their CPUs, started with one --device",
                 )
-            if exactly:
-                stages = grouped(shape, candidates, links, n_each)
-                return place_exactly(shape, stages, layers, links, objective)
-            return place_span(shape, candidates, links, n_each, cpus)
-        if exactly:
-            return place_exactly(shape, candidates, layers, links, objective)
-        best = place(shape, candidates, links, objective)
-        return best if n_each else weigh_spans(shape, candidates, links, objective, best, cpus)
+            stages = grouped(shape, candidates, links, n_each)
+            return place_exactly(shape, stages, layers, links, inputs.objective)
+        if n_each > 1:
+            return place_span(shape, candidates, links, n_each, inputs.cpus)
+        if inputs.is_exact:
+            return place_exactly(shape, candidates, layers, links, inputs.objective)
+        best = place(shape, candidates, links, inputs.objective)
+        if n_each:
+            return best
+        return weigh_spans(shape, candidates, links, inputs.objective, best, inputs.cpus)
 
-    def streaming(n_streamed: int | None) -> Placement | None:
-        if all(candidate.held(shape).shape.streaming is None for candidate in candidates):
-            linear = forms[candidates[0].node].linear
-            check_streamable(facts.path, facts.stored_dtype, facts.packed, linear)
-        own = [first_device(candidate) for candidate in candidates]
-        return place_streaming(
-            shape, own, layers, links, objective, exactly=exactly, n_streamed=n_streamed
-        )
+    return place_over_devices(on, inputs.candidates, shape.n_layers, inputs.objective)
 
-    if not choice.stream_layers:
-        return resident()
-    if choice.stream_layers != "auto" and choice.stream_layers > shape.n_layers:
+
+def _as_little_streamed(inputs: _Inputs) -> Placement:
+    """Place all layers in memory, or else as many as fit there."""
+    try:
+        return _resident(inputs)
+    except PlanError:
+        placement = _streaming(inputs, None)
+        if placement is None:
+            raise
+        return placement
+
+
+def _streamed(inputs: _Inputs) -> Placement:
+    """Place with so many layers of each stage on disk. Raises as make_plan."""
+    n_streamed, n_layers = inputs.choice.stream_layers, inputs.shape.n_layers
+    assert n_streamed != "auto", "another strategy applies before"
+    if n_streamed > n_layers:
         raise UsageError(
-            f"--stream-layers {choice.stream_layers}: the model has {shape.n_layers} layers",
-            remedy=f"give {shape.n_layers} or fewer, or auto for as few as needed",
+            f"--stream-layers {n_streamed}: the model has {n_layers} layers",
+            remedy=f"give {n_layers} or fewer, or auto for as few as needed",
         )
-    if choice.stream_layers == "auto":
-        try:
-            return resident()
-        except PlanError:
-            placement = streaming(None)
-            if placement is None:
-                raise
-            return placement
-    placement = streaming(choice.stream_layers)
+    placement = _streaming(inputs, n_streamed)
     if placement is None:
         raise PlanError(
-            f"--stream-layers {choice.stream_layers}: the other layers do not fit these nodes",
+            f"--stream-layers {n_streamed}: the other layers do not fit these nodes",
             remedy="use --stream-layers auto",
         )
     return placement
+
+
+_STRATEGIES: Sequence[tuple[Callable[[_Inputs], bool], Callable[[_Inputs], Placement]]] = (
+    (lambda inputs: not inputs.choice.stream_layers, _resident),
+    (lambda inputs: inputs.choice.stream_layers == "auto", _as_little_streamed),
+    (lambda _: True, _streamed),
+)
+"""Whether a way of placing applies, and the way; the first that applies is taken."""
+
+
+def _streaming(inputs: _Inputs, n_streamed: int | None) -> Placement | None:
+    """Place with layers on disk: `n_streamed` of each stage, None for as few as needed."""
+    facts, candidates = inputs.facts, inputs.candidates
+    if all(candidate.held(inputs.shape).shape.streaming is None for candidate in candidates):
+        linear = inputs.forms[candidates[0].node].linear
+        check_streamable(facts.path, facts.stored_dtype, facts.packed, linear)
+    return place_streaming(
+        inputs.shape,
+        [first_device(candidate) for candidate in candidates],
+        inputs.layers,
+        inputs.measured.links,
+        inputs.objective,
+        exactly=inputs.is_exact,
+        n_streamed=n_streamed,
+    )
+
+
+def _in_order(inputs: _Inputs) -> Sequence[CandidateNode]:
+    """Return the candidates: as many as there are stages, where only these are given."""
+    layers, candidates = inputs.choice.layers, inputs.candidates
+    if not layers or inputs.choice.nodes:
+        return candidates
+    if len(layers) > len(candidates):
+        raise _too_few_nodes(len(layers), candidates)
+    return candidates[: len(layers)]
 
 
 def _too_few_nodes(n_ranges: int, candidates: Sequence[CandidateNode]) -> PlanError:
