@@ -65,6 +65,6 @@ def test_clang_takes_all_texts_for_amd(architecture: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["nvidia:3", "amd:0", "opencl:7", "metal"])
 def test_a_gpu_that_is_not_here_is_named(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"--device {name}") as raised:
+    with pytest.raises(ConfigurationError, match=f"--device {name.partition(':')[0]}") as raised:
         find_devices(name)
     assert raised.value.remedy
