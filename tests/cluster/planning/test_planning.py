@@ -645,7 +645,7 @@ def test_what_predicts_further_tokens_is_planned_on_the_last_stage() -> None:
     assert ahead.reply(1).mtp_bytes > joined
     assert after[1].kv_bytes * 3 == before[1].kv_bytes * 4
     assert plain.reply(1).mtp_bytes == 0
-    with pytest.raises(UsageError, match="--speculate mtp: /m has no layer"):
+    with pytest.raises(UsageError, match="--speculate mtp: the model has no layer"):
         make_plan(ModelChoice(model="/m", mtp=True), facts(), nodes)
 
 

@@ -63,13 +63,16 @@ class Watch:
     recovering: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     n_tokens: int = 0
+    n_accepted: int = 0
     after_tokens: int = 0
+    after_accepted: int = 0
     heard_at: float = field(default_factory=time.monotonic)
 
-    def on_event(self, state: str, n_tokens: int) -> None:
+    def on_event(self, state: str, n_tokens: int, is_first: bool) -> None:
         self.heard_at = time.monotonic()
         self.n_tokens += n_tokens
-        if self.n_tokens >= self.after_tokens:
+        self.n_accepted += is_first
+        if self.n_tokens >= self.after_tokens and self.n_accepted >= self.after_accepted:
             self.begun.set()
         if state == "recovering":
             self.recovering.set()
@@ -151,6 +154,8 @@ class Rounds:
                 await self._client.unload()
         inflicted: list[float] = []
         watch = Watch(after_tokens=drawn.after_tokens)
+        if has_deputy:  # it has what the head has accepted
+            watch.after_accepted = len(self._prompts)
         log_before = len(self._head_log)
         self._n_asked += 1
         heard, is_silent = await self._listen(

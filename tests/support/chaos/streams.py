@@ -106,14 +106,14 @@ async def listen(
     choice: ModelChoice,
     *,
     key: str = "",
-    on_event: Callable[[str, int], None] = lambda state, n_tokens: None,
+    on_event: Callable[[str, int, bool], None] = lambda state, n_tokens, is_first: None,
     on_loading: Callable[[], None] = lambda: None,
 ) -> Heard:
     """Ask, and hear all of it; `on_event` takes each event's state and number of tokens.
 
-    With a `key` the answer is copied to a deputy of the head.
+    It is told which is the first one. With a `key` the answer is copied to a deputy of the head.
     """
-    heard = Heard()
+    heard, is_first = Heard(), True
     try:
         asked = client.generate([prompt], model=choice, key=key, on_loading=lambda *_: on_loading())
         async for event in asked:
@@ -126,7 +126,8 @@ async def listen(
                 heard.recovering_at.append(now)
             heard.result = event.result or heard.result
             heard.error = event.error or heard.error
-            on_event(event.state.value, len(event.token_ids))
+            on_event(event.state.value, len(event.token_ids), is_first)
+            is_first = False
     except ShardnetError as error:
         heard.error = error
     heard.ended_at = time.monotonic()
@@ -137,7 +138,7 @@ async def listen_to_all(
     client: Client,
     prompts: Sequence[Prompt],
     choice: ModelChoice,
-    on_event: Callable[[str, int], None],
+    on_event: Callable[[str, int, bool], None],
     on_loading: Callable[[], None],
     key: str = "",
 ) -> list[Heard]:
