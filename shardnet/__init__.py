@@ -5,4 +5,4 @@ import os
 __version__ = "0.1.0"
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-"""Has torch, imported later, ask for large pages: weights are read up to 1.5 times as fast (ADR 0083)."""
+"""Has torch, imported later, ask for large pages: weights are read faster (docs/adr/0083)."""
