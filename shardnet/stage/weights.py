@@ -193,7 +193,7 @@ class StageWeights:
         layer = self._streamed.get(weight)
         if layer is None:
             return None
-        expert = _EXPERT.search(weight) if self.experts is not None else None
+        expert = _EXPERT.search(weight)
         if self.experts is None or expert is None:
             return Place(self.stream, layer)
         return Place(self.experts.expert(layer, int(expert[1])), layer)

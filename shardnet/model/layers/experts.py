@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -153,19 +152,12 @@ class SparseMlp:
         return total, routing.experts
 
 
-@runtime_checkable
-class _Fetched(Protocol):
-    """A linear whose weights may have to be read first."""
-
-    def fetch(self) -> None:
-        """Begin to read them."""
-
-
 def _fetch(mlp: Mlp) -> None:
     """Have an expert that is not in memory read while others compute."""
     last = getattr(mlp, "down_proj", None)  # its linears come together
-    if isinstance(last, _Fetched):
-        last.fetch()
+    fetch = getattr(last, "fetch", None)  # of a StreamedLinear
+    if fetch is not None:
+        fetch()
 
 
 def _weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:

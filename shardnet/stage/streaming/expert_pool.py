@@ -25,10 +25,10 @@ from shardnet.model.kernels.devices import capacity_error_for
 from shardnet.model.kernels.linear import Linear
 from shardnet.stage.estimate.memory_estimate import N_BUFFERS
 from shardnet.stage.streaming.file_parts import FilePart, Packing, Piece, pieces_of
-from shardnet.stage.streaming.layer_stream import SILENCE_S, aligned, read_piece
+from shardnet.stage.streaming.layer_stream import SILENCE_S, aligned, no_answer, read_piece
 from shardnet.threads import DaemonThreads
 
-WHOLE: Final = 1 << 62
+_WHOLE: Final = 1 << 62
 """No part is cut: several experts are read at once."""
 _READERS: Final = 4
 """Experts that are read at once: an SSD has all its speed only when it is asked for several."""
@@ -71,7 +71,7 @@ class PooledExpert:
     def reserve_each(self, layer: int, parts: Iterable[tuple[FilePart, Packing | None]]) -> int:
         """Add parts, each with a packing of its own; return their offset."""
         begin = aligned(self.own.size_bytes)
-        pieces = [*pieces_of(parts, begin, WHOLE)]
+        pieces = [*pieces_of(parts, begin, _WHOLE)]
         self.own.pieces += pieces
         self.own.size_bytes = max((piece.end for piece in pieces), default=begin)
         return begin
@@ -176,12 +176,7 @@ class ExpertPool:
         waited_s = 0 if self._is_silent else self._silence_s
         self._is_silent = bool(wait_for([read], waited_s).not_done)
         if self._is_silent:
-            path = expert.pieces[0].part.path
-            raise CheckpointError(
-                f"{path}: the disk does not answer for {self._silence_s:g} s, and experts are "
-                "streamed from it",
-                remedy="bring it back or `shardnet unload`, then ask again",
-            )
+            raise no_answer(expert.pieces[0].part.path, self._silence_s, "experts")
 
 
 def _read(pieces: Iterable[Piece], place: Tensor) -> None:

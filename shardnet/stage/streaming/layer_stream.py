@@ -192,11 +192,7 @@ class LayerStream:
             self._is_silent = len(self._brought) == n_brought
             if self._is_silent:
                 part = self._layers[next(iter(fetches)).layer].pieces[0].part
-                raise CheckpointError(
-                    f"{part.path}: the disk does not answer for {self._silence_s:g} s, and layers "
-                    "are streamed from it",
-                    remedy="bring it back or `shardnet unload`, then ask again",
-                )
+                raise no_answer(part.path, self._silence_s, "layers")
             n_brought = len(self._brought)
         self._is_silent = False
 
@@ -241,6 +237,14 @@ def read_piece(buffer: Tensor, piece: Piece) -> None:
 def aligned(size_bytes: int) -> int:
     """Round up to where the weights of a linear may begin."""
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def no_answer(path: Path, silence_s: float, what: str) -> CheckpointError:
+    """Make the error for a disk that brings nothing of `what` is streamed from it."""
+    return CheckpointError(
+        f"{path}: the disk does not answer for {silence_s:g} s, and {what} are streamed from it",
+        remedy="bring it back or `shardnet unload`, then ask again",
+    )
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
