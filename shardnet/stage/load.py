@@ -1,8 +1,8 @@
 """Loads a range of layers of a checkpoint as a stage, or one shard of it.
 
-Knows which requests are refused before anything is read, and in which order parts are loaded,
-which rows of which parameter a shard has, and what is gathered around a linear. Must
-not know wire, threads or who asked.
+Knows which requests are refused before anything is read, in which order parts are loaded, which
+rows of which parameter a shard has, and what is gathered around a linear. Must not know wire,
+threads or who asked.
 """
 
 from __future__ import annotations

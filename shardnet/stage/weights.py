@@ -1,9 +1,9 @@
 """Makes a stage's linear layers, norms and tables from a checkpoint's tensors.
 
 Knows which parameters become which kind of linear, whether bits of its rows depend on the rows
-beside them, and where packed ones are cached. Must not know
-forward passes, nor how tensors are found and counted (tensor_reader.py): a family asks for its
-parameters by name and gets tensors that share no memory with the file.
+beside them, and where packed ones are cached. Must not know forward passes, nor how tensors are
+found and counted (tensor_reader.py): a family asks for its parameters by name and gets tensors that
+share no memory with the file.
 """
 
 from __future__ import annotations

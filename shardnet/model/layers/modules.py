@@ -177,6 +177,14 @@ class Mlp(Protocol):
         """Transform hidden states [T, E] to [T, E], row by row."""
 
 
+class HasActivation(Protocol):
+    """A config of a model or of a tower."""
+
+    @property
+    def activation(self) -> Activation:
+        """That of its MLPs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMlp:
     """A gated MLP: one linear for gate and up, another for down."""
@@ -186,7 +194,7 @@ class GatedMlp:
     down_proj: Linear
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource, prefix: str) -> GatedMlp:
+    def load(cls, config: HasActivation, weights: WeightSource, prefix: str) -> GatedMlp:
         """Load the parameters below `prefix` by Llama's names."""
         return cls(
             activation=config.activation,

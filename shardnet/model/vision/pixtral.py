@@ -143,18 +143,13 @@ class PixtralTower:
         def layer(number: int) -> TowerLayer:
             prefix = f"vision_tower.transformer.layers.{number}"
             parts = (f"{prefix}.attention.{name}_proj" for name in "qkv")
-            mlp = f"{prefix}.feed_forward"
-            return TowerLayer(
-                n_heads=config.n_heads,
-                attention_norm=weights.norm(f"{prefix}.attention_norm", config.norm_eps),
-                qkv_proj=weights.linear(*parts),
-                o_proj=weights.linear(f"{prefix}.attention.o_proj"),
-                mlp_norm=weights.norm(f"{prefix}.ffn_norm", config.norm_eps),
-                mlp=GatedMlp(
-                    activation=config.activation,
-                    gate_up_proj=weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-                    down_proj=weights.linear(f"{mlp}.down_proj"),
-                ),
+            return TowerLayer.load(
+                config,
+                weights,
+                GatedMlp.load(config, weights, f"{prefix}.feed_forward"),
+                norms=(f"{prefix}.attention_norm", f"{prefix}.ffn_norm"),
+                qkv=parts,
+                out=f"{prefix}.attention.o_proj",
             )
 
         projector = "multi_modal_projector"

@@ -177,9 +177,7 @@ class QwenMerger:
         """Take the parameters."""
         from shardnet.model.vision.tower import TowerMlp
 
-        mlp = TowerMlp(
-            activation=Activation.GELU, up_proj=weights.linear(up), down_proj=weights.linear(down)
-        )
+        mlp = TowerMlp.load(Activation.GELU, weights, up, down)
         return cls(norm=weights.norm(norm, EPS), mlp=mlp, norms_rows=norms_rows)
 
     def __call__(self, merged: Tensor) -> Tensor:
@@ -207,18 +205,13 @@ class Qwen25Tower:
 
         def layer(number: int) -> TowerLayer:
             prefix = f"visual.blocks.{number}"
-            mlp = f"{prefix}.mlp"
-            return TowerLayer(
-                n_heads=config.n_heads,
-                attention_norm=weights.norm(f"{prefix}.norm1", config.norm_eps),
-                qkv_proj=weights.linear(f"{prefix}.attn.qkv"),
-                o_proj=weights.linear(f"{prefix}.attn.proj"),
-                mlp_norm=weights.norm(f"{prefix}.norm2", config.norm_eps),
-                mlp=GatedMlp(
-                    activation=config.activation,
-                    gate_up_proj=weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-                    down_proj=weights.linear(f"{mlp}.down_proj"),
-                ),
+            return TowerLayer.load(
+                config,
+                weights,
+                GatedMlp.load(config, weights, f"{prefix}.mlp"),
+                norms=(f"{prefix}.norm1", f"{prefix}.norm2"),
+                qkv=[f"{prefix}.attn.qkv"],
+                out=f"{prefix}.attn.proj",
             )
 
         merger = ("visual.merger.ln_q", "visual.merger.mlp.0", "visual.merger.mlp.2")

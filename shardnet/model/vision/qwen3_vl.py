@@ -94,17 +94,14 @@ class Qwen3Tower:
 
         def layer(number: int) -> TowerLayer:
             prefix = f"visual.blocks.{number}"
-            return TowerLayer(
-                n_heads=config.n_heads,
-                attention_norm=weights.norm(f"{prefix}.norm1", config.norm_eps),
-                qkv_proj=weights.linear(f"{prefix}.attn.qkv"),
-                o_proj=weights.linear(f"{prefix}.attn.proj"),
-                mlp_norm=weights.norm(f"{prefix}.norm2", config.norm_eps),
-                mlp=TowerMlp(
-                    activation=config.activation,
-                    up_proj=weights.linear(f"{prefix}.mlp.linear_fc1"),
-                    down_proj=weights.linear(f"{prefix}.mlp.linear_fc2"),
-                ),
+            up, down = (f"{prefix}.mlp.linear_fc{number}" for number in (1, 2))
+            return TowerLayer.load(
+                config,
+                weights,
+                TowerMlp.load(config.activation, weights, up, down),
+                norms=(f"{prefix}.norm1", f"{prefix}.norm2"),
+                qkv=[f"{prefix}.attn.qkv"],
+                out=f"{prefix}.attn.proj",
             )
 
         def merger(prefix: str, *, norms_rows: bool = False) -> QwenMerger:

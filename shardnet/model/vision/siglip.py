@@ -171,17 +171,13 @@ class SiglipTower(AveragingTower):
 
         def layer(number: int) -> TowerLayer:
             prefix = f"{_TOWER}.encoder.layers.{number}"
-            return TowerLayer(
-                n_heads=config.n_heads,
-                attention_norm=weights.norm(f"{prefix}.layer_norm1", config.norm_eps),
-                qkv_proj=weights.linear(*(f"{prefix}.self_attn.{name}_proj" for name in "qkv")),
-                o_proj=weights.linear(f"{prefix}.self_attn.out_proj"),
-                mlp_norm=weights.norm(f"{prefix}.layer_norm2", config.norm_eps),
-                mlp=TowerMlp(
-                    activation=config.activation,
-                    up_proj=weights.linear(f"{prefix}.mlp.fc1"),
-                    down_proj=weights.linear(f"{prefix}.mlp.fc2"),
-                ),
+            return TowerLayer.load(
+                config,
+                weights,
+                TowerMlp.load(config.activation, weights, f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2"),
+                norms=(f"{prefix}.layer_norm1", f"{prefix}.layer_norm2"),
+                qkv=[f"{prefix}.self_attn.{name}_proj" for name in "qkv"],
+                out=f"{prefix}.self_attn.out_proj",
             )
 
         return cls(

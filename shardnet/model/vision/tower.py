@@ -8,7 +8,7 @@ Axes in shape comments: T patches of a picture, H heads, D head size, W width of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -22,7 +22,9 @@ from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.modules import GatedMlp
 from shardnet.model.layers.norms import Norm, activate
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.layers.weight_source import WeightSource
 from shardnet.model.vision.picture import EncodedPicture, PictureProcessor, PreparedPicture
+from shardnet.model.vision.vision_config import VisionConfig
 
 PIECE_ROWS: Final = 64
 """Patches that are computed at a time on a CPU: a few milliseconds of a layer."""
@@ -56,6 +58,13 @@ class TowerMlp:
     up_proj: Linear
     down_proj: Linear
 
+    @classmethod
+    def load(cls, activation: Activation, weights: WeightSource, up: str, down: str) -> TowerMlp:
+        """Load the linears named `up` and `down`."""
+        return cls(
+            activation=activation, up_proj=weights.linear(up), down_proj=weights.linear(down)
+        )
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """Transform [T, N], row by row."""
         return self.down_proj(activated(self.activation, self.up_proj(hidden)))
@@ -75,6 +84,28 @@ class TowerLayer:
     """Of queries, keys and values, [T, H, D] each."""
     after_attention: Norm | None = None
     after_mlp: Norm | None = None
+
+    @classmethod
+    def load(
+        cls,
+        config: VisionConfig,
+        weights: WeightSource,
+        mlp: GatedMlp | TowerMlp,
+        *,
+        norms: tuple[str, str],
+        qkv: Iterable[str],
+        out: str,
+    ) -> TowerLayer:
+        """Load the norms before attention and `mlp`, and the linears of attention, by names."""
+        before_attention, before_mlp = (weights.norm(name, config.norm_eps) for name in norms)
+        return cls(
+            n_heads=config.n_heads,
+            attention_norm=before_attention,
+            qkv_proj=weights.linear(*qkv),
+            o_proj=weights.linear(out),
+            mlp_norm=before_mlp,
+            mlp=mlp,
+        )
 
     def walk(self, hidden: Tensor, rotary: Rotary | None, lengths: Sequence[int] = ()) -> Walk:
         """Run hidden states [T, W] through the layer.
