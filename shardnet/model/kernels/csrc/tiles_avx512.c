@@ -14,6 +14,7 @@
  * tile of rows prefetches one page ahead. Few rows are bound by memory anyway, and prefetching slows them down. */
 #define PREFETCHING_ROWS 6
 #define PREFETCHING_ROWS_OF_INT4 4
+#define ROWS_OF_TWO_UNITS 5 /* with more, two panels need more registers than there are */
 
 INLINE WITH_AVX512 void avx512_prefetch(const uint8_t *w) { _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T1); }
 
@@ -198,6 +199,63 @@ INLINE WITH_AVX512 void avx512_quantized_of(const int n_rows, const int bits, co
     for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[0][r], total[r]);
 }
 
+/* Sixteen scales as they are stored, float16 or exponents, times a form's factor. */
+INLINE WITH_AVX512 __m512 avx512_scales(const struct form *f, const uint8_t *from) {
+    const __m512 scale = f->scale == SCALE_FLOAT16 ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from))
+                                                   : (__m512)avx512_some_scales(SCALE_EXPONENT, from);
+    return _mm512_mul_ps(scale, _mm512_set1_ps(f->factor));
+}
+
+/* Quantised rows with blocks of one unit that begin with its scales: read where they lie, for up to two panels. */
+INLINE WITH_AVX512 void avx512_unit_blocks_of(const int n_rows, const int bits, const int is_book, const int n_panels,
+                                              const struct linear *p, const uint8_t *w, int64_t row,
+                                              float sums[2][MAX_TILE][PANEL]) {
+    const struct form *f = &p->form;
+    const int64_t panel = bytes_of_panel(p), at = row * p->n_groups, block_bytes = f->header_bytes + bits * QUAD_BYTES;
+    const int adds_minimum = has_minimum(f);
+    const int8_t *x = quads_of(p, row);
+    const int prefetches = n_rows >= (bits == 8 ? PREFETCHING_ROWS : PREFETCHING_ROWS_OF_INT4) && row == 0;
+    uint8_t numbers[64];
+    fill_book(f, is_book ? book_bias(f) : 0, numbers, 64);
+    const __m512i book = _mm512_loadu_si512(numbers);
+    __m512 total[2][MAX_TILE];
+    for (int q = 0; q < n_panels; q++)
+        for (int r = 0; r < n_rows; r++) total[q][r] = _mm512_setzero_ps();
+    for (int64_t group = 0; group < p->n_groups; group++, w += block_bytes, x += UNIT * n_rows) {
+        __m512i sum[2][MAX_TILE];
+        for (int r = 0; r < n_rows; r++)
+            sum[0][r] = sum[1][r] = _mm512_set1_epi32(p->offsets[at + (int64_t)r * p->n_groups + group]);
+        UNROLLED for (int quad = 0; quad < UNIT / 4; quad++) {
+            __m512i codes[2];
+            for (int q = 0; q < n_panels; q++) {
+                codes[q] = avx512_codes(bits, w + q * panel + f->header_bytes, quad);
+                if (is_book) codes[q] = _mm512_shuffle_epi8(book, codes[q]);
+            }
+            for (int r = 0; r < n_rows; r++) {
+                const __m512i inputs = _mm512_set1_epi32(quad_at(x + 4 * (quad * n_rows + r)));
+                for (int q = 0; q < n_panels; q++) sum[q][r] = _mm512_dpbusd_epi32(sum[q][r], codes[q], inputs);
+            }
+        }
+        for (int q = 0; q < n_panels; q++) {
+            const uint8_t *own = w + q * panel;
+            if (prefetches)
+                for (int line = 0; line < bits; line++) avx512_prefetch(own + line * QUAD_BYTES);
+            const __m512 scale = avx512_scales(f, own);
+            for (int r = 0; r < n_rows; r++) {
+                const int64_t token = at + (int64_t)r * p->n_groups + group;
+                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(p->scales[token]));
+                total[q][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[q][r]), both, total[q][r]);
+                if (adds_minimum) {
+                    const __m512 minimum = avx512_scales(f, own + f->header_bytes / 2);
+                    total[q][r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(p->sums[token]), total[q][r]);
+                }
+            }
+        }
+    }
+    for (int q = 0; q < n_panels; q++)
+        for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[q][r], total[q][r]);
+}
+
 INLINE WITH_AVX512 __m512i avx512_numbers(const int16_t from[PANEL]) {
     return _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)from));
 }
@@ -363,6 +421,23 @@ TILE(avx512_e4m3, WITH_AVX512, AVX512_E4M3)
 TILE(avx512_e5m2, WITH_AVX512, AVX512_E5M2)
 TILE(avx512_float_book, WITH_AVX512, AVX512_FLOAT_BOOK)
 
+#define ONE_UNIT_4(n) avx512_unit_blocks_of(n, 4, 0, 1, p, w, row, sums)
+#define TWO_UNITS_4(n) avx512_unit_blocks_of(n, 4, 0, 2, p, w, row, sums)
+#define ONE_UNIT_5(n) avx512_unit_blocks_of(n, 5, 0, 1, p, w, row, sums)
+#define TWO_UNITS_5(n) avx512_unit_blocks_of(n, 5, 0, 2, p, w, row, sums)
+#define ONE_UNIT_8(n) avx512_unit_blocks_of(n, 8, 0, 1, p, w, row, sums)
+#define TWO_UNITS_8(n) avx512_unit_blocks_of(n, 8, 0, 2, p, w, row, sums)
+#define ONE_UNIT_BOOK(n) avx512_unit_blocks_of(n, 4, 1, 1, p, w, row, sums)
+#define TWO_UNITS_BOOK(n) avx512_unit_blocks_of(n, 4, 1, 2, p, w, row, sums)
+TILE(avx512_one_unit_4, WITH_AVX512, ONE_UNIT_4)
+TILE(avx512_two_units_4, WITH_AVX512, TWO_UNITS_4)
+TILE(avx512_one_unit_5, WITH_AVX512, ONE_UNIT_5)
+TILE(avx512_two_units_5, WITH_AVX512, TWO_UNITS_5)
+TILE(avx512_one_unit_8, WITH_AVX512, ONE_UNIT_8)
+TILE(avx512_two_units_8, WITH_AVX512, TWO_UNITS_8)
+TILE(avx512_one_unit_book, WITH_AVX512, ONE_UNIT_BOOK)
+TILE(avx512_two_units_book, WITH_AVX512, TWO_UNITS_BOOK)
+
 #define AVX512_LEVELS_2(n) avx512_levels_of(n, 2, 0, 0, p, w, row, sums)
 #define AVX512_LEVELS_2_APART(n) avx512_levels_of(n, 2, 0, 1, p, w, row, sums)
 #define AVX512_LEVELS_3(n) avx512_levels_of(n, 3, 0, 0, p, w, row, sums)
@@ -398,10 +473,31 @@ static tile_function avx512_level_tiles[][2] = {
     {avx512_levels_book, avx512_levels_book_apart},
 };
 
+/* By bits: 4, 5, 8; then books. */
+static const struct tiles avx512_unit_tiles[] = {
+    {avx512_one_unit_4, avx512_two_units_4},
+    {avx512_one_unit_5, avx512_two_units_5},
+    {avx512_one_unit_8, avx512_two_units_8},
+    {avx512_one_unit_book, avx512_two_units_book},
+};
+
+/* Whether a block is one unit of quantised weights behind its scales, which are stored as they are used. */
+static int is_unit_blocks(const struct form *f) {
+    if (f->block != UNIT || f->group != UNIT || is_float(f)) return 0;
+    if (f->scale != SCALE_FLOAT16 && f->scale != SCALE_EXPONENT) return 0;
+    if (f->minimum && (f->minimum != STORED || f->scale != SCALE_FLOAT16 || f->factor != 1)) return 0;
+    return f->code == BOOK || f->bits == 8 || f->bits == 4 || f->bits == 5;
+}
+
 struct tiles shardnet_avx512_tiles(const struct linear *p) {
     const struct form *f = &p->form;
     const int apart = f->group < UNIT;
     if (has_levels(f)) return (struct tiles){avx512_level_tiles[f->code == BOOK ? 5 : f->bits - 2][apart], NULL};
+    if (is_unit_blocks(f)) {
+        const int kind = f->code == BOOK ? 3 : f->bits == 8 ? 2 : f->bits - 4;
+        const struct tiles both = avx512_unit_tiles[kind];
+        return (struct tiles){both.one, p->n_rows <= ROWS_OF_TWO_UNITS ? both.two : NULL};
+    }
     switch (f->code) {
         case BF16:
             if (p->pairs) return (struct tiles){avx512_one_pairs, avx512_two_pairs};
