@@ -6,6 +6,7 @@ Knows buffers only; what the bytes mean is the business of connection/connection
 from __future__ import annotations
 
 import ctypes
+import mmap
 from typing import Final
 
 from shardnet.wire.framing.frames import KIB
@@ -15,6 +16,8 @@ ALIGNMENT: Final = 64
 """Payloads start at a multiple of this address, as vector instructions like it."""
 LEAST_ALIGNED_BYTES: Final = 16 * KIB
 """Smaller ones may start anywhere, if they came whole."""
+UNTOUCHED_BYTES: Final = 16 * 1024 * KIB
+"""Larger ones take memory as their bytes come: an announced length alone costs nothing."""
 
 
 class ReceiveBuffer:
@@ -115,6 +118,8 @@ def payload_copy(data: memoryview) -> memoryview:
 
 
 def _aligned(n: int) -> memoryview:
+    if n > UNTOUCHED_BYTES:
+        return memoryview(mmap.mmap(-1, n, access=mmap.ACCESS_COPY))
     raw = bytearray(n + ALIGNMENT - 1)
     offset = -ctypes.addressof(ctypes.c_char.from_buffer(raw)) % ALIGNMENT
     return memoryview(raw)[offset : offset + n]

@@ -6,6 +6,7 @@ import ctypes
 import struct
 from dataclasses import replace
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -344,6 +345,14 @@ def test_a_claim_above_the_cap_is_refused_before_memory_is_taken(
     assert isinstance(failure(made.seen_b), RemoteProtocolError)
     assert "claims" in str(failure(made.seen_b))
     assert len(made.b.get_buffer()) <= SCRATCH_BYTES
+
+
+def test_memory_of_a_large_payload_is_taken_as_its_bytes_come() -> None:
+    made, claimed = pair(Purpose.DATA), Limits().data_payload_bytes
+    resident = psutil.Process().memory_info().rss
+    feed(made.b, header(FrameKind.DATA, payload=claimed))
+    feed(made.b, bytes(1000))
+    assert psutil.Process().memory_info().rss - resident < claimed / 16
 
 
 def test_the_limits_are_the_receivers() -> None:
