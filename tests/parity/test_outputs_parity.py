@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM
 from shardnet.output_params import ALL_ROWS, OutputKind, OutputParams
 from shardnet.runtime.engine.outputs import PromptLogprobsReady, RowsReady
 from shardnet.runtime.engine.requests import GenerationRequest, RequestEvent, Speculation
-from shardnet.runtime.scheduling.drafting import NgramDrafts
 from shardnet.sampling_params import SamplingParams, TokenLogprobs
 
 N_LAYERS = 4
@@ -205,12 +204,31 @@ def test_a_pause_repeats_nothing(stages: TorchStages, reference: Any) -> None:
         check_all(reference, wanted, events)
 
 
+class MostlyRightDrafts:
+    """Knows the text, and is wrong about each fifth token of it."""
+
+    kinds: Sequence[int] = range(31)
+    flies = True
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self._text = [token if i % 5 else (token + 1) % 300 for i, token in enumerate(text)]
+
+    def prepare(self, tokens: Sequence[int], limit: int) -> bool:
+        return True
+
+    def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
+        return self._text[len(tokens) + len(ahead) :][:limit]
+
+    def close(self) -> None: ...
+
+
 @pytest.mark.usefixtures("drafts_always_pay")
 def test_rows_of_wrong_guesses_are_left_out(stages: TorchStages, reference: Any) -> None:
-    """A prompt that repeats itself, so that look-up guesses, rightly and wrongly."""
-    phrase = random_prompt(12, 300, seed=11)
-    draft_source = Speculation(make_draft_source=lambda wake: NgramDrafts())
-    wanted = request(phrase * 4, 40, outputs=EVERYTHING, speculation=draft_source)
+    prompt = random_prompt(48, 300, seed=11)
+    (events,) = run(stages, request(prompt, 40))
+    text = [*prompt, *tokens_of(events)]
+    drafts = Speculation(make_draft_source=lambda wake: MostlyRightDrafts(text))
+    wanted = request(prompt, 40, outputs=EVERYTHING, speculation=drafts)
     (events,) = run(stages, wanted)
     timing = events[-1].timing  # type: ignore[union-attr]
     assert timing.n_drafted > timing.n_accepted > 0
