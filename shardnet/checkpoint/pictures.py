@@ -249,7 +249,7 @@ def _config_of_metadata(
     vision: dict[str, Any] = {GGUF_KEYS[key]: keys[key] for key in GGUF_KEYS if key in keys}
     is_silu = metadata.get("clip.use_silu") is True
     is_erf = metadata.get("clip.use_gelu") is True
-    vision["hidden_act"] = "silu" if is_silu else "gelu" if is_erf else "gelu_pytorch_tanh"
+    vision["hidden_act"] = "silu" if is_silu else "gelu" if is_erf else "quick_gelu"
     read = family.gguf.read(Fields(keys, where, "clip.vision."), stored)
     vision |= read.pop("vision_config", {})
     return {"vision_config": vision} | read

@@ -26,6 +26,7 @@ class Activation(enum.Enum):
     GELU = "gelu"
     GELU_NEW = "gelu_new"
     GELU_TANH = "gelu_pytorch_tanh"
+    GELU_QUICK = "quick_gelu"
     RELU = "relu"
     RELU_SQUARED = "relu2"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
-from shardnet.model.vision import gemma4, pixtral, qwen2_5_vl, qwen3_vl, siglip
+from shardnet.model.vision import gemma4, pixtral, qwen2_5_vl, qwen2_vl, qwen3_vl, siglip
 from shardnet.model.vision.vision_family import VisionFamily
 
 TEXT: Final = "text_config"
@@ -156,6 +156,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             text_types=("qwen2_vl_text", "qwen2"),
             sections=(16, 24, 24),
             takes_turns=False,
+            vision=qwen2_vl.VISION,
         ),
         Wrapper(
             model_type="qwen2_5_vl",
@@ -203,5 +204,8 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
 }
 """By `model_type`."""
 
-VISIONS: Final = (gemma4.VISION, pixtral.VISION, siglip.VISION, qwen2_5_vl.VISION, qwen3_vl.VISION)
+VISIONS: Final = (
+    *(gemma4.VISION, pixtral.VISION, siglip.VISION),
+    *(qwen2_vl.VISION, qwen2_5_vl.VISION, qwen3_vl.VISION),
+)
 """All kinds of towers."""

@@ -173,6 +173,8 @@ def activate(kind: Activation | Xielu, hidden: Tensor) -> Tensor:
             return F.gelu(hidden)
         case Activation.GELU_NEW | Activation.GELU_TANH:
             return F.gelu(hidden, approximate="tanh")
+        case Activation.GELU_QUICK:
+            return hidden * row_sigmoid(1.702 * hidden)
         case Activation.RELU:
             return F.relu(hidden)
         case Activation.RELU_SQUARED:

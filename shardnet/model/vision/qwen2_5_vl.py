@@ -197,18 +197,30 @@ class Qwen25Tower:
 
     @classmethod
     def load(
-        cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
+        cls,
+        config: VisionConfig,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        has_gate: bool = True,
     ) -> Qwen25Tower:
-        """Take the parameters."""
+        """Take the parameters. Without a gate the MLPs are those of Qwen2-VL."""
         from shardnet.model.layers.modules import GatedMlp
-        from shardnet.model.vision.tower import TowerLayer
+        from shardnet.model.vision.tower import TowerLayer, TowerMlp
+
+        def mlp(prefix: str) -> GatedMlp | TowerMlp:
+            if has_gate:
+                return GatedMlp.load(config, weights, prefix)
+            names = f"{prefix}.fc1", f"{prefix}.fc2"
+            return TowerMlp.load(config.activation, weights, *names)
 
         def layer(number: int) -> TowerLayer:
             prefix = f"visual.blocks.{number}"
             return TowerLayer.load(
                 config,
                 weights,
-                GatedMlp.load(config, weights, f"{prefix}.mlp"),
+                mlp(f"{prefix}.mlp"),
                 norms=(f"{prefix}.norm1", f"{prefix}.norm2"),
                 qkv=[f"{prefix}.attn.qkv"],
                 out=f"{prefix}.attn.proj",
@@ -233,7 +245,7 @@ class Qwen25Tower:
         )
 
         config = self.config
-        order, n_rows = window_order(grid, config.window)
+        order, n_rows = window_order(grid, config.window or max(grid))
         n_merged = config.merge**2
         own = (order[:, None] * n_merged + order.new_tensor(range(n_merged))).flatten()
         by_turns = frequencies(config.rope_theta, config.head_size // 4)

@@ -64,6 +64,8 @@ QWEN = {
     "visual.blocks.N.mlp.gate_proj": "v.blk.N.ffn_gate",
     "visual.blocks.N.mlp.up_proj": "v.blk.N.ffn_up",
     "visual.blocks.N.mlp.down_proj": "v.blk.N.ffn_down",
+    "visual.blocks.N.mlp.fc1": "v.blk.N.ffn_up",
+    "visual.blocks.N.mlp.fc2": "v.blk.N.ffn_down",
     "visual.blocks.N.mlp.linear_fc1": "v.blk.N.ffn_up",
     "visual.blocks.N.mlp.linear_fc2": "v.blk.N.ffn_down",
 }
@@ -92,6 +94,7 @@ PROJECTORS = {
     "mistral3": "pixtral",
     "gemma3": "gemma3",
     "gemma4": "gemma4v",
+    "qwen2_vl": "qwen2vl_merger",
     "qwen2_5_vl": "qwen2.5vl_merger",
     "qwen3_vl": "qwen3vl_merger",
     "qwen3_5": "qwen3vl_merger",
@@ -146,10 +149,10 @@ def write_mmproj(source: Path, path: Path, kind: Kind, *, is_rounded: bool = Fal
 
 
 def _parts(name: str, values: Any, wrapper: str) -> list[tuple[str, Any]]:
-    """Cut a parameter as the converter does: kernels to frames, Qwen2.5-VL's attention to three."""
+    """Cut a parameter as the converter does: kernels to frames, attention of Qwen2 to three."""
     if values.ndim == 5:
         return [(name, values[:, :, 0]), (f"{name}.1", values[:, :, 1])]
-    if "attn_qkv" in name and wrapper == "qwen2_5_vl":
+    if "attn_qkv" in name and wrapper.startswith("qwen2"):
         names = [name.replace("qkv", part) for part in "qkv"]
         return list(zip(names, np.split(values, 3), strict=True))
     return [(name, values)]
@@ -171,7 +174,7 @@ def _write(
 def _metadata(
     source: Path, wrapper: str, config: dict[str, Any], tower: dict[str, Any]
 ) -> dict[str, Any]:
-    act = tower.get("hidden_act", "gelu")
+    act = tower.get("hidden_act", "gelu" if wrapper != "qwen2_vl" else "quick_gelu")
     own: dict[str, Any] = {"clip.vision.image_mean": [0.5] * 3, "clip.vision.image_std": [0.5] * 3}
     of_clip: dict[str, Any] = {
         "clip.vision.image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -183,6 +186,10 @@ def _metadata(
         side = config["mm_tokens_per_image"] ** 0.5
         n_high = tower["image_size"] / tower["patch_size"]
         own |= {"clip.vision.projector.scale_factor": int(n_high / side)}
+    if wrapper == "qwen2_vl":  # what the converter takes for the inner size is another one
+        own = of_clip
+        inner = config["text_config"]["hidden_size"]
+        tower = tower | {"hidden_size": tower["embed_dim"], "intermediate_size": inner}
     if wrapper == "qwen2_5_vl":
         own = of_clip | {"clip.vision.n_wa_pattern": tower["fullatt_block_indexes"][0] + 1}
         own |= {"clip.vision.window_size": tower["window_size"]}
@@ -201,7 +208,7 @@ def _metadata(
         }
     return own | {
         "clip.use_silu": act == "silu",
-        "clip.use_gelu": act != "silu",
+        "clip.use_gelu": act not in ("silu", "quick_gelu"),
         "clip.vision.embedding_length": tower["hidden_size"],
         "clip.vision.feed_forward_length": tower["intermediate_size"],
         "clip.vision.block_count": tower.get("num_hidden_layers") or tower["depth"],

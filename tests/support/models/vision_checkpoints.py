@@ -258,6 +258,17 @@ CASES["qwen2_5_vl"] = VisionCase(
     merge=2,
     wide={"hidden_size": 64, "intermediate_size": 96, "num_heads": 4},
 )
+CASES["qwen2_vl"] = VisionCase(
+    wrapper="qwen2_vl",
+    text={"rope_parameters": _AXES},
+    tower={key: _QWEN[key] for key in _QWEN if not key.startswith(("hidden", "inter", "out"))}
+    | {"embed_dim": 24, "hidden_size": 48, "mlp_ratio": 3},
+    outer={"image_token_id": 306},
+    settings=_QWEN_SIZE,
+    processor=Qwen2VLImageProcessorPil,
+    merge=2,
+    wide={"embed_dim": 64, "mlp_ratio": 2, "num_heads": 4},
+)
 CASES["qwen3_vl"] = VisionCase(
     wrapper="qwen3_vl",
     text={"num_hidden_layers": 3, "head_dim": 8, "rope_parameters": _AXES},
