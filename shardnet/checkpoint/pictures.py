@@ -182,12 +182,12 @@ def _find_projector(path: Path) -> Path:
     if found:
         listed = ", ".join(sorted(file.name for file in found))
         raise UnsupportedModelError(
-            f"{folder} has {len(found)} projectors: {listed}", remedy="name one with --mmproj FILE"
+            f"{folder} has {len(found)} projectors: {listed}",
+            remedy="leave one of them there, beside the model's GGUF",
         )
     raise UnsupportedModelError(
         f"{path}: no projector (mmproj) for pictures is beside this GGUF",
-        remedy="fetch the mmproj file of the same repository into the folder, or name it with "
-        "--mmproj FILE",
+        remedy="fetch the mmproj file of the same repository into the folder",
     )
 
 

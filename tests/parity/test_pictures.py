@@ -188,8 +188,10 @@ def test_whole_models_write_the_same_at_every_split(
         assert all(torch.equal(logits, other) for other in seen)
         seen += [logits, prompt.logits(chain, slot=1, n_beside=3)]
     [first] = StageChain.load(folder, [LayerRange(0, 1)]).stages
-    cut = load_sharded(folder, LayerRange(1, n_layers), 2, context=512)
-    assert torch.equal(prompt.logits(StageChain([first, cut])), seen[0])
+    last = load_sharded(folder, LayerRange(1, n_layers), 2, context=512)
+    whole = load_sharded(folder, LayerRange(0, n_layers), 2, context=512)
+    for cut in ([first, last], [whole]):
+        assert torch.equal(prompt.logits(StageChain(cut)), seen[0])
     assert asyncio.run(in_a_ring(folder, encoder, prompt.request, n_layers)) == [theirs] * 3
 
 

@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models.checkpoints import make_decoder
+from support.models.gguf_files import write_gguf
 from support.models.pictured_model import make_pictured, png
+from support.models.projector_files import Kind, write_mmproj
+from support.models.trained_tokenizers import LLAMA3, gguf_ranks
+from support.models.vision_checkpoints import CASES
 from support.system.nodes import Machine, NodeProcess
 
 from shardnet.api.client import Client, connect
@@ -86,3 +91,43 @@ def test_the_same_words_go_on_where_a_node_is_lost(
 
     asyncio.run(main())
     victim.kill()
+
+
+def write_seeing_gguf(folder: Path) -> Path:
+    """Write a model of the kind of Qwen2.5-VL as llama.cpp does: its text, and a projector."""
+    said = gguf_ranks(LLAMA3, "llama-bpe")
+    said["tokenizer.ggml.tokens"] += ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+    said["tokenizer.ggml.token_type"] += [3, 3, 3]
+    n_tokens = len(said["tokenizer.ggml.tokens"])
+    source = make_decoder(
+        folder / "text", "qwen2", num_hidden_layers=2, vocab_size=n_tokens, with_tokenizer=False
+    )
+    sections = {"rope__dimension_sections": [2, 1, 1, 0]}
+    model = folder / "eyes-Q8_0.gguf"
+    write_gguf(source, model, architecture="qwen2vl", tokenizer=said, **sections)
+    eyes = CASES["qwen2_5_vl"].make(folder / "whole")
+    write_mmproj(eyes, folder / "mmproj-eyes-F16.gguf", Kind.F16)
+    return model
+
+
+def test_a_gguf_sees_by_the_projector_beside_it(machine: Machine, tmp_path: Path) -> None:
+    """A raw prompt gets the marks that the makers' chat template writes around a picture."""
+    model, picture = write_seeing_gguf(tmp_path), tmp_path / "a.png"
+    picture.write_bytes(png(37, 53))
+    shared = ["--model", str(model), "--max-tokens", "5", "--ignore-eos", "--json"]
+
+    def ask(prompt: str, *more: str) -> Any:
+        return machine.run("generate", prompt, *shared, *more).json
+
+    bos, *text = ask("the cat")["prompt_token_ids"]
+    seen = ask("the cat", "--image", str(picture))
+    marked = "<|vision_start|><|image_pad|><|vision_end|>the cat"
+    n_rows = len(seen["prompt_token_ids"]) - len(text) - 3
+    start = seen["prompt_token_ids"][1]
+    ids = [bos, start, *[start + 1] * n_rows, start + 2, *text]
+    assert (seen["prompt_token_ids"], n_rows > 1) == (ids, True)
+    for prompt in (marked, "<|image_pad|>the cat"):
+        assert ask(prompt, "--image", str(picture))["token_ids"] == seen["token_ids"]
+    (tmp_path / "mmproj-eyes-F32.gguf").write_bytes(b"")
+    refused = machine.run("generate", "the cat", *shared, "--image", str(picture))
+    assert "has 2 projectors: mmproj-eyes-F16.gguf, mmproj-eyes-F32.gguf" in refused.error

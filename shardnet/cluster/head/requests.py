@@ -94,6 +94,8 @@ def prompt_ids(
         if processor is not None:
             if processor.placeholder not in text:
                 text = processor.placeholder * len(message.pictures) + text
+            if processor.templated not in text:
+                text = text.replace(processor.placeholder, processor.templated)
             text = processor.surround(text)
         token_ids = lead.tokenizer.encode(text, bos=message.bos, most_tokens=most_tokens)
     if lead.tokenizer is not None:

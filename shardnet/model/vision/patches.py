@@ -136,8 +136,8 @@ class PatchProcessor:
 
     Patches are in the order of the language model's rows: the `merge` x `merge` of a row stand
     together. `mean` and `deviation` are those of numbers from 0 to 1. `around` is text that stands
-    before and behind a placeholder in a prompt. With `colours_last` the three numbers of a pixel
-    stand together, else those of a colour.
+    before and behind a placeholder in a prompt, `template_marks` what chat templates write there.
+    With `colours_last` the three numbers of a pixel stand together, else those of a colour.
     """
 
     size: SizeRule
@@ -151,6 +151,7 @@ class PatchProcessor:
     placeholder_id: int
     n_frames: int = 1
     around: tuple[str, str] = ("", "")
+    template_marks: tuple[str, str] = ("", "")
     see_each_other: bool = False
     colours_last: bool = False
 
@@ -158,6 +159,11 @@ class PatchProcessor:
     def key(self) -> str:
         """What stands for all of its settings."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
+
+    @property
+    def templated(self) -> str:
+        """What chat templates write for a picture."""
+        return self.placeholder.join(self.template_marks)
 
     def surround(self, prompt: str) -> str:
         """Write what belongs around each placeholder into a prompt that is not tokenised yet."""

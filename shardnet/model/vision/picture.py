@@ -58,11 +58,15 @@ class PictureProcessor(Protocol):
 
     @property
     def placeholder(self) -> str:
-        """What chat templates write for a picture: one token."""
+        """The text of the token that stands for a picture in a prompt."""
 
     @property
     def placeholder_id(self) -> int:
         """The id of the placeholder, which a picture's `token_ids` replace."""
+
+    @property
+    def templated(self) -> str:
+        """What chat templates write for a picture: the placeholder, with marks around it if any."""
 
     def surround(self, prompt: str) -> str:
         """Write what belongs around each placeholder into a prompt that is not tokenised yet."""

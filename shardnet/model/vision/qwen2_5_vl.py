@@ -159,6 +159,7 @@ def make_processor(
         marks=Marks(row=config.row_id),
         placeholder=PLACEHOLDER,
         placeholder_id=config.row_id,
+        template_marks=("<|vision_start|>", "<|vision_end|>"),
     )
 
 

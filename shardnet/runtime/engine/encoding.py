@@ -147,7 +147,7 @@ def no_tower() -> ShardnetError:
     """Return the error of a picture for a stage that cannot encode it."""
     return UnsupportedModelError(
         "the ring's first stage has no tower that could encode pictures",
-        remedy="use a ring whose first stage is on one device of one node",
+        remedy="use a ring whose first stage is on one node",
     )
 
 

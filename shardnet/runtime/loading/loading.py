@@ -266,8 +266,7 @@ def _load_model(
     from shardnet.stage.load import load_stage
 
     order, checkpoint = job.order, job.checkpoint
-    is_whole = order.layers.start == 0 and order.n_nodes == 1 and not order.shards
-    tower = tower_of(checkpoint) if is_whole else None
+    tower = tower_of(checkpoint) if order.layers.start == 0 and order.n_nodes == 1 else None
     adapters = [LoadedAdapter.read(each.adapter_id, each.files) for each in order.adapters]
     config, device = with_adapters(checkpoint.config, adapters), torch.device(order.device)
     choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization, order.arith)
@@ -292,23 +291,23 @@ def _load_model(
         model = load_leading(
             order, checkpoint, choice, room_blocks, packs=folder, files=files, progress=progress
         )
-        return model, room_blocks
-    model = load_stage(
-        checkpoint,
-        order.layers,
-        choice=choice,
-        device=device,
-        room_blocks=room_blocks,
-        context=order.context,
-        progress=job.progress,
-        packs=_pack_cache(order, packs),
-        kv_dtype=order.kv_dtype,
-        n_streamed=order.n_streamed,
-        kept=had,
-        group=group,
-        adapters=adapters,
-        on=_device_of(order) if group is None else None,
-    )
+    else:
+        model = load_stage(
+            checkpoint,
+            order.layers,
+            choice=choice,
+            device=device,
+            room_blocks=room_blocks,
+            context=order.context,
+            progress=job.progress,
+            packs=_pack_cache(order, packs),
+            kv_dtype=order.kv_dtype,
+            n_streamed=order.n_streamed,
+            kept=had,
+            group=group,
+            adapters=adapters,
+            on=_device_of(order) if group is None else None,
+        )
     if tower is not None:
         from shardnet.stage.load import load_encoder
 

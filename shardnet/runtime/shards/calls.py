@@ -60,9 +60,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
 
 
 class Deep(msgspec.Struct, frozen=True, kw_only=True, tag="deep"):
-    """Add the rows that follow, float32, after an absolute layer in the next Run (DeepStack)."""
+    """Add the rows that follow, float32, after an absolute layer in the next Run (DeepStack).
 
-    layer: int
+    Without a layer they are what pictures have in the place of embedded token ids.
+    """
+
+    layer: int | None
     n_rows: int
 
 

@@ -186,7 +186,10 @@ class ShardProcesses:
         """See Followers."""
         positions = None
         if pictures is not None:
-            for layer, added in pictures.deep.items():
+            deep: dict[int | None, Tensor] = {**pictures.deep}
+            if pictures.rows is not None:
+                deep[None] = pictures.rows
+            for layer, added in deep.items():
                 self._call(Deep(layer=layer, n_rows=len(added)), added.float())
             positions = pictures.positions
         call = Run(

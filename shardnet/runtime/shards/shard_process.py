@@ -150,7 +150,7 @@ class _Shard:
         self._job = job
         self._model = model
         self._leader = leader
-        self._deep: dict[int, Tensor] = {}
+        self._deep: dict[int | None, Tensor] = {}
         self._arriving = ArrivingSlot(model.kv, model.cut.kv_heads[0])
 
     def copied(self, call: Call, following: memoryview) -> Tensor | None:
@@ -180,11 +180,13 @@ class _Shard:
         if run.index is None:
             return None
         device, positions = self._model.device, None
+        rows = deep.pop(None, None)
         if run.positions is not None:
             positions = torch.tensor(run.positions, device=device)
         return PictureRows(
             index=torch.tensor(run.index, dtype=torch.int64, device=device),
-            deep={layer: added.to(device) for layer, added in deep.items()},
+            rows=None if rows is None else rows.to(device),
+            deep={layer: added.to(device) for layer, added in deep.items() if layer is not None},
             blocks=run.blocks,
             positions=positions,
         )

@@ -155,10 +155,7 @@ class Followers(Protocol):
     """
 
     def run(self, batch: MicroBatch, hidden: Tensor | None, pictures: PictureRows | None) -> None:
-        """Have them run a micro-batch through their layers, as StageModel.run_alone does.
-
-        Encoded rows of pictures are not sent: a first stage that is cut has none.
-        """
+        """Have them run a micro-batch through their layers, as StageModel.run_alone does."""
 
     def logits(self, rows: Tensor) -> None:
         """Have them apply norm and LM head to rows [R, E]."""

@@ -29,6 +29,10 @@ class FakeProcessor:
     placeholder: str = "[IMG]"
     key: str = "fake"
 
+    @property
+    def templated(self) -> str:
+        return self.placeholder
+
     def surround(self, prompt: str) -> str:
         return prompt
 
