@@ -186,10 +186,10 @@ class ShardProcesses:
         """See Followers."""
         positions = None
         if pictures is not None:
-            deep: dict[int | None, Tensor] = {**pictures.deep}
+            parts: list[tuple[int | None, Tensor]] = [*pictures.deep.items()]
             if pictures.rows is not None:
-                deep[None] = pictures.rows
-            for layer, added in deep.items():
+                parts.append((None, pictures.rows))
+            for layer, added in parts:
                 self._call(Deep(layer=layer, n_rows=len(added)), added.float())
             positions = pictures.positions
         call = Run(
