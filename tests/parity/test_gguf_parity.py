@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.models.checkpoints import VOCAB_SIZE, make_decoder, make_gpt2
 from support.models.family_cases import GEMMA4, GROWING, LFM2
-from support.models.gguf_files import write_gguf
+from support.models.gguf_files import converted, write_gguf
 from support.oracles.oracle import check_generation, load_reference
 from support.rings.stage_chain import StageChain, even_split, random_prompt
 from support.soak import cases
@@ -351,3 +351,21 @@ def test_columns_turn_by_the_axes_that_the_sections_say(
     assert found.config.rope is not None
     assert found.config.rope.axes == axes
     assert parse_config(json.loads(found.config_text), "config.json").rope == found.config.rope
+
+
+def test_pairs_of_glm_stand_apart_where_they_have_axes(tmp_path: Path) -> None:
+    """llama.cpp's converter puts the first ones of all pairs before the second ones then."""
+    source = make_decoder(tmp_path / "source", "glm4", with_tokenizer=False, num_hidden_layers=2)
+    config = json.loads((source / "config.json").read_text())
+    size = config["head_dim"]
+    pairs = np.arange(size // 2).reshape(-1, 2).T.ravel()
+    order = np.concatenate((pairs, np.arange(size // 2, size)))
+    turned = {
+        name: values.reshape(-1, size, *values.shape[1:])[:, order].reshape(values.shape)
+        for name, values in converted(source).items()
+        if re.search(r"attn_[qk]\.", name)
+    }
+    sections = {"rope__dimension_sections": [1, 1, size // 4 - 2, 0]}
+    file = write_gguf(source, tmp_path / "m.gguf", extra=turned, **sections)
+    chain = StageChain.load(file, even_split(2, 2))
+    check_generation(chain, load_reference(source), [random_prompt(40, VOCAB_SIZE, seed=3)], 8)

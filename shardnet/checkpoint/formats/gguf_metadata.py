@@ -69,8 +69,9 @@ def config_of_metadata(
             config = {"model_type": family.model_type} | read
             if arch in family.gguf.multimodal:
                 fields.ignore("n_deepstack_layers")
-            if arch.startswith("qwen"):
-                config |= _read_axes(fields, config, takes_turns=arch != "qwen2vl")
+            if arch.startswith(("qwen", "glm4")):
+                takes_turns = arch != "qwen2vl" and arch.startswith("qwen")
+                config |= _read_axes(fields, config, takes_turns=takes_turns)
     if config is None:
         raise general.unsupported("general.architecture", arch, ", ".join(sorted(families)))
     fields.ignore("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")

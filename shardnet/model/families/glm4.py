@@ -30,13 +30,20 @@ def read_config(fields: Fields) -> ModelConfig:
         head_size=128,
         rope=partial(read_rope, may_be_partial=True, share=0.5),
     )
-    return replace(config, attention_bias=fields.take("attention_bias", bool, True), has_pairs=True)
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, True),
+        has_pairs=fields.take("rope_interleave", bool, True),
+    )
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
-    """Read the metadata."""
-    bias = {"attention_bias": "blk.0.attn_q.bias" in tensors}
-    return read_gguf_decoder(fields, tensors, factors) | bias
+    """Read the metadata. Pairs with axes (GLM-4.1V) do not stand side by side there."""
+    own = {
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "rope_interleave": fields.missing("rope.dimension_sections"),
+    }
+    return read_gguf_decoder(fields, tensors, factors) | own
 
 
 FAMILY = record(

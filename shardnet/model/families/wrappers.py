@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
-from shardnet.model.vision import gemma4, pixtral, qwen2_5_vl, qwen2_vl, qwen3_vl, siglip
+from shardnet.model.vision import gemma4, glm4v, pixtral, qwen2_5_vl, qwen2_vl, qwen3_vl, siglip
 from shardnet.model.vision.vision_family import VisionFamily
 
 TEXT: Final = "text_config"
@@ -33,6 +33,8 @@ _OF_OTHERS: Final = frozenset(
         *("vision_feature_layer", "vision_start_token_id", "vision_token_id"),
         *("audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
         *("boi_token_id", "eoi_token_id", "vision_soft_tokens_per_image"),
+        *("image_start_token_id", "image_end_token_id"),
+        *("video_start_token_id", "video_end_token_id"),
     )
 )
 """Keys of config.json that matter to images and sound alone."""
@@ -136,6 +138,27 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             defaults={"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
         ),
         Wrapper(
+            model_type="glm4v",
+            architecture="Glm4vForConditionalGeneration",
+            family="glm4",
+            text_types=("glm4v_text",),
+            defaults={"max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
+            | {"partial_rotary_factor": 1.0},
+            sections=(8, 12, 12),
+            takes_turns=False,
+            vision=glm4v.VISION,
+        ),
+        Wrapper(
+            model_type="glm4v_moe",
+            architecture="Glm4vMoeForConditionalGeneration",
+            family="glm4_moe",
+            text_types=("glm4v_moe_text",),
+            defaults={"attention_bias": True, "max_position_embeddings": 65536},
+            sections=(8, 12, 12),
+            takes_turns=False,
+            vision=glm4v.VISION,
+        ),
+        Wrapper(
             model_type="llama4",
             architecture="Llama4ForConditionalGeneration",
             family="llama4_text",
@@ -205,7 +228,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
 """By `model_type`."""
 
 VISIONS: Final = (
-    *(gemma4.VISION, pixtral.VISION, siglip.VISION),
+    *(gemma4.VISION, glm4v.VISION, pixtral.VISION, siglip.VISION),
     *(qwen2_vl.VISION, qwen2_5_vl.VISION, qwen3_vl.VISION),
 )
 """All kinds of towers."""

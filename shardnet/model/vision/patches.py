@@ -72,25 +72,33 @@ class FixedSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelCount:
-    """About as the picture is, from `fewest` to `most` pixels, in multiples of `multiple`."""
+    """About as the picture is, from `fewest` to `most` pixels, in multiples of `multiple`.
+
+    With `n_frames` those of all frames count, and what is smaller than `multiple` grows first.
+    """
 
     fewest: int
     most: int
     multiple: int
+    n_frames: int = 0
 
     def __call__(self, height: int, width: int, *, is_low: bool) -> tuple[int, int]:
         """Return height and width in pixels."""
         most = max(self.fewest, min(self.most, LOW_PIXELS**2)) if is_low else self.most
-        sides = height, width
+        if self.n_frames and min(height, width) < self.multiple:
+            scale = self.multiple / min(height, width)
+            height, width = int(height * scale), int(width * scale)
+        sides, n_frames = (height, width), self.n_frames or 1
         rounded = [round(side / self.multiple) * self.multiple for side in sides]
-        if rounded[0] * rounded[1] > most:
-            beta = math.sqrt((height * width) / most)
+        n_pixels = n_frames * rounded[0] * rounded[1]
+        if n_pixels > most:
+            beta = math.sqrt((n_frames * height * width) / most)
             rounded = [
                 max(self.multiple, math.floor(side / beta / self.multiple) * self.multiple)
                 for side in sides
             ]
-        elif rounded[0] * rounded[1] < self.fewest:
-            beta = math.sqrt(self.fewest / (height * width))
+        elif n_pixels < self.fewest:
+            beta = math.sqrt(self.fewest / (n_frames * height * width))
             rounded = [math.ceil(side * beta / self.multiple) * self.multiple for side in sides]
         return rounded[0], rounded[1]
 

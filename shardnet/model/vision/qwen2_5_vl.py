@@ -23,7 +23,7 @@ from shardnet.model.vision.patches import (
     read_filter,
     read_levels,
 )
-from shardnet.model.vision.picture import EncodedPicture, PictureProcessor
+from shardnet.model.vision.picture import EncodedPicture
 from shardnet.model.vision.resampling import Filter
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
@@ -134,8 +134,12 @@ def make_processor(
     mean: tuple[float, ...] = CLIP_MEAN,
     deviation: tuple[float, ...] = CLIP_DEVIATION,
     pixels: tuple[int, int] = _PIXELS,
-) -> PictureProcessor:
-    """Read a Qwen2VLImageProcessor. Mean, deviation, and fewest and most pixels are defaults."""
+    n_frames: int = 0,
+) -> PatchProcessor:
+    """Read a Qwen2VLImageProcessor. Mean, deviation, and fewest and most pixels are defaults.
+
+    With `n_frames` those of all frames count.
+    """
     for key, value in (
         ("patch_size", config.patch),
         ("temporal_patch_size", config.n_frames),
@@ -149,6 +153,7 @@ def make_processor(
             fewest=own.positive("min_pixels", size.positive("shortest_edge", pixels[0])),
             most=own.positive("max_pixels", size.positive("longest_edge", pixels[1])),
             multiple=config.row_pixels,
+            n_frames=n_frames,
         ),
         filter=read_filter(own, Filter.BICUBIC),
         mean=mean,

@@ -142,6 +142,12 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 20,
         "head_dim": 10,
     },
+    "glm4v_moe": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1,
+    },
     "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 3},
     "qwen2_moe": SHARED_EXPERTS,
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
@@ -173,10 +179,13 @@ _GEMMA4_EYES = {
     "output_proj_dims": 48,
     "mm_posemb_size": 16,
 }
+_GLM_EYES = _QWEN_EYES | {"out_hidden_size": 48, "image_size": 14}
 WRAPPED: dict[str, dict[str, Any]] = {
     "gemma3": _SIGLIP | {"model_type": "siglip_vision_model"},
     "gemma4": _GEMMA4_EYES,
     "gemma4_unified": _GEMMA4_EYES,
+    "glm4v": _GLM_EYES,
+    "glm4v_moe": _GLM_EYES,
     "llama4": _SIGLIP
     | {"vision_output_dim": 8, "projector_input_dim": 8, "projector_output_dim": 8},
     "mistral3": _SIGLIP | {"model_type": "pixtral", "head_dim": 8},

@@ -89,11 +89,24 @@ GEMMA4 = {
     "vision_tower.encoder.layers.N.mlp.up_proj": "v.blk.N.ffn_up",
     "vision_tower.encoder.layers.N.mlp.down_proj": "v.blk.N.ffn_down",
 }
-NAMES = {"mistral3": PIXTRAL, "gemma3": SIGLIP, "gemma4": GEMMA4}
+GLM = QWEN | {
+    "visual.embeddings.position_embedding": "v.position_embd",
+    "visual.post_conv_layernorm": "v.norm_embd",
+    "visual.post_layernorm": "v.post_ln",
+    "visual.downsample": "mm.patch_merger",
+    "visual.merger.proj": "mm.model.fc",
+    "visual.merger.post_projection_norm": "mm.post_norm",
+    "visual.merger.gate_proj": "mm.gate",
+    "visual.merger.up_proj": "mm.up",
+    "visual.merger.down_proj": "mm.down",
+}
+NAMES = {"glm4v": GLM, "glm4v_moe": GLM, "mistral3": PIXTRAL, "gemma3": SIGLIP, "gemma4": GEMMA4}
 PROJECTORS = {
     "mistral3": "pixtral",
     "gemma3": "gemma3",
     "gemma4": "gemma4v",
+    "glm4v": "glm4v",
+    "glm4v_moe": "glm4v",
     "qwen2_vl": "qwen2vl_merger",
     "qwen2_5_vl": "qwen2.5vl_merger",
     "qwen3_vl": "qwen3vl_merger",
@@ -193,7 +206,8 @@ def _metadata(
     if wrapper == "qwen2_5_vl":
         own = of_clip | {"clip.vision.n_wa_pattern": tower["fullatt_block_indexes"][0] + 1}
         own |= {"clip.vision.window_size": tower["window_size"]}
-    if wrapper.startswith("qwen"):
+    if wrapper.startswith(("qwen", "glm")):
+        own = of_clip if wrapper.startswith("glm") else own
         settings = json.loads((source / "preprocessor_config.json").read_text())
         own["clip.vision.image_min_pixels"] = settings["size"]["shortest_edge"]
         own["clip.vision.image_max_pixels"] = settings["size"]["longest_edge"]

@@ -15,6 +15,7 @@ from support.models.checkpoints import make_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -142,7 +143,7 @@ class VisionCase:
         """Return what transformers wants to be told of each token beside its id."""
         if self.wrapper == "gemma3":
             return {"token_type_ids": (ids == self.outer["image_token_index"]).int()}
-        if self.wrapper.startswith("qwen") or self.wrapper == "gemma4":
+        if self.wrapper.startswith(("qwen", "glm")) or self.wrapper == "gemma4":
             return {"mm_token_type_ids": (ids == self.outer["image_token_id"]).int()}
         return {}
 
@@ -294,6 +295,35 @@ CASES["qwen3_5"] = VisionCase(
     outer={"image_token_id": 306},
     settings=CASES["qwen3_vl"].settings,
     processor=Qwen2VLImageProcessorPil,
+    merge=2,
+    wide=CASES["qwen2_5_vl"].wide,
+)
+_GLM_AXES = _AXES | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+CASES["glm4v"] = VisionCase(
+    wrapper="glm4v",
+    text={"head_dim": 8, "rope_parameters": _GLM_AXES, "pad_token_id": None},
+    tower=_QWEN | {"image_size": 16, "attention_bias": True},
+    outer={"image_token_id": 309},
+    settings=_QWEN_SIZE | {"size": {"shortest_edge": 1800, "longest_edge": 6000}},
+    processor=Glm4vImageProcessorPil,
+    merge=2,
+    wide=CASES["qwen2_5_vl"].wide,
+)
+CASES["glm4v_moe"] = VisionCase(
+    wrapper="glm4v_moe",
+    text={
+        "head_dim": 12,
+        "rope_parameters": _GLM_AXES | {"mrope_section": [1, 0, 2]},
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "pad_token_id": None,
+    },
+    tower=_QWEN | {"image_size": 21},
+    outer={"image_token_id": 309},
+    settings=CASES["glm4v"].settings,
+    processor=Glm4vImageProcessorPil,
     merge=2,
     wide=CASES["qwen2_5_vl"].wide,
 )
