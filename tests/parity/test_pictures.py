@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ import torch
 from support.models.checkpoints import make_decoder
 from support.models.gguf_files import write_gguf
 from support.models.projector_files import Kind, write_mmproj
-from support.models.vision_checkpoints import CASES, Picture, VisionCase, random_picture, token_id
+from support.models.vision_checkpoints import (
+    CASES,
+    TOKENS,
+    Picture,
+    VisionCase,
+    random_picture,
+    token_id,
+)
 from support.oracles.oracle import FLOAT32_TOLERANCE, load_reference
 from support.rings.real_ring import ask, pictured, real_ring, say, say_all
 from support.rings.shard_followers import load_sharded
@@ -28,6 +36,7 @@ from support.rings.stage_chain import (
     random_prompt,
 )
 from torch import Tensor
+from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import open_pictures
@@ -81,7 +90,29 @@ def test_patches_are_those_of_the_makers_processor(case: VisionCase, folder: Pat
         ours, theirs = processor.prepare(picture), case.prepared(picture)
         patches = case.patches(theirs)
         np.testing.assert_allclose(ours.pixels, patches, rtol=0, atol=1e-5)
-        assert ours.n_rows == len(patches) // case.merge**2 == ours.grid[1] * ours.grid[2]
+        assert ours.n_rows == len(patches) // case.merge**2 == np.prod(ours.grid)
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_tiles_are_chosen_and_written_as_llama_4s_processor_does(
+    fills: bool, tmp_path: Path
+) -> None:
+    own = CASES["llama4"]
+    settings = {**own.settings, "max_patches": 16, "resize_to_max_canvas": fills}
+    case = replace(own, settings=settings)
+    processor = open_pictures(Checkpoint.open(case.make(tmp_path)), token_id).processor
+    sides = np.random.default_rng(3).integers(4, 130, (24, 2)).tolist()
+    seen = set()
+    for height, width in [*sides, (18, 18), (36, 36), (200, 200), (9, 18)]:
+        picture = random_picture(height, width)
+        ours, theirs = processor.prepare(picture), case.prepared(picture)
+        np.testing.assert_array_equal(ours.pixels, case.patches(theirs))
+        [ratio] = theirs["aspect_ratios"].tolist()
+        written = Llama4Processor._prompt_split_image(None, ratio, 9)
+        tokens = [TOKENS[token] for token in re.findall(r"<\|\w+\|>", written)]
+        assert list(ours.token_ids) == tokens
+        seen.add(tuple(ratio))
+    assert len(seen) > 5
 
 
 def test_rows_are_those_of_the_tower_and_projector(

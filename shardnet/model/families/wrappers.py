@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
-from shardnet.model.vision import gemma4, glm4v, pixtral, qwen2_5_vl, qwen2_vl, qwen3_vl, siglip
+from shardnet.model.vision import (
+    gemma4,
+    glm4v,
+    llama4,
+    pixtral,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_vl,
+    siglip,
+)
 from shardnet.model.vision.vision_family import VisionFamily
 
 TEXT: Final = "text_config"
@@ -163,6 +172,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             architecture="Llama4ForConditionalGeneration",
             family="llama4_text",
             text_types=("llama4_text",),
+            vision=llama4.VISION,
         ),
         Wrapper(
             model_type="mistral3",
@@ -228,7 +238,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
 """By `model_type`."""
 
 VISIONS: Final = (
-    *(gemma4.VISION, glm4v.VISION, pixtral.VISION, siglip.VISION),
+    *(gemma4.VISION, glm4v.VISION, llama4.VISION, pixtral.VISION, siglip.VISION),
     *(qwen2_vl.VISION, qwen2_5_vl.VISION, qwen3_vl.VISION),
 )
 """All kinds of towers."""

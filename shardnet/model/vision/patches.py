@@ -181,42 +181,55 @@ class PatchProcessor:
         """Prepare a picture [H, W, 3]; see PictureProcessor."""
         import numpy as np
 
-        height, width = rgb.shape[:2]
-        if max(height, width) > MAX_RATIO * min(height, width):
-            raise UsageError(
-                f"a picture of {width} x {height} pixels: one side may be at most {MAX_RATIO} "
-                "times as long as the other",
-                remedy="crop the picture",
-            )
+        height, width = check_ratio(rgb)
         height, width = self.size(height, width, is_low=detail == "low")
         resized = resize(rgb, height, width, self.filter)
         side = self.patch * self.merge
         grid = (1, height // side, width // side)
         tokens = self.marks.of(grid[1], grid[2])
         return PreparedPicture(
-            pixels=self._patches(resized),
+            pixels=self.cut(resized),
             grid=grid,
             token_ids=tokens,
             is_row=np.array(tokens) == self.marks.row,
             see_each_other=self.see_each_other,
         )
 
-    def _patches(self, picture: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def levels(self) -> NDArray[np.float32]:
+        """Return what the tower gets of each byte, by colour: [256, 3]."""
+        import numpy as np
+
+        levels = np.arange(256, dtype=np.float32)[:, None] / np.float32(255)
+        mean, deviation = (np.array(own, np.float32) for own in (self.mean, self.deviation))
+        table: NDArray[np.float32] = (levels - mean) / deviation
+        return table
+
+    def cut(self, picture: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Cut a picture [H, W, 3] into normalised patches [N, 3 x frames x patch x patch]."""
         import numpy as np
 
         n_high, n_wide = (side // (self.patch * self.merge) for side in picture.shape[:2])
         shape = (n_high, self.merge, self.patch, n_wide, self.merge, self.patch, 3)
         cut = picture.reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5)  # rows, merged, C, P, P
-        levels = np.arange(256, dtype=np.float32)[:, None] / np.float32(255)
-        mean, deviation = (np.array(own, np.float32) for own in (self.mean, self.deviation))
-        table = (levels - mean) / deviation  # [256, 3]
+        table = self.levels()
         patches = np.empty((*cut.shape[:5], self.n_frames, *cut.shape[5:]), np.float32)
         for colour in range(3):
             patches[..., colour, :, :, :] = table[:, colour][cut[..., colour, None, :, :]]
         if self.colours_last:
             patches = np.moveaxis(patches, 4, -1)
         return patches.reshape(-1, 3 * self.n_frames * self.patch * self.patch)
+
+
+def check_ratio(rgb: NDArray[np.uint8]) -> tuple[int, int]:
+    """Return height and width of a picture [H, W, 3]; UsageError where one is far longer."""
+    height, width = rgb.shape[:2]
+    if max(height, width) > MAX_RATIO * min(height, width):
+        raise UsageError(
+            f"a picture of {width} x {height} pixels: one side may be at most {MAX_RATIO} "
+            "times as long as the other",
+            remedy="crop the picture",
+        )
+    return height, width
 
 
 def read_levels(

@@ -15,7 +15,8 @@ class VisionConfig:
     patches become one row of the language model, of `out_size` columns. `grid` is the side, in
     patches, of the pictures that learned positions are for, 0 where there are none. `row_id` is the
     token that stands for a row. Queries, keys and values of GLM's have biases with
-    `attention_bias` only. `projector_eps` is what the projector's norm adds, and
+    `attention_bias` only. `projector_size` is the width inside a projector that has another one,
+    `projector_eps` what its norm adds, and
     `deep_layers` are those behind which DeepStack takes what it adds in the language model. Layers
     but for the `full_layers` attend within squares of `window` x `window` rows, unless that is 0.
     With `standardizes` averages of patches are shifted and scaled by stored numbers. Rows of a
@@ -38,6 +39,7 @@ class VisionConfig:
     rope_theta: float = 10000.0
     projector_activation: Activation = Activation.GELU
     projector_bias: bool = False
+    projector_size: int = 0
     attention_bias: bool = True
     projector_eps: float = 1e-6
     deep_layers: tuple[int, ...] = ()

@@ -187,7 +187,12 @@ WRAPPED: dict[str, dict[str, Any]] = {
     "glm4v": _GLM_EYES,
     "glm4v_moe": _GLM_EYES,
     "llama4": _SIGLIP
-    | {"vision_output_dim": 8, "projector_input_dim": 8, "projector_output_dim": 8},
+    | {
+        "intermediate_size": 32,
+        "vision_output_dim": 8,
+        "projector_input_dim": 8,
+        "projector_output_dim": 8,
+    },
     "mistral3": _SIGLIP | {"model_type": "pixtral", "head_dim": 8},
     "qwen2_vl": {"depth": 1, "embed_dim": 8, "hidden_size": 48, "num_heads": 1},
     "qwen2_5_vl": _QWEN_EYES | {"out_hidden_size": 48, "fullatt_block_indexes": [0]},

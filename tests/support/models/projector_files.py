@@ -100,11 +100,37 @@ GLM = QWEN | {
     "visual.merger.up_proj": "mm.up",
     "visual.merger.down_proj": "mm.down",
 }
-NAMES = {"glm4v": GLM, "glm4v_moe": GLM, "mistral3": PIXTRAL, "gemma3": SIGLIP, "gemma4": GEMMA4}
+LLAMA4 = {
+    "vision_model.class_embedding": "v.class_embd",
+    "vision_model.positional_embedding_vlm": "v.position_embd",
+    "vision_model.patch_embedding": "v.patch_embd",
+    "vision_model.layernorm_pre": "v.pre_ln",
+    "vision_model.layernorm_post": "v.post_ln",
+    "vision_model.vision_adapter.mlp.fc1": "mm.model.mlp.1",
+    "vision_model.vision_adapter.mlp.fc2": "mm.model.mlp.2",
+    "multi_modal_projector.linear_1": "mm.model.fc",
+    "vision_model.model.layers.N.input_layernorm": "v.blk.N.ln1",
+    "vision_model.model.layers.N.post_attention_layernorm": "v.blk.N.ln2",
+    "vision_model.model.layers.N.self_attn.q_proj": "v.blk.N.attn_q",
+    "vision_model.model.layers.N.self_attn.k_proj": "v.blk.N.attn_k",
+    "vision_model.model.layers.N.self_attn.v_proj": "v.blk.N.attn_v",
+    "vision_model.model.layers.N.self_attn.o_proj": "v.blk.N.attn_out",
+    "vision_model.model.layers.N.mlp.fc1": "v.blk.N.ffn_up",
+    "vision_model.model.layers.N.mlp.fc2": "v.blk.N.ffn_down",
+}
+NAMES = {
+    "llama4": LLAMA4,
+    "glm4v": GLM,
+    "glm4v_moe": GLM,
+    "mistral3": PIXTRAL,
+    "gemma3": SIGLIP,
+    "gemma4": GEMMA4,
+}
 PROJECTORS = {
     "mistral3": "pixtral",
     "gemma3": "gemma3",
     "gemma4": "gemma4v",
+    "llama4": "llama4",
     "glm4v": "glm4v",
     "glm4v_moe": "glm4v",
     "qwen2_vl": "qwen2vl_merger",
@@ -132,9 +158,9 @@ def write_mmproj(source: Path, path: Path, kind: Kind, *, is_rounded: bool = Fal
             .replace("_weight", ".weight")
             .replace(".linear.weight", ".weight")
         )
-        name += ".weight" if name.endswith("position_embedding_table") else ""
+        name += ".weight" if name.endswith(("position_embedding_table", "_vlm")) else ""
         stem, _, suffix = name.rpartition(".")
-        if ".std_" in name:  # these end without a kind
+        if ".std_" in name or name.endswith("class_embedding"):  # these end without a kind
             stem, suffix = name, ""
         if stem.endswith("patch_embedder.input_proj"):
             shape = (len(values), tower["patch_size"], tower["patch_size"], 3)
@@ -195,6 +221,8 @@ def _metadata(
     }
     if wrapper == "mistral3":
         own = of_clip | {"clip.vision.spatial_merge_size": config["spatial_merge_size"]}
+    if wrapper == "llama4":
+        own |= {"clip.vision.projector.scale_factor": 2}
     if wrapper == "gemma3":
         side = config["mm_tokens_per_image"] ** 0.5
         n_high = tower["image_size"] / tower["patch_size"]

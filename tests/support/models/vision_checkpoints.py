@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from support.models.checkpoints import make_tokenizer
+from support.oracles.llama4_tiles import Llama4Tiles
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
@@ -31,6 +32,11 @@ TOKENS = {
     "<|image>": 307,
     "<image|>": 308,
     "<|image|>": 309,
+    "<|patch|>": 310,
+    "<|image_start|>": 311,
+    "<|image_end|>": 312,
+    "<|tile_x_separator|>": 313,
+    "<|tile_y_separator|>": 314,
 }
 """Ids of the tokens that stand for pictures: the padding of the tiny models' vocabulary."""
 
@@ -105,14 +111,18 @@ class VisionCase:
             return pixels[0][is_real][order]
         side, merge = self.tower["patch_size"], self.merge
         _, _, height, width = pixels.shape
-        shape = (3, height // self.multiple, merge, side, width // self.multiple, merge, side)
-        cut = pixels.reshape(shape).transpose(1, 4, 2, 5, 0, 3, 6)
+        shape = (-1, 3, height // self.multiple, merge, side, width // self.multiple, merge, side)
+        cut = pixels.reshape(shape).transpose(0, 2, 5, 3, 6, 1, 4, 7)
         return cut.reshape(-1, 3 * side * side)
 
     def features(
         self, reference: Any, prepared: Mapping[str, Any]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Return what transformers' tower and projector make of a picture, and DeepStack's."""
+        if self.wrapper == "llama4":
+            with torch.inference_mode():
+                seen = reference.get_image_features(**self.inputs([prepared])).last_hidden_state
+                return reference.multi_modal_projector(seen.flatten(0, 1)), []
         with torch.inference_mode():
             made = reference.model.get_image_features(**self.inputs([prepared]))
         rows = made.pooler_output
@@ -326,6 +336,37 @@ CASES["glm4v_moe"] = VisionCase(
     processor=Glm4vImageProcessorPil,
     merge=2,
     wide=CASES["qwen2_5_vl"].wide,
+)
+CASES["llama4"] = VisionCase(
+    wrapper="llama4",
+    text={
+        "head_dim": 8,
+        "floor_scale": 16,
+        "attn_scale": 0.7,
+        "num_hidden_layers": 3,
+        "no_rope_layers": [1, 0, 1],
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 72,
+        "attention_chunk_size": 512,
+        "pad_token_id": None,
+    },
+    tower={
+        "hidden_size": 24,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "patch_size": 3,
+        "image_size": 18,
+        "projector_input_dim": 20,
+        "projector_output_dim": 20,
+        "vision_output_dim": 20,
+    },
+    outer={"image_token_id": 310},
+    settings={"size": {"height": 18, "width": 18}, "max_patches": 5},
+    processor=Llama4Tiles,
+    merge=2,
+    wide={"hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 4}
+    | dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 64),
 )
 CASES["gemma4"] = VisionCase(
     wrapper="gemma4",
