@@ -7,11 +7,13 @@ encode the same picture in turns; the least time of each counts, and ratios are 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import open_pictures
 from shardnet.model.kernels.linear import probe
+from shardnet.model.vision.picture import PictureEncoder, PreparedPicture
 from shardnet.stage.load import load_encoder
 from shardnet.types import DType
 
@@ -127,13 +130,25 @@ def _compared(shape: Shape, folder: Path, picture: np.ndarray, n_layers: int, ro
         lambda: encoder.processor.prepare(picture),
         lambda: processor([picture], return_tensors="pt"),
     )
-    encoding = _least_ms(
-        rounds,
-        lambda: [*encoder.encode([prepared])],
-        lambda: model.model.get_image_features(**theirs),
+    alone, beside = (
+        _least_ms(
+            rounds,
+            partial(_encode, encoder, prepared, is_alone=is_alone),
+            lambda: model.model.get_image_features(**theirs),
+        )
+        for is_alone in (True, False)
     )
-    ways = f"prepared in {preparing}; encoded in {encoding}"
+    ways = f"prepared in {preparing}; encoded alone in {alone}; beside streams in {beside}"
     return f"{shape.model_type}, {len(prepared.pixels)} patches, {n_layers} layers: {ways}"
+
+
+def _encode(encoder: PictureEncoder, prepared: PreparedPicture, *, is_alone: bool) -> None:
+    """Encode a picture, in large pieces where it `is_alone`."""
+    walk = encoder.encode([prepared])
+    next(walk)
+    with contextlib.suppress(StopIteration):
+        while True:
+            walk.send(is_alone)
 
 
 def _least_ms(rounds: int, own: Callable[[], object], other: Callable[[], object]) -> str:

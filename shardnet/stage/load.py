@@ -33,7 +33,7 @@ from shardnet.model.fused.decode_graphs import Capture
 from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import capacity_error_for
-from shardnet.model.kernels.linear import MAX_EXACT_ROWS, KernelChoice, Linear
+from shardnet.model.kernels.linear import MAX_EXACT_ROWS, Kernel, KernelChoice, Linear
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import Table
 from shardnet.model.layers.weight_source import WeightSource
@@ -282,6 +282,7 @@ def load_encoder(
         weight_bytes=pictures.weight_bytes(choice.dtype),
         dtype=dtype,
         device=device,
+        is_batch_invariant=choice.kernel is Kernel.NATIVE,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -78,9 +79,16 @@ def encoder_of(folder: Path, mmproj: Path | None = None) -> PictureEncoder:
     )
 
 
-def encoded(encoder: PictureEncoder, *pictures: PreparedPicture) -> list[EncodedPicture]:
-    with torch.inference_mode():
-        return [made for made in encoder.encode(pictures) if made is not None]
+def encoded(
+    encoder: PictureEncoder, *pictures: PreparedPicture, is_alone: bool = False
+) -> list[EncodedPicture]:
+    walk, made = encoder.encode(pictures), []
+    with torch.inference_mode(), contextlib.suppress(StopIteration):
+        given = next(walk)
+        while True:
+            made += [] if given is None else [given]
+            given = walk.send(is_alone)
+    return made
 
 
 def test_patches_are_those_of_the_makers_processor(case: VisionCase, folder: Path) -> None:
@@ -120,7 +128,10 @@ def test_rows_are_those_of_the_tower_and_projector(
 ) -> None:
     encoder = encoder_of(folder)
     pictures = [random_picture(*size, seed) for seed, size in enumerate(SIZES)]
-    made = encoded(encoder, *(encoder.processor.prepare(picture) for picture in pictures))
+    prepared = [encoder.processor.prepare(picture) for picture in pictures]
+    made = encoded(encoder, *prepared)
+    for own, same in zip(made, encoded(encoder, *prepared, is_alone=True), strict=True):
+        assert all(map(torch.equal, (own.rows, *own.deep), (same.rows, *same.deep)))
     for picture, own in zip(pictures, made, strict=True):
         rows, deep = case.features(reference, case.prepared(picture))
         torch.testing.assert_close(own.rows, rows, rtol=0, atol=FLOAT32_TOLERANCE)

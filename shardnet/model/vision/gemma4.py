@@ -7,7 +7,7 @@ by line, and squares of patches are averaged. Rows see each other in layers with
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +23,7 @@ from shardnet.model.vision.patches import (
     read_levels,
     required_id,
 )
-from shardnet.model.vision.picture import EncodedPicture, PictureProcessor
+from shardnet.model.vision.picture import EncoderWalk, PictureProcessor
 from shardnet.model.vision.resampling import Filter
 from shardnet.model.vision.siglip import AveragingTower
 from shardnet.model.vision.vision_config import VisionConfig
@@ -216,7 +216,7 @@ class Gemma4Tower(AveragingTower):
             projection=weights.linear(_PROJECTION),
         )
 
-    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> Iterator[EncodedPicture | None]:
+    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower."""
         from shardnet.model.vision.tower import axial_rotary, frequencies, in_pieces, patch_places
 

@@ -6,7 +6,7 @@ squares of patches are folded into one, and the projector is gated.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +15,7 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import NORM_EPS
 from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.vision import qwen2_5_vl
-from shardnet.model.vision.picture import EncodedPicture, PictureProcessor
+from shardnet.model.vision.picture import EncodedPicture, EncoderWalk, PictureProcessor
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
     Table,
@@ -145,7 +145,7 @@ class GlmTower:
             mlp=GatedMlp.load(config, weights, merger),
         )
 
-    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> Iterator[EncodedPicture | None]:
+    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower."""
         from shardnet.model.vision.tower import axial_rotary, frequencies, in_pieces, patch_places
 

@@ -7,7 +7,7 @@ attend within their tile, with a class token behind them; squares of patches are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +23,12 @@ from shardnet.model.vision.patches import (
     read_levels,
     required_id,
 )
-from shardnet.model.vision.picture import EncodedPicture, PictureProcessor, PreparedPicture
+from shardnet.model.vision.picture import (
+    EncodedPicture,
+    EncoderWalk,
+    PictureProcessor,
+    PreparedPicture,
+)
 from shardnet.model.vision.resampling import Filter, resize
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
@@ -298,7 +303,7 @@ class Llama4Tower:
             projection=weights.linear(_PROJECTION),
         )
 
-    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> Iterator[EncodedPicture | None]:
+    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode the patches of all tiles; see Tower."""
         import torch
 

@@ -6,7 +6,7 @@ wire, nor import torch: a processor runs where no tower is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,6 +49,10 @@ class EncodedPicture:
     deep: tuple[Tensor, ...] = ()
 
 
+EncoderWalk = Generator[EncodedPicture | None, bool | None, None]
+"""Encodes in pieces: yields None between them, and what is done. Sent True it makes larger ones."""
+
+
 class PictureProcessor(Protocol):
     """Prepares pictures as the model's makers do. Needs no weights."""
 
@@ -89,8 +93,8 @@ class PictureEncoder(Protocol):
     def weight_bytes(self) -> int:
         """The bytes of its weights in memory."""
 
-    def encode(self, pictures: Sequence[PreparedPicture]) -> Iterator[EncodedPicture | None]:
-        """Encode pictures, one after the other: yields each, in order, and None between layers.
+    def encode(self, pictures: Sequence[PreparedPicture]) -> EncoderWalk:
+        """Encode pictures, one after the other: yields each, in order, and None between pieces.
 
-        A picture's rows do not depend on the others.
+        A picture's rows depend neither on the others nor on the size of the pieces.
         """

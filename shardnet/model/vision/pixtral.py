@@ -5,7 +5,7 @@ Pictures of any shape, rotary positions by line and column, and a break token be
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from shardnet.model.vision.patches import (
     read_levels,
     required_id,
 )
-from shardnet.model.vision.picture import EncodedPicture, PictureProcessor
+from shardnet.model.vision.picture import EncodedPicture, EncoderWalk, PictureProcessor
 from shardnet.model.vision.resampling import Filter
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
@@ -164,7 +164,7 @@ class PixtralTower:
             linear_2=weights.linear(f"{projector}.linear_2"),
         )
 
-    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> Iterator[EncodedPicture | None]:
+    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower."""
         from shardnet.model.vision.tower import (
             axial_rotary,

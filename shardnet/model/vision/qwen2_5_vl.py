@@ -6,7 +6,7 @@ within windows only. What the towers after it have in common with it is here too
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +23,7 @@ from shardnet.model.vision.patches import (
     read_filter,
     read_levels,
 )
-from shardnet.model.vision.picture import EncodedPicture
+from shardnet.model.vision.picture import EncodedPicture, EncoderWalk
 from shardnet.model.vision.resampling import Filter
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
@@ -240,7 +240,7 @@ class Qwen25Tower:
             merger=QwenMerger.load(weights, *merger),
         )
 
-    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> Iterator[EncodedPicture | None]:
+    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower. Those of a window stand together until they are merged."""
         from shardnet.model.vision.tower import (
             axial_rotary,

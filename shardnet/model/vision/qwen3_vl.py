@@ -7,7 +7,7 @@ which Qwen 3.5 has not.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -16,7 +16,7 @@ from shardnet.model.config.decoder_config import read_activation
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.vision import qwen2_5_vl
-from shardnet.model.vision.picture import EncodedPicture
+from shardnet.model.vision.picture import EncodedPicture, EncoderWalk
 from shardnet.model.vision.qwen2_5_vl import PLACEHOLDER, QwenMerger
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import Table, VisionFamily, VisionGguf, linear_tensors
@@ -120,7 +120,7 @@ class Qwen3Tower:
             },
         )
 
-    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> Iterator[EncodedPicture | None]:
+    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower."""
         from shardnet.model.vision.tower import axial_rotary, frequencies, in_pieces, patch_places
 

@@ -7,7 +7,7 @@ see each other in the language model.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +23,7 @@ from shardnet.model.vision.patches import (
     read_levels,
     required_id,
 )
-from shardnet.model.vision.picture import EncodedPicture, PictureProcessor
+from shardnet.model.vision.picture import EncodedPicture, EncoderWalk, PictureProcessor
 from shardnet.model.vision.resampling import Filter
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
@@ -142,7 +142,7 @@ class AveragingTower:
     norm: Norm | BareNorm
     projection: Linear
 
-    def finish(self, hidden: Tensor, rotary: Rotary | None) -> Iterator[EncodedPicture | None]:
+    def finish(self, hidden: Tensor, rotary: Rotary | None) -> EncoderWalk:
         """Encode patches [T, W] that have their positions; see Tower."""
         from shardnet.model.vision.tower import in_pieces
 
@@ -190,7 +190,7 @@ class SiglipTower(AveragingTower):
             projection=weights.linear(_PROJECTION, transposed=True),
         )
 
-    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> Iterator[EncodedPicture | None]:
+    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower."""
         from shardnet.model.vision.tower import in_pieces, patch_places
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
@@ -23,7 +23,12 @@ from shardnet.runtime.stage.picture_store import PictureStore, StoredPicture
 from shardnet.types import SequenceId
 
 if TYPE_CHECKING:
-    from shardnet.model.vision.picture import EncodedPicture, PictureEncoder, PreparedPicture
+    from shardnet.model.vision.picture import (
+        EncodedPicture,
+        EncoderWalk,
+        PictureEncoder,
+        PreparedPicture,
+    )
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +138,8 @@ class Encoding:
         while is_wanted():
             step_s = self.step_s()
             budget_s = PIECE_S if step_s is None else SHARE * step_s
-            encoded = await stage.on_first_part(partial(_pieces, walk, budget_s))
+            job = partial(_pieces, walk, budget_s, step_s is None)
+            encoded = await stage.on_first_part(job)
             if encoded is not None:
                 offsets = prepared.is_row.nonzero()[0]
                 offsets -= offsets[0]
@@ -157,16 +163,18 @@ def _with_pictures(compute: StageCompute) -> PictureCompute:
     return compute  # type: ignore[return-value]
 
 
-def _begun(compute: StageCompute, prepared: PreparedPicture) -> Iterator[EncodedPicture | None]:
-    """Begin to encode, on the compute thread."""
+def _begun(compute: StageCompute, prepared: PreparedPicture) -> EncoderWalk:
+    """Begin to encode, on the compute thread: up to the first piece."""
     encoder = _with_pictures(compute).encoder
     if encoder is None:
         raise no_tower()
-    return encoder.encode([prepared])
+    walk = encoder.encode([prepared])
+    _pieces(walk, 0, None, compute)
+    return walk
 
 
 def _pieces(
-    walk: Iterator[EncodedPicture | None], budget_s: float, _compute: StageCompute
+    walk: EncoderWalk, budget_s: float, may_be_large: bool | None, _compute: StageCompute
 ) -> EncodedPicture | None:
     """Encode for about `budget_s`, at least one piece; return what is done then."""
     import torch  # on the compute thread, which has it
@@ -177,7 +185,7 @@ def _pieces(
     with torch.inference_mode():
         while True:
             try:
-                encoded = next(walk)
+                encoded = walk.send(may_be_large)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
