@@ -236,7 +236,8 @@ def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> S
     of_both = HeadNorm.join(queries, keys, made.n_heads, made.n_kv_heads)
     ones = torch.ones_like(of_both.weight[: made.n_kv_heads])
     norm = replace(of_both, weight=torch.cat((of_both.weight, ones)))
-    kind = replace(made.kind, is_causal=config.window(layer) is None)
+    has_tower = config.wrapper != "gemma4_unified"  # else pictures see themselves in all layers
+    kind = replace(made.kind, is_causal=has_tower and config.window(layer) is None)
     return replace(made, kind=kind, qk_norm=norm, norms_values=True, is_value_key=is_value_key)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 from shardnet.model.config.fields import Fields
 from shardnet.model.vision import (
     gemma4,
+    gemma4_unified,
     glm4v,
     llama4,
     pixtral,
@@ -145,6 +146,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             family="gemma4_text",
             text_types=("gemma4_unified_text",),
             defaults={"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+            vision=gemma4_unified.VISION,
         ),
         Wrapper(
             model_type="glm4v",
@@ -237,8 +239,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
 }
 """By `model_type`."""
 
-VISIONS: Final = (
-    *(gemma4.VISION, glm4v.VISION, llama4.VISION, pixtral.VISION, siglip.VISION),
-    *(qwen2_vl.VISION, qwen2_5_vl.VISION, qwen3_vl.VISION),
+VISIONS: Final = tuple(
+    {id(each.vision): each.vision for each in WRAPPERS.values() if each.vision}.values()
 )
 """All kinds of towers."""

@@ -23,7 +23,7 @@ from shardnet.model.vision.patches import (
     read_levels,
     required_id,
 )
-from shardnet.model.vision.picture import EncoderWalk, PictureProcessor
+from shardnet.model.vision.picture import EncoderWalk
 from shardnet.model.vision.resampling import Filter
 from shardnet.model.vision.siglip import AveragingTower
 from shardnet.model.vision.vision_config import VisionConfig
@@ -115,7 +115,7 @@ def tensors(config: VisionConfig) -> Table:
     return made
 
 
-def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> PictureProcessor:
+def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> PatchProcessor:
     """Read a Gemma4ImageProcessor: numbers from 0 to 1, of which the tower knows what they mean."""
     for key, value in (("patch_size", config.patch), ("pooling_kernel_size", config.merge)):
         own.require(key, value)

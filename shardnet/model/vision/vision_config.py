@@ -20,8 +20,8 @@ class VisionConfig:
     `deep_layers` are those behind which DeepStack takes what it adds in the language model. Layers
     but for the `full_layers` attend within squares of `window` x `window` rows, unless that is 0.
     With `standardizes` averages of patches are shifted and scaled by stored numbers. Rows of a
-    picture that `see_each_other` attend in both directions in the language model. With
-    `colours_last` the three numbers of a pixel stand together in a patch, else those of a colour.
+    picture that `see_each_other` attend in both directions in the language model: `most_rows` at
+    most, unless that is 0. With `colours_last` the three numbers of a pixel stand together in a patch, else those of a colour.
     """
 
     n_layers: int
@@ -47,6 +47,7 @@ class VisionConfig:
     full_layers: tuple[int, ...] = ()
     standardizes: bool = False
     see_each_other: bool = False
+    most_rows: int = 0
     colours_last: bool = False
 
     @property

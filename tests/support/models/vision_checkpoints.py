@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from support.models.checkpoints import make_tokenizer
-from support.oracles.llama4_tiles import Llama4Tiles
+from support.oracles.tiles import Gemma4Squares, Llama4Tiles
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
@@ -153,7 +153,7 @@ class VisionCase:
         """Return what transformers wants to be told of each token beside its id."""
         if self.wrapper == "gemma3":
             return {"token_type_ids": (ids == self.outer["image_token_index"]).int()}
-        if self.wrapper.startswith(("qwen", "glm")) or self.wrapper == "gemma4":
+        if self.wrapper.startswith(("qwen", "glm")) or self.wrapper.startswith("gemma4"):
             return {"mm_token_type_ids": (ids == self.outer["image_token_id"]).int()}
         return {}
 
@@ -399,4 +399,14 @@ CASES["gemma4"] = VisionCase(
     merge=3,
     wide={"hidden_size": 32, "intermediate_size": 64}
     | {"num_attention_heads": 4, "num_key_value_heads": 4},
+)
+CASES["gemma4_unified"] = VisionCase(
+    wrapper="gemma4_unified",
+    text=dict(CASES["gemma4"].text) | {"sliding_window": 75},
+    tower={"mm_embed_dim": 24, "output_proj_dims": 24, "mm_posemb_size": 80}
+    | {"patch_size": 2, "pooling_kernel_size": 3},
+    outer=CASES["gemma4"].outer,
+    settings=CASES["gemma4"].settings,
+    processor=Gemma4Squares,
+    merge=1,
 )

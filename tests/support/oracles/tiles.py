@@ -1,7 +1,7 @@
-"""Llama 4's processor where torchvision is not there: transformers' sizes, Pillow's pixels.
+"""Processors of Llama 4 and Gemma 4's 12B where torchvision is not there.
 
-The functions that choose tiles are transformers' own, taken out of the file whose imports need
-torchvision. What that computes is written here: resizing by Pillow, levels in bfloat16.
+The functions that choose tiles and merge patches are transformers' own, taken out of files whose
+imports need torchvision. What that computes is written here: resizing by Pillow, levels.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers.image_utils import SizeDict
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 
-def _chosen() -> dict[str, Any]:
-    spec = find_spec("transformers.models.llama4")
+def _functions(model: str, *wanted: str) -> list[Any]:
+    """Take functions out of a model's image_processing file."""
+    spec = find_spec(f"transformers.models.{model}")
     assert spec is not None
     assert spec.origin is not None
-    source = (Path(spec.origin).parent / "image_processing_llama4.py").read_text()
-    wanted = ("get_factors", "get_max_res_without_distortion", "get_best_fit")
-    wanted += ("find_supported_resolutions",)
-    tree = ast.parse(source)
+    path = Path(spec.origin).parent / f"image_processing_{model}.py"
+    tree = ast.parse(path.read_text())
     tree.body = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in wanted
+        each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name in wanted
     ]
-    assert len(tree.body) == len(wanted)
     names: dict[str, Any] = {"math": math, "torch": torch, "SizeDict": SizeDict}
     names |= {"defaultdict": defaultdict, "lru_cache": lru_cache}
-    exec(compile(tree, "image_processing_llama4.py", "exec"), names)
-    return names
+    exec(compile(tree, path.name, "exec"), names)
+    return [names[name] for name in wanted]
 
 
 class Llama4Tiles:
@@ -50,14 +49,21 @@ class Llama4Tiles:
 
     def __call__(self, pictures: Any, **_: Any) -> dict[str, Any]:
         [picture] = pictures
-        own, size, side = _chosen(), picture.shape[:2], self.side
+        size, side = picture.shape[:2], self.side
+        supported, best_fit, largest, _ = _functions(
+            "llama4",
+            "find_supported_resolutions",
+            "get_best_fit",
+            "get_max_res_without_distortion",
+            "get_factors",
+        )
         square = SizeDict(height=side, width=side)
-        possible = own["find_supported_resolutions"](max_num_chunks=self.most, patch_size=square)
-        ends = own["get_best_fit"](size, torch.tensor(possible), resize_to_max_canvas=self.fills)
+        possible = supported(max_num_chunks=self.most, patch_size=square)
+        ends = best_fit(size, torch.tensor(possible), resize_to_max_canvas=self.fills)
         high, wide = limits = [int(end) for end in ends]
         if not self.fills:
             limits = [min(max(own, side), end) for own, end in zip(size, limits, strict=True)]
-        fit = own["get_max_res_without_distortion"](size, tuple(limits))
+        fit = largest(size, tuple(limits))
         canvas = np.zeros((high, wide, 3), np.uint8)
         canvas[: max(fit[0], 1), : max(fit[1], 1)] = self._resized(picture, *fit)
         n_high, n_wide = high // side, wide // side
@@ -82,3 +88,20 @@ class Llama4Tiles:
             for own in (self.mean, self.deviation)
         )
         return pixels.sub(mean).div(deviation)
+
+
+class Gemma4Squares:
+    """Stands for transformers' Gemma4UnifiedImageProcessor: patches of its tower's, merged."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.patches = Gemma4ImageProcessorPil(**settings)
+
+    def __call__(self, pictures: Any, **how: Any) -> dict[str, Any]:
+        merge, pad = _functions("gemma4_unified", "patches_merge", "pad_along_first_dim")
+        made = self.patches(pictures, **how)
+        [places], [pixels] = made["image_position_ids"], made["pixel_values"]
+        is_real = places[:, 0] >= 0
+        n_rows = int(is_real.sum()) // self.patches.pooling_kernel_size**2
+        merged = merge(pixels[is_real][None], places[is_real][None], n_rows)
+        pixels, places = pad(merged[0][0], merged[1][0], self.patches.max_soft_tokens)
+        return {"pixel_values": pixels[None], "image_position_ids": places[None]}
