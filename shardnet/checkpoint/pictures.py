@@ -162,9 +162,9 @@ def _processor(
 
 
 def _as_matrix(info: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
-    """Describe the kernel of a convolution as the matrix that patches are multiplied with."""
-    is_kernel = len(info.shape) > 2 and info.strides is None
-    if is_kernel and math.prod(info.shape) == math.prod(shape):
+    """Describe the kernel of a convolution as a matrix, and a single number as one."""
+    is_other = (len(info.shape) > 2 or not shape) and info.strides is None
+    if is_other and math.prod(info.shape) == math.prod(shape):
         return replace(info, shape=shape)
     return info
 

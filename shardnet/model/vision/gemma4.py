@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardnet.model.config.decoder_config import read_activation
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import NORM_EPS, THETAS
-from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.vision.patches import (
     Marks,
     PatchProcessor,
@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from shardnet.model.kernels.linear import Linear
     from shardnet.model.layers.norms import BareNorm, Norm
     from shardnet.model.layers.weight_source import WeightSource
-    from shardnet.model.vision.tower import TowerLayer
+    from shardnet.model.vision.tower import Rowwise, TowerLayer
 
 PLACEHOLDER: Final = "<|image|>"
 _TABLE: Final = "v.position_embd.weight"
@@ -51,6 +52,7 @@ _NORMS: Final = (
     *("input_layernorm", "post_attention_layernorm"),
     *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
+_LIMITS: Final = ("input_min", "input_max", "output_min", "output_max")
 _GGUF_LAYER: Final = {
     **{f"self_attn.{part}_proj.linear": f"attn_{part}" for part in "qkv"},
     **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
@@ -64,8 +66,7 @@ def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
     """Read a Gemma4VisionConfig, and whether pictures see themselves in both directions."""
     own.ignore("default_output_length", "max_position_embeddings", "global_head_dim")
     own.ignore("hidden_act", "image_size", "layer_norm_eps")  # of projector files
-    for key in ("use_clipped_linears", "attention_bias"):
-        own.require(key, False)
+    own.require("attention_bias", False)
     n_heads, width = own.positive("num_attention_heads", 12), own.positive("hidden_size", 768)
     for key, only in (("num_key_value_heads", n_heads), ("head_dim", width // n_heads)):
         own.require(key, only)
@@ -89,6 +90,7 @@ def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
         rope_theta=rope.number("rope_theta", 100.0, within=THETAS),
         projector_eps=eps,
         standardizes=own.take("standardize", bool, False),
+        clips=own.take("use_clipped_linears", bool, False),
         see_each_other=language.take("use_bidirectional_attention", str, None) == "vision",
         colours_last=own.take("colours_last", bool, True),
     )
@@ -106,10 +108,13 @@ def tensors(config: VisionConfig) -> Table:
         made |= {f"vision_tower.std_{part}": (width,) for part in ("bias", "scale")}
     for number in range(config.n_layers):
         layer = f"vision_tower.encoder.layers.{number}"
-        square = {f"{name}_proj.linear": (width, width) for name in "qkvo"}
-        mlp = {f"{name}_proj.linear": (inner, width) for name in ("gate", "up")}
-        made |= linear_tensors(f"{layer}.self_attn", square)
-        made |= linear_tensors(f"{layer}.mlp", mlp | {"down_proj.linear": (width, inner)})
+        linears = {f"self_attn.{name}_proj.linear": (width, width) for name in "qkvo"}
+        linears |= {f"mlp.{name}_proj.linear": (inner, width) for name in ("gate", "up")}
+        linears |= {"mlp.down_proj.linear": (width, inner)}
+        made |= linear_tensors(layer, linears)
+        if config.clips:
+            names = (f"{layer}.{name.removesuffix('.linear')}" for name in linears)
+            made |= {f"{name}.{limit}": () for name in names for limit in _LIMITS}
         made |= {f"{layer}.{norm}.weight": (width,) for norm in _NORMS}
         made |= {f"{layer}.self_attn.{part}_norm.weight": (config.head_size,) for part in "qk"}
     return made
@@ -164,6 +169,48 @@ class HeadNorms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClippedLinears:
+    """Linears of the same rows, outputs side by side, with least and most inputs and outputs."""
+
+    parts: tuple[tuple[Linear, tuple[float, ...]], ...]
+
+    @classmethod
+    def load(cls, weights: WeightSource, *names: str) -> ClippedLinears:
+        """Take linears and what limits them."""
+
+        def limits(name: str) -> tuple[float, ...]:
+            return tuple(float(weights.parameter(f"{name}.{limit}")) for limit in _LIMITS)
+
+        return cls(parts=tuple((weights.linear(f"{name}.linear"), limits(name)) for name in names))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply every row."""
+        import torch
+
+        made = [
+            linear(rows.clamp(low, high)).clamp(least, most)
+            for linear, (low, high, least, most) in self.parts
+        ]
+        return torch.cat(made, -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Mlp:
+    """A gated MLP of linears that may be clipped."""
+
+    activation: Activation
+    gate_up_proj: Rowwise
+    down_proj: Rowwise
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Transform [T, N], row by row."""
+        from shardnet.model.layers.norms import activate
+
+        gate, up = self.gate_up_proj(hidden).chunk(2, -1)
+        return self.down_proj(activate(self.activation, gate) * up)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Tower(AveragingTower):
     """The forward pass. Positions are [2, grid, W], by column and by line."""
 
@@ -175,9 +222,13 @@ class Gemma4Tower(AveragingTower):
         cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
     ) -> Gemma4Tower:
         """Take the parameters."""
-        from shardnet.model.layers.modules import GatedMlp
         from shardnet.model.layers.norms import BareNorm
         from shardnet.model.vision.tower import TowerLayer
+
+        def linears(*names: str) -> Rowwise:
+            if config.clips:
+                return ClippedLinears.load(weights, *names)
+            return weights.linear(*(f"{name}.linear" for name in names))
 
         def layer(number: int) -> TowerLayer:
             prefix = f"vision_tower.encoder.layers.{number}"
@@ -188,15 +239,15 @@ class Gemma4Tower(AveragingTower):
             return TowerLayer(
                 n_heads=config.n_heads,
                 attention_norm=norms[0],
-                qkv_proj=weights.linear(*(f"{attn}.{name}_proj.linear" for name in "qkv")),
+                qkv_proj=linears(*(f"{attn}.{name}_proj" for name in "qkv")),
                 head_norms=HeadNorms(queries=queries, keys=keys, values=values),
-                o_proj=weights.linear(f"{attn}.o_proj.linear"),
+                o_proj=linears(f"{attn}.o_proj"),
                 after_attention=norms[1],
                 mlp_norm=norms[2],
-                mlp=GatedMlp(
+                mlp=Gemma4Mlp(
                     activation=config.activation,
-                    gate_up_proj=weights.linear(f"{mlp}.gate_proj.linear", f"{mlp}.up_proj.linear"),
-                    down_proj=weights.linear(f"{mlp}.down_proj.linear"),
+                    gate_up_proj=linears(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                    down_proj=linears(f"{mlp}.down_proj"),
                 ),
                 after_mlp=norms[3],
             )
@@ -258,7 +309,9 @@ def _gguf_names(config: VisionConfig) -> dict[str, str]:
     names |= {f"vision_tower.std_{part}": f"v.std_{part}" for part in ("bias", "scale")}
     for number in range(config.n_layers):
         prefix = f"vision_tower.encoder.layers.{number}"
-        names |= {f"{prefix}.{own}": f"v.blk.{number}.{its}" for own, its in _GGUF_LAYER.items()}
+        for own, its in _GGUF_LAYER.items():  # limits stand beside the linear
+            stem = f"{prefix}.{own}"
+            names |= dict.fromkeys((stem, stem.removesuffix(".linear")), f"v.blk.{number}.{its}")
     return names
 
 

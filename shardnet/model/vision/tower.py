@@ -20,7 +20,6 @@ from torch import Tensor
 from shardnet.model.arithmetic.elementary import cosine_sine, power
 from shardnet.model.config.model_config import Activation
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.modules import GatedMlp
 from shardnet.model.layers.norms import Norm, activate
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
@@ -40,6 +39,8 @@ _ATTENDED: Final = 1 << 30
 _MOST_QUERIES: Final = 1024
 """torch attends for so many with its largest blocks, for fewer than 192 with its smallest."""
 
+Rowwise = Callable[[Tensor], Tensor]
+"""Transforms [T, N], row by row."""
 Walk = Generator[None, bool | None, Tensor]
 """Computes in pieces: yields before each, and returns the result. See EncoderWalk."""
 
@@ -92,10 +93,10 @@ class TowerLayer:
 
     n_heads: int
     attention_norm: Norm
-    qkv_proj: Linear
-    o_proj: Linear
+    qkv_proj: Rowwise
+    o_proj: Rowwise
     mlp_norm: Norm
-    mlp: GatedMlp | TowerMlp
+    mlp: Rowwise
     head_norms: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
     """Of queries, keys and values, [T, H, D] each."""
     after_attention: Norm | None = None
@@ -106,7 +107,7 @@ class TowerLayer:
         cls,
         config: VisionConfig,
         weights: WeightSource,
-        mlp: GatedMlp | TowerMlp,
+        mlp: Rowwise,
         *,
         norms: tuple[str, str],
         qkv: Iterable[str],

@@ -16,12 +16,13 @@ class VisionConfig:
     patches, of the pictures that learned positions are for, 0 where there are none. `row_id` is the
     token that stands for a row. Queries, keys and values of GLM's have biases with
     `attention_bias` only. `projector_size` is the width inside a projector that has another one,
-    `projector_eps` what its norm adds, and
-    `deep_layers` are those behind which DeepStack takes what it adds in the language model. Layers
-    but for the `full_layers` attend within squares of `window` x `window` rows, unless that is 0.
-    With `standardizes` averages of patches are shifted and scaled by stored numbers. Rows of a
-    picture that `see_each_other` attend in both directions in the language model: `most_rows` at
-    most, unless that is 0. With `colours_last` the three numbers of a pixel stand together in a patch, else those of a colour.
+    `projector_eps` what its norm adds, and `deep_layers` are those behind which DeepStack takes
+    what it adds in the language model. Layers but for the `full_layers` attend within squares of
+    `window` x `window` rows, unless that is 0. With `standardizes` averages of patches are shifted
+    and scaled by stored numbers, and where it `clips` inputs and outputs of linears are kept
+    between some. Rows of a picture that `see_each_other` attend in both directions in the language
+    model: `most_rows` at most, unless that is 0. With `colours_last` the three numbers of a pixel
+    stand together in a patch, else those of a colour.
     """
 
     n_layers: int
@@ -46,6 +47,7 @@ class VisionConfig:
     window: int = 0
     full_layers: tuple[int, ...] = ()
     standardizes: bool = False
+    clips: bool = False
     see_each_other: bool = False
     most_rows: int = 0
     colours_last: bool = False

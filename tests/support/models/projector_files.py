@@ -200,6 +200,7 @@ def _parts(name: str, values: Any, wrapper: str) -> list[tuple[str, Any]]:
 def _write(
     writer: gguf.GGUFWriter, name: str, values: Any, kind: Kind, *, is_rounded: bool
 ) -> None:
+    values = values if values.ndim else values.reshape(1)
     stored = kind if values.ndim > 1 and "position" not in name else Kind.F32
     is_odd = values.ndim > 2 or values.shape[-1] % 32 or "input_projection" in name
     if stored is Kind.Q8_0 and is_odd:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,8 @@ class VisionCase:
         for name, values in model.named_buffers():
             if ".std_" in name:  # of averages; whatever was in memory
                 values.normal_(1)
+            if name.endswith(("put_min", "put_max")):  # that cut off a part
+                values.copy_(torch.rand(()) * (0.6 if name.endswith("max") else -0.6))
         model.save_pretrained(folder)
         make_tokenizer(folder)
         (folder / "preprocessor_config.json").write_text(json.dumps(dict(self.settings)))
@@ -409,4 +411,7 @@ CASES["gemma4_unified"] = VisionCase(
     settings=CASES["gemma4"].settings,
     processor=Gemma4Squares,
     merge=1,
+)
+CASES["gemma4-clipped"] = replace(
+    CASES["gemma4"], tower={**CASES["gemma4"].tower, "use_clipped_linears": True}
 )
