@@ -98,6 +98,36 @@ def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> Pict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GlmProjector:
+    """Makes rows of the language model of patches, those of a row folded into one."""
+
+    folding: Linear
+    linear: Linear
+    norm: Norm
+    mlp: GatedMlp
+
+    @classmethod
+    def load(cls, config: VisionConfig, weights: WeightSource) -> GlmProjector:
+        """Take the parameters."""
+        from shardnet.model.layers.modules import GatedMlp
+
+        merger = "visual.merger"
+        return cls(
+            folding=weights.linear("visual.downsample"),
+            linear=weights.linear(f"{merger}.proj"),
+            norm=weights.norm(f"{merger}.post_projection_norm", config.projector_eps),
+            mlp=GatedMlp.load(config, weights, merger),
+        )
+
+    def __call__(self, patches: Tensor) -> Tensor:
+        """Project the patches of rows [N, merge^2, W]: [N, E]."""
+        from shardnet.model.vision.tower import activated
+
+        rows = self.folding(patches.transpose(1, 2).reshape(len(patches), -1))
+        return self.mlp(activated(Activation.GELU, self.norm(self.linear(rows))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GlmTower:
     """The forward pass."""
 
@@ -107,10 +137,7 @@ class GlmTower:
     positions: Tensor  # [grid^2, W]
     layers: tuple[TowerLayer, ...]
     last_norm: Norm
-    folding: Linear
-    projection: Linear
-    projection_norm: Norm
-    mlp: GatedMlp
+    projector: GlmProjector
 
     @classmethod
     def load(
@@ -131,7 +158,6 @@ class GlmTower:
                 out=f"{prefix}.attn.proj",
             )
 
-        merger = "visual.merger"
         return cls(
             config=config,
             patches=weights.linear("visual.patch_embed.proj"),
@@ -139,10 +165,7 @@ class GlmTower:
             positions=weights.matrix(_TABLE),
             layers=tuple(layer(number) for number in range(config.n_layers)),
             last_norm=weights.norm("visual.post_layernorm", config.norm_eps),
-            folding=weights.linear("visual.downsample"),
-            projection=weights.linear(f"{merger}.proj"),
-            projection_norm=weights.norm(f"{merger}.post_projection_norm", config.projector_eps),
-            mlp=GatedMlp.load(config, weights, merger),
+            projector=GlmProjector.load(config, weights),
         )
 
     def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
@@ -178,13 +201,10 @@ class GlmTower:
         return found[0, :, :, 0].T
 
     def _project(self, merged: Tensor) -> Tensor:
-        """Fold the patches of rows [N, merge^2 x W] into one, and project it: [N, E]."""
-        from shardnet.model.vision.tower import activated
-
-        n_rows, width = len(merged), self.config.hidden_size
-        normed = self.last_norm(merged.view(-1, width)).view(n_rows, -1, width)
-        rows = self.folding(normed.transpose(1, 2).reshape(n_rows, -1))
-        return self.mlp(activated(Activation.GELU, self.projection_norm(self.projection(rows))))
+        """Project the patches of rows, side by side: [N, merge^2 x W] to [N, E]."""
+        width = self.config.hidden_size
+        normed = self.last_norm(merged.view(-1, width))
+        return self.projector(normed.view(len(merged), -1, width))
 
 
 def read_gguf(own: Fields, stored: Container[str]) -> dict[str, Any]:

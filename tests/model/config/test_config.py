@@ -219,7 +219,7 @@ def test_what_changes_the_maths_is_refused_by_name(change: dict[str, Any], named
         {"scale_attn_by_inverse_layer_idx": True},
         {"scale_attn_weights": False},
         {"add_cross_attention": True},
-        {"activation_function": "quick_gelu"},
+        {"activation_function": "mish"},
     ],
 )
 def test_gpt2_variants_are_refused(change: dict[str, Any]) -> None:

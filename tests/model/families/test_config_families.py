@@ -619,7 +619,7 @@ def test_which_layers_of_qwen3_moe_have_experts() -> None:
         ("phi3", {"lm_head_bias": True}, "lm_head_bias"),
         ("phi3", {"rope_scaling": PHI4_MINI["rope_scaling"] | {"long_mscale": 1.1}}, "long_mscale"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ("gemma2", {"hidden_activation": "quick_gelu"}, "quick_gelu"),
+        ("gemma2", {"hidden_activation": "mish"}, "mish"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_type"),
         ("gemma3_text", {"model_type": "gemma3x"}, "'gemma3x'.*gemma3_text"),

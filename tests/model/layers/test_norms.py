@@ -11,7 +11,7 @@ from shardnet.model.layers.norms import HeadNorm, Norm, activate, row_sigmoid
 
 @pytest.mark.parametrize("kind", list(Activation), ids=lambda k: k.value)
 def test_activations_are_those_of_transformers(kind: Activation) -> None:
-    values = torch.linspace(-6, 6, 1001)
+    values = torch.linspace(-6, 6, 1001)[None]
     torch.testing.assert_close(activate(kind, values), ACT2FN[kind.value](values))
 
 
