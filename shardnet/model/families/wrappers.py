@@ -148,16 +148,22 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             defaults={"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
             vision=gemma4_unified.VISION,
         ),
-        Wrapper(
-            model_type="glm4v",
-            architecture="Glm4vForConditionalGeneration",
-            family="glm4",
-            text_types=("glm4v_text",),
-            defaults={"max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
-            | {"partial_rotary_factor": 1.0},
-            sections=(8, 12, 12),
-            takes_turns=False,
-            vision=glm4v.VISION,
+        *(
+            Wrapper(
+                model_type=model_type,
+                architecture=architecture,
+                family="glm4",
+                text_types=("glm4v_text",),
+                defaults={"max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
+                | {"partial_rotary_factor": 1.0},
+                sections=(8, 12, 12),
+                takes_turns=False,
+                vision=glm4v.VISION,
+            )
+            for model_type, architecture in (
+                ("glm4v", "Glm4vForConditionalGeneration"),
+                ("glm46v", "Glm46VForConditionalGeneration"),
+            )
         ),
         Wrapper(
             model_type="glm4v_moe",

@@ -105,13 +105,15 @@ STRANGE = {
 NAMED = ("logit_scale = 0.1", "embedding_noise = 'gauss'", "rope_scaling.spread = 7")
 
 
+_HALF_ROTATED = {
+    "text_config": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+}
 _WITHOUT_PLE = {"hidden_size_per_layer_input": 0}
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 4},
     "glm4_moe": {"head_dim": 128},
-    "glm4v": {
-        "text_config": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}
-    },
+    "glm4v": _HALF_ROTATED,
+    "glm46v": _HALF_ROTATED,
     "glm4v_moe": {"text_config": {"head_dim": 128}},
     "gemma4_text": _WITHOUT_PLE,
     "gemma4": {"text_config": _WITHOUT_PLE},

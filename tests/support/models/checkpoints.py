@@ -185,6 +185,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
     "gemma4": _GEMMA4_EYES,
     "gemma4_unified": _GEMMA4_EYES,
     "glm4v": _GLM_EYES,
+    "glm46v": _GLM_EYES,
     "glm4v_moe": _GLM_EYES,
     "llama4": _SIGLIP
     | {

@@ -201,6 +201,7 @@ CASES: dict[str, dict[str, Any]] = {
         "no_rope_layers": [0, 1, 1, 0],
     },
     "llama4": LLAMA4 | {"num_hidden_layers": 2, "rope_parameters": SAME_FACTORS},
+    "glm46v": {"num_hidden_layers": 2, "head_dim": 8, "rope_parameters": AXES},
     "glm4v": {"num_hidden_layers": 2, "head_dim": 8, "rope_parameters": AXES},
     "glm4v_moe": {"num_hidden_layers": 2, "head_dim": 8}
     | {"rope_parameters": AXES | {"mrope_section": [1, 0, 1]}},
@@ -290,7 +291,17 @@ CASES: dict[str, dict[str, Any]] = {
     "granite-odd": ODD | {"attention_bias": True, "num_hidden_layers": 3},
 }
 SELDOM = [
-    *("glm4v", "qwen2_vl", "qwen3_5", "mistral", "mistral-no-window", "qwen2", "phi3", "gemma2"),
+    *(
+        "glm46v",
+        "glm4v",
+        "qwen2_vl",
+        "qwen3_5",
+        "mistral",
+        "mistral-no-window",
+        "qwen2",
+        "phi3",
+        "gemma2",
+    ),
     *("granite", "olmo2", "helium", "iquestcoder", "exaone", "cwm", "ministral", "gemma"),
     *("vaultgemma", "jais2", "cohere2", "stablelm", "gpt_neox-serial", "youtu", "granitemoe"),
     *("dots1", "solar_open", "exaone_moe", "flex_olmo", "bamba", "granitemoehybrid-dense"),

@@ -121,6 +121,7 @@ LLAMA4 = {
 NAMES = {
     "llama4": LLAMA4,
     "glm4v": GLM,
+    "glm46v": GLM,
     "glm4v_moe": GLM,
     "mistral3": PIXTRAL,
     "gemma3": SIGLIP,
@@ -132,6 +133,7 @@ PROJECTORS = {
     "gemma4": "gemma4v",
     "llama4": "llama4",
     "glm4v": "glm4v",
+    "glm46v": "glm4v",
     "glm4v_moe": "glm4v",
     "qwen2_vl": "qwen2vl_merger",
     "qwen2_5_vl": "qwen2.5vl_merger",

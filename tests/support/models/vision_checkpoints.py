@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -321,6 +322,7 @@ CASES["glm4v"] = VisionCase(
     merge=2,
     wide=CASES["qwen2_5_vl"].wide,
 )
+CASES["glm46v"] = replace(CASES["glm4v"], wrapper="glm46v", processor=Glm46VImageProcessorPil)
 CASES["glm4v_moe"] = VisionCase(
     wrapper="glm4v_moe",
     text={
