@@ -105,7 +105,7 @@ def open_pictures(
         )
     raw = json.loads(checkpoint.config_text)
     where = str(checkpoint.folder / "config.json")
-    config = _read_config(wrapper.vision, raw, where, checkpoint.config)
+    config = read_tower(wrapper.vision, raw, where, checkpoint.config)
     own = _read_processor(checkpoint.folder)
     spell = wrapper.vision.spell
     stored = {spell(name.removeprefix("model.")): info for name, info in checkpoint.stored.items()}
@@ -122,9 +122,13 @@ def open_pictures(
     )
 
 
-def _read_config(
+def read_tower(
     family: VisionFamily, raw: Mapping[str, Any], where: str, text: ModelConfig
 ) -> VisionConfig:
+    """Read the config of a tower out of a config.json, which errors call `where`.
+
+    Raises UnsupportedModelError for what is not implemented, CheckpointError for damage.
+    """
     outer = Fields(raw, where)
     own = outer.inner("vision_config", outer.take("vision_config", dict))
     own.ignore(*_RUNNING)
@@ -206,7 +210,7 @@ def _open_gguf(checkpoint: Checkpoint, token_id: TokenId, path: Path) -> Picture
             remedy="use the projector of this very model",
         )
     raw |= {"image_token_id": row_id}
-    config = _read_config(family, raw, f"{path}, as config.json", checkpoint.config)
+    config = read_tower(family, raw, f"{path}, as config.json", checkpoint.config)
     own = Fields(_processor_of_metadata(header.metadata, family, raw), f"{path}, as JSON")
     made = _gguf_tensors(family, config, file.tensors)
     return Pictures(

@@ -63,7 +63,7 @@ _PROJECTION: Final = "multi_modal_projector.linear_1"
 def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
     """Read a Llama4VisionConfig."""
     own.ignore("norm_eps", "layer_norm_eps", "vision_feature_select_strategy")  # it reads none
-    own.ignore("projector_dropout", "attention_dropout")
+    own.ignore("projector_dropout", "vision_feature_layer")
     if (named := own.take("hidden_act", str, "gelu")) != "gelu":
         raise own.unsupported("hidden_act", named, "gelu")
     own.require("multi_modal_projector_bias", False)

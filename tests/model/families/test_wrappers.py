@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from support.models.checkpoints import make_decoder
 from support.oracles.oracle import load_reference
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.pictures import read_tower
 from shardnet.errors import CheckpointError, UnsupportedModelError
 from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.families.registry import FAMILIES, parse_config
@@ -61,6 +63,35 @@ QWEN25_VL = {
     "vision_token_id": 151654,
     "vocab_size": 151936,
 }
+
+TOWERS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "qwen2_vl": (
+        {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3}
+        | {"hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2}
+        | {"spatial_patch_size": 14, "temporal_patch_size": 2},
+        (32, 1280, 5120, 16, 14, 2),
+    ),
+    "glm4v": (
+        {"depth": 24, "hidden_size": 1536, "num_heads": 12, "attention_bias": False}
+        | {"intermediate_size": 13696, "hidden_act": "silu", "hidden_dropout_prob": 0.0}
+        | {"initializer_range": 0.02, "image_size": 336, "patch_size": 14}
+        | {"out_hidden_size": 3584, "rms_norm_eps": 1e-05, "spatial_merge_size": 2}
+        | {"temporal_patch_size": 2},
+        (24, 1536, 13696, 12, 14, 2),
+    ),
+    "llama4": (
+        {"attention_dropout": 0.0, "hidden_act": "gelu", "hidden_size": 1408, "image_size": 336}
+        | {"initializer_range": 0.02, "intermediate_size": 5632, "norm_eps": 1e-05}
+        | {"model_type": "llama4_vision_model", "multi_modal_projector_bias": False}
+        | {"num_attention_heads": 16, "num_channels": 3, "num_hidden_layers": 34}
+        | {"patch_size": 14, "pixel_shuffle_ratio": 0.5, "projector_dropout": 0.0}
+        | {"projector_input_dim": 4096, "projector_output_dim": 4096, "rope_theta": 10000}
+        | {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
+        | {"vision_output_dim": 4096},
+        (34, 1408, 5632, 16, 14, 2),
+    ),
+}
+"""The `vision_config` of published models, from memory, and the sizes that follow."""
 
 
 def parse(raw: dict[str, Any], **changes: Any) -> ModelConfig:
@@ -174,3 +205,15 @@ def test_eos_of_the_language_model(tmp_path: Path) -> None:
         json.dumps({"eos_token_id": 5, "text_config": {"eos_token_id": [3, 4]}})
     )
     assert read_eos_ids(tmp_path) == (5,)
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_towers_of_published_configs(kind: str) -> None:
+    own, sizes = TOWERS[kind]
+    tower, text = WRAPPERS[kind].vision, replace(parse(QWEN25_VL), hidden_size=3584)
+    assert tower is not None
+    made = read_tower(tower, {"vision_config": own, "image_token_id": 7}, "config.json", text)
+    found = (made.n_layers, made.hidden_size, made.intermediate_size, made.n_heads)
+    assert (*found, made.patch, made.merge) == sizes
+    with pytest.raises(UnsupportedModelError, match=r"vision_config\.spikes"):
+        read_tower(tower, {"vision_config": own | {"spikes": 3}, "image_token_id": 7}, "", text)
