@@ -97,5 +97,7 @@ FAMILY = Family(
     head_tensors=lfm2.head_tensors,
     experts=EXPERTS,
     stacking=Stacking.CONCATENATED,
-    gguf=GgufFormat(architecture="lfm2moe", read=read_gguf),
+    gguf=GgufFormat(
+        architecture="lfm2moe", read=read_gguf, renamed=(("expert_bias", "expert_bias.bias"),)
+    ),
 )

@@ -162,6 +162,7 @@ def converted(source: Path) -> dict[str, Array]:
     tensors = _stacked(load_file(source / "model.safetensors"))
     for name, values in _with_split_gates(config, tensors).items():
         spoken = name.replace("correction_bias", "correction.bias")
+        spoken = spoken.replace(".expert_bias", ".expert_bias.bias")
         renamed = spoken.replace(".dt_bias", ".dt_proj.bias")
         stored = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
         if name.endswith(("_exps.scale", "_inp.scale")):
