@@ -10,14 +10,18 @@ import argparse
 import asyncio
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench_rig import Alone, Stream, follow, follow_all, make_prompt, open_ring, request
 from bench_ring import random_1b
+from shape_files import SHAPES, write_shape
 
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.runtime.engine.engine import Engine
@@ -44,6 +48,7 @@ class Bench:
         self.threads: int = arguments.threads
         self.rounds: int = arguments.rounds
         self.tokens: int = arguments.tokens
+        self.turn_tokens: int = arguments.turn_tokens
         self.scripts: list[Path] = arguments.script or sorted(TEXTS.glob("*.txt"))
         self.executor = Executor("alone")
         self._alone: Alone | None = None
@@ -212,6 +217,46 @@ async def second_turn(bench: Bench) -> dict[str, Any]:
     }
 
 
+async def hybrid_turn(bench: Bench) -> dict[str, Any]:
+    """Time to the first token of a long chat's second turn: a hybrid beside a dense model.
+
+    The turn goes on behind the answer, or, as where a template leaves out what was thought, behind
+    all of the prompt but its last tokens. Both models have the widths of Qwen3.5-4B, 4 layers.
+    """
+    hybrid = SHAPES["Qwen3.5-4B"]
+    dense = replace(hybrid, name="Qwen3.5-4B-dense", architecture="qwen3", rotated=0, more={})
+    folder = Path(tempfile.gettempdir()) / "shardnet-bench-shapes"
+    folder.mkdir(exist_ok=True)
+    n_tokens = bench.turn_tokens
+    times: dict[str, list[float]] = {}
+    async with AsyncExitStack() as stack:
+        engines = {}
+        for shape in (hybrid, dense):
+            file = write_shape(shape, folder / f"{shape.name}-{shape.n_layers}.gguf")
+            ring = open_ring(file, 1, bench.threads, most_positions=n_tokens + 512)
+            engines[shape.architecture] = await stack.enter_async_context(ring)
+        for turn in range(1, bench.rounds + 1):
+            first, other, more = bench.prompts(3, n_tokens, 1300 + turn)
+            for name, engine in engines.items():
+                whole = await follow(engine, request(first, 16))
+                behind = [*first, *whole.tokens, *more[:64]]
+                answered = await follow(engine, request(behind, 1))
+                engine.drop_warm()
+                await follow(engine, request(other, 16))
+                thought = await follow(engine, request([*other[:-4], *more[:64]], 1))
+                engine.drop_warm()
+                for kind, stream in zip(KINDS, (whole, answered, thought), strict=True):
+                    times.setdefault(f"{name}_{kind}_s", []).append(stream.ttft_s)
+    report = {key: round(statistics.median(each), 4) for key, each in times.items()}
+    for kind in KINDS:
+        both = zip(times[f"qwen35_{kind}_s"], times[f"qwen3_{kind}_s"], strict=True)
+        report[f"{kind}_ratio"] = round(statistics.median(h / d for h, d in both), 3)
+    return report
+
+
+KINDS = ("whole", "behind_answer", "without_thoughts")
+
+
 async def shared_prefix(bench: Bench) -> dict[str, Any]:
     """Sixteen requests at once that begin with the same 2,000 tokens, against one such request."""
     ratios, lasts, blocks = [], [], []
@@ -372,6 +417,7 @@ EXPERIMENTS: dict[str, Callable[[Bench], Awaitable[dict[str, Any]]]] = {
     "prompt-beside": prompt_beside,
     "prefill": prefill,
     "second-turn": second_turn,
+    "hybrid-turn": hybrid_turn,
     "shared-prefix": shared_prefix,
     "speculation": speculation,
     "deterministic": deterministic,
@@ -386,6 +432,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="compute threads per stage")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="tokens per sequence")
+    parser.add_argument("--turn-tokens", type=int, default=8000, help="of hybrid-turn's prompt")
     parser.add_argument("--script", type=Path, action="append", help="a text to force; repeatable")
     arguments = parser.parse_args()
     arguments.checkpoint = (arguments.checkpoint or random_1b()).absolute()

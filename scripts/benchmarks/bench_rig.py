@@ -59,12 +59,20 @@ class NoText:
 
 @asynccontextmanager
 async def open_ring(
-    checkpoint: Path, n_stages: int, threads: int, *, mtp: bool = False
+    checkpoint: Path,
+    n_stages: int,
+    threads: int,
+    *,
+    mtp: bool = False,
+    most_positions: int = MAX_CONTEXT,
 ) -> AsyncIterator[Engine]:
-    """Give the engine of a ring over `n_stages` nodes, this process being the first."""
+    """Give the engine of a ring over `n_stages` nodes, this process being the first.
+
+    The context is the model's, at most `most_positions`.
+    """
     access = Access(key_file="", insecure=True)
     opened = Checkpoint.open(checkpoint)
-    context = min(MAX_CONTEXT, opened.config.max_positions)
+    context = min(most_positions, opened.config.max_positions)
     settings = NodeSettings(
         node=make_node_id(),
         name="bench",
