@@ -32,13 +32,23 @@ def blocks_for(n_positions: int) -> int:
     return -(-n_positions // BLOCK_POSITIONS)
 
 
-def is_noted(position: int, n_rows: int, n_noted: int) -> bool:
+PROMPT_TAIL_ROWS = 20
+"""The last rows of a prompt, which go by themselves where layers keep a state: it is noted before
+them. What a template leaves out of the next turn of a chat begins there.
+"""
+NOTED_STATES = 2
+"""The states of a slot that are noted at once: the last ones."""
+
+
+def is_noted(position: int, n_rows: int, noted: Sequence[int]) -> bool:
     """Say whether stages note the state of a slot before rows `[position, position + n_rows)`.
 
-    They do before prompt rows, a block at least behind the state after `n_noted` positions, which
-    was noted last and is forgotten. The head counts along, to know what a slot can be rewound to.
+    They do before prompt rows, a block at least behind the last of the `noted` positions, and
+    before the last rows of a prompt. The head counts along, to know what a slot can be rewound to.
     """
-    return n_rows > MAX_STATE_DRAFTS + 1 and position - n_noted >= BLOCK_POSITIONS
+    last = noted[-1] if noted else 0
+    least = 1 if n_rows == PROMPT_TAIL_ROWS else BLOCK_POSITIONS
+    return n_rows > MAX_STATE_DRAFTS + 1 and position - last >= least
 
 
 def settled_blocks(n_positions: int) -> int:

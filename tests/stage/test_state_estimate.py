@@ -21,7 +21,14 @@ from shardnet.stage.estimate.memory_estimate import (
     stage_weight_bytes,
     state_bytes,
 )
-from shardnet.types import PREFILL_CHUNK_ROWS, STATE_SLOTS, DType, LayerRange, SlotId
+from shardnet.types import (
+    PREFILL_CHUNK_ROWS,
+    PROMPT_TAIL_ROWS,
+    STATE_SLOTS,
+    DType,
+    LayerRange,
+    SlotId,
+)
 
 DTYPE = DType.BFLOAT16
 
@@ -47,8 +54,10 @@ def test_it_is_what_the_slots_hold(config: ModelConfig) -> None:
         kv.ensure(SlotId(slot), 290, 290)
         kv.assume_end(SlotId(slot), 290)
         kv.ensure(SlotId(slot), 300, 10)  # notes the state before its rows
+        kv.assume_end(SlotId(slot), 300)
+        kv.ensure(SlotId(slot), 320, PROMPT_TAIL_ROWS)  # and another
     states = [kv.state(SlotId(slot), layer) for slot in range(STATE_SLOTS) for layer in (0, 1)]
-    noted = [state.noted for state in states if state.noted is not None]
+    noted = [earlier for state in states for earlier in state.noted]
     held = sum(state.recent.nbytes + state.recurrent.nbytes for state in (*states, *noted))
     assert state_bytes(config, layers, DTYPE) == held
     assert kv_block_bytes(config, layers, DTYPE) == kv.block_bytes

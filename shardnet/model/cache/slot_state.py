@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardnet.model.config.model_config import StateShape
-from shardnet.types import is_noted
+from shardnet.types import NOTED_STATES, is_noted
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,15 +21,15 @@ class SlotState:
 
     `recent` holds the last inputs of a convolution, the oldest first, `recurrent` a matrix for each
     head. Both are zeros before the first position. The only ways back are to before it, to the
-    `earlier` states that were noted, those before each row that may be rejected, and to the one
-    that was `noted` on the way through a prompt.
+    `earlier` states that were noted, those before each row that may be rejected, and to those that
+    were `noted` on the way through a prompt.
     """
 
     recent: Tensor  # [positions, columns], compute dtype
     recurrent: Tensor  # [heads, columns of a key, columns of a value], float32
     end: int = 0
     earlier: list[SlotState] = field(default_factory=list)
-    noted: SlotState | None = None
+    noted: tuple[SlotState, ...] = ()
 
     @classmethod
     def empty(cls, shape: StateShape, dtype: torch.dtype, device: torch.device) -> SlotState:
@@ -73,13 +73,12 @@ class SlotState:
 
     def note_before(self, n_rows: int) -> None:
         """Note the state before so many rows, if it is to be: see `is_noted`."""
-        if is_noted(self.end, n_rows, self.noted.end if self.noted is not None else 0):
-            self.noted = self.clone()
+        if is_noted(self.end, n_rows, [state.end for state in self.noted]):
+            self.noted = (*self.noted[1 - NOTED_STATES :], self.clone())
 
     def at(self, n_positions: int) -> SlotState | None:
         """Return the state after `n_positions`, None if it is not known."""
-        noted = () if self.noted is None else (self.noted,)
-        known = (state for state in (self, *self.earlier, *noted) if state.end == n_positions)
+        known = (state for state in (self, *self.earlier, *self.noted) if state.end == n_positions)
         return next(known, None)
 
     def rewind(self, n_positions: int) -> None:
@@ -88,8 +87,7 @@ class SlotState:
         if found is not None:
             self.recent, self.recurrent, self.end = found.recent, found.recurrent, found.end
         self.earlier.clear()
-        if self.noted is not None and self.noted.end >= n_positions:
-            self.noted = None
+        self.noted = tuple(state for state in self.noted if state.end < n_positions)
 
     def clone(self) -> SlotState:
         """Copy the state, without what was noted, to memory of its own."""
@@ -98,7 +96,7 @@ class SlotState:
     def reset(self) -> None:
         """Return to before the first position."""
         self.earlier.clear()
-        self.noted = None
+        self.noted = ()
         if self.end:
             self.recent.zero_()
             self.recurrent.zero_()

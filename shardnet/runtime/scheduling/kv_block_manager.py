@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from shardnet.slot_operations import AdapterUse, Pictures, alike_until, whole_before
 from shardnet.types import (
     BLOCK_POSITIONS,
+    NOTED_STATES,
     REWIND_ROWS,
     SlotId,
     blocks_for,
@@ -41,7 +42,7 @@ class Slot:
     `n_shared` counts the sequences that were started with a copy of it. The rows of the first
     `n_answered` positions were answered: every stage has computed them. All were computed with the
     same `adapters`, and with `pictures`. Stages have noted the state of layers that keep one after
-    `n_noted` positions, 0 for none.
+    each of the `noted` positions.
     """
 
     slot: SlotId
@@ -52,7 +53,7 @@ class Slot:
     n_chunked: int = 0
     n_written: int = 0
     n_answered: int = 0
-    n_noted: int = 0
+    noted: tuple[int, ...] = ()
     n_blocks: int = 0
     shared: tuple[SharedBlock, ...] = ()
     n_shared: int = 0
@@ -66,12 +67,12 @@ class Slot:
 
     def note_state(self, position: int, n_rows: int) -> None:
         """Note that stages note the state before rows, as their caches decide it too."""
-        if is_noted(position, n_rows, self.n_noted):
-            self.n_noted = position
+        if is_noted(position, n_rows, self.noted):
+            self.noted = (*self.noted[1 - NOTED_STATES :], position)
 
     def known_states(self) -> tuple[int, ...]:
         """Positions after which stages know the states of its layers."""
-        return (self.n_noted, self.n_held)
+        return (*self.noted, self.n_held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,8 +311,7 @@ class KvBlockManager:
         slot.is_warm = False
         slot.n_chunked = min(slot.n_chunked, n_kept)
         slot.n_answered = min(slot.n_answered, n_kept)
-        if slot.n_noted >= n_kept:  # it has become the state
-            slot.n_noted = 0
+        slot.noted = tuple(n for n in slot.noted if n < n_kept)  # one may have become the state
         given_up = self._make_room(more)
         self._book(slot, n_blocks, shared)
         return Start(slot=slot, n_kept=n_kept, given_up=given_up)

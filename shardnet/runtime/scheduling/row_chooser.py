@@ -18,7 +18,7 @@ from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
 from shardnet.runtime.scheduling.limits import MAX_ROWS_IN_FLIGHT, StepLimits
 from shardnet.runtime.scheduling.sequences import LiveSequence
 from shardnet.slot_operations import whole_before
-from shardnet.types import BLOCK_POSITIONS, RowGroup
+from shardnet.types import BLOCK_POSITIONS, PROMPT_TAIL_ROWS, RowGroup
 
 _MAY_TRAVEL: Final = attrgetter("may_travel")
 _IS_DETERMINISTIC: Final = attrgetter("request.deterministic")
@@ -147,7 +147,7 @@ class RowChooser:
                 if self._waits_for_mask(sequence, n_rows):
                     continue
                 return [self._prompt_part(sequence, n_rows)]
-            n_rows = self._chunk(sequence, budget, len(sequence.tokens))
+            n_rows = self._any_chunk(sequence, budget)
             if self._waits_for_mask(sequence, n_rows):
                 continue
             left = budget - sum(taken.n_rows for taken in rows)
@@ -180,6 +180,18 @@ class RowChooser:
             pictures = sequence.request.pictures
             return next(place.end for place in pictures if place.end > n_sent) - n_sent
         return whole - n_sent
+
+    def _any_chunk(self, sequence: LiveSequence, budget: int) -> int:
+        """Count the rows of the next chunk: a prompt's last go by themselves if states are noted.
+
+        Shorter prompts than a block are not worth a further step.
+        """
+        end = len(sequence.tokens)
+        tail = end - PROMPT_TAIL_ROWS
+        if not self.limits.notes_states or end <= BLOCK_POSITIONS or sequence.n_sent > tail:
+            return self._chunk(sequence, budget, end)
+        is_tail = sequence.n_sent == tail
+        return PROMPT_TAIL_ROWS if is_tail else self._chunk(sequence, budget, tail)
 
     def _exact_chunk(self, sequence: LiveSequence) -> int:
         """Count the rows of the next chunk such that a replay gives the same bits."""

@@ -72,13 +72,14 @@ def test_a_copy_has_a_state_of_its_own(cache: KvCache) -> None:
 
 
 def test_a_state_is_noted_on_the_way_through_a_prompt(cache: KvCache) -> None:
-    """The one before the last prompt rows, a block behind the one before; copies begin there."""
-    for position in range(0, 700, 100):
+    """Those before the last prompt rows, a block behind the one before; copies begin there."""
+    for position in range(0, 1000, 100):
         write(cache, SLOT, position, 100)
+    assert [state.end for state in cache.state(SLOT, 0).noted] == [600, 900]
     cache.copy(SLOT, OTHER, 600)
     for slot in (SLOT, OTHER):
         with pytest.raises(CapacityError, match="cannot be rewound"):
-            cache.ensure(slot, 310, 10)
+            cache.ensure(slot, 310, 10)  # the state after 300 is forgotten
         cache.trim(slot, 600)
         assert cache.state(slot, 0).recurrent.eq(600).all()
         write(cache, slot, 600, 5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, Slot
-from shardnet.types import REWIND_ROWS
+from shardnet.types import PROMPT_TAIL_ROWS, REWIND_ROWS
 
 WINDOW = 100
 
@@ -64,16 +64,28 @@ def test_a_slot_with_a_state_is_continued_from_its_end_only() -> None:
 def test_a_slot_with_a_state_is_continued_from_what_was_noted_on_the_way() -> None:
     book = KvBlockManager(room_blocks=64, state_slots=2)
     slot = warm_slot(book, 700, 700)
-    steps = ((0, 256, 0), (255, 9, 0), (256, 5, 0), (256, 9, 256), (511, 99, 256))
-    for position, n_rows, noted in steps:
+    steps = ((0, 256), (255, 9), (256, 5), (256, 9), (511, 99))
+    for position, n_rows in steps:
         slot.note_state(position, n_rows)
-        assert slot.n_noted == noted
+        assert slot.noted == ((256,) if (position, n_rows) in steps[3:] else ())
     assert [kept(book, n_common) for n_common in (255, 256, 699, 701)] == [0, 256, 256, 700]
     assert [kept(book, 699, chunk_rows=rows) for rows in (128, 100)] == [256, 0]
     book.start_empty(1)
     start = book.start([*range(600), 7], 4)  # there is no slot for a copy
     assert (start.slot, start.n_kept, start.source) == (slot, 256, None)
-    assert slot.n_noted == 0
+    assert slot.noted == ()
+
+
+def test_the_state_before_the_last_rows_of_a_prompt_is_noted_too() -> None:
+    book = KvBlockManager(room_blocks=64, state_slots=2)
+    slot = warm_slot(book, 700, 700)
+    for position, n_rows in ((256, 256), (512, 168), (680, PROMPT_TAIL_ROWS)):
+        slot.note_state(position, n_rows)
+    assert slot.noted == (512, 680)
+    assert [kept(book, n_common) for n_common in (511, 679, 690)] == [0, 512, 680]
+    book.start_empty(1)
+    assert book.start([*range(690), 7], 4).n_kept == 680
+    assert slot.noted == (512,)
 
 
 def test_slots_with_states_are_few_whatever_they_hold() -> None:
