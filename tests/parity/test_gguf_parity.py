@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.models.checkpoints import VOCAB_SIZE, make_decoder, make_gpt2
-from support.models.family_cases import GEMMA4, GROWING, LFM2
+from support.models.family_cases import FALCON_H1, GEMMA4, GROWING, LFM2
 from support.models.gguf_files import converted, write_gguf
 from support.oracles.oracle import check_generation, load_reference
 from support.rings.stage_chain import StageChain, even_split, random_prompt
@@ -281,6 +281,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dots1": ({"num_hidden_layers": 3}, {}),
     "exaone": ({"num_hidden_layers": 2}, {}),
     "granitemoehybrid": ({"num_hidden_layers": 4}, {}),
+    "falcon_h1": (FALCON_H1 | {"num_hidden_layers": 2}, {}),
+    "falcon_h1-norm": (
+        FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+        {},
+    ),
     "granitemoehybrid-dense": ({"num_hidden_layers": 4, "num_local_experts": 0}, {}),
     "nemotron_h": ({}, {}),
 }

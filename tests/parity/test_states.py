@@ -26,7 +26,7 @@ from shardnet.stage.runs import Run
 from shardnet.types import Epoch, LayerRange, LiveState, SequenceId
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2", "nemotron_h"])
+@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family: str = request.param
     config = {} if family == "nemotron_h" else CASES[family] | {"num_hidden_layers": 4}

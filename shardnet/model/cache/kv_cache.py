@@ -65,7 +65,7 @@ class _Slot:
     the layer has a window, or behind the `shared` blocks. The slot ends after `blocks` blocks in
     all layers. `addresses` is the same for the compiled library, and `table` the addresses of keys
     and values in shared blocks: [layers, shared blocks, 2]. Layers with `states` have no keys and
-    values.
+    values, but where these say so.
     """
 
     blocks: int = 0
@@ -118,8 +118,8 @@ class KvCache:
     `value_size` (None: as many; 0: values are columns of the keys). Rows are written and read in
     `dtype`, and stored in `kv_dtype`, W elements each. `room_blocks` is the capacity of all slots
     together, in blocks of 256 positions. `states` has the state of each layer that keeps one, None
-    where a layer keeps keys and values; an empty sequence is None for all. `heads` are those of
-    each layer where they are not alike; then no shard has a part of them.
+    where it has keys and values alone; an empty sequence is None for all. `heads` are those of each
+    layer where they are not alike; then no shard has a part of them.
     """
 
     def __init__(
@@ -140,6 +140,7 @@ class KvCache:
         assert len(states) in (0, n_layers)
         assert len(heads) in (0, n_layers)
         self._states = {n: shape for n, shape in enumerate(states) if shape is not None}
+        self._without_kv = {n for n, shape in self._states.items() if not shape.is_beside_kv}
         self._windows = tuple(windows) or (None,) * n_layers
         self._n_layers = n_layers
         self._n_kv_heads = n_kv_heads
@@ -246,7 +247,7 @@ class KvCache:
         elements = sum(
             self._n_whole_heads(heads) * (heads.key_size + heads.value_size)
             for layer, heads in enumerate(self._heads)
-            if layer not in self._states
+            if layer not in self._without_kv
         )
         return elements * self._stored_dtype.itemsize * BLOCK_POSITIONS
 
@@ -359,7 +360,7 @@ class KvCache:
         end = n_blocks * BLOCK_POSITIONS
         windows = enumerate(self._windows)
         firsts = [
-            end if n in self._states else first_block(n_blocks, window) * BLOCK_POSITIONS
+            end if n in self._without_kv else first_block(n_blocks, window) * BLOCK_POSITIONS
             for n, window in windows
         ]
         rows = [self.new_rows(layer, end - first) for layer, first in enumerate(firsts)]
@@ -367,7 +368,7 @@ class KvCache:
         return SlotContents(
             keys=[keys for keys, _ in rows],
             values=[values for _, values in rows],
-            firsts=[0 if n in self._states else first for n, first in enumerate(firsts)],
+            firsts=[0 if n in self._without_kv else first for n, first in enumerate(firsts)],
             states={
                 layer: SlotState.empty(shape, self._dtype, cpu)
                 for layer, shape in self._states.items()
@@ -427,7 +428,7 @@ class KvCache:
             for layer in range(self._n_layers):
                 block = 0
                 while (held := self._slots.get(slot)) and block < held.blocks:
-                    if layer not in self._states:
+                    if layer not in self._without_kv:
                         yield held, layer, block
                     block += 1
 
@@ -556,7 +557,7 @@ class KvCache:
             moved: list[tuple[int, Tensor, Tensor, int]] = []
             is_alike = source is None and shared == held.shared
             for layer, window in enumerate(self._windows):
-                if layer in self._states:
+                if layer in self._without_kv:
                     continue
                 old = (source or held).contents
                 first = max(old.first(layer), len(shared) * BLOCK_POSITIONS)

@@ -164,10 +164,12 @@ class StateShape:
 
     `recent` [positions, columns] are the last inputs of a convolution, in the compute dtype;
     `recurrent` [heads, columns of a key, columns of a value] is a matrix for each head, in float32.
+    With `is_beside_kv` the layer has keys and values too.
     """
 
     recent: tuple[int, int]
     recurrent: tuple[int, int, int]
+    is_beside_kv: bool = False
 
     def size_bytes(self, dtype: DType) -> int:
         """Return the bytes of one slot's state in a layer that computes in `dtype`."""
@@ -188,7 +190,8 @@ class DeltaNet:
     `has_split_gate` the gate is no part of the linear of queries, keys and values.
 
     Or it `is_mamba`, Mamba-2 (arXiv 2405.21060): then queries are its C, keys its B, values its x,
-    and key heads its groups.
+    and key heads its groups. With `is_beside_attention` the layers have both (Falcon-H1); without
+    `has_norm` outputs are not normed.
     """
 
     n_key_heads: int
@@ -200,6 +203,8 @@ class DeltaNet:
     takes_turns: bool = False
     has_split_gate: bool = False
     is_mamba: bool = False
+    is_beside_attention: bool = False
+    has_norm: bool = True
 
     @property
     def key_width(self) -> int:
@@ -222,6 +227,7 @@ class DeltaNet:
         return StateShape(
             recent=(self.n_taps - 1, self.mixed_width),
             recurrent=(self.n_value_heads, self.key_size, self.value_size),
+            is_beside_kv=self.is_beside_attention,
         )
 
 
@@ -242,6 +248,23 @@ class ShortConv:
     def state(self) -> StateShape:
         """What a layer keeps of a slot."""
         return StateShape(recent=(self.n_taps - 1, self.width), recurrent=(0, 0, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFactors:
+    """What the outputs of a layer's linears are multiplied by (Falcon-H1).
+
+    `mamba_in` are the factors of gate, values, keys, queries and steps.
+    """
+
+    queries: float
+    keys: float
+    values: float
+    attention: float
+    mamba_in: tuple[float, ...]
+    mamba_out: float
+    gate: float
+    down: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,8 +305,8 @@ class ModelConfig:
     With `latent` attention `head_size` is the rotated part of a head, and there is one KV head.
     With `has_gates` each head's output is multiplied by the sigmoid of a gate of its width, with
     `has_head_norms` each head of queries and keys is normalised, in families that leave it open.
-    Attention is in all layers but those of `delta_net`, `short_conv` and `mixerless_layers`, which
-    keep nothing of a slot.
+    Attention is in all layers but those of `delta_net`, unless it is beside it, `short_conv` and
+    `mixerless_layers`, which keep nothing of a slot.
 
     `full_heads` are those of layers without a window, None where they are as all others. With
     `is_value_key` such layers have no projection of values: those are the projected keys.
@@ -333,6 +356,7 @@ class ModelConfig:
     latent: Latent | None = None
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
+    output_factors: OutputFactors | None = None
     short_conv: ShortConv | None = None
     mixerless_layers: tuple[int, ...] = ()
     has_pairs: bool = False
@@ -421,11 +445,16 @@ class ModelConfig:
         return not self.has_state and self.outline is None
 
     def state(self, layer: int) -> StateShape | None:
-        """What the absolute `layer` keeps instead of keys and values, None where it has these."""
+        """What the absolute `layer` keeps instead of keys and values, or beside them, or None."""
         for own in (self.delta_net, self.short_conv):
             if own is not None and layer in own.layers:
                 return own.state
         return NOTHING if layer in self.mixerless_layers else None
+
+    def has_kv(self, layer: int) -> bool:
+        """Whether the absolute `layer` keeps keys and values."""
+        state = self.state(layer)
+        return state is None or state.is_beside_kv
 
     def layer_experts(self, layer: int) -> Experts | None:
         """The experts of the absolute `layer`, None where it has an MLP.

@@ -34,6 +34,7 @@ from shardnet.model.families.tensor_shapes import (
 )
 
 if TYPE_CHECKING:
+    from shardnet.model.layers.gated_delta import GatedDeltaNet
     from shardnet.model.layers.modules import Attention, GatedMlp
     from shardnet.model.layers.weight_source import WeightSource
 
@@ -43,8 +44,13 @@ MOST_TAPS: Final = 64
 def _read_mamba(fields: Fields, config: ModelConfig, kinds: list[Any]) -> DeltaNet | None:
     """Read the sizes of Mamba-2 with Bamba's keys; None where every layer has attention."""
     layers = layers_of(fields, kinds, config.n_layers, LINEAR, "mamba")
-    n_heads, inner = fields.positive("mamba_n_heads", 128), fields.positive("mamba_expand", 2)
-    inner *= config.hidden_size
+    inner = fields.positive("mamba_expand", 2) * config.hidden_size
+    return read_mamba(fields, layers, inner)
+
+
+def read_mamba(fields: Fields, layers: tuple[int, ...], inner: int) -> DeltaNet | None:
+    """Read the sizes of Mamba-2 with Bamba's keys, of `inner` columns. Raises as `read_sizes`."""
+    n_heads = fields.positive("mamba_n_heads", 128)
     size = fields.take("mamba_d_head", (int, str), "auto")
     if inner % n_heads or size not in ("auto", inner // n_heads):
         raise fields.damaged(f"mamba_d_head {shown(size)} does not go with {inner} columns")
@@ -184,11 +190,11 @@ def mixer_tensors(config: ModelConfig, prefix: str) -> Table:
         f"{prefix}.A_log": (own.n_value_heads,),
         f"{prefix}.D": (own.n_value_heads,),
         f"{prefix}.dt_bias": (own.n_value_heads,),
-        f"{prefix}.norm.weight": (own.value_width,),
+        **({f"{prefix}.norm.weight": (own.value_width,)} if own.has_norm else {}),
     }
 
 
-def load_mixer(config: ModelConfig, weights: WeightSource, prefix: str) -> Attention:
+def load_mixer(config: ModelConfig, weights: WeightSource, prefix: str) -> GatedDeltaNet:
     """Take the parameters of Mamba-2 below `prefix`."""
     import torch
 
@@ -214,14 +220,17 @@ def load_mixer(config: ModelConfig, weights: WeightSource, prefix: str) -> Atten
         norm_weight=None,
         norm_eps=config.norm_eps,
     )
-    weight = weights.parameter(f"{prefix}.norm.weight").view(own.n_key_heads, -1)
+    norm = None
+    if own.has_norm:
+        weight = weights.parameter(f"{prefix}.norm.weight").view(own.n_key_heads, -1)
+        norm = HeadNorm(weight=weight, eps=config.norm_eps)
     return GatedDeltaNet.of(
         own,
         Activation.SILU,
         MambaProjection(config=own, in_proj=weights.linear(f"{prefix}.in_proj")),
         parameters,
         weights.linear(f"{prefix}.out_proj"),
-        HeadNorm(weight=weight, eps=config.norm_eps),
+        norm,
     )
 
 
@@ -256,6 +265,9 @@ def _load_feed_forward(config: ModelConfig, weights: WeightSource, layer: int) -
     from shardnet.model.layers.modules import GatedMlp
 
     return GatedMlp.load(config, weights, f"model.layers.{layer}.feed_forward")
+
+
+FEED_FORWARD: Final = Part(tensors=_feed_forward, load=_load_feed_forward)
 
 
 # GGUF
@@ -317,7 +329,7 @@ FAMILIES: Final = (
         _read_bamba,
         Layout(
             attention=_MIXER,
-            mlp=Part(tensors=_feed_forward, load=_load_feed_forward),
+            mlp=FEED_FORWARD,
             norms=("input_layernorm", "", "pre_ff_layernorm", ""),
             final_norm="model.final_layernorm",
         ),

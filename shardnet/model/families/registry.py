@@ -21,6 +21,7 @@ from shardnet.model.families import (
     ernie4_5,
     ernie4_5_moe,
     exaone4,
+    falcon_h1,
     gemma2,
     gemma3,
     gemma4,
@@ -109,6 +110,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         *dense_table.FAMILIES,
         *sparse_table.FAMILIES,
         *mamba2.FAMILIES,
+        falcon_h1.FAMILY,
         nemotron_h.FAMILY,
     )
 }

@@ -171,6 +171,46 @@ class PlainLinear:
         return result[: rows.shape[0]]
 
 
+class ScaledLinear:
+    """A linear layer whose outputs are multiplied, each by a factor of its own."""
+
+    is_native = False
+
+    def __init__(self, linear: Linear, factors: Tensor) -> None:
+        self._linear = linear
+        self._factors = factors  # [N], float32
+
+    @classmethod
+    def of(cls, linear: Linear, *parts: tuple[int, float]) -> Linear:
+        """Multiply so many outputs in turn by a number each; `linear` itself if all are 1."""
+        if all(factor == 1 for _, factor in parts):
+            return linear
+        factors = torch.cat([torch.full((n,), factor) for n, factor in parts])
+        assert len(factors) == linear.shape[0]
+        device = linear.weights[0].device if linear.weights else None
+        return cls(linear, factors.to(device))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self._linear.shape
+
+    @property
+    def weights_stay(self) -> bool:
+        """Whether the weights stay at one address for as long as the linear is used."""
+        return self._linear.weights_stay
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Those of the linear, and the factors."""
+        return (*self._linear.weights, self._factors)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply every row."""
+        outputs = self._linear(rows)
+        return (outputs * self._factors.to(outputs.device)).to(outputs.dtype)
+
+
 class PackedLinear:
     """A linear layer by oneDNN, with weights packed once for this CPU.
 

@@ -170,6 +170,23 @@ class Attention(Protocol):
         """This attention, if all its linear layers come before or after attending; else None."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BothMixers:
+    """Attention and a recurrence beside it, which see the same and whose outputs are added."""
+
+    self_attn: Attention
+    recurrence: Attention
+
+    @property
+    def fusible(self) -> None:
+        """None: its linears are not all before or after attending."""
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Run hidden states [T, E] through layer `index` within the stage: [T, E]."""
+        both = self.recurrence(hidden, index, rotary, step)
+        return both + self.self_attn(hidden, index, rotary, step)
+
+
 class Mlp(Protocol):
     """Any kind of MLP, without norms and residual."""
 

@@ -231,7 +231,7 @@ def kv_block_bytes(
     """
     if config.outline is not None:
         return config.outline.block_bytes(layers, dtype)
-    caching = [layer for layer in layers if config.state(layer) is None]
+    caching = [layer for layer in layers if config.has_kv(layer)]
     if config.has_mtp and layers.end == config.n_layers:
         caching.append(config.n_layers)
     position = sum(_kv_position_bytes(config.heads(layer), dtype, kv_dtype) for layer in caching)

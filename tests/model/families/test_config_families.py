@@ -331,7 +331,8 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     else:
         expected = [window if kind == "sliding_attention" else None for kind in kinds]
         assert [ours.window(layer) for layer in range(ours.n_layers)] == expected
-        linear = [kind in ("linear_attention", "conv", "moe", "mlp") for kind in kinds]
+        stateful = ("linear_attention", "conv", "moe", "mlp", "hybrid")
+        linear = [kind in stateful for kind in kinds]
         assert [ours.state(layer) is not None for layer in range(ours.n_layers)] == linear
     if ours.delta_net is not None and hasattr(theirs, "linear_num_key_heads"):
         check_delta_net(ours, theirs)

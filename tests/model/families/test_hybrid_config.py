@@ -38,6 +38,17 @@ HYBRID = {
     "tie_word_embeddings": False,
     "use_cache": True,
 }
+FALCON_H1 = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 4,
+    "model_type": "falcon_h1",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+}
 QWEN3_NEXT = HYBRID | {
     "architectures": ["Qwen3NextForCausalLM"],
     "decoder_sparse_step": 1,
@@ -148,6 +159,8 @@ def test_a_malformed_field_is_named(change: dict[str, Any], named: str) -> None:
             "layer_types = 'sliding_attention' is not supported; supported: linear_attention, full",
         ),
         (QWEN3_5_MOE, {"norm_topk_prob": False}, "norm_topk_prob = False is not supported"),
+        (FALCON_H1, {"mamba_rms_norm": True}, "mamba_norm_before_gate = True is not supported"),
+        (FALCON_H1, {"projectors_bias": True}, "projectors_bias = True is not supported"),
     ],
 )
 def test_a_value_that_is_not_implemented_is_named(

@@ -76,6 +76,22 @@ READ: dict[str, dict[str, Any]] = {
     "hunyuan-a13b": {"n_kv_heads": 8, "sparse_layers": tuple(range(32)), "has_head_norms": True},
     "dots.llm1": {"sparse_layers": tuple(range(1, 62)), "windows": (None,) * 62},
     "bamba-9b": {"rope": Rope(share=0.5), "intermediate_size": 14336},
+    "falcon-h1-0.5b": {
+        "rope": Rope(theta=1e11),
+        "head_size": 64,
+        "logit_divisor": 25.6,
+        "delta_net": DeltaNet(
+            n_key_heads=1,
+            n_value_heads=24,
+            key_size=128,
+            value_size=64,
+            n_taps=4,
+            layers=tuple(range(36)),
+            is_mamba=True,
+            is_beside_attention=True,
+            has_norm=False,
+        ),
+    },
     "granite-4.0-h-tiny": {"nope_layers": tuple(range(40)), "sparse_layers": tuple(range(40))},
     "nemotron-3-nano": {
         "n_layers": 52,

@@ -94,6 +94,7 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     },
     "vaultgemma": {"head_dim": 8},
     "bamba": MAMBA2 | {"attn_layer_indices": [1]},
+    "falcon_h1": MAMBA2 | {"mamba_d_ssm": 96},
     "granitemoehybrid": MAMBA2
     | {
         "num_local_experts": 5,

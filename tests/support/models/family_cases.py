@@ -41,6 +41,17 @@ SAME_FACTORS = {
     "high_freq_factor": 1.0,
     "original_max_position_embeddings": 64,
 }
+FALCON_H1 = {
+    "attention_in_multiplier": 1.5,
+    "attention_out_multiplier": 0.7,
+    "embedding_multiplier": 2.5,
+    "key_multiplier": 1.4,
+    "lm_head_multiplier": 0.6,
+    "mlp_multipliers": [1.3, 0.8],
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.9, 1.3, 0.8, 1.2, 0.7],
+    "ssm_out_multiplier": 1.6,
+}
 CASES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 20, "head_dim": 8},
     "mistral-no-window": {"sliding_window": None, "head_dim": None, "num_hidden_layers": 3},
@@ -237,6 +248,22 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "exaone_moe": {"num_hidden_layers": 5, "sliding_window": 20},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1]},
+    "falcon_h1": FALCON_H1 | {"num_hidden_layers": 3},
+    "falcon_h1-norm": FALCON_H1
+    | {
+        "num_hidden_layers": 2,
+        "head_dim": 10,
+        "mamba_d_ssm": None,
+        "mamba_d_head": "auto",
+        "mamba_n_heads": 5,
+        "mamba_n_groups": 5,
+        "hidden_size": 35,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "tie_word_embeddings": True,
+    },
     "granitemoehybrid": {"num_hidden_layers": 4, "residual_multiplier": 0.3},
     "granitemoehybrid-dense": {
         "num_hidden_layers": 3,

@@ -76,6 +76,7 @@ ARCHITECTURES = {
     "dots1": "dots1",
     "exaone": "exaone",
     "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
     "nemotron_h": "nemotron_h_moe",
 }
 """From `model_type` to `general.architecture`."""
@@ -249,7 +250,32 @@ def _with_split_gates(config: dict[str, Any], tensors: dict[str, Array]) -> dict
     return made
 
 
+def _multiplied(config: dict[str, Any], name: str, values: Array) -> Array:
+    """Falcon-H1's weights with the config's factors in them."""
+    gate, down = config["mlp_multipliers"]
+    factors = {
+        "gate_proj": gate,
+        "down_proj": down,
+        "q_proj": config["attention_in_multiplier"],
+        "k_proj": config["attention_in_multiplier"] * config["key_multiplier"],
+        "v_proj": config["attention_in_multiplier"],
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    part = name.split(".")[-2]
+    if part == "in_proj":
+        inner, states = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        widths = [inner, inner, states, states, config["mamba_n_heads"]]
+        each = np.repeat(config["ssm_multipliers"], widths) * config["ssm_in_multiplier"]
+        return (values * each[:, None]).astype(values.dtype)
+    return (values * factors.get(part, 1)).astype(values.dtype)
+
+
 def _converted(family: str, config: dict[str, Any], name: str, values: Array) -> Array:
+    if family == "falcon_h1":
+        values = _multiplied(config, name, values)
     if family in INTERLEAVED and ".q_proj." in name:
         return interleaved(values, config["num_attention_heads"])
     if family in INTERLEAVED and ".k_proj." in name:
@@ -258,6 +284,8 @@ def _converted(family: str, config: dict[str, Any], name: str, values: Array) ->
         return _converted_hybrid(config, name, values)
     if name.endswith("A_log") and "linear_num_key_heads" not in config:
         return -np.exp(values)[:, None]
+    if name.endswith((".mamba.D", ".mixer.D")):
+        return values[:, None]
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         return values.reshape(config.get("mamba_n_groups", config.get("n_groups")), -1)
     if name.endswith("conv1d.weight") and "linear_num_key_heads" not in config:
@@ -433,6 +461,12 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
                     config["num_key_value_heads"] if kind == "full_attention" else 0
                     for kind in config["layer_types"]
                 ],
+            }
+        case "falcon_h1":
+            made |= {
+                **_mamba(config, "mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
+                "ssm.state_size": config["mamba_d_state"],
+                "ssm.conv_kernel": config["mamba_d_conv"],
             }
         case "nemotron_h":
             kinds = config["layers_block_type"]
