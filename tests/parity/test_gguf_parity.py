@@ -265,6 +265,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "glm4_moe_lite": ({"num_hidden_layers": 3}, {}),
+    "glm_moe_dsa": ({"num_hidden_layers": 3, "n_group": 1, "topk_group": 1}, {}),
     "gpt2": ({}, {}),
     "gemma": ({"num_hidden_layers": 2}, {}),
     "olmo": ({"num_hidden_layers": 2}, {}),

@@ -61,7 +61,8 @@ class GivenCache(DynamicCache):
     """Answers with the keys and values of a stage's cache, and holds them against what comes."""
 
     def __init__(self, chain: StageChain, config: ModelConfig, theirs: Any) -> None:
-        super().__init__(config=theirs if config.has_state else None)
+        has_layers = config.has_state or config.n_chosen
+        super().__init__(config=theirs if has_layers else None)
         self.kv = chain.stages[0].kv
         self.config = config
 

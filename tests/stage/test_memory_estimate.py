@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from functools import partial
 from itertools import product
@@ -18,7 +19,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
-from shardnet.model.families.registry import FAMILIES
+from shardnet.model.families.registry import FAMILIES, family_of
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
@@ -49,7 +50,9 @@ def stored_and_tied(
 def test_weights_add_up(stored_and_tied: tuple[Checkpoint, bool], dtype: DType) -> None:
     checkpoint, tied = stored_and_tied
     config = checkpoint.config
-    stored = sum(info.size_bytes for info in checkpoint.tensors.values()) // 4 * dtype.size_bytes
+    ignored = re.compile(family_of(config).ignored_tensors)
+    used = [info for name, info in checkpoint.tensors.items() if not ignored.fullmatch(name)]
+    stored = sum(info.size_bytes for info in used) // 4 * dtype.size_bytes
     table = config.vocab_size * config.hidden_size * dtype.size_bytes
     form = WeightForm(dtype=dtype)
     whole = stage_weight_bytes(config, LayerRange(0, 4), form)

@@ -300,7 +300,7 @@ class ModelConfig:
     queries and keys are divided by their root mean square after the rotation.
 
     `chunk` is how many positions a chunk of attention has that layers do not look out of; contexts
-    end with the first one.
+    end with the first one. Where tokens attend to `n_chosen` positions, contexts end with so many.
 
     With `latent` attention `head_size` is the rotated part of a head, and there is one KV head.
     With `has_gates` each head's output is multiplied by the sigmoid of a gate of its width, with
@@ -365,6 +365,7 @@ class ModelConfig:
     temperature: Temperature | None = None
     has_unit_heads: bool = False
     chunk: int | None = None
+    n_chosen: int | None = None
     full_heads: HeadShape | None = None
     is_value_key: bool = False
     has_mtp: bool = False
@@ -390,6 +391,11 @@ class ModelConfig:
             return (
                 f"the model attends in chunks of {self.chunk} positions, of which only the first "
                 "is implemented"
+            )
+        if self.n_chosen == self.max_positions:
+            return (
+                f"behind {self.n_chosen} positions the model chooses those that it attends to "
+                "(index_topk), which is not implemented"
             )
         return f"the model has {self.max_positions} positions at most"
 

@@ -16,6 +16,7 @@ from shardnet.model.families import (
     arcee,
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     dense_table,
     encoders,
     ernie4_5,
@@ -110,6 +111,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         *dense_table.FAMILIES,
         *sparse_table.FAMILIES,
         *mamba2.FAMILIES,
+        *deepseek_v32.FAMILIES,
         falcon_h1.FAMILY,
         nemotron_h.FAMILY,
     )

@@ -315,6 +315,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     theirs.allow_global_per_layer_attribute_access = True
     ours = parse_config(sizes | {"model_type": family}, "config.json")
     chunk = getattr(theirs, "attention_chunk_size", theirs.max_position_embeddings)
+    chunk = getattr(theirs, "index_topk", chunk)
     assert ours.max_positions == min(theirs.max_position_embeddings, chunk)
     kv_heads = getattr(theirs, "num_key_value_heads", None) or theirs.num_attention_heads
     assert ours.latent or ours.n_kv_heads == kv_heads
@@ -551,6 +552,17 @@ def test_what_predicts_tokens_ahead_is_left_out() -> None:
     names = [f"model.layers.{n}.{rest}.weight" for n in (6, 7, 12) for rest in ("eh_proj", "x")]
     assert left_over(parse(DEEPSEEK_V3), names) == names[:2]
     assert left_over(parse(QWEN3), [*names, "mtp.layers.0.fc.weight"]) == sorted(names)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_contexts_end_where_positions_are_chosen(family: str) -> None:
+    config = parse_config(SIZES | {"model_type": family, "num_key_value_heads": 4}, "config.json")
+    assert config.max_positions == config.default_context == 2048
+    assert config.limit_words.startswith("behind 2048 positions the model chooses those that it")
+    few = SIZES | {"model_type": family, "num_key_value_heads": 4, "max_position_embeddings": 512}
+    assert parse_config(few, "config.json").limit_words == "the model has 512 positions at most"
+    with pytest.raises(UnsupportedModelError, match="rope_interleave = False is not supported"):
+        parse_config(few | {"rope_interleave": False}, "config.json")
 
 
 def test_llama4() -> None:

@@ -76,6 +76,11 @@ READ: dict[str, dict[str, Any]] = {
     "hunyuan-a13b": {"n_kv_heads": 8, "sparse_layers": tuple(range(32)), "has_head_norms": True},
     "dots.llm1": {"sparse_layers": tuple(range(1, 62)), "windows": (None,) * 62},
     "bamba-9b": {"rope": Rope(share=0.5), "intermediate_size": 14336},
+    "deepseek-v3.2": {
+        "max_positions": 2048,
+        "n_chosen": 2048,
+        "sparse_layers": tuple(range(3, 61)),
+    },
     "falcon-h1-0.5b": {
         "rope": Rope(theta=1e11),
         "head_size": 64,

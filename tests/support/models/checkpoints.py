@@ -73,6 +73,12 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT
     | {"n_routed_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": 14}
     | {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0},
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"),
+        LATENT
+        | {"n_routed_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": 14}
+        | {"index_head_dim": 16, "index_n_heads": 2, "n_group": 4, "topk_group": 2},
+    ),
     "glm4_moe_lite": LATENT
     | {"n_routed_experts": 6, "num_experts_per_tok": 2, "q_lora_rank": 14}
     | {"first_k_dense_replace": 1},

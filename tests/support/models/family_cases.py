@@ -168,6 +168,20 @@ CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     },
+    "deepseek_v32": {
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "glm_moe_dsa": {
+        "num_hidden_layers": 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+        "indexer_types": ["full", "full", "shared", "full"],
+        "qk_nope_head_dim": 14,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "glm4_moe": {"num_hidden_layers": 3, "use_qk_norm": True, "attention_bias": True},
     "glm4_moe-groups": {
         "num_hidden_layers": 3,

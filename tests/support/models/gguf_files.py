@@ -60,6 +60,7 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "glm4_moe": "glm4moe",
     "glm4_moe_lite": "deepseek2",
+    "glm_moe_dsa": "glm-dsa",
     "gpt2": "gpt2",
     "gemma": "gemma",
     "olmo": "olmo",
@@ -450,6 +451,13 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
             }
         case "deepseek_v2" | "deepseek_v3" | "glm4_moe_lite":
             made |= _latents(config, rope) | _grouped_experts(config)
+        case "glm_moe_dsa":
+            made |= _latents(config, rope) | _grouped_experts(config)
+            made |= {
+                "attention.indexer.head_count": config["index_n_heads"],
+                "attention.indexer.key_length": config["index_head_dim"],
+                "attention.indexer.top_k": config["index_topk"],
+            }
         case "granitemoehybrid":
             made |= {
                 **_multipliers(config),
