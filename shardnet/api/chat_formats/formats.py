@@ -13,14 +13,20 @@ from shardnet.api.chat_formats.choice import ToolChoice
 from shardnet.api.chat_formats.deepseek import DeepSeekReader, DsmlReader
 from shardnet.api.chat_formats.deltas import OutputParser
 from shardnet.api.chat_formats.gemma import GemmaReader
-from shardnet.api.chat_formats.glm import GlmReader
+from shardnet.api.chat_formats.glm import Glm4Reader, GlmReader
 from shardnet.api.chat_formats.harmony import HarmonyReader
 from shardnet.api.chat_formats.json_text import read_tools
 from shardnet.api.chat_formats.kimi import KimiElementsReader, KimiReader
-from shardnet.api.chat_formats.llama import Lfm2Reader, LlamaReader
+from shardnet.api.chat_formats.llama import Lfm2Reader, LlamaReader, OlmoReader
 from shardnet.api.chat_formats.marked import MarkedReader
 from shardnet.api.chat_formats.marks import TokenText
-from shardnet.api.chat_formats.mistral import ListReader, MistralReader
+from shardnet.api.chat_formats.mistral import (
+    ApertusReader,
+    CommandReader,
+    HunyuanReader,
+    ListReader,
+    MistralReader,
+)
 from shardnet.api.chat_formats.qwen_xml import MinimaxReader, QwenXmlReader, SeedReader
 from shardnet.api.chat_formats.reader import HOLD, Reader, ReaderSettings, Steps
 
@@ -117,11 +123,16 @@ FORMATS: Final = (
     ChatFormat(name="qwen-xml", signs=("<function=", "<parameter="), reader=QwenXmlReader),
     ChatFormat(name="mistral", signs=("[TOOL_CALLS]",), reader=MistralReader),
     ChatFormat(name="lfm2", signs=("<|tool_call_start|>",), reader=Lfm2Reader),
+    ChatFormat(name="olmo", signs=("<function_calls>",), reader=OlmoReader),
+    ChatFormat(name="command", signs=("<|START_ACTION|>",), reader=CommandReader),
+    ChatFormat(name="apertus", signs=("<|tools_prefix|>",), reader=ApertusReader),
+    ChatFormat(name="hunyuan", signs=("<tool_calls>", "<answer>"), reader=HunyuanReader),
     ChatFormat(name="hermes", signs=("<tool_call>",), reader=HermesReader),
     ChatFormat(name="list", signs=("<|tool_call|>",), reader=ListReader),
     ChatFormat(name="llama", signs=("<|python_tag|>",), reader=LlamaReader),
     ChatFormat(name="llama", signs=("<|python_start|>",), reader=LlamaReader),
     ChatFormat(name="llama", signs=("<|eot_id|>", '"parameters"'), reader=LlamaReader),
+    ChatFormat(name="glm-4", signs=("[gMASK]", "<|observation|>"), reader=Glm4Reader),
 )
 """The first that fits is taken: a more telling sign stands before a common one."""
 

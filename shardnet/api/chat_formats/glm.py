@@ -1,13 +1,14 @@
 """Tool calls of GLM 4.5 and later: a name, then keys and values between marks that are tokens.
 
-Values are bare text; only the tool's schema says what they are.
+Values are bare text; only the tool's schema says what they are. Before, GLM-4 wrote a line with the
+name and an object, without any mark.
 """
 
 from __future__ import annotations
 
 from shardnet.api.chat_formats.json_text import ObjectWriter, Tool
 from shardnet.api.chat_formats.marked import MarkedReader
-from shardnet.api.chat_formats.reader import SPACE, Steps
+from shardnet.api.chat_formats.reader import SPACE, NotACallError, Steps
 
 
 class GlmReader(MarkedReader):
@@ -72,3 +73,40 @@ class GlmReader(MarkedReader):
                 self.take()
             else:
                 yield
+
+
+class Glm4Reader(MarkedReader):
+    """`NAME`, a new line and an object, at the beginning of the output, as often as they come.
+
+    Any text may begin so: it is a call only if it names a tool that was offered.
+    """
+
+    KEEPS_SPACE = True
+
+    def read(self) -> Steps[None]:
+        """Read the whole output."""
+        while self.tools and (yield from self.attempt(self._call(), drops=False)):
+            pass
+        yield from super().read()
+
+    def _call(self) -> Steps[None]:
+        yield from self.skip_space()
+        name = yield from self._name()
+        yield from self.skip_space()
+        yield from self.need()
+        if (yield from self.peek()) != "{":
+            raise NotACallError
+        self.start_call(name)
+        yield from self.json_value(self.arguments)
+
+    def _name(self) -> Steps[str]:
+        """Read a line that is a tool's name, no further than it can be one."""
+        length = 1
+        while True:
+            line = yield from self.peek(length)
+            if line[-1:] == "\n" and line[:-1] in self.tools:
+                self.take(length)
+                return line[:-1]
+            if len(line) < length or not any(f"{name}\n".startswith(line) for name in self.tools):
+                raise NotACallError
+            length += 1

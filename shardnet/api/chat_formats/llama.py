@@ -1,4 +1,4 @@
-"""Tool calls of Llama 3, bare JSON objects, and of Llama 4 and LFM2, a list of calls as in Python.
+"""Tool calls of Llama 3, bare JSON objects, and of Llama 4, LFM2 and OLMo 3, calls as in Python.
 
 Llama's stand at the beginning of the output or behind a tag. Anything else may begin like them: it
 is a call only if it names a tool that was offered.
@@ -71,17 +71,20 @@ class LlamaReader(MarkedReader):
     def _python_list(self) -> Steps[None]:
         self.take()
         while True:
-            yield from self.skip_space()
-            name = (yield from self.until("([{]}),=:\"'")).strip()
-            yield from self.expect("(")
-            if name not in self.tools:
-                raise NotACallError
-            self.start_call(name)
-            yield from self._python_arguments()
-            yield from self.skip_space()
+            yield from self._python_call()
             if not (yield from self.optional(",")):
                 break
         yield from self.expect("]")
+
+    def _python_call(self) -> Steps[None]:
+        yield from self.skip_space()
+        name = (yield from self.until("([{]}),=:\"'")).strip()
+        yield from self.expect("(")
+        if name not in self.tools:
+            raise NotACallError
+        self.start_call(name)
+        yield from self._python_arguments()
+        yield from self.skip_space()
 
     def _python_arguments(self) -> Steps[None]:
         writer = ObjectWriter(self.arguments)
@@ -190,3 +193,18 @@ class Lfm2Reader(LlamaReader):
         yield from self._python_list()
         yield from self.skip_space()
         yield from self.optional(self.marks.char("<|tool_call_end|>"))
+
+
+class OlmoReader(Lfm2Reader):
+    """`<function_calls>`, a line `NAME(KEY=VALUE, …)` for each call, `</function_calls>`."""
+
+    OPENERS = ("<function_calls>",)
+    MARKS = ("<think>", "</think>", *OPENERS, "</function_calls>")
+
+    def _list(self) -> Steps[None]:
+        close = self.marks.char("</function_calls>")
+        yield from self.expect(self.marks.char("<function_calls>"))
+        yield from self._python_call()
+        while (yield from self.peek()) not in ("", close):
+            yield from self._python_call()
+        yield from self.optional(close)

@@ -18,6 +18,10 @@ class MarkedReader(Reader):
     THINK: ClassVar[tuple[tuple[str, str], ...]] = (("<think>", "</think>"),)
     OPENERS: ClassVar[tuple[str, ...]] = ()
     MARKS: ClassVar[tuple[str, ...]] = ("<think>", "</think>")
+    AROUND: ClassVar[tuple[str, ...]] = ()
+    """Marks that stand around content or calls and are no part of it."""
+    NAME_KEY: ClassVar[str] = "name"
+    """The key of a tool's name in a call that is an object."""
     CALLS_END_REASONING: ClassVar[bool] = False
     """Whether a call ends reasoning that is still open."""
 
@@ -47,6 +51,11 @@ class MarkedReader(Reader):
         """Read calls from the mark on; return False if there are none, having read nothing."""
         yield from ()
         return False
+
+    def content(self, text: str) -> None:
+        """Add content."""
+        around = {ord(self.marks.char(mark)): None for mark in self.AROUND}
+        super().content(text.translate(around) if around else text)
 
     def begin_thought(self) -> None:
         """Take note that reasoning begins: space before it is no content."""
@@ -98,7 +107,7 @@ class MarkedReader(Reader):
             yield from self.skip_space()
             yield from self.expect(":")
             yield from self.skip_space()
-            if key == "name":
+            if key == self.NAME_KEY:
                 name = yield from self.json_string()
                 if is_strict and name not in self.tools:
                     raise NotACallError

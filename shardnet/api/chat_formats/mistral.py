@@ -1,6 +1,6 @@
 """Tool calls of Mistral: a list of objects behind one mark or, later, name and arguments by marks.
 
-Granite and Phi write the same list behind a mark of their own.
+Granite, Phi, Hunyuan, Command R7B and Apertus write such a list behind a mark of their own.
 """
 
 from __future__ import annotations
@@ -47,6 +47,46 @@ class ListReader(MarkedReader):
         self.take()
         yield from self.skip_space()
         yield from self.call_object()
+
+
+class HunyuanReader(ListReader):
+    """The same list between `<tool_calls>` and its end; content between `<answer>` and its end."""
+
+    OPENERS = ("<tool_calls>",)
+    AROUND = ("<answer>", "</answer>", "</tool_calls>")
+    MARKS = ("<think>", "</think>", *OPENERS, *AROUND)
+
+
+class CommandReader(ListReader):
+    """`<|START_ACTION|>[{"tool_call_id": …, "tool_name": …, "parameters": {…}}]`, and its end."""
+
+    THINK = (("<|START_THINKING|>", "<|END_THINKING|>"),)
+    OPENERS = ("<|START_ACTION|>",)
+    AROUND = ("<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    MARKS = (*THINK[0], *OPENERS, *AROUND)
+    NAME_KEY = "tool_name"
+
+
+class ApertusReader(ListReader):
+    """`<|tools_prefix|>[{NAME: {…}}, …]<|tools_suffix|>`."""
+
+    THINK = (("<|inner_prefix|>", "<|inner_suffix|>"),)
+    OPENERS = ("<|tools_prefix|>",)
+    AROUND = ("<|tools_suffix|>",)
+    MARKS = (*THINK[0], *OPENERS, *AROUND)
+    CALLS_END_REASONING = True
+
+    def call_object(self, *, is_strict: bool = False) -> Steps[None]:
+        """Read a call as an object whose only key is the tool's name."""
+        yield from self.expect("{")
+        yield from self.skip_space()
+        name = yield from self.json_string()
+        yield from self.skip_space()
+        yield from self.expect(":")
+        self.start_call(name)
+        yield from self.arguments_value(self.arguments)
+        yield from self.skip_space()
+        yield from self.expect("}")
 
 
 class MistralReader(ListReader):

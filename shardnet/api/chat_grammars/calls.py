@@ -91,6 +91,47 @@ def listed(form: CallForm) -> str:
     return f"{form.lark.mark('<|tool_call|>')} {_list(form)}"
 
 
+def hunyuan(form: CallForm) -> str:
+    """Write a list of objects between two marks."""
+    return f"{form.lark.mark('<tool_calls>')} {_list(form)} {form.lark.mark('</tool_calls>')}"
+
+
+def command(form: CallForm) -> str:
+    """Write a list of objects with a number, between two marks."""
+    lark = form.lark
+
+    def write(tool: Tool) -> str:
+        name = json.dumps(tool.name, ensure_ascii=False)
+        rest = lark.literal(f'", "tool_name": {name}, "parameters": ')
+        return f'{lark.literal(_NUMBERED)} /[0-9]{{1,3}}/ {rest} {form.arguments(tool)} "}}"'
+
+    calls = form.repeated(form.one_of(write), ",\n    ")
+    first, last = lark.mark("<|START_ACTION|>"), lark.mark("<|END_ACTION|>")
+    return f'{first} "[\\n    " {calls} "\\n]" {last}'
+
+
+def apertus(form: CallForm) -> str:
+    """Write a list of objects whose one key is the tool's name, between two marks."""
+    lark = form.lark
+
+    def write(tool: Tool) -> str:
+        begin = lark.literal(f"{{{json.dumps(tool.name, ensure_ascii=False)}: ")
+        return f'{begin} {form.arguments(tool)} "}}"'
+
+    calls = form.repeated(form.one_of(write), ", ")
+    return f'{lark.mark("<|tools_prefix|>")} "[" {calls} "]" {lark.mark("<|tools_suffix|>")}'
+
+
+def glm4(form: CallForm) -> str:
+    """Write a name and an object in the next line."""
+
+    def write(tool: Tool) -> str:
+        name = form.lark.literal(f"{tool.name}\n")
+        return f"{name} {form.arguments(tool)}"
+
+    return form.repeated(form.one_of(write), "\n")
+
+
 def _list(form: CallForm) -> str:
     return f'"[" {form.repeated(form.as_object(), ", ")} "]"'
 
@@ -140,6 +181,7 @@ def kimi(form: CallForm) -> str:
     return f"{first} {form.repeated(form.one_of(write))} {last}"
 
 
+_NUMBERED: Final = '{"tool_call_id": "'
 WRITERS: Final[Mapping[str, Callable[[CallForm], str]]] = {
     "hermes": hermes,
     "llama": llama,
@@ -148,5 +190,9 @@ WRITERS: Final[Mapping[str, Callable[[CallForm], str]]] = {
     "harmony": harmony,
     "deepseek": deepseek,
     "kimi-k2": kimi,
+    "hunyuan": hunyuan,
+    "command": command,
+    "apertus": apertus,
+    "glm-4": glm4,
 }
 """By the names of formats."""

@@ -171,6 +171,20 @@ def gemma(form: CallForm) -> str:
 def lfm2(form: CallForm) -> str:
     """Write a list of calls as in Python, whose values are JSON, between two marks."""
     lark = form.lark
+    calls = form.repeated(_python_call(form), ", ")
+    return f'{lark.mark("<|tool_call_start|>")} "[" {calls} "]" {lark.mark("<|tool_call_end|>")}'
+
+
+def olmo(form: CallForm) -> str:
+    """Write a line for each such call, between two marks."""
+    lark = form.lark
+    calls = form.repeated(_python_call(form), "\n")
+    first, last = lark.mark("<function_calls>"), lark.mark("</function_calls>")
+    return f'{first} "\\n" {calls} "\\n" {last}'
+
+
+def _python_call(form: CallForm) -> str:
+    lark = form.lark
 
     def write(tool: Tool) -> str:
         properties = _properties(tool)
@@ -190,8 +204,7 @@ def lfm2(form: CallForm) -> str:
             )
         return f'{lark.literal(tool.name + "(")} {inside} ")"'
 
-    calls = form.repeated(lark.rule(form.one_of(write)), ", ")
-    return f'{lark.mark("<|tool_call_start|>")} "[" {calls} "]" {lark.mark("<|tool_call_end|>")}'
+    return lark.rule(form.one_of(write))
 
 
 class _BareValues:
@@ -266,5 +279,6 @@ WRITERS: Final[Mapping[str, Callable[[CallForm], str]]] = {
     "deepseek-dsml": dsml,
     "gemma": gemma,
     "lfm2": lfm2,
+    "olmo": olmo,
 }
 """By the names of formats."""

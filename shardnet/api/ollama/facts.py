@@ -28,7 +28,10 @@ from shardnet.wire.messages.membership import ListedModel
 ASK_S: Final = 10.0
 """How long nodes may take to open their models, or to load one: a program waits."""
 MAX_KNOWN: Final = 64
-_SIGNS: Final = ("enable_thinking", "reasoning_effort", "<think>", "[THINK]", "<|channel|>")
+_SIGNS: Final = (
+    *("enable_thinking", "reasoning_effort", "<think>", "[THINK]", "<|channel|>"),
+    *("<seed:think>", "<|START_THINKING|>", "<|inner_prefix|>"),
+)
 """What chat templates of models that reason have one of."""
 
 

@@ -62,6 +62,11 @@ CALLS = {
     "mistral": ["[TOOL_CALLS]", "f", "[ARGS]", '{"a": "é"}', ' [{"name": "g"}]'],
     "list": ["<|tool_call|>", '[{"name": "f", "arguments": {}}]'],
     "lfm2": ["<|tool_call_start|>", "[f(a='é', n=[1]), g()]", "<|tool_call_end|>", "[f()]"],
+    "olmo": ["<function_calls>", '\nf(a="é", n=[true])\ng()\n', "</function_calls>", "f()"],
+    "command": ["<|START_ACTION|>", '[{"tool_call_id": "0", "tool_name": "f", "parameters": {}}]'],
+    "apertus": ["<|tools_prefix|>", '[{"f": {"a": "é"}}, {"g": {}}]', "<|tools_suffix|>"],
+    "hunyuan": ["<answer>", "<tool_calls>", '[{"name": "f", "arguments": {}}]', "</tool_calls>"],
+    "glm-4": ["f\n", '{"a": "é"}', "\n", "g\n", "f"],
     "llama": ["<|python_tag|>", '{"name": "f", "parameters": {"a": 1}}', "[g(a='x', n=[1])]", ";"],
     "harmony": [
         "<|channel|>",
@@ -160,7 +165,7 @@ def test_how_it_is_divided_changes_nothing(
 @given(outputs)
 @settings(max_examples=soak.examples(60), deadline=None)
 def test_without_tools_nothing_is_lost(output: tuple[str, list[str]]) -> None:
-    """But marks of reasoning, headers, other special tokens, and space."""
+    """But marks of reasoning and around content, headers, other special tokens, and space."""
     name, pieces = output
     if name in ("harmony", "kimi-k3"):
         return  # their headers and tags are no text
@@ -169,7 +174,8 @@ def test_without_tools_nothing_is_lost(output: tuple[str, list[str]]) -> None:
     shown = "".join(d.text for d in deltas if isinstance(d, ContentDelta | ReasoningDelta))
     dropped = [mark for pair in getattr(BY_NAME[name].reader, "THINK", ()) for mark in pair]
     written = "".join(pieces)
-    for mark in (*dropped, "<|im_end|>"):
+    around = getattr(BY_NAME[name].reader, "AROUND", ())
+    for mark in (*dropped, *around, "<|im_end|>"):
         shown, written = shown.replace(mark, ""), written.replace(mark, "")
     assert "".join(shown.split()) == "".join(written.split())
 
@@ -306,6 +312,40 @@ def test_at_most_one_call_where_there_may_be_one() -> None:
                 "<|tool_call_end|>",
             ],
         ),
+        (
+            "olmo",
+            [
+                *("<think>", "why", "</think>", "<function_calls>"),
+                """\nf(a="x\\ny", n=1)\ng()\n""",
+                "</function_calls>",
+            ],
+        ),
+        (
+            "command",
+            [
+                *("<|START_THINKING|>", "why", "<|END_THINKING|>", "<|START_ACTION|>"),
+                '[\n    {"tool_call_id": "0", "tool_name": "f", '
+                '"parameters": {"a": "x\\ny", "n": 1}},\n    '
+                '{"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]',
+                "<|END_ACTION|>",
+            ],
+        ),
+        (
+            "apertus",
+            [
+                *("<|inner_prefix|>", "why", "<|tools_prefix|>"),
+                '[{"f": {"a": "x\\ny", "n": 1}}, {"g": {}}]',
+                "<|tools_suffix|>",
+            ],
+        ),
+        (
+            "hunyuan",
+            [
+                *("<think>", "\nwhy\n", "</think>", "\n", "<answer>", "\n", "<tool_calls>"),
+                '[{"name": "f", "arguments": {"a": "x\\ny", "n": 1}}, {"name": "g"}]',
+                *("</tool_calls>", "\n", "</answer>"),
+            ],
+        ),
     ],
 )
 def test_two_calls_of_this_years_families(name: str, pieces: list[str]) -> None:
@@ -314,6 +354,16 @@ def test_two_calls_of_this_years_families(name: str, pieces: list[str]) -> None:
     assert calls == [("f", {"a": "x\ny", "n": 1}), ("g", {})]
     assert (result.reasoning_content, result.content) == ("why", None)
     assert not joined(read_pieces(name, ["[f(a=1)]"])).tool_calls
+
+
+def test_calls_of_glm_4_have_no_marks() -> None:
+    """They stand at the beginning, a name and an object; anything else is content."""
+    result = joined(read_pieces("glm-4", ['f\n{"a": "x\\ny", "n": 1}', "\n", "g\n{}"]))
+    calls = [(call.name, json.loads(call.arguments_raw)) for call in result.tool_calls]
+    assert calls == [("f", {"a": "x\ny", "n": 1}), ("g", {})]
+    for text in ("f\nis a letter", "for you\n{}", 'h\n{"a": 1}', 'so:\nf\n{"a": 1}', "f", "f\n{"):
+        read = joined(read_pieces("glm-4", [text]))
+        assert (read.content, list(read.tool_calls)) == (text, [])
 
 
 @pytest.mark.parametrize("size", [1, 3, 99])

@@ -157,6 +157,35 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("<|tool_call_start|>", "<|tool_call_end|>", "<think>", "</think>"),
         ("<|tool_call_start|>", '[f(a="é",n=1)]', "<|tool_call_end|>"),
     ),
+    "olmo": (
+        "<function_calls>",
+        ("<think>", "</think>"),
+        ("<function_calls>", '\nf(a="é",n=1)\n', "</function_calls>"),
+    ),
+    "command": (
+        "<|START_ACTION|>",
+        ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>"),
+        (
+            "<|START_ACTION|>",
+            '[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": "é", "n": 1}}\n]',
+            "<|END_ACTION|>",
+        ),
+    ),
+    "apertus": (
+        "<|tools_prefix|>",
+        ("<|tools_prefix|>", "<|tools_suffix|>", "<|inner_prefix|>", "<|inner_suffix|>"),
+        ("<|tools_prefix|>", '[{"f": {"a": "é", "n": 1}}]', "<|tools_suffix|>"),
+    ),
+    "hunyuan": (
+        "<tool_calls><answer>",
+        ("<think>", "</think>"),
+        (
+            "<tool_calls>",
+            '[{"name": "f", "arguments": {"a": "é", "n": 1}}]',
+            "</tool_calls>",
+        ),
+    ),
+    "glm-4": ("[gMASK]<|observation|>", (), ('f\n{"a": "é", "n": 1}',)),
     "gemma": (
         "<|tool_call><tool_call|>",
         ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
