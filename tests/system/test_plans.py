@@ -13,10 +13,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pytest
 from support.servers.proxy import Proxy
 from support.soak import cases
@@ -124,7 +125,7 @@ class Lab:
         [file] = (self.machines["anna"].folder / "cache" / FOLDER).iterdir()
         known = json.loads(file.read_text())
         stage = StageFigures(**known["figure"]["stage"])
-        slower = replace(
+        slower = msgspec.structs.replace(
             stage,
             layer_s=times * stage.layer_s,
             layer_256_s=times * stage.layer_256_s,
@@ -132,8 +133,7 @@ class Lab:
             head_s=times * stage.head_s,
             is_steady=True,
         )
-        shape = tuple(tuple(field) for field in known["key"]["shape"])
-        key = FigureKey(**known["key"] | {"shape": shape, "host": self.host_id(name)})
+        key = msgspec.convert(known["key"] | {"host": self.host_id(name)}, FigureKey)
         figure = Figure(stage=slower, measured_at_s=known["figure"]["measured_at_s"])
         FigureCache(self.machines[name].folder / "cache", pytest.fail).put(key, figure)
 

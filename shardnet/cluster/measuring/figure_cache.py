@@ -10,15 +10,16 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from shardnet.files import read_own, write_whole
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.measuring import StageFigures
-from shardnet.types import Arith, DType, KvDType
+from shardnet.types import Arith, DType, KvDType, Strict
 
 FOLDER = "figures"
 
@@ -46,13 +47,15 @@ _SHAPE_FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureKey:
-    """What a figure depends on."""
+    """What a figure depends on: `isa` and `torch` are those of `Device`, `cores` are those that the
+    process may use.
+    """
 
     shape: tuple[tuple[str, str], ...]
-    dtype: str
-    quant: str
-    kv_dtype: str
-    arith: str
+    dtype: DType
+    quant: Quantization | None = None
+    kv_dtype: KvDType = KvDType.AUTO
+    arith: Arith = Arith.FAST
     device: str
     isa: str
     torch: str
@@ -61,52 +64,15 @@ class FigureKey:
     version: str
     host: str
 
-    @classmethod
-    def of(
-        cls,
-        config: ModelConfig,
-        dtype: DType,
-        quantization: Quantization | None = None,
-        kv_dtype: KvDType = KvDType.AUTO,
-        arith: Arith = Arith.FAST,
-        *,
-        device: str,
-        isa: str,
-        torch: str,
-        threads: int,
-        cores: int,
-        version: str,
-        host: str,
-    ) -> FigureKey:
-        """Make the key of a model on a device, whose `isa` and `torch` are those of `Device`.
-
-        `cores` are those that the process may use.
-        """
-        shape = tuple((name, str(getattr(config, name))) for name in _SHAPE_FIELDS)
-        return cls(
-            shape=shape,
-            dtype=dtype.value,
-            quant=_kind(quantization),
-            kv_dtype=kv_dtype.value,
-            arith=arith.value,
-            device=device,
-            isa=isa,
-            torch=torch,
-            threads=threads,
-            cores=cores,
-            version=version,
-            host=host,
-        )
-
     @property
     def file_name(self) -> str:
         """The name of the figure's file."""
-        text = json.dumps(asdict(self), sort_keys=True)
-        return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+        return f"{hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:24]}.json"
 
 
-def _kind(quantization: Quantization | None) -> str:
-    return "" if quantization is None else quantization.value
+def shape_of(config: ModelConfig) -> tuple[tuple[str, str], ...]:
+    """Return the fields of a config that the time of a step depends on, each with its name."""
+    return tuple((name, str(getattr(config, name))) for name in _SHAPE_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +81,13 @@ class Figure:
 
     stage: StageFigures
     measured_at_s: float
+
+
+class _Written(Strict, frozen=True, kw_only=True):
+    """What a file has: the figure, and of what it speaks."""
+
+    key: FigureKey
+    figure: Figure
 
 
 class FigureCache:
@@ -156,9 +129,9 @@ class FigureCache:
     def put(self, key: FigureKey, figure: Figure) -> None:
         """Cache a figure, in memory alone if the disk fails."""
         self._known[key] = figure
-        content = json.dumps({"key": asdict(key), "figure": asdict(figure)}, indent=1)
+        content = msgspec.json.encode(_Written(key=key, figure=figure))
         try:
-            write_whole(self._folder / key.file_name, content.encode())
+            write_whole(self._folder / key.file_name, msgspec.json.format(content, indent=1))
         except OSError as error:
             if not self._has_logged:
                 self._log(f"figures are not kept in {self._folder}: {error}")
@@ -200,12 +173,10 @@ class FigureCache:
 
 def _read(path: Path, key: FigureKey) -> Figure | None:
     try:
-        written: dict[str, Any] = json.loads(read_own(path))
-        if written["key"] != json.loads(json.dumps(asdict(key))):
-            return None
-        stage = StageFigures(**written["figure"]["stage"])
-        figure = Figure(stage=stage, measured_at_s=float(written["figure"]["measured_at_s"]))
-        times = (stage.layer_s, stage.layer_256_s, stage.embed_s, stage.head_s)
-        return figure if all(0 < time_s < 3600 for time_s in times) else None
-    except (OSError, ValueError, TypeError, KeyError):  # none yet, half a file, another version's
+        written = msgspec.json.decode(read_own(path), type=_Written)
+    except (OSError, msgspec.DecodeError):  # none yet, half a file, another version's
         return None
+    stage = written.figure.stage
+    times = (stage.layer_s, stage.layer_256_s, stage.embed_s, stage.head_s)
+    is_whole = written.key == key and all(0 < time_s < 3600 for time_s in times)
+    return written.figure if is_whole else None

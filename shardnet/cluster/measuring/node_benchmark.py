@@ -10,7 +10,6 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -19,7 +18,7 @@ from msgspec import convert, structs
 from shardnet import __version__
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.profile import available_cores, machine_name
-from shardnet.cluster.measuring.figure_cache import Figure, FigureCache, FigureKey
+from shardnet.cluster.measuring.figure_cache import Figure, FigureCache, FigureKey, shape_of
 from shardnet.cluster.measuring.measurement import WRONG_BY
 from shardnet.cluster.measuring.rehearsal import rehearse
 from shardnet.cluster.member.refusals import check_threads
@@ -113,7 +112,6 @@ class NodeBenchmark:
     ) -> Figure:
         """Return the figure of one device, the known one or a new one; raises as `measure`."""
         config, dtype, quantization, key = self._subject(message, asker, place)
-        kv_dtype, arith = KvDType(message.kv_dtype), Arith(key.arith)
         known = self._cache.get(key)
         is_like_first = place > 0 and key == self._subject(message, asker)[-1]
         if known is not None and (
@@ -128,8 +126,8 @@ class NodeBenchmark:
                 config,
                 dtype,
                 quantization,
-                kv_dtype,
-                arith,
+                key.kv_dtype,
+                key.arith,
                 device=device,
                 driver=driver,
                 threads=key.threads,
@@ -206,9 +204,9 @@ class NodeBenchmark:
         stage = figure.stage
         ratio = message.compute_s / stage.compute_s(layers, config.n_layers)
         if not 1 / WRONG_BY <= ratio <= WRONG_BY:
-            stage = replace(stage.scaled(ratio), is_steady=stage.is_steady and ratio < 1)
+            stage = structs.replace(stage.scaled(ratio), is_steady=stage.is_steady and ratio < 1)
         if message.step_s is not None:
-            stage = replace(stage, step_s=rounded(message.step_s))
+            stage = structs.replace(stage, step_s=rounded(message.step_s))
         if stage != figure.stage:
             self._cache.put(key, Figure(stage=stage, measured_at_s=time.time()))
 
@@ -240,12 +238,12 @@ class NodeBenchmark:
         quantization = Quantization.named(message.quant)
         device = self._orders.devices[place]
         threads = self._orders.threads_of(place, message.threads)
-        key = FigureKey.of(
-            config,
-            dtype,
-            quantization,
-            KvDType(message.kv_dtype),
-            device.arith(Arith(message.arith)),
+        key = FigureKey(
+            shape=shape_of(config),
+            dtype=dtype,
+            quant=quantization,
+            kv_dtype=KvDType(message.kv_dtype),
+            arith=device.arith(Arith(message.arith)),
             # Equal groups of cores are measured once.
             device=device.kind if device.cores else device.description,
             isa=device.isa,

@@ -16,6 +16,7 @@ from typing import Any
 from shardnet.errors import UsageError
 from shardnet.stage.estimate.memory_estimate import N_BUFFERS
 from shardnet.types import BLOCK_POSITIONS, LayerRange, NodeId, blocks_for
+from shardnet.wire.messages.measurements import StageSeconds
 
 MARGIN = 0.02
 """Share of a stage's predicted memory that is kept free for what is not predicted."""
@@ -230,22 +231,14 @@ class HeldModel:
         return replace(self, shape=self.shape.quantized(self.shape.quantized_sizes[choice]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSpeed:
-    """Times that a node has measured for one model shape, in seconds.
+class StageSpeed(StageSeconds, frozen=True, kw_only=True):
+    """Times that a node has measured for one model shape.
 
-    `layer_s` is one layer at 1 row and decides plans; `layer_256_s`, one layer at 256 rows, says
-    what a prefill chunk costs. `embed_s` and `head_s` are what the head and the tail do besides,
-    `step_s` what a token costs the head beside all computing. Without `is_steady` the node was busy
-    when it measured.
+    `layer_s` decides plans; `layer_256_s` says what a prefill chunk costs. Without `is_steady` the
+    node was busy when it measured.
     Raises UsageError for an impossible time, since other nodes report these.
     """
 
-    layer_s: float
-    layer_256_s: float
-    embed_s: float
-    head_s: float
-    step_s: float = 0.0
     is_steady: bool = True
 
     def __post_init__(self) -> None:

@@ -13,9 +13,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, open_file
 from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
@@ -25,6 +27,7 @@ from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import parse_config
 from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.types import PREFILL_CHUNK_ROWS, Arith, DType, KvDType, LayerRange
+from shardnet.wire.messages.measurements import StageSeconds
 
 if TYPE_CHECKING:
     from shardnet.stage.synthetic_model import StepTimes, SyntheticModel
@@ -58,23 +61,16 @@ def in_a_row(step: Callable[[], bool]) -> float:
     return 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageFigures:
-    """Measured times of a device for one model, in seconds, to two significant digits.
+class StageFigures(StageSeconds, frozen=True, kw_only=True):
+    """Measured times of a device for one model, to two significant digits.
 
-    `layer_s` is one layer at 1 row, `layer_256_s` at 256 rows. `embed_s` is the embedding of a row,
-    `head_s` norm, LM head and greedy sampling; the fixed cost of a step is part of both. `kernel`
-    names the linear kernel. Without `is_steady` something else kept the machine or the device
-    busy meanwhile. `step_s` is what a token costs the head of a ring beside all computing.
+    `head_s` has norm, LM head and greedy sampling; the fixed cost of a step is part of it and of
+    `embed_s`. `kernel` names the linear kernel. Without `is_steady` something else kept the machine
+    or the device busy meanwhile.
     """
 
-    layer_s: float
-    layer_256_s: float
-    embed_s: float
-    head_s: float
     kernel: str
     is_steady: bool = True
-    step_s: float = 0.0
 
     def compute_s(self, layers: LayerRange, n_layers: int) -> float:
         """Predict the seconds of a stage with these of `n_layers` layers for one row."""

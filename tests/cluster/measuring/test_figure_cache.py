@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from shardnet.cluster.measuring.figure_cache import (
@@ -14,6 +15,7 @@ from shardnet.cluster.measuring.figure_cache import (
     Figure,
     FigureCache,
     FigureKey,
+    shape_of,
 )
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.registry import parse_config
@@ -49,7 +51,7 @@ def key(dtype: DType = DType.BFLOAT16, **changes: Any) -> FigureKey:
         "host": "h",
     }
     model = config(**changes.pop("model", {}))
-    return FigureKey.of(model, dtype, **(values | changes))
+    return FigureKey(shape=shape_of(model), dtype=dtype, **(values | changes))
 
 
 def lines() -> tuple[list[str], Any]:
@@ -108,7 +110,7 @@ def test_a_damaged_file_is_ignored_and_rewritten(tmp_path: Path, damage: str) ->
     [path] = (tmp_path / "figures").iterdir()
     written = json.loads(path.read_text())
     if damage == "other key":
-        damage = json.dumps(written | {"key": dataclasses.asdict(key(threads=9))})
+        damage = json.dumps(written | {"key": msgspec.to_builtins(key(threads=9))})
     elif damage == "no time":
         written["figure"]["stage"]["layer_s"] = -1
         damage = json.dumps(written)
@@ -120,7 +122,7 @@ def test_a_damaged_file_is_ignored_and_rewritten(tmp_path: Path, damage: str) ->
 
 
 def test_a_figure_of_a_busy_machine_is_known_for_minutes(tmp_path: Path) -> None:
-    stage = dataclasses.replace(FIGURE.stage, is_steady=False)
+    stage = msgspec.structs.replace(FIGURE.stage, is_steady=False)
     unsteady = dataclasses.replace(FIGURE, stage=stage)
     now_s = FIGURE.measured_at_s + UNSTEADY_GOOD_FOR_S - 1
     cache = FigureCache(tmp_path, print, lambda: now_s)

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from support.rings.clusters import MIB, candidate, equal_links, shape, speed
 
 from shardnet.cluster.placement.figures import CandidateNode, Links, Objective
@@ -150,7 +151,7 @@ def test_sizes_are_rounded_up() -> None:
 
 
 def test_what_was_measured_while_busy_is_named() -> None:
-    busy = replace(speed(6), is_steady=False)
+    busy = structs.replace(speed(6), is_steady=False)
     a, b = candidate("A", 60, busy), candidate("B", 60, speed(6))
     links = {way: replace(link, is_steady=False) for way, link in lan(a, b).items()}
     words = " (measured while busy, so a guess: A, A to B, B to A)"
@@ -164,7 +165,7 @@ def test_what_was_measured_while_busy_is_named() -> None:
 
 
 def test_what_a_token_costs_its_head_counts_in_every_ring() -> None:
-    a, b = candidate("A", 60, replace(speed(6), step_s=0.01)), candidate("B", 60, speed(6))
+    a, b = candidate("A", 60, structs.replace(speed(6), step_s=0.01)), candidate("B", 60, speed(6))
     assert place_exactly(shape(), [a, b], links=lan(a, b)).predicted_tok_s == pytest.approx(
         1 / (1 / (place_exactly(shape(), [b, a], links=lan(a, b)).predicted_tok_s or 0) + 0.01)
     )
