@@ -7,7 +7,7 @@ for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,6 +52,50 @@ _NODE: Final = {
     "memory_bytes": ("memory_bytes", "Memory that a node may take for weights and KV cache"),
     "memory_free_bytes": ("memory_free_bytes", "What of that is not taken by weights"),
 }
+
+_Column = tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str, str, str]
+"""A metric's kind and name, the field that has its value, and what that is."""
+_PRESSURE: Final[Sequence[_Column]] = (
+    (
+        GaugeMetricFamily,
+        "node_memory_stalled_ratio",
+        "stalled",
+        "Share of the last 10 s in which programs of a node's machine waited for memory",
+    ),
+    (CounterMetricFamily, "node_cache_drops", "n_drops", "Caches freed since memory was short"),
+    (CounterMetricFamily, "node_rests", "n_rests", "Times that a node gave its layers away"),
+)
+_AUDITS: Final[Sequence[_Column]] = (
+    (CounterMetricFamily, "audits", "n_audits", "Stages that a head has audited"),
+    (CounterMetricFamily, "audit_seconds", "busy_s", "Time that audits kept stages from steps"),
+    (
+        CounterMetricFamily,
+        "audited_weight_bytes",
+        "looked_bytes",
+        "Bytes of weights that were held against what they were",
+    ),
+)
+_RINGS: Final[Sequence[_Column]] = (
+    (GaugeMetricFamily, "rings_requests", "n_requests", "Requests that a ring behind the head has"),
+    (
+        CounterMetricFamily,
+        "rings_taken_over",
+        "n_taken_over",
+        "Requests that a ring took over from one that was lost",
+    ),
+)
+_LINKS: Final[Sequence[_Column]] = (
+    (GaugeMetricFamily, "links_up", "n_links", "Links that are up"),
+    (CounterMetricFamily, "link_sent_bytes", "sent_bytes", "Bytes sent"),
+    (CounterMetricFamily, "link_received_bytes", "received_bytes", "Bytes received"),
+    (CounterMetricFamily, "link_failures", "n_failed", "Links that were broken"),
+    (
+        CounterMetricFamily,
+        "link_resent_segments",
+        "n_resent",
+        "Segments that TCP had to send again",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,61 +155,24 @@ class RingMetrics(Collector):
             for node in self._nodes:
                 gauge.add_metric([node.label], getattr(node.info, field))
             yield gauge
-        yield from self._of_pressure()
-        yield from self._of_audits()
-
-    def _of_pressure(self) -> Iterator[Metric]:
         resting = GaugeMetricFamily(
             "shardnet_node_resting", "1 for a node that takes no layers now", labels=["node"]
         )
-        stalled = GaugeMetricFamily(
-            "shardnet_node_memory_stalled_ratio",
-            "Share of the last 10 s in which programs of a node's machine waited for memory",
-            labels=["node"],
-        )
-        drops = CounterMetricFamily(
-            "shardnet_node_cache_drops", "Caches freed since memory was short", labels=["node"]
-        )
-        rests = CounterMetricFamily(
-            "shardnet_node_rests", "Times that a node gave its layers away", labels=["node"]
-        )
         for node in self._nodes:
-            resting.add_metric([node.label], 1 if node.info.rests else 0)
-            pressure = node.report.pressure
-            if pressure is not None:
-                drops.add_metric([node.label], pressure.n_drops)
-                rests.add_metric([node.label], pressure.n_rests)
-                if pressure.stalled is not None:
-                    stalled.add_metric([node.label], pressure.stalled)
-        yield from (resting, stalled, drops, rests)
-
-    def _of_audits(self) -> Iterator[Metric]:
-        """Write what heads have audited, and how often they found wrong bits of which node."""
-        audits = CounterMetricFamily(
-            "shardnet_audits", "Stages that a head has audited", labels=["node"]
+            resting.add_metric([node.label], int(bool(node.info.rests)))
+        yield resting
+        yield from _families(
+            ["node"], _PRESSURE, [([n.label], n.report.pressure) for n in self._nodes]
         )
-        busy = CounterMetricFamily(
-            "shardnet_audit_seconds", "Time that audits kept stages from steps", labels=["node"]
-        )
-        looked = CounterMetricFamily(
-            "shardnet_audited_weight_bytes",
-            "Bytes of weights that were held against what they were",
-            labels=["node"],
-        )
+        yield from _families(["node"], _AUDITS, [([n.label], n.report.audit) for n in self._nodes])
         wrong = CounterMetricFamily(
             "shardnet_wrong_bits", "Times that a node was found computing wrong", labels=["node"]
         )
-        n_wrong: Counter[str] = Counter()
-        for node in self._nodes:
-            audit = node.report.audit
-            if audit is not None:
-                audits.add_metric([node.label], audit.n_audits)
-                busy.add_metric([node.label], audit.busy_s)
-                looked.add_metric([node.label], audit.looked_bytes)
-                n_wrong.update(found.name for found in audit.findings)
+        audits = [node.report.audit for node in self._nodes if node.report.audit is not None]
+        n_wrong = Counter(found.name for audit in audits for found in audit.findings)
         for name, n_times in n_wrong.items():
             wrong.add_metric([name], n_times)
-        yield from (audits, busy, looked, wrong)
+        yield wrong
 
     def _of_ring(self) -> Iterator[Metric]:
         work = self._work
@@ -197,52 +204,42 @@ class RingMetrics(Collector):
 
     def _of_rings(self) -> Iterator[Metric]:
         """Write how the rings are that are behind one head."""
+        rings = [(["+".join(ring.names)], ring) for n in self._nodes for ring in n.report.rings]
         up = GaugeMetricFamily(
             "shardnet_rings_up", "1 for a ring behind the head that takes requests", labels=["ring"]
         )
-        requests = GaugeMetricFamily(
-            "shardnet_rings_requests", "Requests that a ring behind the head has", labels=["ring"]
-        )
-        taken = CounterMetricFamily(
-            "shardnet_rings_taken_over",
-            "Requests that a ring took over from one that was lost",
-            labels=["ring"],
-        )
-        for ring in (ring for node in self._nodes for ring in node.report.rings):
-            name = ["+".join(ring.names)]
-            up.add_metric(name, 0 if ring.why else 1)
-            requests.add_metric(name, ring.n_requests)
-            taken.add_metric(name, ring.n_taken_over)
-        yield from (up, requests, taken)
+        for name, ring in rings:
+            up.add_metric(name, int(not ring.why))
+        yield up
+        yield from _families(["ring"], _RINGS, rings)
 
     def _of_links(self) -> Iterator[Metric]:
         labels = ["node", "peer", "purpose"]
-        links = [(node, link) for node in self._nodes for link in node.report.links]
+        links = [
+            ([node.label, link.name, link.purpose], link, node.report)
+            for node in self._nodes
+            for link in node.report.links
+        ]
         round_trip = GaugeMetricFamily(
             "shardnet_link_round_trip_seconds", "Round trip of a link", labels=labels
         )
-        up = GaugeMetricFamily("shardnet_links_up", "Links that are up", labels=labels)
-        sent = CounterMetricFamily("shardnet_link_sent_bytes", "Bytes sent", labels=labels)
-        received = CounterMetricFamily(
-            "shardnet_link_received_bytes", "Bytes received", labels=labels
-        )
-        failed = CounterMetricFamily(
-            "shardnet_link_failures", "Links that were broken", labels=labels
-        )
-        resent = CounterMetricFamily(
-            "shardnet_link_resent_segments", "Segments that TCP had to send again", labels=labels
-        )
-        for node, link in links:
-            where = [node.label, link.name, link.purpose]
-            up.add_metric(where, link.n_links)
-            sent.add_metric(where, link.sent_bytes)
-            received.add_metric(where, link.received_bytes)
-            failed.add_metric(where, link.n_failed)
-            if link.n_resent is not None:
-                resent.add_metric(where, link.n_resent)
-            if (round_trip_s := _round_trip_s(node.report, link)) is not None:
+        for where, link, report in links:
+            if (round_trip_s := _round_trip_s(report, link)) is not None:
                 round_trip.add_metric(where, round_trip_s)
-        yield from (round_trip, up, sent, received, failed, resent)
+        yield round_trip
+        yield from _families(labels, _LINKS, [(where, link) for where, link, _ in links])
+
+
+def _families(
+    labels: Sequence[str], columns: Sequence[_Column], rows: Sequence[tuple[list[str], object]]
+) -> Iterator[Metric]:
+    """Write the fields of `rows`, each with the values of its labels, that are not None."""
+    for family, name, field, text in columns:
+        metric = family(f"shardnet_{name}", text, labels=labels)
+        for where, row in rows:
+            if (value := getattr(row, field, None)) is not None:
+                metric.add_metric(where, value)
+        yield metric
 
 
 def _round_trip_s(report: NodeReport, link: LinkTraffic) -> float | None:
