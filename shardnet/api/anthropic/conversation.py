@@ -22,7 +22,6 @@ from shardnet.api.chat.request import (
     ChatTurn,
     OptionValue,
     Tool,
-    ToolCall,
     ToolChoice,
     joined_turns,
 )
@@ -33,6 +32,7 @@ from shardnet.constraints import Constraint
 from shardnet.errors import shown
 from shardnet.sampling_params import SamplingParams
 from shardnet.tokenizers.chat.chat_template import CONTINUES
+from shardnet.wire.messages.chat import ToolCall
 from shardnet.wire.messages.plans import ModelChoice
 
 BILLING: Final = "x-anthropic-billing-header:"
@@ -202,7 +202,7 @@ def _assistant(blocks: Sequence[tuple[BlockPart, str]], names: dict[str, str]) -
                 call_id = _needed(block.id, where, "id")
                 name = names[call_id] = _needed(block.name, where, "name")
                 arguments = json.dumps(block.input or {}, ensure_ascii=False)
-                calls.append(ToolCall(call_id=call_id, name=name, arguments=arguments))
+                calls.append(ToolCall(id=call_id, name=name, arguments=arguments))
             case _:
                 texts.append(_text(block, where))
     return ChatTurn(

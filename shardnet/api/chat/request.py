@@ -13,19 +13,11 @@ from typing import Any, Literal, TypeAlias
 from shardnet.api.chat.pictures import Part, only_pictured, text_of
 from shardnet.api.requests import GenerationOptions
 from shardnet.sampling_params import SamplingParams
+from shardnet.wire.messages.chat import ToolCall
 from shardnet.wire.messages.plans import ModelChoice
 
 ToolChoice = Literal["auto", "none", "required"]
 OptionValue: TypeAlias = bool | int | float | str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """A call that the assistant made. `arguments` is the text of a JSON object."""
-
-    call_id: str
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -270,7 +270,7 @@ def _message(turn: ChatTurn) -> Message:
     if turn.tool_calls:
         message["content"] = content or None
         message["tool_calls"] = [
-            {"id": call.call_id, "name": call.name, "arguments": call.arguments}
+            {"id": call.id, "name": call.name, "arguments": call.arguments}
             for call in turn.tool_calls
         ]
     if turn.tool_call_id:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from shardnet.api.chat.pictures import Part, TurnPicture
-from shardnet.api.chat.request import ChatRequest, ChatTurn, OptionValue, Tool, ToolCall
+from shardnet.api.chat.request import ChatRequest, ChatTurn, OptionValue, Tool
 from shardnet.api.ollama.body import (
     OllamaChat,
     OllamaGenerate,
@@ -28,6 +28,7 @@ from shardnet.errors import shown
 from shardnet.sampling_params import SamplingParams
 from shardnet.tokenizers.chat.chat_template import CONTINUES
 from shardnet.types import MAX_POSITIONS
+from shardnet.wire.messages.chat import ToolCall
 from shardnet.wire.messages.plans import ModelChoice
 
 TEMPERATURE: Final = 0.8
@@ -163,7 +164,7 @@ def _turns(messages: Sequence[OllamaMessage]) -> list[ChatTurn]:
             n_calls += 1
             calls.append(
                 ToolCall(
-                    call_id=call.id or f"{n_calls:09d}",
+                    id=call.id or f"{n_calls:09d}",
                     name=call.function.name,
                     arguments=msgspec.json.encode(call.function.arguments or {}).decode(),
                 )
@@ -194,11 +195,11 @@ def _answered(message: OllamaMessage, unanswered: list[ToolCall]) -> str:
         return message.tool_call_id or ""
     for call in unanswered:
         is_it = (
-            call.call_id == message.tool_call_id
+            call.id == message.tool_call_id
             if message.tool_call_id
             else message.tool_name in (None, "", call.name)
         )
         if is_it:
             unanswered.remove(call)
-            return call.call_id
+            return call.id
     return message.tool_call_id or ""

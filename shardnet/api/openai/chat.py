@@ -26,7 +26,7 @@ from shardnet.api.openai.chat_body import ChatBody, chat_request
 from shardnet.api.openai.faults import DONE
 from shardnet.api.openai.logprobs import ChatLogprobs, chat_logprobs
 from shardnet.api.openai.sampling import adapted_by, wants_usage
-from shardnet.api.openai.usage import UsageBody, usage_of
+from shardnet.api.openai.usage import Answer, UsageBody, usage_of
 from shardnet.api.server.endpoint import Json, Reply, Stream, comment, event
 from shardnet.api.server.service import Exchange
 
@@ -91,28 +91,16 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
 
 
-class ChatCompletion(msgspec.Struct, kw_only=True):
+class ChatCompletion(Answer[ChatChoice], kw_only=True):
     """The answer."""
 
-    id: str
     object: str = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageBody
-    system_fingerprint: str | None = None
 
 
-class ChatChunk(msgspec.Struct, kw_only=True):
+class ChatChunk(Answer[ChunkChoice], kw_only=True):
     """An event of a stream."""
 
-    id: str
     object: str = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: UsageBody | UnsetType | None = UNSET
-    system_fingerprint: str | None = None
 
 
 async def complete_chat(exchange: Exchange, body: ChatBody) -> Reply:

@@ -20,7 +20,6 @@ from shardnet.api.chat.request import (
     ChatTurn,
     OptionValue,
     Tool,
-    ToolCall,
     ToolChoice,
 )
 from shardnet.api.openai.sampling import Count, SamplingBody, options_of, sampling_of
@@ -29,7 +28,7 @@ from shardnet.constraints import Constraint
 from shardnet.errors import shown
 from shardnet.sampling_params import MAX_LOGPROBS
 from shardnet.tokenizers.chat.chat_template import CONTINUES
-from shardnet.wire.messages.chat import MAX_TEMPLATE_OPTIONS
+from shardnet.wire.messages.chat import MAX_TEMPLATE_OPTIONS, ToolCall
 from shardnet.wire.messages.plans import ModelChoice
 
 MAX_MESSAGES = 1 << 14
@@ -272,7 +271,7 @@ def _turn(message: MessageBody, number: int) -> ChatTurn:
         reasoning=message.reasoning_content or message.reasoning or "",
         tool_calls=tuple(
             ToolCall(
-                call_id=call.id or "",
+                id=call.id or "",
                 name=call.function.name,
                 arguments=_arguments(call.function.arguments),
             )

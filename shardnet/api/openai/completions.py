@@ -25,7 +25,7 @@ from shardnet.api.openai.sampling import (
     sampling_of,
     wants_usage,
 )
-from shardnet.api.openai.usage import UsageBody, usage_of
+from shardnet.api.openai.usage import Answer, UsageBody, usage_of
 from shardnet.api.requests import GenerationOptions, Prompts
 from shardnet.api.server.endpoint import Json, Reply, Stream, comment, event
 from shardnet.api.server.errors import refused
@@ -60,16 +60,10 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None
 
 
-class Completion(msgspec.Struct, kw_only=True):
+class Completion(Answer[CompletionChoice], kw_only=True):
     """The answer, or an event of a stream."""
 
-    id: str
     object: str = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: UsageBody | UnsetType | None = UNSET
-    system_fingerprint: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)

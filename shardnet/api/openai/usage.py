@@ -1,10 +1,12 @@
-"""How many tokens a request took, as OpenAI counts them."""
+"""What OpenAI's answers to chats and completions have in common, such as the tokens they took."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Generic, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from shardnet.api.events import GenerationResult
 
@@ -22,6 +24,21 @@ class UsageBody(msgspec.Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+Choice = TypeVar("Choice")
+
+
+class Answer(msgspec.Struct, Generic[Choice], kw_only=True):
+    """A whole answer, or an event of a stream: its samples, or more of them."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: UsageBody | UnsetType | None = UNSET
+    system_fingerprint: str | None = None
 
 
 def usage_of(results: Iterable[GenerationResult]) -> UsageBody:

@@ -132,48 +132,41 @@ class Event(msgspec.Struct, kw_only=True, tag_field="type"):
     sequence_number: int = 0
 
 
-class ResponseCreated(Event, kw_only=True, tag="response.created"):
+class _OfResponse(Event, kw_only=True):
+    response: Response
+
+
+class ResponseCreated(_OfResponse, kw_only=True, tag="response.created"):
     """Begins a stream."""
 
-    response: Response
 
-
-class ResponseInProgress(Event, kw_only=True, tag="response.in_progress"):
+class ResponseInProgress(_OfResponse, kw_only=True, tag="response.in_progress"):
     """Says that the response is being made."""
 
-    response: Response
 
-
-class ResponseCompleted(Event, kw_only=True, tag="response.completed"):
+class ResponseCompleted(_OfResponse, kw_only=True, tag="response.completed"):
     """Ends a stream, with the whole response."""
 
-    response: Response
 
-
-class ResponseIncomplete(Event, kw_only=True, tag="response.incomplete"):
+class ResponseIncomplete(_OfResponse, kw_only=True, tag="response.incomplete"):
     """Ends a stream whose answer was cut off."""
 
-    response: Response
 
-
-class ResponseFailed(Event, kw_only=True, tag="response.failed"):
+class ResponseFailed(_OfResponse, kw_only=True, tag="response.failed"):
     """Ends a stream that failed."""
 
-    response: Response
+
+class _OfItem(Event, kw_only=True):
+    output_index: int
+    item: Item
 
 
-class ItemAdded(Event, kw_only=True, tag="response.output_item.added"):
+class ItemAdded(_OfItem, kw_only=True, tag="response.output_item.added"):
     """Begins an item."""
 
-    output_index: int
-    item: Item
 
-
-class ItemDone(Event, kw_only=True, tag="response.output_item.done"):
+class ItemDone(_OfItem, kw_only=True, tag="response.output_item.done"):
     """Ends an item, which is whole."""
-
-    output_index: int
-    item: Item
 
 
 class _OfPart(Event, kw_only=True):

@@ -16,7 +16,6 @@ from shardnet.api.chat.request import (
     ChatTurn,
     OptionValue,
     Tool,
-    ToolCall,
     ToolChoice,
     joined_turns,
 )
@@ -26,6 +25,7 @@ from shardnet.api.responses.body import ItemBody, ItemPart, ResponseBody, Respon
 from shardnet.api.server.errors import refused
 from shardnet.constraints import Constraint
 from shardnet.errors import shown
+from shardnet.wire.messages.chat import ToolCall
 from shardnet.wire.messages.plans import ModelChoice
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -159,7 +159,7 @@ def _of_items(items: Sequence[ItemBody], first: int) -> Iterator[ChatTurn]:
         where = f"input[{number}]"
         more = _assistants(item, where)
         if more is not None:
-            names |= {call.call_id: call.name for call in more.tool_calls}
+            names |= {call.id: call.name for call in more.tool_calls}
             mine = more if mine is None else _added(mine, more)
             continue
         turn = _others(item, where, names)
@@ -187,7 +187,7 @@ def _assistants(item: ItemBody, where: str) -> ChatTurn | None:
             if item.type == "custom_tool_call":
                 arguments = {"input": item.input or ""}
             call = ToolCall(
-                call_id=_needed(item.call_id, f"{where}.call_id"),
+                id=_needed(item.call_id, f"{where}.call_id"),
                 name=_needed(item.name, f"{where}.name"),
                 arguments=_as_text(arguments),
             )

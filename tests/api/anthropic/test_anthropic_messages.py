@@ -15,7 +15,7 @@ from shardnet.api.anthropic.blocks import whole_blocks
 from shardnet.api.anthropic.body import ContinuedBody
 from shardnet.api.anthropic.conversation import continued
 from shardnet.api.anthropic.endpoints import fault_answer
-from shardnet.api.chat.request import ChatTurn, ToolCall
+from shardnet.api.chat.request import ChatTurn
 from shardnet.api.chat_formats.deltas import ToolCallDelta, ToolCallStarted
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError, fault_of
@@ -24,6 +24,7 @@ from shardnet.api.server.settings import Settings
 from shardnet.constraints import Constraint
 from shardnet.errors import BusyError, CapacityError, QueueFullError
 from shardnet.tokenizers.chat.chat_template import CONTINUES
+from shardnet.wire.messages.chat import ToolCall
 from shardnet.wire.messages.plans import ModelChoice
 
 MESSAGES = "/v1/messages"
@@ -70,7 +71,7 @@ def test_a_conversation_with_tools_is_read() -> None:
         tool_choice={"type": "auto", "disable_parallel_tool_use": True},
         metadata={"user_id": "u"},
     )
-    call = ToolCall(call_id="t1", name="weather", arguments=f'{{"at": {2**80}}}')
+    call = ToolCall(id="t1", name="weather", arguments=f'{{"at": {2**80}}}')
     assert asked.turns == (
         ChatTurn(role="system", content="be\nbrief"),
         ChatTurn(role="user", content="a\nb\nc"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from support.cluster.scripted_node import ScriptedNode, client_of
 
-from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool, ToolCall
+from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool
 from shardnet.api.chat.run import Accepted, ChatEvent, Ended, Piece, run_chat
 from shardnet.api.chat_formats.deltas import (
     ContentDelta,
@@ -20,6 +20,7 @@ from shardnet.api.chat_formats.deltas import (
 from shardnet.constraints import Constraint
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages import generation
+from shardnet.wire.messages.chat import ToolCall
 from shardnet.wire.messages.plans import ModelChoice
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"at": 1}}</tool_call>'
@@ -85,7 +86,7 @@ def test_reasoning_content_and_calls_are_told_apart() -> None:
 
 def test_the_nodes_are_sent_the_whole_conversation() -> None:
     async def main() -> None:
-        call = ToolCall(call_id="c1", name="weather", arguments='{"at": 1}')
+        call = ToolCall(id="c1", name="weather", arguments='{"at": 1}')
         turns = (
             ChatTurn(role="assistant", reasoning="hm", tool_calls=(call,)),
             ChatTurn(role="tool", content="sun", tool_call_id="c1", name="weather"),

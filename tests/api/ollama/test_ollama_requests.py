@@ -7,13 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from shardnet.api.chat.request import ChatRequest, ChatTurn, ToolCall
+from shardnet.api.chat.request import ChatRequest, ChatTurn
 from shardnet.api.ollama.body import OllamaChat, OllamaGenerate
 from shardnet.api.ollama.conversation import chat_request, generate_request
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError
 from shardnet.constraints import Constraint
 from shardnet.types import MAX_POSITIONS
+from shardnet.wire.messages.chat import ToolCall
 from shardnet.wire.messages.plans import ModelChoice
 
 MODEL = ModelChoice(model="m")
@@ -46,7 +47,7 @@ def test_calls_and_results_without_ids_belong_together() -> None:
     tools = [{"type": "function", "function": {"name": "sun"}}, {"type": "web_search"}]
     asked = chat(messages=messages, tools=tools)
     sun, rain, named = (
-        ToolCall(call_id=call_id, name=name, arguments='{"at":1}')
+        ToolCall(id=call_id, name=name, arguments='{"at":1}')
         for call_id, name in (("000000001", "sun"), ("000000002", "rain"), ("c7", "sun"))
     )
     assert asked.turns == (

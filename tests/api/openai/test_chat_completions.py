@@ -12,12 +12,13 @@ from support.cluster import scripted_node
 from support.servers.asgi_client import ask
 from support.servers.http_app import served
 
-from shardnet.api.chat.request import ChatTurn, ToolCall
+from shardnet.api.chat.request import ChatTurn
 from shardnet.api.openai.chat_body import ChatBody, chat_request
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError
 from shardnet.api.server.settings import Settings
 from shardnet.constraints import Constraint
+from shardnet.wire.messages.chat import ToolCall
 from shardnet.wire.messages.plans import ModelChoice
 
 CHAT = "/v1/chat/completions"
@@ -58,7 +59,7 @@ def test_a_conversation_with_tools_is_read() -> None:
         ChatTurn(
             role="assistant",
             reasoning="hm",
-            tool_calls=(ToolCall(call_id="c1", name="weather", arguments='{"at": 1}'),),
+            tool_calls=(ToolCall(id="c1", name="weather", arguments='{"at": 1}'),),
         ),
         ChatTurn(role="tool", content="sun", tool_call_id="c1"),
         ChatTurn(role="assistant", reasoning="well", content="it is"),

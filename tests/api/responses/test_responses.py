@@ -10,7 +10,7 @@ import pytest
 from support.servers.asgi_client import Exchanged, ask
 from support.servers.http_app import served
 
-from shardnet.api.chat.request import ChatTurn, ToolCall
+from shardnet.api.chat.request import ChatTurn
 from shardnet.api.responses.body import ResponseBody
 from shardnet.api.responses.conversation import response_request
 from shardnet.api.responses.responses import failed_event, tokens_up_to
@@ -20,6 +20,7 @@ from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.settings import Settings
 from shardnet.constraints import Constraint
 from shardnet.errors import ContextExceededError, QueueFullError
+from shardnet.wire.messages.chat import ToolCall
 from shardnet.wire.messages.plans import ModelChoice
 
 RESPONSES = "/v1/responses"
@@ -74,8 +75,8 @@ def test_items_are_turns() -> None:
         ],
     )
     calls = (
-        ToolCall(call_id="c1", name="shell", arguments='{"cmd": 1}'),
-        ToolCall(call_id="c2", name="patch", arguments='{"input": "*** x"}'),
+        ToolCall(id="c1", name="shell", arguments='{"cmd": 1}'),
+        ToolCall(id="c2", name="patch", arguments='{"input": "*** x"}'),
     )
     assert asked.turns == (
         ChatTurn(role="system", content="be brief\nno network"),
