@@ -7,7 +7,6 @@ Must not know what is compared, nor what becomes of a node at fault.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Final
 
@@ -99,12 +98,7 @@ class AuditOrders:
         control.send(await audit_stage(self._host, message))
 
     async def _compute_for(self, control: ControlLink, message: ComputeLayer) -> None:
-        computing = asyncio.ensure_future(compute_for_audit(self._host, message))
-        try:
-            await control.report_until(message.request, computing)
-            control.send(computing.result())
-        finally:
-            computing.cancel()
+        await control.answer_with(message.request, compute_for_audit(self._host, message))
 
 
 def compute_layer(order: StageOrder, layer: int, before: bytes) -> bytes:

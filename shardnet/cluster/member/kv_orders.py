@@ -83,12 +83,7 @@ class KvOrders:
         handlers.register(MoveKv, self._move_for)
 
     async def _move_for(self, control: ControlLink, message: MoveKv) -> None:
-        moving = asyncio.ensure_future(self.move(message))
-        try:
-            await control.report_until(message.request, moving)
-            control.send(moving.result())
-        finally:
-            moving.cancel()
+        await control.answer_with(message.request, self.move(message))
 
     async def move(self, message: MoveKv) -> KvMoved:
         """Bring what a sequence holds elsewhere to the stage that is ready for another ring.

@@ -5,7 +5,6 @@ Knows the messages, and that reading may take long. Must not know when a prefix 
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from typing import TYPE_CHECKING
 
@@ -58,12 +57,7 @@ class PrefixOrders:
         control.send(await find_prefix(self._host, message))
 
     async def _restore_for(self, control: ControlLink, message: RestorePrefix) -> None:
-        restoring = asyncio.ensure_future(restore_prefix(self._host, message))
-        try:
-            await control.report_until(message.request, restoring)
-            control.send(restoring.result())
-        finally:
-            restoring.cancel()
+        await control.answer_with(message.request, restore_prefix(self._host, message))
 
 
 def _whole(token_ids: bytes) -> bytes:

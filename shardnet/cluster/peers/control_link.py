@@ -188,6 +188,18 @@ class ControlLink:
             if not work.done():
                 self.send(LoadProgress(request=request, done_bytes=0, total_bytes=0))
 
+    async def answer_with(self, request: int, work: Coroutine[Any, Any, ControlMessage]) -> None:
+        """Send progress for a request of the peer while `work` runs, then what it returns.
+
+        Raises its error, and cancels it with whoever waits.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            await self.report_until(request, task)
+            self.send(task.result())
+        finally:
+            task.cancel()
+
     async def ask(
         self,
         message: ControlRequest,

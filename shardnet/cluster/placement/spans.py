@@ -107,14 +107,9 @@ def place_span(
     else:
         members = groups[0]
         best = place_exactly(shape, [spanning(shape, members, links)])
-    inside = {member.node for member in members}
     return replace(
         best,
-        left_out=tuple(
-            Exclusion(node=c.node, why=f"{n_shards} nodes were asked for")
-            for c in candidates
-            if c.node not in inside
-        ),
+        left_out=_left_out(candidates, members, f"{n_shards} nodes were asked for"),
         why=f"each layer is cut over {_names(members)}, as was asked; "
         f"{_gather_words(shape, members, links)}",
     )
@@ -152,17 +147,20 @@ def weigh_spans(
         slower = "slower" if rate < best.predicted_tok_s else "hardly faster"
         cut = f"each layer cut over {names} would be {slower}: about {rate:.1f} tokens/s"
         return replace(best, why=f"{best.why}; {cut}, since {words}")
-    inside = {member.node for member in members}
+    why_not = "each layer is cut over the nodes that gain by it"
     return replace(
         span,
-        left_out=tuple(
-            Exclusion(node=c.node, why="each layer is cut over the nodes that gain by it")
-            for c in candidates
-            if c.node not in inside
-        ),
+        left_out=_left_out(candidates, members, why_not),
         why=f"each layer cut over {names}: about {rate:.1f} tokens/s, though {words}; "
         f"on {ring}: about {best.predicted_tok_s:.1f} tokens/s",
     )
+
+
+def _left_out(
+    candidates: Sequence[CandidateNode], members: Sequence[CandidateNode], why: str
+) -> tuple[Exclusion, ...]:
+    inside = {member.node for member in members}
+    return tuple(Exclusion(node=c.node, why=why) for c in candidates if c.node not in inside)
 
 
 def _groups(candidates: Sequence[CandidateNode], n: int) -> list[list[CandidateNode]]:
