@@ -21,7 +21,7 @@ from shardnet.errors import ChangedMemoryError, ShardnetError, WrongValuesError
 from shardnet.types import NodeId
 from shardnet.wire.messages.diagnostics import MAX_FINDINGS, AuditFinding, AuditState
 from shardnet.wire.messages.handshake import explanation
-from shardnet.wire.messages.stages import AuditStage, ComputeLayer
+from shardnet.wire.messages.stages import AuditStage, ComputeLayer, LayerComputed, StageAudited
 
 LOOK_S: Final = 2.0
 """The shortest pause between two audits, and how often is looked whether there is a ring."""
@@ -132,7 +132,7 @@ class Audits:
             with_rows=self._trusts_rows,
         )
         async with asyncio.timeout(ANSWER_S):
-            audited = await ring.ports[rank].audit(order)
+            audited = await ring.ports[rank].order(order, StageAudited)
         self._n_audits += 1
         self._looked_bytes += audited.looked_bytes
         self._busy_s += audited.took_s
@@ -160,7 +160,7 @@ class Audits:
         for other in (*others, rank):
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    computed = await ring.ports[other].compute_layer(message)
+                    computed = await ring.ports[other].order(message, LayerComputed)
             except (ShardnetError, TimeoutError):  # it lacks the layer, or has no memory for it
                 continue
             took_s += computed.took_s

@@ -39,9 +39,7 @@ class RingPrefixes:
     async def find(self, keys: Sequence[bytes]) -> list[FoundPrefix]:
         """Ask every stage which blocks it has. Raises the first error of any."""
         message = FindPrefix(request=0, ring=self._ring, epoch=self._epoch, keys=tuple(keys))
-        answers: list[PrefixFound] = await ask_all(
-            port.find_prefix(message) for port in self._ports
-        )
+        answers = await ask_all(port.order(message, PrefixFound) for port in self._ports)
         return [
             FoundPrefix(
                 restorable=int.from_bytes(answer.restorable, "little"),
@@ -63,9 +61,7 @@ class RingPrefixes:
             keys=tuple(keys),
             token_ids=token_ids,
         )
-        answers: list[PrefixRestored] = await ask_all(
-            port.restore_prefix(message) for port in self._ports
-        )
+        answers = await ask_all(port.order(message, PrefixRestored) for port in self._ports)
         return all(answer.is_whole for answer in answers)
 
     async def forget(self, sequence_id: SequenceId) -> None:

@@ -18,7 +18,7 @@ from shardnet.cluster.ring.stage_port import ask_all
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.runtime.scheduling.sequences import ComputedSequence
 from shardnet.types import BLOCK_POSITIONS, MAX_STORED_BLOCKS, SequenceId, SlotId
-from shardnet.wire.messages.stages import KvSource, MoveKv, StageReady
+from shardnet.wire.messages.stages import KvMoved, KvSource, MoveKv, StageReady
 
 MOST_POSITIONS: Final = BLOCK_POSITIONS * MAX_STORED_BLOCKS
 """A longer sequence is computed again: its tokens do not fit one message."""
@@ -76,12 +76,12 @@ class RingMoves:
         if len(one.token_ids) > MOST_POSITIONS:
             raise UsageError(f"{len(one.token_ids)} positions do not fit one message")
         message = self._message(one, [self._sources[source]], is_last=False)
-        self.n_bytes += (await self._ring.ports[rank].move_kv(message)).n_bytes
+        self.n_bytes += (await self._ring.ports[rank].order(message, KvMoved)).n_bytes
 
     async def forget(self, rank: int, sequence_id: SequenceId) -> None:
         """Have the node `rank` drop what it has brought of a sequence."""
         ended = ComputedSequence(sequence_id=sequence_id, slot=SlotId(0), token_ids=())
-        await self._ring.ports[rank].move_kv(self._message(ended, [], is_last=False))
+        await self._ring.ports[rank].order(self._message(ended, [], is_last=False), KvMoved)
 
     async def drop(self) -> None:
         """Free what was loaded and brought."""
@@ -93,7 +93,7 @@ class RingMoves:
         sources = [source for source in self._sources if source.address not in self._lost]
         message = self._message(one, sources, is_last=is_last)
         try:
-            answers = await ask_all([port.move_kv(message) for port in self._ring.ports])
+            answers = await ask_all([port.order(message, KvMoved) for port in self._ring.ports])
         except ShardnetError:
             return False
         self.n_bytes += sum(answer.n_bytes for answer in answers)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -16,7 +17,7 @@ from shardnet.cluster.member.prefix_orders import find_prefix, restore_prefix
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import PhaseProgress
 from shardnet.cluster.peers.clocks import ClockOffset, compare_clock, same_clock
-from shardnet.cluster.peers.control_link import ControlLink
+from shardnet.cluster.peers.control_link import Answer, ControlLink
 from shardnet.errors import ShardnetError, first_error
 from shardnet.runtime.engine.encoding import FirstStage
 from shardnet.runtime.ring.pipeline import Pipeline
@@ -28,18 +29,16 @@ from shardnet.wire.messages.stages import (
     ConnectRing,
     FindPrefix,
     KvMoved,
-    LayerComputed,
     LoadStage,
     MoveKv,
-    PrefixFound,
-    PrefixRestored,
     RestorePrefix,
-    StageAudited,
     StageReady,
     UnloadStage,
 )
 
 T = TypeVar("T")
+Order = FindPrefix | RestorePrefix | MoveKv | AuditStage | ComputeLayer
+"""What a stage is asked for beside its life in a ring."""
 
 
 async def ask_all(asked: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -81,20 +80,11 @@ class StagePort(Protocol):
     async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
         """Have the node connect to its neighbours. Only the head's own port uses `pipeline`."""
 
-    async def find_prefix(self, message: FindPrefix) -> PrefixFound:
-        """Ask which blocks of a prompt the stage has on disk. The port numbers the request."""
+    async def order(self, message: Order, expected: type[Answer]) -> Answer:
+        """Have the stage do something; return its `expected` answer. The port numbers the request.
 
-    async def restore_prefix(self, message: RestorePrefix) -> PrefixRestored:
-        """Have blocks of a prompt read from its disk. The port numbers the request."""
-
-    async def move_kv(self, message: MoveKv) -> KvMoved:
-        """Have what a sequence holds brought to the stage. The port numbers the request."""
-
-    async def audit(self, message: AuditStage) -> StageAudited:
-        """Have the stage audited; see audit_stage. The port numbers the request."""
-
-    async def compute_layer(self, message: ComputeLayer) -> LayerComputed:
-        """Have rows computed with a layer from its checkpoint. The port numbers the request."""
+        Raises what the stage raises, and LinkError if its node is lost.
+        """
 
     @property
     def first_stage(self) -> FirstStage | None:
@@ -122,8 +112,14 @@ class LocalPort:
         unload: Callable[[str], Awaitable[None]],
         move_kv: Callable[[MoveKv], Awaitable[KvMoved]],
     ) -> None:
-        self._move_kv = move_kv
         self._host = host
+        self._orders: dict[type[Order], Callable[[Any], Awaitable[object]]] = {
+            FindPrefix: partial(find_prefix, host),
+            RestorePrefix: partial(restore_prefix, host),
+            MoveKv: move_kv,
+            AuditStage: partial(audit_stage, host),
+            ComputeLayer: partial(compute_for_audit, host),
+        }
         self._load = load
         self._unload = unload
         self.node = node
@@ -142,25 +138,11 @@ class LocalPort:
         """Connect to both neighbours, with `pipeline` as the source of steps."""
         await self._host.join(ring, epoch, pipeline)
 
-    async def find_prefix(self, message: FindPrefix) -> PrefixFound:
-        """Look on this node's own disk."""
-        return await find_prefix(self._host, message)
-
-    async def restore_prefix(self, message: RestorePrefix) -> PrefixRestored:
-        """Read from this node's own disk."""
-        return await restore_prefix(self._host, message)
-
-    async def move_kv(self, message: MoveKv) -> KvMoved:
-        """Bring it to this node's own stage."""
-        return await self._move_kv(message)
-
-    async def audit(self, message: AuditStage) -> StageAudited:
-        """Audit this node's own stage."""
-        return await audit_stage(self._host, message)
-
-    async def compute_layer(self, message: ComputeLayer) -> LayerComputed:
-        """Read this node's own checkpoint."""
-        return await compute_for_audit(self._host, message)
+    async def order(self, message: Order, expected: type[Answer]) -> Answer:
+        """Have this node's own stage do it."""
+        answer = await self._orders[type(message)](message)
+        assert isinstance(answer, expected)
+        return answer
 
     @property
     def first_stage(self) -> FirstStage:
@@ -233,36 +215,12 @@ class RemotePort:
         message = ConnectRing(request=self._control.next_request(), ring=ring, epoch=epoch)
         await self._control.ask(message, Done)
 
-    async def find_prefix(self, message: FindPrefix) -> PrefixFound:
-        """Ask the peer."""
-        request = self._control.next_request()
-        return await self._control.ask(replace(message, request=request), PrefixFound)
-
-    async def restore_prefix(self, message: RestorePrefix) -> PrefixRestored:
-        """Ask the peer, and wait as long as it reports that it reads."""
-        request = self._control.next_request()
-        return await self._control.ask(
-            replace(message, request=request), PrefixRestored, on_progress=lambda report: None
-        )
-
-    async def move_kv(self, message: MoveKv) -> KvMoved:
-        """Ask the peer, and wait as long as it reports that it reads."""
-        request = self._control.next_request()
-        return await self._control.ask(
-            replace(message, request=request), KvMoved, on_progress=lambda report: None
-        )
-
-    async def audit(self, message: AuditStage) -> StageAudited:
-        """Ask the peer."""
-        request = self._control.next_request()
-        return await self._control.ask(replace(message, request=request), StageAudited)
-
-    async def compute_layer(self, message: ComputeLayer) -> LayerComputed:
-        """Ask the peer, and wait as long as it reports that it reads."""
-        request = self._control.next_request()
-        return await self._control.ask(
-            replace(message, request=request), LayerComputed, on_progress=lambda report: None
-        )
+    async def order(self, message: Order, expected: type[Answer]) -> Answer:
+        """Ask the peer, and wait as long as it reports that it works where that may take long."""
+        numbered = replace(message, request=self._control.next_request())
+        if isinstance(message, FindPrefix | AuditStage):
+            return await self._control.ask(numbered, expected)
+        return await self._control.ask(numbered, expected, on_progress=lambda report: None)
 
     @property
     def first_stage(self) -> None:

@@ -25,7 +25,7 @@ from shardnet.api.dashboard.node_book import NodeBook
 from shardnet.api.server.ring_metrics import RingMetrics
 from shardnet.cluster.machine.profile import MemoryBudget, find_devices
 from shardnet.cluster.recovery.audits import Answer, Audits, judge
-from shardnet.cluster.ring.stage_port import RemotePort
+from shardnet.cluster.ring.stage_port import Order, RemotePort
 from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.stage.stage_model import StageModel
@@ -225,13 +225,17 @@ def test_a_stage_that_was_wrong_from_the_start_is_noticed_by_others_while_nothin
 def test_of_two_that_stand_by_their_word_none_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def unlike(port: RemotePort, message: ComputeLayer) -> LayerComputed:
-        return LayerComputed(request=1, took_s=0.0, after=b"unlike")
+    order = RemotePort.order
+
+    async def unlike(port: RemotePort, message: Order, expected: type[Any]) -> Any:
+        if isinstance(message, ComputeLayer):
+            return LayerComputed(request=1, took_s=0.0, after=b"unlike")
+        return await order(port, message, expected)
 
     async def main() -> None:
         async with ring(tmp_path, "anna", "bert") as audited:
             whole = await audited.say()
-            monkeypatch.setattr(RemotePort, "compute_layer", unlike)
+            monkeypatch.setattr(RemotePort, "order", unlike)
             assert await audited.say(lambda: bool(audited.found)) == whole
             assert audited.found == [("anna", False)]
             assert any("it and bert compute the same rows" in x for x in audited.nodes[0].lines)
