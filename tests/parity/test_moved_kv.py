@@ -18,7 +18,7 @@ from shardnet.errors import UsageError
 from shardnet.runtime.loading.joined import JoinedCompute
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import OpenSequence
-from shardnet.stage.moves.slot_moves import JoinedMoves, SlotMoves
+from shardnet.stage.moves.slot_moves import JoinedMoves, Moves
 from shardnet.types import KvDType, LayerRange, SequenceId, SlotId, WireDType, block_spans
 
 CONTEXT = 1280
@@ -48,10 +48,11 @@ PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_lo
 """What is drawn depends on every token before it, those of the prompt too."""
 
 
-def pull(source: SlotMoves, target: SlotMoves, layers: LayerRange, end: int) -> int:
+def pull(whence: Moves, whither: Moves, layers: LayerRange, end: int) -> int:
     """Do what a node does for MoveKv; return the bytes that went over."""
     n_bytes = 0
     for layer in layers:
+        source, target = whence.part_of(layer), whither.part_of(layer)
         begin = target.next_wanted(OLD, layer)
         held = source.held(OLD, SlotId(0), layer, begin, end)
         target.expect(OLD, layer, held, end)
@@ -148,8 +149,8 @@ def test_a_standby_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> No
         assert not each.is_whole(OLD, 590)
     if family == "gemma3_text":
         with pytest.raises(UsageError, match="was to go on from 100 with a window of 6"):
-            moves.take_own(OLD, moves, SlotId(0), 0, 100)
-    moves.take_own(OLD, moves, SlotId(0), 0, 590)
+            moves.part_of(0).take_own(OLD, moves, SlotId(0), 0, 100)
+    moves.part_of(0).take_own(OLD, moves, SlotId(0), 0, 590)
     last.moves.take_own(OLD, last.moves, SlotId(0), 2, 590)
     assert moves.is_whole(OLD, 590)
     assert not moves.is_whole(OLD, 601)

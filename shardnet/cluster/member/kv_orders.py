@@ -21,7 +21,7 @@ from shardnet.wire.messages.bulk import FetchKv, KvRows
 from shardnet.wire.messages.stages import KvMoved, MoveKv
 
 if TYPE_CHECKING:  # it imports torch
-    from shardnet.stage.moves.slot_moves import SlotMoves
+    from shardnet.stage.moves.slot_moves import Moves
 
 KEPT_S: Final = 60.0
 """How long something that was moved waits to be opened, and a link for more to be moved."""
@@ -38,10 +38,10 @@ class HostedKv:
     async def held(self, ask: FetchKv) -> KvRows:
         """Say what is here. Raises UsageError as SlotMoves.held, and for other rows than here."""
 
-        def look(moves: SlotMoves) -> KvRows:
+        def look(moves: Moves) -> KvRows:
             if ask.form != moves.form:
                 raise UsageError(f"rows of {ask.form} were asked for, and here are {moves.form}")
-            held = moves.held(*_which(ask), ask.begin, ask.end)
+            held = moves.part_of(ask.layer).held(*_which(ask), ask.begin, ask.end)
             return KvRows(
                 request=ask.request,
                 first=held.first,
@@ -54,8 +54,8 @@ class HostedKv:
     async def read(self, ask: FetchKv, begin: int, end: int) -> memoryview:
         """Copy some positions. Raises UsageError likewise."""
 
-        def read(moves: SlotMoves) -> memoryview:
-            return moves.read(*_which(ask), begin, end)
+        def read(moves: Moves) -> memoryview:
+            return moves.part_of(ask.layer).read(*_which(ask), begin, end)
 
         return await self._host.on_moves(ask.ring, ask.epoch, read)
 
@@ -116,11 +116,9 @@ class KvOrders:
             elif message.is_last:
                 ours = host.moves_of(message.ring, message.epoch)
 
-                def take(
-                    moves: SlotMoves, ours: SlotMoves = ours, layers: list[int] = layers
-                ) -> None:
+                def take(moves: Moves, ours: Moves = ours, layers: list[int] = layers) -> None:
                     for layer in layers:
-                        moves.take_own(sequence_id, ours, slot, layer, n_positions)
+                        moves.part_of(layer).take_own(sequence_id, ours, slot, layer, n_positions)
 
                 await host.on_arrivals(to, take)
         is_whole = await host.on_arrivals(
@@ -150,8 +148,10 @@ class KvOrders:
         """Ask for all layers, then take what comes, block by block."""
         sequence_id = SequenceId(message.sequence_id)
 
-        def wanted(moves: SlotMoves) -> tuple[str, list[int]]:
-            return moves.form, [moves.next_wanted(sequence_id, layer) for layer in layers]
+        def wanted(moves: Moves) -> tuple[str, list[int]]:
+            return moves.form, [
+                moves.part_of(layer).next_wanted(sequence_id, layer) for layer in layers
+            ]
 
         form, begins = await self._host.on_arrivals(message.to, wanted)
         asked = [
@@ -182,9 +182,9 @@ class KvOrders:
         sequence_id, to = SequenceId(message.sequence_id), message.to
         rows = await client.rows(request)
 
-        def expect(moves: SlotMoves) -> None:
+        def expect(moves: Moves) -> None:
             held = HeldRows(first=rows.first, n_bytes=rows.n_bytes, is_state=rows.is_state)
-            moves.expect(sequence_id, layer, held, end)
+            moves.part_of(layer).expect(sequence_id, layer, held, end)
 
         await self._host.on_arrivals(to, expect)
         parts = [(0, end)] if rows.is_state else [*block_spans(rows.first, end)]
@@ -199,14 +199,16 @@ class KvOrders:
                 del buffer[:size]
 
                 def write(
-                    moves: SlotMoves,
+                    moves: Moves,
                     part: tuple[int, int] = part,
                     data: bytearray = data,
                 ) -> None:
-                    moves.write(sequence_id, layer, *part, data)
+                    moves.part_of(layer).write(sequence_id, layer, *part, data)
 
                 await self._host.on_arrivals(to, write)
-        await self._host.on_arrivals(to, lambda moves: moves.came(sequence_id, layer, end))
+        await self._host.on_arrivals(
+            to, lambda moves: moves.part_of(layer).came(sequence_id, layer, end)
+        )
         return rows.n_bytes
 
     def _expire_later(self) -> None:

@@ -43,7 +43,7 @@ from shardnet.wire.messages.handshake import Hello
 from shardnet.wire.messages.stages import LoadStage
 
 if TYPE_CHECKING:  # it imports torch
-    from shardnet.stage.moves.slot_moves import SlotMoves
+    from shardnet.stage.moves.slot_moves import Moves
     from shardnet.stage.prefixes.prefix_store import PrefixStore
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
 
@@ -284,7 +284,7 @@ class StageHost:
             self._prepared = None
             await self._loader.release_freed_memory()
 
-    def moves_of(self, ring: str, epoch: int) -> SlotMoves:
+    def moves_of(self, ring: str, epoch: int) -> Moves:
         """Return what moves sequences from this node's stage; for jobs on the compute thread.
 
         Raises UsageError unless this node is a member of that ring and its stage can give them.
@@ -296,14 +296,14 @@ class StageHost:
         """Return the layers that the stage ready for a ring caches, or raise UsageError."""
         return self._prepared_for(ring).order.caching
 
-    async def on_moves(self, ring: str, epoch: int, job: Callable[[SlotMoves], T]) -> T:
+    async def on_moves(self, ring: str, epoch: int, job: Callable[[Moves], T]) -> T:
         """Run `job` with what sequences hold on this node's stage, on the compute thread.
 
         Raises as `moves_of`, and what `job` raises.
         """
         return await self._compute.run(partial(job, self.moves_of(ring, epoch)))
 
-    async def on_arrivals(self, ring: str, job: Callable[[SlotMoves], T]) -> T:
+    async def on_arrivals(self, ring: str, job: Callable[[Moves], T]) -> T:
         """Run `job` with what arrives for the stage that is ready for a ring.
 
         On the compute thread. Raises UsageError if no stage is ready, and what `job` raises.
@@ -537,7 +537,7 @@ class StageHost:
             await self._loader.release_freed_memory()
 
 
-def _moves(stage: LoadedStage | None) -> SlotMoves:
+def _moves(stage: LoadedStage | None) -> Moves:
     """Return what moves sequences to and from a stage. Raises UsageError where nothing can."""
     if stage is None or stage.moves is None:
         raise UsageError(

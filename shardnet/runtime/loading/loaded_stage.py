@@ -13,7 +13,7 @@ from shardnet.types import LayerRange
 
 if TYPE_CHECKING:
     from shardnet.stage.kept_linears import KeptLinears
-    from shardnet.stage.moves.slot_moves import SlotMoves
+    from shardnet.stage.moves.slot_moves import Moves
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
     from shardnet.stage.stage_audit import StageAudit
 
@@ -62,7 +62,7 @@ class LoadedStage:
     prefixes: StagePrefixes | None = None
     arithmetic: str = ""
     shares_blocks: bool = False
-    moves: SlotMoves | None = None
+    moves: Moves | None = None
     linears: KeptLinears | None = None
     audit: StageAudit | None = None
     parts: tuple[LoadedStage, ...] = ()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -206,16 +206,16 @@ class SlotMoves:
         arriving.ends[index] = end
 
     def take_own(
-        self, sequence_id: SequenceId, other: SlotMoves, slot: SlotId, layer: int, end: int
+        self, sequence_id: SequenceId, other: Moves, slot: SlotId, layer: int, end: int
     ) -> None:
         """Take a layer from a slot of another stage of this node, copied only where it is shared.
 
         Nothing before `end` may be written there afterwards. Raises UsageError as `held`, and if
         the slot has gone on so far that its window has dropped what the next row attends to.
         """
-        other = other.part_of(layer)
-        first = other.held(sequence_id, slot, layer, 0, end).first
-        contents, there = other._contents(sequence_id, slot, layer)
+        source = other.part_of(layer)
+        first = source.held(sequence_id, slot, layer, 0, end).first
+        contents, there = source._contents(sequence_id, slot, layer)
         window = self._kv.windows[layer - self._layers.start]
         if first and window is not None and end - window + 1 < first:
             raise UsageError(
@@ -300,10 +300,10 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-class JoinedMoves(SlotMoves):
-    """Gives away and takes in for `parts`, in the order of their layers."""
+class JoinedMoves:
+    """Gives away and takes in for `parts`, in the order of their layers; each moves its own."""
 
-    def __init__(self, parts: Sequence[SlotMoves]) -> None:
+    def __init__(self, parts: Sequence[Moves]) -> None:
         self._parts = tuple(parts)
 
     @property
@@ -320,46 +320,10 @@ class JoinedMoves(SlotMoves):
         """See SlotMoves."""
         return any(part.has_layer(layer) for part in self._parts)
 
-    def held(
-        self, sequence_id: SequenceId, slot: SlotId, layer: int, begin: int, end: int
-    ) -> HeldRows:
-        """See SlotMoves."""
-        return self.part_of(layer).held(sequence_id, slot, layer, begin, end)
-
-    def read(
-        self, sequence_id: SequenceId, slot: SlotId, layer: int, begin: int, end: int
-    ) -> memoryview:
-        """See SlotMoves."""
-        return self.part_of(layer).read(sequence_id, slot, layer, begin, end)
-
     def begin(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
         """See SlotMoves."""
         for part in self._parts:
             part.begin(sequence_id, token_ids)
-
-    def next_wanted(self, sequence_id: SequenceId, layer: int) -> int:
-        """See SlotMoves."""
-        return self.part_of(layer).next_wanted(sequence_id, layer)
-
-    def expect(self, sequence_id: SequenceId, layer: int, held: HeldRows, end: int) -> None:
-        """See SlotMoves."""
-        self.part_of(layer).expect(sequence_id, layer, held, end)
-
-    def write(
-        self, sequence_id: SequenceId, layer: int, begin: int, end: int, data: bytearray
-    ) -> None:
-        """See SlotMoves."""
-        self.part_of(layer).write(sequence_id, layer, begin, end, data)
-
-    def came(self, sequence_id: SequenceId, layer: int, end: int) -> None:
-        """See SlotMoves."""
-        self.part_of(layer).came(sequence_id, layer, end)
-
-    def take_own(
-        self, sequence_id: SequenceId, other: SlotMoves, slot: SlotId, layer: int, end: int
-    ) -> None:
-        """See SlotMoves."""
-        self.part_of(layer).take_own(sequence_id, other, slot, layer, end)
 
     def is_whole(self, sequence_id: SequenceId, n_positions: int) -> bool:
         """See SlotMoves."""
@@ -383,3 +347,7 @@ class JoinedMoves(SlotMoves):
         """See SlotMoves; the first part refuses a layer that none has."""
         having = [part for part in self._parts if part.has_layer(layer)]
         return (having or self._parts)[0].part_of(layer)
+
+
+Moves: TypeAlias = SlotMoves | JoinedMoves
+"""What moves a stage, of one part or joined of several."""
