@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -35,21 +35,29 @@ class Objective(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedSizes:
-    """Sizes of a model with `flags`, which quantise weights, keys and values, or both.
+class Sizes:
+    """Sizes of a model that quantisation can change, in bytes; ModelShape says what each is."""
 
-    `spared_bytes` and `tied_bytes` as in ModelShape.
-    """
-
-    flags: tuple[str, ...]
     layer_bytes: int
     head_bytes: int
     kv_block_bytes: int
     activation_bytes: int
-    activation_position_bytes: int
+    activation_position_bytes: int = 0
     state_bytes: int = 0
     spared_bytes: tuple[int, ...] = ()
     tied_bytes: int = 0
+
+    @property
+    def each(self) -> dict[str, Any]:
+        """The sizes by their names, without what a class adds to them."""
+        return {size.name: getattr(self, size.name) for size in fields(Sizes)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedSizes(Sizes):
+    """Sizes of a model with `flags`, which quantise weights, keys and values, or both."""
+
+    flags: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +90,7 @@ class Gathers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
+class ModelShape(Sizes):
     """Sizes of a model in the dtype that it computes in, in bytes.
 
     `context` is the positions of the one sequence there must be room for. `kv_block_bytes` is one
@@ -103,20 +111,12 @@ class ModelShape:
     """
 
     n_layers: int
-    layer_bytes: int
     embedding_bytes: int
-    head_bytes: int
     hop_bytes: int
     context: int
-    kv_block_bytes: int
-    activation_bytes: int
-    activation_position_bytes: int = 0
     quantized_sizes: tuple[QuantizedSizes, ...] = ()
     layer_read_bytes: int | None = None
-    spared_bytes: tuple[int, ...] = ()
     streaming: Streaming | None = None
-    tied_bytes: int = 0
-    state_bytes: int = 0
     n_tail_layers: int = 0
     narrow_hops: Mapping[tuple[NodeId, NodeId], int] = field(default_factory=dict)
     gathers: Gathers | None = None
@@ -148,24 +148,13 @@ class ModelShape:
 
     def quantized(self, sizes: QuantizedSizes) -> ModelShape:
         """Return the shape with more of it quantised: with `sizes`."""
-        return replace(
-            self,
-            layer_bytes=sizes.layer_bytes,
-            head_bytes=sizes.head_bytes,
-            kv_block_bytes=sizes.kv_block_bytes,
-            activation_bytes=sizes.activation_bytes,
-            activation_position_bytes=sizes.activation_position_bytes,
-            spared_bytes=sizes.spared_bytes,
-            tied_bytes=sizes.tied_bytes,
-            state_bytes=sizes.state_bytes,
-            quantized_sizes=(),
-        )
+        return replace(self, **sizes.each, quantized_sizes=())
 
     def shared_by(self, n_shards: int) -> ModelShape:
         """Return the sizes in `n_shards` shards together: each has all activations and states."""
         copies = self.gathers.kv_copies.get(n_shards, 1) if self.gathers is not None else 1
 
-        def several(sizes: ModelShape | QuantizedSizes) -> dict[str, Any]:
+        def several(sizes: Sizes) -> dict[str, Any]:
             return {
                 "kv_block_bytes": sizes.kv_block_bytes * copies,
                 "activation_bytes": sizes.activation_bytes * n_shards,

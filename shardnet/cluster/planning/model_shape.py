@@ -93,19 +93,12 @@ def model_shape(
     )
     weights = _quantized_sizes(config, form, context, quantization.kv_dtype)
     return ModelShape(
+        **weights.each,
         n_layers=config.n_layers,
-        layer_bytes=weights.layer_bytes,
-        spared_bytes=weights.spared_bytes,
         embedding_bytes=embedding_weight_bytes(config, form) + tower_bytes,
-        head_bytes=weights.head_bytes,
         hop_bytes=(wire_dtype or WireDType.own(dtype)).row_bytes(config.hidden_size),
         context=context,
-        kv_block_bytes=weights.kv_block_bytes,
-        activation_bytes=weights.activation_bytes,
-        activation_position_bytes=weights.activation_position_bytes,
-        state_bytes=weights.state_bytes,
         layer_read_bytes=layer_read_bytes(config, form),
-        tied_bytes=weights.tied_bytes,
         streaming=Streaming(
             read_bytes=layer_stream_bytes(config, form),
             buffer_bytes=layer_buffer_bytes(config, form),
