@@ -119,11 +119,6 @@ def _stage_lines(plan: PlanReply) -> list[str]:
     return lines
 
 
-def part_json(part: PlannedPart) -> dict[str, Any]:
-    """Return what is told of layers on a device of a node."""
-    return msgspec.structs.asdict(part) | {"layers": list(part.layers)}
-
-
 def _part_line(part: PlannedPart) -> str:
     line = (
         f"{' + '.join(part.devices)}: {LayerRange(*part.layers).words}"

@@ -27,7 +27,7 @@ from shardnet.tokenizers.chat.chat_template import (
 from shardnet.tokenizers.chat.template_process import TemplateProcess
 from shardnet.tokenizers.formats.tokenizer_files import NAMES, tokenizer_files, tokenizer_place
 from shardnet.tokenizers.text_process import TextProcess, digest_of
-from shardnet.tokenizers.token_table import HAS_TOKEN, IS_BYTE, Bos, Joins, TokenTable
+from shardnet.tokenizers.token_table import HAS_TOKEN, Bos, Joins, TokenTable
 
 _log = logging.getLogger(__name__)
 
@@ -307,10 +307,6 @@ class Tokenizer:
     def ids_without_token(self, n_rows: int) -> tuple[int, ...]:
         """List the ids below `n_rows` that have no token."""
         return self._table.ids_without_token(n_rows)
-
-    def is_byte_piece(self, token_id: int) -> bool:
-        """Say whether the token is a fallback byte such as `<0xE2>`, decoded as part of its run."""
-        return self.flags(token_id) & IS_BYTE != 0
 
 
 def no_tokenizer(model: object, what: str) -> CheckpointError:

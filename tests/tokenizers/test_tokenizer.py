@@ -140,10 +140,8 @@ def test_bytes_of_sentencepiece_tokens_join_to_the_text(kind: str, text: str) ->
 def test_a_fallback_byte_is_one_byte(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     token_id = len(small.SPECIAL) + 0xE2
-    assert tokenizer.is_byte_piece(token_id)
     assert tokenizer.token_bytes(token_id) == b"\xe2"
     assert tokenizer.token_text(token_id) == "�"
-    assert not tokenizer.is_byte_piece(token_id + 256)
 
 
 def test_token_text_of_whole_tokens() -> None:

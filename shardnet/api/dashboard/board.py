@@ -7,7 +7,7 @@ of events.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -34,16 +34,9 @@ _MEMORY_STEP: Final = 64 << 20
 class Dashboard:
     """Shows and acts for one server."""
 
-    def __init__(
-        self,
-        service: Service,
-        *,
-        watcher: Watcher | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, service: Service, *, watcher: Watcher | None = None) -> None:
         self._service = service
-        self._clock = clock
-        self._began_s = clock()
+        self._began_s = time.monotonic()
         self.watcher = watcher or Watcher(service.client)
         self.jobs = Jobs(service, self.watcher.notify)
 
@@ -102,7 +95,7 @@ class Dashboard:
         service, watcher = self._service, self.watcher
         return ShownServer(
             version=__version__,
-            uptime_s=self._clock() - self._began_s,
+            uptime_s=time.monotonic() - self._began_s,
             node=watcher.asked or None,
             name=watcher.asked_name or None,
             answers=not watcher.failure,

@@ -60,7 +60,6 @@ class ModelNames:
         self,
         client: Client,
         *,
-        clock: Callable[[], float] = time.monotonic,
         current: Callable[[], ModelChoice | None] | None = None,
         may_switch: bool = True,
         aliases: Mapping[str, str] = NO_ALIASES,
@@ -73,7 +72,6 @@ class ModelNames:
         """
         self._aliases = dict(aliases)
         self._client = client
-        self._clock = clock
         self._current = current
         self._may_switch = may_switch
         self._last: ModelChoice | None = None
@@ -160,7 +158,7 @@ class ModelNames:
         """Return the models by their own names, the default one first."""
         default = self.default
         async with self._listing:
-            if self._clock() - self._listed_at_s >= FRESH_S:
+            if time.monotonic() - self._listed_at_s >= FRESH_S:
                 await self._refresh()
         if self._is_fixed:
             return (default, *_adapted(default))
@@ -202,7 +200,7 @@ class ModelNames:
                         break
         except (ShardnetError, TimeoutError):
             found = {**self._listed, **found}
-        self._listed, self._listed_at_s = found, self._clock()
+        self._listed, self._listed_at_s = found, time.monotonic()
 
 
 def written(at_s: int) -> str:

@@ -168,15 +168,6 @@ def first_part_name(name: str) -> str:
     return f"{match[1]}-00001-of-{match[3]}.gguf" if match else name
 
 
-def gguf_metadata(path: Path) -> dict[str, MetadataValue] | None:
-    """Read the metadata of the GGUF checkpoint at `path` (see `gguf_files`); None if it is not one.
-
-    Raises CheckpointError for a damaged file.
-    """
-    files = gguf_files(path)
-    return dict(read_gguf_header(files[0]).metadata) if files else None
-
-
 def first_texts(path: Path, keys: Collection[str]) -> dict[str, str]:
     """Read texts of one file's metadata as far as the tokenizer's, which are long.
 

@@ -55,8 +55,8 @@ class Member:
     size_bytes: int
 
 
-def read_torch_file(path: Path, prefix: str = "") -> TensorFile:
-    """List the tensors of a file that torch.save wrote; `prefix` is put before their names.
+def read_torch_file(path: Path) -> TensorFile:
+    """List the tensors of a file that torch.save wrote.
 
     Raises CheckpointError, which names the file, when it is damaged, older than torch 1.6, or its
     pickle is more than a dict of tensors. Nothing of it is executed.
@@ -86,7 +86,7 @@ def read_torch_file(path: Path, prefix: str = "") -> TensorFile:
             if name.startswith(f"{folder}data/")
         }
         tensors = [
-            _stored(path, prefix + name, tensor, storages)
+            _stored(path, name, tensor, storages)
             for name, tensor in pickled_tensors(data, str(path)).items()
         ]
         heads = _between(path, storages.values(), size_bytes)

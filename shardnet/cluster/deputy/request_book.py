@@ -44,10 +44,7 @@ class CopiedRequest:
 class RequestBook:
     """The requests of one head. Moments are of one clock, in seconds."""
 
-    def __init__(
-        self, *, most_requests: int = MAX_REQUESTS, most_numbers: int = MAX_NUMBERS
-    ) -> None:
-        self._most_requests = most_requests
+    def __init__(self, *, most_numbers: int = MAX_NUMBERS) -> None:
         self._most_numbers = most_numbers
         self._requests: dict[str, CopiedRequest] = {}
         self._n_numbers = 0
@@ -69,7 +66,7 @@ class RequestBook:
         """Begin to keep a request, in the place of one with its key; None if there is no room."""
         self._forget_old(now_s)
         self.forget(generate.key)
-        if len(self._requests) >= self._most_requests:
+        if len(self._requests) >= MAX_REQUESTS:
             return None
         request = self._requests[generate.key] = CopiedRequest(generate=generate)
         return request if self._count(request, len(generate.token_ids or ())) else None

@@ -64,22 +64,16 @@ class PulledLayers:
 
 
 def pull_layers(
-    name: HubName,
-    layers: LayerRange,
-    report: Report,
-    cache: ModelCache,
-    *,
-    root: Path | None = None,
+    name: HubName, layers: LayerRange, report: Report, cache: ModelCache
 ) -> PulledLayers:
     """Download the tensors of a stage with `layers`, embedding and head included.
 
     Resumes an interrupted download. The Hub states no digests of single tensors: their integrity
-    rests on the encrypted connection. `root` is the cache folder of whole files, by default that of
-    huggingface_hub. Raises HubError as hub.pull; CheckpointError if the model is not supported or
-    has no such layers, or if its tensors are not in safetensors; CapacityError if the cache has no
-    room.
+    rests on the encrypted connection. Raises HubError as hub.pull; CheckpointError if the model is
+    not supported or has no such layers, or if its tensors are not in safetensors; CapacityError if
+    the cache has no room.
     """
-    root = root or cache_root()
+    root = cache_root()
     with named_errors(name):
         commit, files = look_up(name, root)
         _refuse_other_formats(name, files)

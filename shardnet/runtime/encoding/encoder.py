@@ -6,7 +6,7 @@ nothing up and runs no code of a checkpoint. Must not know threads, nor who asks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -110,19 +110,16 @@ def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
         yield batch
 
 
-def load_encoder(
-    facts: EncoderFacts, device: str, came: Callable[[int], None] = lambda n_bytes: None
-) -> Encoder:
+def load_encoder(facts: EncoderFacts, device: str) -> Encoder:
     """Load an encoder onto a torch device. Blocks.
 
-    `came` is called with the bytes of each piece that is read, and may raise to cancel. Raises
-    UsageError without transformers, CheckpointError if the files do not make the model.
+    Raises UsageError without transformers, CheckpointError if the files do not make the model.
     """
     made = _class_of(facts)
     tensors = {
         tensor.name: tensor.make(
             [
-                read_stored(facts.folder, source, facts.opened[source.file], came)
+                read_stored(facts.folder, source, facts.opened[source.file])
                 for source in tensor.sources
             ],
             torch.float32,

@@ -55,14 +55,12 @@ class ShardLinks:
         links: Mapping[int, Link],
         epoch: Epoch,
         part_s: float = PART_S,
-        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.shard = shard
         self.n_shards = len(links) + 1
         self._links = dict(links)
         self._epoch = epoch
         self._part_s = part_s
-        self._now_s = now_s
         self._loop = asyncio.get_running_loop()
         self._inboxes: dict[int, queue.SimpleQueue[Frame | None]] = {
             other: queue.SimpleQueue() for other in links
@@ -165,7 +163,7 @@ class ShardLinks:
 
     def _part(self, other: int, expected: tuple[int, int, WireDType, int, int]) -> Buffer:
         """Wait for the part of a shard; what is left of steps before this one is dropped."""
-        until_s = self._now_s() + self._part_s
+        until_s = time.monotonic() + self._part_s
         while True:
             frame = self._next(other, until_s)
             if frame.step < self._step:
@@ -188,7 +186,7 @@ class ShardLinks:
 
     def _next(self, other: int, until_s: float) -> Frame:
         try:
-            frame = self._inboxes[other].get(timeout=max(0.0, until_s - self._now_s()))
+            frame = self._inboxes[other].get(timeout=max(0.0, until_s - time.monotonic()))
         except queue.Empty:
             link = self._links[other]
             raise self._break(

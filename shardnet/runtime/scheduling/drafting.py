@@ -33,6 +33,8 @@ _PROMISED: Final = 1.05
 """A flight has to promise so many times the speed of drafts that wait: its waste takes energy."""
 _MOST_MATCHED: Final = 32
 """Tokens before a draft that are compared with those before its source."""
+SIZES: Final = (4, 3, 2)
+"""Lengths of the n-grams that are looked up, in this order."""
 _MOST_KEPT: Final = 16384
 """A longer text is not looked up by others: its index takes some hundred bytes a token."""
 _MOST_BEHIND, _FORGIVEN = 3.0, 0.0125
@@ -86,14 +88,11 @@ class NgramDrafts:
 
     flies = True
 
-    def __init__(
-        self, sizes: Sequence[int] = (4, 3, 2), before: deque[NgramDrafts] | None = None
-    ) -> None:
-        """Look up n-grams of these lengths, in this order; the first match counts.
+    def __init__(self, before: deque[NgramDrafts] | None = None) -> None:
+        """Look up n-grams of SIZES, in this order; the first match counts.
 
         The longest are looked up in the texts `before`, too, of which this one becomes the last.
         """
-        self._sizes = tuple(sizes)
         self._before = before
         self._next: dict[tuple[int, ...], int] = {}
         self._tokens: Sequence[int] = ()
@@ -114,12 +113,12 @@ class NgramDrafts:
         """See DraftSource. A match at the end of the text continues with its own drafts."""
         self._index(tokens)
         text = (*tokens[-_MOST_MATCHED:], *ahead)
-        for size in self._sizes:
+        for size in SIZES:
             start = self._next.get(text[-size:]) if len(text) > size else None
             if start is not None:
                 self._note_kinds(tokens, start, text, limit)
                 return _continued(tokens, ahead, start, limit)
-            for other in reversed(self._before or ()) if size == self._sizes[0] else ():
+            for other in reversed(self._before or ()) if size == SIZES[0] else ():
                 start = other._next.get(text[-size:])
                 if start is not None:
                     drafts = [*other._tokens[start : start + limit]]
@@ -136,7 +135,7 @@ class NgramDrafts:
     def _index(self, tokens: Sequence[int]) -> None:
         """Index the token after each n-gram, the latest occurrence wins; the last has none yet."""
         for end in range(max(self._n_indexed, 1), len(tokens)):
-            for size in self._sizes:
+            for size in SIZES:
                 if size <= end:
                     self._next[tuple(tokens[end - size : end])] = end
         self._tokens, self._n_indexed = tokens, len(tokens)

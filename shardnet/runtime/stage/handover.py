@@ -62,10 +62,6 @@ class Handover(StageInputs):
     The head's credit bounds how many steps wait here.
     """
 
-    def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
-        super().__init__()
-        self._clock_ns = clock_ns
-
     def send(self, output: StageOutput) -> None:
         """See StageSink."""
         if not isinstance(output, StepComputed):
@@ -78,7 +74,7 @@ class Handover(StageInputs):
                 batch=output.batch,
                 activations=output.result,
                 timings=output.timings,
-                arrived_ns=self._clock_ns(),
+                arrived_ns=time.perf_counter_ns(),
                 routing=output.routing,
                 blocks=output.blocks,
             )

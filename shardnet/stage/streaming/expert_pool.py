@@ -93,8 +93,7 @@ class PooledExpert:
 class ExpertPool:
     """Places in memory for experts of a stage's streamed layers; the least recently used go."""
 
-    def __init__(self, *, silence_s: float = SILENCE_S) -> None:
-        self._silence_s = silence_s
+    def __init__(self) -> None:
         self._is_silent = False
         self._experts: dict[tuple[int, int], _Expert] = {}
         self._held: OrderedDict[_Expert, None] = OrderedDict()
@@ -173,10 +172,10 @@ class ExpertPool:
         expert.place, expert.read = -1, None
 
     def _wait(self, expert: _Expert, read: Future[None]) -> None:
-        waited_s = 0 if self._is_silent else self._silence_s
+        waited_s = 0 if self._is_silent else SILENCE_S
         self._is_silent = bool(wait_for([read], waited_s).not_done)
         if self._is_silent:
-            raise no_answer(expert.pieces[0].part.path, self._silence_s, "experts")
+            raise no_answer(expert.pieces[0].part.path, SILENCE_S, "experts")
 
 
 def _read(pieces: Iterable[Piece], place: Tensor) -> None:

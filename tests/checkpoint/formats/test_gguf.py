@@ -23,7 +23,7 @@ from support.oracles.plain_blocks import BLOCKS
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.formats import gguf_types
-from shardnet.checkpoint.formats.gguf_header import gguf_metadata, read_gguf_header
+from shardnet.checkpoint.formats.gguf_header import read_gguf_header
 from shardnet.errors import CheckpointError, ShardnetError, UnsupportedModelError
 from shardnet.model.families.stage_tensors import left_over, stage_tensors
 from shardnet.types import DType, LayerRange
@@ -177,14 +177,6 @@ class TestPaths:
         (parts / names[1]).unlink()
         with pytest.raises(CheckpointError, match=r"00002-of-00003\.gguf: this part is missing"):
             Checkpoint.open(parts)
-
-    def test_metadata_is_a_plain_dict(self, small: Path, tmp_path: Path) -> None:
-        metadata = gguf_metadata(small.parent)
-        assert metadata is not None
-        assert metadata["general.architecture"] == "llama"
-        assert metadata["llama.block_count"] == 2
-        assert metadata["tokenizer.ggml.eos_token_id"] == 1
-        assert gguf_metadata(tmp_path) is None
 
 
 def test_files_of_2023_have_a_tensor_for_each_expert(tmp_path: Path) -> None:
