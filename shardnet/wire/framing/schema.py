@@ -1,4 +1,4 @@
-"""What the fields of msgpack schemas are: their types and bounds. Their bases stand in types.py.
+"""What the fields of msgpack schemas are: their types and bounds, and the first ones of messages.
 
 Every message is a strict struct: an unknown field, a missing one or a value out of bounds is the
 peer's fault and becomes RemoteProtocolError where it is read. Knows no message.
@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.types import U32, LayerNumber
+from shardnet.types import U32, LayerNumber, Tagged
 from shardnet.wire.framing.frames import Frame
 
 MAX_STAGES: Final = 256
@@ -84,6 +84,20 @@ Explanation = Annotated[str, Meta(max_length=MAX_EXPLANATION)]
 Remedy = Explanation | msgspec.UnsetType
 """What to do about a failure, in the imperative. The key is left out where nothing is known."""
 TokenIds = Annotated[list[U32], Meta(max_length=1 << 20)]
+
+
+class Numbered(Tagged, frozen=True, kw_only=True):
+    """A request, or a part of its answer, which has the same number."""
+
+    request: RequestId
+
+
+class OfRing(Numbered, frozen=True, kw_only=True):
+    """A request that concerns one ring."""
+
+    ring: Name
+    epoch: U32
+
 
 _T = TypeVar("_T")
 

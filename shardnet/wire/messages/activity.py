@@ -10,18 +10,18 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from shardnet.types import U32, U64, LiveState, Positions, Row, Strict, Tagged
+from shardnet.types import U32, U64, LiveState, Positions, Row, Strict
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
     Count,
     Explanation,
     Moment,
     Name,
+    Numbered,
     PathText,
     Phase,
     Priority,
     Rank,
-    RequestId,
     Seconds,
 )
 from shardnet.wire.messages.diagnostics import RingBehind, RingLoad
@@ -40,13 +40,12 @@ MAX_TRACED_STEPS: Final = 1 << 14
 MAX_PIECE_STEPS: Final = 256
 
 
-class GetActivity(Tagged, frozen=True, kw_only=True):
+class GetActivity(Numbered, frozen=True, kw_only=True):
     """Ask for the ring that a node leads. Answered by RingActivity, or Redirect to its head.
 
     Steps up to number `after_step` of the ring `known_ring` are left out, and its plan too.
     """
 
-    request: RequestId
     known_ring: Name = ""
     after_step: Count = 0
 
@@ -123,7 +122,7 @@ class RecoverySeen(Strict, frozen=True, kw_only=True):
     error: Explanation = ""
 
 
-class RingActivity(Tagged, frozen=True, kw_only=True):
+class RingActivity(Numbered, frozen=True, kw_only=True):
     """Answers GetActivity. `ring` is the name of the ring, "" without one.
 
     `plan` is there unless the asking side knows the ring. `age_us` is the time since it was built,
@@ -133,7 +132,6 @@ class RingActivity(Tagged, frozen=True, kw_only=True):
     first.
     """
 
-    request: RequestId
     ring: Name = ""
     is_broken: bool = False
     is_recovering: bool = False
@@ -148,46 +146,40 @@ class RingActivity(Tagged, frozen=True, kw_only=True):
     rings: Annotated[list[RingBehind], Meta(max_length=MAX_STAGES)] = []
 
 
-class KeepRing(Tagged, frozen=True, kw_only=True):
+class KeepRing(Numbered, frozen=True, kw_only=True):
     """Have the head of a ring build it for `choice`, keep it, and tell how it is until cancelled.
 
     Answered by NodeProgress while it is built, PlanReply, and RingKept again and again; by Failed
     when the ring is over. Requests without nodes of their own are then redirected to the sender.
     """
 
-    request: RequestId
     choice: ModelChoice
 
 
-class RingKept(Tagged, frozen=True, kw_only=True):
+class RingKept(Numbered, frozen=True, kw_only=True):
     """Answers KeepRing: what the ring has in hand. While it `is_recovering` others should do it."""
 
-    request: RequestId
     load: RingLoad
     is_recovering: bool = False
 
 
-class CancelSequence(Tagged, frozen=True, kw_only=True):
+class CancelSequence(Numbered, frozen=True, kw_only=True):
     """Ask the head to cancel a request of its ring, whoever sent it. Answered by Done or Redirect.
 
     The request fails with code 41.
     """
 
-    request: RequestId
     ring: Name
     sequence: U64
 
 
-class ReadClock(Tagged, frozen=True, kw_only=True):
+class ReadClock(Numbered, frozen=True, kw_only=True):
     """Ask for the clock by which a node times its stage. Answered by ClockRead at once."""
 
-    request: RequestId
 
-
-class ClockRead(Tagged, frozen=True, kw_only=True):
+class ClockRead(Numbered, frozen=True, kw_only=True):
     """Answers ReadClock: the clock when the request came, and when this left. Its 0 is anywhere."""
 
-    request: RequestId
     received_us: Microseconds
     sent_us: Microseconds
 
@@ -209,7 +201,7 @@ class TracedStep(Row, frozen=True, array_like=True):
     timings: Annotated[list[StageTiming], Meta(max_length=MAX_STAGES)]
 
 
-class TracePiece(Tagged, frozen=True, kw_only=True):
+class TracePiece(Numbered, frozen=True, kw_only=True):
     """The next steps of a Generate with `trace`; precedes Finished.
 
     `nodes` are the names of the ring's nodes in order. Their clocks are known to within
@@ -217,7 +209,6 @@ class TracePiece(Tagged, frozen=True, kw_only=True):
     were not traced.
     """
 
-    request: RequestId
     nodes: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
     clocks_within_us: Annotated[list[Microseconds], Meta(max_length=MAX_STAGES)]
     submitted_us: Microseconds

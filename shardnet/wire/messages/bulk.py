@@ -12,14 +12,15 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.types import U32, U64, Digest, LayerNumber, Positions, Row, Strict, Tagged
+from shardnet.types import U32, U64, Digest, LayerNumber, Positions, Row, Strict
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
 from shardnet.wire.framing.schema import (
     Count,
     Explanation,
     FileName,
     Name,
-    RequestId,
+    Numbered,
+    OfRing,
     decode,
     encode,
 )
@@ -32,10 +33,9 @@ MAX_RANGES: Final = 1 << 16
 TensorName = Annotated[str, Meta(max_length=1024)]
 
 
-class FetchSkeleton(Tagged, frozen=True, kw_only=True):
+class FetchSkeleton(Numbered, frozen=True, kw_only=True):
     """Ask which files a model has. Answered by Skeleton."""
 
-    request: RequestId
     model_id: Digest
 
 
@@ -54,34 +54,29 @@ class SkeletonFile(Strict, frozen=True, kw_only=True):
     heads: Annotated[list[HeadRange], Meta(max_length=MAX_RANGES)]
 
 
-class Skeleton(Tagged, frozen=True, kw_only=True):
+class Skeleton(Numbered, frozen=True, kw_only=True):
     """Answers FetchSkeleton."""
 
-    request: RequestId
     files: Annotated[list[SkeletonFile], Meta(max_length=MAX_FILES)]
 
 
-class FetchHead(Tagged, frozen=True, kw_only=True):
+class FetchHead(Numbered, frozen=True, kw_only=True):
     """Ask for the bytes of a file that the id covers, in order. Answered by Piece frames."""
 
-    request: RequestId
     model_id: Digest
     file: FileName
 
 
-class FetchPart(Tagged, frozen=True, kw_only=True):
+class FetchPart(Numbered, frozen=True, kw_only=True):
     """Ask for part number `part` of a tensor. Answered by Piece frames."""
 
-    request: RequestId
     model_id: Digest
     tensor: TensorName
     part: U32
 
 
-class Piece(Tagged, frozen=True, kw_only=True):
+class Piece(Numbered, frozen=True, kw_only=True):
     """The payload is what follows the bytes of the Piece before. The last one completes them."""
-
-    request: RequestId
 
 
 class PartName(Row, frozen=True, array_like=True):
@@ -91,39 +86,33 @@ class PartName(Row, frozen=True, array_like=True):
     part: U32
 
 
-class FetchDigests(Tagged, frozen=True, kw_only=True):
+class FetchDigests(Numbered, frozen=True, kw_only=True):
     """Ask for the SHA-256 of parts. Answered by Digests."""
 
-    request: RequestId
     model_id: Digest
     parts: Annotated[list[PartName], Meta(max_length=MAX_DIGESTS)]
 
 
-class Digests(Tagged, frozen=True, kw_only=True):
+class Digests(Numbered, frozen=True, kw_only=True):
     """Answers FetchDigests: SHA-256 in hex, in its order, null for a part that is not here."""
 
-    request: RequestId
     sha256: Annotated[list[Digest | None], Meta(max_length=MAX_DIGESTS)]
 
 
-class FetchAdapter(Tagged, frozen=True, kw_only=True):
+class FetchAdapter(Numbered, frozen=True, kw_only=True):
     """Ask for one layer's part of a LoRA adapter. Answered by Piece frames."""
 
-    request: RequestId
     adapter_id: Digest
     layer: LayerNumber
 
 
-class FetchKv(Tagged, frozen=True, kw_only=True):
+class FetchKv(OfRing, frozen=True, kw_only=True):
     """Ask for positions `[begin, end)` of one layer of a sequence, or for the layer's state.
 
     The sequence owns `slot` in the ring and epoch. `form` is what rows look like at the sender's.
     Answered by KvRows, Piece frames and KvSent.
     """
 
-    request: RequestId
-    ring: Name
-    epoch: U32
     sequence_id: U64
     slot: U32
     layer: LayerNumber
@@ -132,29 +121,26 @@ class FetchKv(Tagged, frozen=True, kw_only=True):
     form: Name
 
 
-class KvRows(Tagged, frozen=True, kw_only=True):
+class KvRows(Numbered, frozen=True, kw_only=True):
     """What follows: `n_bytes` of rows from position `first` on, or of a state.
 
     Rows before `first` are gone.
     """
 
-    request: RequestId
     first: Positions
     n_bytes: Count
     is_state: bool = False
 
 
-class KvSent(Tagged, frozen=True, kw_only=True):
+class KvSent(Numbered, frozen=True, kw_only=True):
     """All bytes of a FetchKv were sent; `sha256` is that of all of them, in hex."""
 
-    request: RequestId
     sha256: Digest
 
 
-class Refused(Tagged, frozen=True, kw_only=True):
+class Refused(Numbered, frozen=True, kw_only=True):
     """Answers any request of a bulk link, also after pieces: it failed. Codes as in ERROR."""
 
-    request: RequestId
     code: U32
     message: Explanation
 

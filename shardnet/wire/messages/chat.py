@@ -10,8 +10,8 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from shardnet.types import U32, Row, Strict, Tagged
-from shardnet.wire.framing.schema import Name, RequestId, Text
+from shardnet.types import U32, Row, Strict
+from shardnet.wire.framing.schema import Name, Numbered, Text
 from shardnet.wire.messages.plans import ModelChoice
 
 MAX_TOOL_CALLS: Final = 1 << 10
@@ -82,24 +82,22 @@ class AddedToken(Row, frozen=True, array_like=True):
     is_special: bool
 
 
-class DescribeTokenizer(Tagged, frozen=True, kw_only=True):
+class DescribeTokenizer(Numbered, frozen=True, kw_only=True):
     """Ask what is special about the tokenizer of a model, and for its chat template.
 
     Answered by TokenizerDescribed or Redirect; the ring is built if needed, as for Generate.
     """
 
-    request: RequestId
     choice: ModelChoice
 
 
-class TokenizerDescribed(Tagged, frozen=True, kw_only=True):
+class TokenizerDescribed(Numbered, frozen=True, kw_only=True):
     """Answers DescribeTokenizer: ids that begin and end a text, added tokens, the chat template.
 
     Tokens of more than 256 characters are left out. `template` is "" where there is none. It `sees`
     if prompts may have pictures.
     """
 
-    request: RequestId
     bos_id: U32 | None
     eos_ids: Annotated[list[U32], Meta(max_length=1024)]
     added: Annotated[list[AddedToken], Meta(max_length=MAX_ADDED_TOKENS)]

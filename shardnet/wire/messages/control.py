@@ -11,9 +11,9 @@ import msgspec
 from msgspec.structs import replace
 
 from shardnet.errors import ContextExceededError, ShardnetError, error_for_code
-from shardnet.types import U32, U32_MAX, Tagged
+from shardnet.types import U32, U32_MAX
 from shardnet.wire.framing.frames import Frame, FrameKind
-from shardnet.wire.framing.schema import Address, Explanation, Remedy, RequestId, decode, encode
+from shardnet.wire.framing.schema import Address, Explanation, Numbered, Remedy, decode, encode
 from shardnet.wire.messages.activity import (
     CancelSequence,
     ClockRead,
@@ -104,19 +104,16 @@ from shardnet.wire.messages.stages import (
 )
 
 
-class Done(Tagged, frozen=True, kw_only=True):
+class Done(Numbered, frozen=True, kw_only=True):
     """Answers a request that has nothing to report."""
 
-    request: RequestId
 
-
-class Failed(Tagged, frozen=True, kw_only=True):
+class Failed(Numbered, frozen=True, kw_only=True):
     """Answers any request: it failed. Codes are those of ERROR frames.
 
     `n_prompt` and `n_context` are the counts of a ContextExceededError.
     """
 
-    request: RequestId
     code: U32
     message: Explanation
     remedy: Remedy = msgspec.UNSET
@@ -124,14 +121,13 @@ class Failed(Tagged, frozen=True, kw_only=True):
     n_context: U32 | msgspec.UnsetType = msgspec.UNSET
 
 
-class Redirect(Tagged, frozen=True, kw_only=True):
+class Redirect(Numbered, frozen=True, kw_only=True):
     """Ask the node at `address` instead: it is the ring's head.
 
     In the middle of an answer the rest is asked for there: by Resume where it is copied, else by
     Generate with what has come as `made`.
     """
 
-    request: RequestId
     address: Address
 
 

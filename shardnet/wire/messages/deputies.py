@@ -20,7 +20,7 @@ from shardnet.wire.framing.schema import (
     Explanation,
     Logprob,
     Name,
-    RequestId,
+    Numbered,
     RequestKey,
     Seconds,
 )
@@ -102,10 +102,8 @@ class TokensCopied(Tagged, frozen=True, kw_only=True):
     rows: Annotated[list[CopiedTokens], Meta(max_length=MAX_COPIED_ROWS)]
 
 
-class TakeOver(Tagged, frozen=True, kw_only=True):
+class TakeOver(Numbered, frozen=True, kw_only=True):
     """Tell the deputy to take over: the sender ends, and has let go of the ring."""
-
-    request: RequestId
 
 
 class TakenOver(Tagged, frozen=True, kw_only=True):
@@ -120,37 +118,33 @@ class StandByRefused(Tagged, frozen=True, kw_only=True):
     why: Explanation
 
 
-class FindNode(Tagged, frozen=True, kw_only=True):
+class FindNode(Numbered, frozen=True, kw_only=True):
     """Ask a node whether it has a control link to another one."""
 
-    request: RequestId
     node: Name
 
 
-class NodeFound(Tagged, frozen=True, kw_only=True):
+class NodeFound(Numbered, frozen=True, kw_only=True):
     """Answers FindNode."""
 
-    request: RequestId
     is_linked: bool
 
 
-class CopiedTo(Tagged, frozen=True, kw_only=True):
+class CopiedTo(Numbered, frozen=True, kw_only=True):
     """Tells a client that what its Generate makes is copied to the node at `address`.
 
     If the link ends, Resume there has the rest.
     """
 
-    request: RequestId
     address: Address
 
 
-class Resume(Tagged, frozen=True, kw_only=True):
+class Resume(Numbered, frozen=True, kw_only=True):
     """Ask for the rest of the answer to a Generate that had `key`, from token `n_tokens` on.
 
     Answered as that was, or by Redirect.
     """
 
-    request: RequestId
     key: RequestKey
     n_tokens: U32 = 0
 
@@ -162,41 +156,37 @@ class ValueName(Strict, frozen=True, kw_only=True):
     name: Name
 
 
-class KeepValue(Tagged, frozen=True, kw_only=True):
+class KeepValue(Numbered, frozen=True, kw_only=True):
     """Have a node keep a value in memory, in place of the one of this name.
 
     One that a client sends is copied to one more node. Answered by Done.
     """
 
-    request: RequestId
     of: ValueName
     value: Annotated[bytes, Meta(max_length=MAX_VALUE)]
 
 
-class FindValue(Tagged, frozen=True, kw_only=True):
+class FindValue(Numbered, frozen=True, kw_only=True):
     """Ask for a value. For a client the node asks others, where it has none itself.
 
     Answered by ValueFound.
     """
 
-    request: RequestId
     of: ValueName
 
 
-class ValueFound(Tagged, frozen=True, kw_only=True):
+class ValueFound(Numbered, frozen=True, kw_only=True):
     """Answers FindValue; null where nobody has one."""
 
-    request: RequestId
     value: Annotated[bytes, Meta(max_length=MAX_VALUE)] | None
 
 
-class ListValues(Tagged, frozen=True, kw_only=True):
+class ListValues(Numbered, frozen=True, kw_only=True):
     """Ask for the owner's small values whose names begin with that of `of`.
 
     For a client the node asks all others, too. Answered by ValuesListed.
     """
 
-    request: RequestId
     of: ValueName
 
 
@@ -208,15 +198,13 @@ class ListedValue(Row, frozen=True, array_like=True):
     value: Annotated[bytes, Meta(max_length=MAX_LISTED_VALUE)]
 
 
-class ValuesListed(Tagged, frozen=True, kw_only=True):
+class ValuesListed(Numbered, frozen=True, kw_only=True):
     """Answers ListValues: the latest, as many as fit."""
 
-    request: RequestId
     values: Annotated[list[ListedValue], Meta(max_length=MAX_VALUES_LISTED)]
 
 
-class DropValue(Tagged, frozen=True, kw_only=True):
+class DropValue(Numbered, frozen=True, kw_only=True):
     """Have a node keep a value no longer; for a client, all nodes. Answered by Done."""
 
-    request: RequestId
     of: ValueName

@@ -16,7 +16,7 @@ from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS
 from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.sampling_params import MAX_LOGPROBS, SamplingParams
 from shardnet.slot_operations import MAX_PICTURES
-from shardnet.types import MAX_LAYERS, U32, LiveState, Positions, Row, Strict, Tagged
+from shardnet.types import MAX_LAYERS, U32, LiveState, Positions, Row, Strict
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
     Explanation,
@@ -24,10 +24,10 @@ from shardnet.wire.framing.schema import (
     Logprob,
     Moment,
     Name,
+    Numbered,
     PathText,
     Priority,
     Rank,
-    RequestId,
     RequestKey,
     Seconds,
     Text,
@@ -67,7 +67,7 @@ class Constraint(Strict, frozen=True, kw_only=True):
         return constraints.Constraint(kind=self.kind, text=self.text)
 
 
-class Generate(Tagged, frozen=True, kw_only=True):
+class Generate(Numbered, frozen=True, kw_only=True):
     """Ask for the continuation of one prompt: `token_ids` if there are any, else `messages` in the
     model's chat template, else `prompt`. The template gets `tools` and `template_options` too.
 
@@ -81,7 +81,6 @@ class Generate(Tagged, frozen=True, kw_only=True):
     and Resume finds it by that. The answer begins with the tokens `made`, which are not sent again.
     """
 
-    request: RequestId
     choice: ModelChoice
     sampling: SamplingParams
     prompt: Text = ""
@@ -112,7 +111,7 @@ class Generate(Tagged, frozen=True, kw_only=True):
     pictures: Annotated[list[Picture], Meta(max_length=MAX_PICTURES)] = []
 
 
-class StateChanged(Tagged, frozen=True, kw_only=True):
+class StateChanged(Numbered, frozen=True, kw_only=True):
     """Tells how a Generate stands that has not ended. `ahead` requests go before it in the queue.
 
     The first `n_kept` positions of its prompt were there already when it began to run.
@@ -120,7 +119,6 @@ class StateChanged(Tagged, frozen=True, kw_only=True):
     recovers, `why` says what happened, and `expected_s` how long that may take, 0 if not known.
     """
 
-    request: RequestId
     state: LiveState
     ahead: U32 = 0
     n_kept: Positions = 0
@@ -129,10 +127,8 @@ class StateChanged(Tagged, frozen=True, kw_only=True):
     expected_s: Seconds = 0.0
 
 
-class Cancel(Tagged, frozen=True, kw_only=True):
+class Cancel(Numbered, frozen=True, kw_only=True):
     """Give a running request up. It is answered by Failed with code 41 or its own end."""
-
-    request: RequestId
 
 
 class TopToken(Row, frozen=True, array_like=True):
@@ -153,13 +149,12 @@ class TokenDetail(Strict, frozen=True, kw_only=True):
     top: Annotated[list[TopToken], Meta(max_length=MAX_LOGPROBS)]
 
 
-class TextPiece(Tagged, frozen=True, kw_only=True):
+class TextPiece(Numbered, frozen=True, kw_only=True):
     """More of the answer: new tokens, and the text that is whole by now.
 
     `prompt_logprobs` are those of the prompt's next tokens, the second one first.
     """
 
-    request: RequestId
     token_ids: TokenIds
     tokens: Annotated[list[Text], Meta(max_length=1 << 20)]
     text: Text
@@ -167,7 +162,7 @@ class TextPiece(Tagged, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[list[TokenDetail], Meta(max_length=1 << 14)] | None = None
 
 
-class RowsPiece(Tagged, frozen=True, kw_only=True):
+class RowsPiece(Numbered, frozen=True, kw_only=True):
     """The next rows of what a Generate's `outputs` ask for, the first at `position`.
 
     `data` is float32, little-endian, row after row of `width` elements. A mean is at position 0.
@@ -175,7 +170,6 @@ class RowsPiece(Tagged, frozen=True, kw_only=True):
     experts of each layer, `top_k` of them, -1 where there are none.
     """
 
-    request: RequestId
     kind: Literal["logits", "hidden", "routing"]
     position: Positions
     width: U32
@@ -205,82 +199,73 @@ class Timing(Strict, frozen=True, kw_only=True):
     n_accepted: U32 = 0
 
 
-class Finished(Tagged, frozen=True, kw_only=True):
+class Finished(Numbered, frozen=True, kw_only=True):
     """The answer is complete. `text` is what was held back until now."""
 
-    request: RequestId
     finish_reason: Name
     prompt_token_ids: TokenIds
     text: Text
     timing: Timing
 
 
-class LastRunRequest(Tagged, frozen=True, kw_only=True):
+class LastRunRequest(Numbered, frozen=True, kw_only=True):
     """Ask for the last generation of the ring this node leads. Answered by LastRun or Redirect."""
 
-    request: RequestId
 
-
-class LastRun(Tagged, frozen=True, kw_only=True):
+class LastRun(Numbered, frozen=True, kw_only=True):
     """Answers LastRunRequest: a generation's plan, and what became of it. It ended at `ended_at_s`,
     counted from 1970.
     """
 
-    request: RequestId
     plan: PlanReply
     timing: Timing
     n_tokens: U32
     ended_at_s: Moment
 
 
-class Unload(Tagged, frozen=True, kw_only=True):
+class Unload(Numbered, frozen=True, kw_only=True):
     """Ask a node to free the model of its ring on every node. Answered by Done or Redirect.
 
     With `model` nothing is done unless the ring has that model. A ring that a request has used less
     than `idle_s` seconds ago is kept: the answer is BusyError.
     """
 
-    request: RequestId
     model: PathText = ""
     idle_s: Seconds = 0.0
 
 
-class Tokenize(Tagged, frozen=True, kw_only=True):
+class Tokenize(Numbered, frozen=True, kw_only=True):
     """Ask for the token ids of the prompt of `generate`, which is not generated.
 
     Answered by Tokenized or Redirect; the ring is built if needed, as for Generate.
     """
 
-    request: RequestId
     generate: Generate
 
 
-class Tokenized(Tagged, frozen=True, kw_only=True):
+class Tokenized(Numbered, frozen=True, kw_only=True):
     """Answers Tokenize. `context` is the most tokens of one sequence; there may be more ids."""
 
-    request: RequestId
     token_ids: TokenIds
     context: Positions
 
 
-class Detokenize(Tagged, frozen=True, kw_only=True):
+class Detokenize(Numbered, frozen=True, kw_only=True):
     """Ask for the text of token ids. Answered by Detokenized or Redirect."""
 
-    request: RequestId
     choice: ModelChoice
     token_ids: Annotated[list[U32], Meta(max_length=MAX_DETOKENIZED)]
     keep_special_tokens: bool = False
 
 
-class Detokenized(Tagged, frozen=True, kw_only=True):
+class Detokenized(Numbered, frozen=True, kw_only=True):
     """Answers Detokenize: the whole text, and the text of each token by itself."""
 
-    request: RequestId
     text: Text
     tokens: Annotated[list[Text], Meta(max_length=MAX_DETOKENIZED)]
 
 
-class Encode(Tagged, frozen=True, kw_only=True):
+class Encode(Numbered, frozen=True, kw_only=True):
     """Ask an encoder for the vectors of texts, or with a `query` how well each answers that.
 
     Without texts it is only described. `pooling` "" is the model's own. Texts that are too long are
@@ -288,7 +273,6 @@ class Encode(Tagged, frozen=True, kw_only=True):
     Answered by Encoded, after NodeProgress while the model is downloaded, or by Redirect.
     """
 
-    request: RequestId
     model: PathText
     texts: Annotated[list[Text | TokenIds], Meta(max_length=MAX_ENCODED)] = []
     query: Text | None = None
@@ -298,7 +282,7 @@ class Encode(Tagged, frozen=True, kw_only=True):
     first: U32 = 0
 
 
-class Encoded(Tagged, frozen=True, kw_only=True):
+class Encoded(Numbered, frozen=True, kw_only=True):
     """Answers Encode: what the model is, "" for no encoder, and how many tokens each text had.
 
     `values` are float32, little-endian, `width` for each text: a vector, which is not scaled, or a
@@ -306,7 +290,6 @@ class Encoded(Tagged, frozen=True, kw_only=True):
     do not. `context` is the most tokens of one text.
     """
 
-    request: RequestId
     kind: Literal["", "embedding", "reranker"]
     context: Positions = 0
     normalized: bool | None = None

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from shardnet.types import Strict, Tagged
+from shardnet.types import Strict
 from shardnet.wire.framing.frames import Limits
 from shardnet.wire.framing.schema import (
     MAX_DEVICES,
@@ -23,9 +23,9 @@ from shardnet.wire.framing.schema import (
     Layers,
     Moment,
     Name,
+    Numbered,
     PathText,
     Quant,
-    RequestId,
     Seconds,
     Text,
     Threads,
@@ -34,7 +34,7 @@ from shardnet.wire.framing.schema import (
 MAX_PAYLOAD_BYTES: Final = Limits().data_payload_bytes
 
 
-class MeasureStage(Tagged, frozen=True, kw_only=True):
+class MeasureStage(Numbered, frozen=True, kw_only=True):
     """Ask a node how fast it is with a model, with or without its checkpoint.
 
     `config` is the text of config.json, `dtype`, `quant`, `kv_dtype` and `arith` are the ring's,
@@ -43,7 +43,6 @@ class MeasureStage(Tagged, frozen=True, kw_only=True):
     answer. Unknown keys of the config are refused unless `ignore_unknown_config`.
     """
 
-    request: RequestId
     config: Text
     dtype: Name
     threads: Threads
@@ -83,7 +82,7 @@ class DeviceMeasured(Strict, frozen=True, kw_only=True):
 DevicesMeasured = Annotated[list[DeviceMeasured], Meta(max_length=MAX_DEVICES)]
 
 
-class StageMeasured(Tagged, frozen=True, kw_only=True):
+class StageMeasured(Numbered, frozen=True, kw_only=True):
     """Answers MeasureStage. `measured_at_s` counts from 1970, by that node's clock.
 
     `memory_bytes` is what a stage may take now, `disk_bytes_per_s` null without a checkpoint there.
@@ -92,7 +91,6 @@ class StageMeasured(Tagged, frozen=True, kw_only=True):
     it takes all of them to join the parts of one row, null where that was not measured.
     """
 
-    request: RequestId
     seconds: StageSeconds
     kernel: Name
     threads: Threads
@@ -104,7 +102,7 @@ class StageMeasured(Tagged, frozen=True, kw_only=True):
     gather_s: Seconds | None = None
 
 
-class StageObserved(Tagged, frozen=True, kw_only=True):
+class StageObserved(Numbered, frozen=True, kw_only=True):
     """Tell a node how long its stage took for one token in a generation, `compute_s`.
 
     It corrects its figure where that says something else by far. `layers` are the stage's, the
@@ -112,7 +110,6 @@ class StageObserved(Tagged, frozen=True, kw_only=True):
     and wire. Answered by Done.
     """
 
-    request: RequestId
     config: Text
     dtype: Name
     threads: Threads
@@ -125,13 +122,12 @@ class StageObserved(Tagged, frozen=True, kw_only=True):
     arith: ArithName = "fast"
 
 
-class MeasureLinks(Tagged, frozen=True, kw_only=True):
+class MeasureLinks(Numbered, frozen=True, kw_only=True):
     """Ask a node how fast its links to others are. Some minutes old figures do.
 
     `payload_bytes` is the size of the largest frame of the model at hand.
     """
 
-    request: RequestId
     nodes: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
     payload_bytes: Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
     again: bool = False
@@ -149,10 +145,9 @@ class LinkMeasured(Strict, frozen=True, kw_only=True):
     is_steady: bool = True
 
 
-class LinksMeasured(Tagged, frozen=True, kw_only=True):
+class LinksMeasured(Numbered, frozen=True, kw_only=True):
     """Answers MeasureLinks, without the nodes that have no link or are at work."""
 
-    request: RequestId
     links: Annotated[list[LinkMeasured], Meta(max_length=MAX_STAGES)]
 
 

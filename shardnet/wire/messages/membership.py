@@ -22,10 +22,10 @@ from shardnet.wire.framing.schema import (
     Explanation,
     Layers,
     Name,
+    Numbered,
     PathText,
     PingPayload,
     Rank,
-    RequestId,
     Seconds,
     Threads,
 )
@@ -91,30 +91,27 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     tensor_parallel: Threads = 0
 
 
-class Status(Tagged, frozen=True, kw_only=True):
+class Status(Numbered, frozen=True, kw_only=True):
     """Ask a node who it is and, with `with_peers`, who those are that it knows."""
 
-    request: RequestId
     with_peers: bool
 
 
-class StatusReply(Tagged, frozen=True, kw_only=True):
+class StatusReply(Numbered, frozen=True, kw_only=True):
     """Answers Status. `load` is that of the ring which the node leads."""
 
-    request: RequestId
     node: NodeInfo
     peers: Annotated[list[NodeInfo], Meta(max_length=1024)]
     load: RingLoad | None = None
 
 
-class Ping(Tagged, frozen=True, kw_only=True):
+class Ping(Numbered, frozen=True, kw_only=True):
     """Ask for an answer at once, to measure the round trip. Answered by Done.
 
     `payload` only takes its time. With `as_step` the answer waits for a turn of the compute thread,
     as a step does. A node that computes for somebody refuses both.
     """
 
-    request: RequestId
     payload: PingPayload = b""
     as_step: bool = False
 
@@ -138,26 +135,24 @@ class PeersKnown(Tagged, frozen=True, kw_only=True):
     rests: Explanation = ""
 
 
-class ReportRequest(Tagged, frozen=True, kw_only=True):
+class ReportRequest(Numbered, frozen=True, kw_only=True):
     """Ask a node what it knows. Answered by one ReportReply, and Done.
 
     With `probe` it first dials the addresses of all peers, with `with_peers` a ReportReply
     follows for each that it is linked to. `model` is one to look for, "" for none.
     """
 
-    request: RequestId
     probe: bool = False
     with_peers: bool = False
     model: PathText = ""
 
 
-class ReportReply(Tagged, frozen=True, kw_only=True):
+class ReportReply(Numbered, frozen=True, kw_only=True):
     """What a node knows, or `failure`: why it could not be asked.
 
     `clock_ahead_s` is how far its clock is ahead of the clock of the node that asked it.
     """
 
-    request: RequestId
     node: Name
     name: Name
     info: NodeInfo | None = None
@@ -166,7 +161,7 @@ class ReportReply(Tagged, frozen=True, kw_only=True):
     clock_ahead_s: Difference | None = None
 
 
-class ListModels(Tagged, frozen=True, kw_only=True):
+class ListModels(Numbered, frozen=True, kw_only=True):
     """Ask a node which models it has. Answered by ModelsListed, as many as it takes, and Done.
 
     With `with_peers` it asks those that it is linked to as well, and passes their lists on. With
@@ -175,7 +170,6 @@ class ListModels(Tagged, frozen=True, kw_only=True):
     though no store of its lists it: the path of a folder or a file.
     """
 
-    request: RequestId
     with_peers: bool = False
     names_only: bool = False
     nodes: Annotated[list[NodeInfo], Meta(max_length=MAX_FIT_NODES)] = []
@@ -208,28 +202,26 @@ class ListedModel(Strict, frozen=True, kw_only=True):
     kind: Literal["", "embedding", "reranker"] = ""
 
 
-class ModelsListed(Tagged, frozen=True, kw_only=True):
+class ModelsListed(Numbered, frozen=True, kw_only=True):
     """Answers ListModels: some of the models of a node, or `failure`, why it does not say."""
 
-    request: RequestId
     node: Name
     name: Name
     models: Annotated[list[ListedModel], Meta(max_length=MAX_MODELS_LISTED)]
     failure: Explanation = ""
 
 
-class IdentifyModel(Tagged, frozen=True, kw_only=True):
+class IdentifyModel(Numbered, frozen=True, kw_only=True):
     """Ask a node which model it has for a path, or else whether it has parts of `model_id`.
 
     It answers from what it has itself, and asks nobody.
     """
 
-    request: RequestId
     model: PathText
     model_id: DigestOrNone = ""
 
 
-class ModelIdentity(Tagged, frozen=True, kw_only=True):
+class ModelIdentity(Numbered, frozen=True, kw_only=True):
     """Answers IdentifyModel. `model_id` is hexadecimal SHA-256, "" for nothing there.
 
     `complete`: it is a checkpoint folder with every tensor, not parts that came from other nodes.
@@ -237,7 +229,6 @@ class ModelIdentity(Tagged, frozen=True, kw_only=True):
     more: the id has it.
     """
 
-    request: RequestId
     model_id: DigestOrNone
     complete: bool
     sample: DigestOrNone = ""

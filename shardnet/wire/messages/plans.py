@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.slot_operations import MAX_ADAPTER_SCALE, MAX_ADAPTERS
-from shardnet.types import U32, Digest, LayerNumber, Positions, Row, Strict, Tagged
+from shardnet.types import U32, Digest, LayerNumber, Positions, Row, Strict
 from shardnet.wire.framing.schema import (
     MAX_DEVICES,
     MAX_STAGES,
@@ -27,11 +27,11 @@ from shardnet.wire.framing.schema import (
     KvDTypeName,
     Layers,
     Name,
+    Numbered,
     PathText,
     Phase,
     Quant,
     Rank,
-    RequestId,
     Share,
     StreamLayers,
     Threads,
@@ -93,13 +93,12 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, used_adapters=former.used_adapters)
 
 
-class PlanRequest(Tagged, frozen=True, kw_only=True):
+class PlanRequest(Numbered, frozen=True, kw_only=True):
     """Ask for the plan that would be used. Answered by PlanReply or Redirect.
 
     With `again` everything is measured anew. Nodes whose ids are in `without` are not used.
     """
 
-    request: RequestId
     choice: ModelChoice
     again: bool = False
     without: Annotated[list[Name], Meta(max_length=MAX_STAGES)] = []
@@ -234,7 +233,7 @@ class RingExactness(Strict, frozen=True, kw_only=True):
     why: Explanation
 
 
-class PlanReply(Tagged, frozen=True, kw_only=True):
+class PlanReply(Numbered, frozen=True, kw_only=True):
     """A plan. It answers PlanRequest, and precedes the tokens of Generate.
 
     `wire_dtype` is `mixed` where links differ.
@@ -246,7 +245,6 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     predicts further tokens, 0 without it; `tower_bytes` what encodes pictures on the first stage.
     """
 
-    request: RequestId
     model: PathText
     model_id: Digest
     dtype: Name
@@ -273,7 +271,7 @@ class PlanReply(Tagged, frozen=True, kw_only=True):
     adapters: Annotated[list[PlannedAdapter], Meta(max_length=MAX_ADAPTERS)] = []
 
 
-class NodeProgress(Tagged, frozen=True, kw_only=True):
+class NodeProgress(Numbered, frozen=True, kw_only=True):
     """Tells the client of a Generate how far the node of a stage is with loading.
 
     With the phase `waiting`: that it is waited for, since another head uses it. With `measuring`,
@@ -281,7 +279,6 @@ class NodeProgress(Tagged, frozen=True, kw_only=True):
     is told of the latter, and how far the head, rank 0, is with measuring a narrower wire.
     """
 
-    request: RequestId
     rank: Rank
     done_bytes: Count
     total_bytes: Count

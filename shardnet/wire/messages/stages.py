@@ -40,11 +40,12 @@ from shardnet.wire.framing.schema import (
     KvDTypeName,
     Layers,
     Name,
+    Numbered,
+    OfRing,
     PathText,
     Phase,
     Quant,
     Rank,
-    RequestId,
     Seconds,
     Threads,
 )
@@ -79,7 +80,7 @@ class RingAdapter(Strict, frozen=True, kw_only=True):
     layers: Annotated[list[AdapterLayer], Meta(max_length=MAX_LAYERS)]
 
 
-class LoadStage(Tagged, frozen=True, kw_only=True):
+class LoadStage(OfRing, frozen=True, kw_only=True):
     """Tell a node to load its stage of a ring. A node with another `model_id` refuses.
 
     `addresses` are the nodes of the ring in order; `threads` 0 leaves the number to the node.
@@ -99,9 +100,6 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     which the node fetches too.
     """
 
-    request: RequestId
-    ring: Name
-    epoch: U32
     rank: Rank
     n_stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
     model: PathText
@@ -130,16 +128,15 @@ class LoadStage(Tagged, frozen=True, kw_only=True):
     adapters: Annotated[list[RingAdapter], Meta(max_length=MAX_ADAPTERS)] = []
 
 
-class LoadProgress(Tagged, frozen=True, kw_only=True):
+class LoadProgress(Numbered, frozen=True, kw_only=True):
     """How far a LoadStage or MeasureStage is. Sent every few seconds: it is not silence."""
 
-    request: RequestId
     done_bytes: Count
     total_bytes: Count
     phase: Phase = "loading"
 
 
-class StageReady(Tagged, frozen=True, kw_only=True):
+class StageReady(Numbered, frozen=True, kw_only=True):
     """Answers LoadStage: the stage is loaded. `kernel` names the matrix products' path.
 
     `room_blocks` is the KV room that is really there; `reused` that the weights were there already.
@@ -149,7 +146,6 @@ class StageReady(Tagged, frozen=True, kw_only=True):
     whole blocks with its source, and they count once.
     """
 
-    request: RequestId
     weight_bytes: Count
     room_blocks: U32
     reused: bool
@@ -174,86 +170,70 @@ class RingBroken(Tagged, frozen=True, kw_only=True):
     silent: Name = ""
 
 
-class ConnectRing(Tagged, frozen=True, kw_only=True):
+class ConnectRing(OfRing, frozen=True, kw_only=True):
     """Tell a node to open its data link to the next node of a ring."""
 
-    request: RequestId
-    ring: Name
-    epoch: U32
 
-
-class UnloadStage(Tagged, frozen=True, kw_only=True):
+class UnloadStage(Numbered, frozen=True, kw_only=True):
     """Tell a node to free its stage of a ring."""
 
-    request: RequestId
     ring: Name
 
 
-class Drain(Tagged, frozen=True, kw_only=True):
+class Drain(Numbered, frozen=True, kw_only=True):
     """Tell a node to give its layers to others, and to end when it is empty.
 
     After `deadline_s` seconds it ends in any case.
     """
 
-    request: RequestId
     deadline_s: Seconds
 
 
-class LeaveRing(Tagged, frozen=True, kw_only=True):
+class LeaveRing(Numbered, frozen=True, kw_only=True):
     """Ask the head of a ring to do without the sender: it is draining, or `why` it rests."""
 
-    request: RequestId
     ring: Name
     why: Explanation = ""
 
 
-class DropWarm(Tagged, frozen=True, kw_only=True):
+class DropWarm(Numbered, frozen=True, kw_only=True):
     """Ask the head of a ring to free what it keeps in KV caches for requests to come."""
 
-    request: RequestId
     ring: Name
 
 
-class FindPrefix(Tagged, frozen=True, kw_only=True):
+class FindPrefix(OfRing, frozen=True, kw_only=True):
     """Ask a stage which of a prompt's first blocks it has on disk."""
 
-    request: RequestId
-    ring: Name
-    epoch: U32
     keys: BlockKeys
 
 
-class PrefixFound(Tagged, frozen=True, kw_only=True):
+class PrefixFound(Numbered, frozen=True, kw_only=True):
     """Answers FindPrefix: bit `n % 8` of byte `n // 8` is 1 if the first `n + 1` can be restored.
 
     Reading one takes `block_bytes`, at `bytes_per_s` as measured, 0 if it was not.
     """
 
-    request: RequestId
     restorable: Annotated[bytes, Meta(max_length=-(-MAX_STORED_BLOCKS // 8))]
     block_bytes: Count
     bytes_per_s: Figure = 0.0
 
 
-class RestorePrefix(Tagged, frozen=True, kw_only=True):
+class RestorePrefix(OfRing, frozen=True, kw_only=True):
     """Tell a stage to read all blocks of `keys`, for a sequence that is opened then.
 
     `token_ids` are those of their positions, u32 little-endian. Without keys what was read for the
     sequence is forgotten.
     """
 
-    request: RequestId
-    ring: Name
-    epoch: U32
     sequence_id: U64
     keys: BlockKeys
     token_ids: Annotated[bytes, Meta(max_length=4 * BLOCK_POSITIONS * MAX_STORED_BLOCKS)] = b""
 
 
-class PrefixRestored(Tagged, frozen=True, kw_only=True):
+class PrefixRestored(Numbered, frozen=True, kw_only=True):
     """Answers RestorePrefix: whether all of it is there. Nothing is kept if not."""
 
-    request: RequestId
     is_whole: bool
 
 
@@ -264,7 +244,7 @@ class KvSource(Row, frozen=True, array_like=True):
     address: Address
 
 
-class MoveKv(Tagged, frozen=True, kw_only=True):
+class MoveKv(OfRing, frozen=True, kw_only=True):
     """Tell a node to bring the first positions of a sequence to its stage for ring `to`.
 
     They are in `slot` of the stages of `ring` and `epoch`, which `sources` are. `token_ids` are
@@ -273,9 +253,6 @@ class MoveKv(Tagged, frozen=True, kw_only=True):
     has come is dropped.
     """
 
-    request: RequestId
-    ring: Name
-    epoch: U32
     to: Name
     sequence_id: U64
     slot: U32
@@ -284,15 +261,14 @@ class MoveKv(Tagged, frozen=True, kw_only=True):
     is_last: bool = False
 
 
-class KvMoved(Tagged, frozen=True, kw_only=True):
+class KvMoved(Numbered, frozen=True, kw_only=True):
     """Answers MoveKv: whether all of it is there. `n_bytes` came over links for it."""
 
-    request: RequestId
     is_whole: bool
     n_bytes: Count
 
 
-class AuditStage(Tagged, frozen=True, kw_only=True):
+class AuditStage(OfRing, frozen=True, kw_only=True):
     """Have a stage look at some of its memory, and compute rows that it computes each time.
 
     It looks at memory for as long as the rows have taken. Those before and after `layer` are asked
@@ -300,14 +276,11 @@ class AuditStage(Tagged, frozen=True, kw_only=True):
     what is wrong with weights.
     """
 
-    request: RequestId
-    ring: Name
-    epoch: U32
     layer: LayerNumber
     with_rows: bool = True
 
 
-class StageAudited(Tagged, frozen=True, kw_only=True):
+class StageAudited(Numbered, frozen=True, kw_only=True):
     """Answers AuditStage: nothing is wrong. The stage was kept from steps for `took_s`.
 
     It has looked at `looked_bytes` of `weight_bytes`. Rows `before` the model's first layer are
@@ -315,7 +288,6 @@ class StageAudited(Tagged, frozen=True, kw_only=True):
     arithmetic promises no bits.
     """
 
-    request: RequestId
     took_s: Seconds
     looked_bytes: Count
     weight_bytes: Count
@@ -323,22 +295,18 @@ class StageAudited(Tagged, frozen=True, kw_only=True):
     after: AuditedRows = b""
 
 
-class ComputeLayer(Tagged, frozen=True, kw_only=True):
+class ComputeLayer(OfRing, frozen=True, kw_only=True):
     """Have a node of a ring compute rows with a layer that it reads from its checkpoint for this.
 
     It need not be a layer of its stage. LoadProgress precedes the answer where it takes long.
     """
 
-    request: RequestId
-    ring: Name
-    epoch: U32
     layer: LayerNumber
     before: AuditedRows
 
 
-class LayerComputed(Tagged, frozen=True, kw_only=True):
+class LayerComputed(Numbered, frozen=True, kw_only=True):
     """Answers ComputeLayer, in `took_s` of one thread."""
 
-    request: RequestId
     took_s: Seconds
     after: AuditedRows
