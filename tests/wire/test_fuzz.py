@@ -31,7 +31,6 @@ from shardnet.wire.messages.extras import (
     Extras,
     RowLogprobs,
     StageTiming,
-    TopLogprob,
     extras_frame,
     read_extras,
 )
@@ -98,7 +97,7 @@ def good_frames() -> dict[Purpose, list[Frame]]:
     )
     batch = MicroBatch(epoch=Epoch(1), step=StepId(9), groups=groups, token_ids=tuple(range(6)))
     sampling = SamplingParams(temperature=0.5)
-    logprobs = [RowLogprobs(0, 5, -0.5, [TopLogprob(5, -0.5), TopLogprob(6, -1.5)])]
+    logprobs = [RowLogprobs(0, 5, -0.5, ((5, -0.5), (6, -1.5)))]
     return {
         Purpose.CONTROL: [
             control_frame(Cancel(request=1)),

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from shardnet.runtime.engine.requests import MadeToken
 from shardnet.sampling_params import TokenLogprobs
-from shardnet.wire.messages.deputies import CopiedLogprob, CopiedToken
+from shardnet.wire.messages.deputies import CopiedToken
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -133,13 +133,9 @@ def _numbers(token: MadeToken) -> int:
 def written(tokens: Sequence[MadeToken]) -> list[CopiedToken]:
     """Write tokens as they travel."""
     return [
-        CopiedToken(token.token_id, None, [])
+        CopiedToken(token.token_id, None, ())
         if token.logprobs is None
-        else CopiedToken(
-            token.token_id,
-            token.logprobs.logprob,
-            [CopiedLogprob(*top) for top in token.logprobs.top],
-        )
+        else CopiedToken(token.token_id, token.logprobs.logprob, token.logprobs.top)
         for token in tokens
     ]
 
@@ -149,9 +145,5 @@ def read(tokens: Sequence[CopiedToken]) -> Iterator[MadeToken]:
     for token in tokens:
         logprobs = None
         if token.logprob is not None:
-            logprobs = TokenLogprobs(
-                token_id=token.token_id,
-                logprob=token.logprob,
-                top=tuple((top.token_id, top.logprob) for top in token.top),
-            )
+            logprobs = TokenLogprobs(token_id=token.token_id, logprob=token.logprob, top=token.top)
         yield MadeToken(token_id=token.token_id, logprobs=logprobs)

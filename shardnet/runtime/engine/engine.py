@@ -444,7 +444,7 @@ class Engine:
         step, flies = answered.answer.step, answered.answer.step in self._scheduler.beside
         groups, is_behind = self._scheduler.counting(step), step in self._scheduler.behind
         for drafts in answered.answer.drafts:
-            drafted = self._live.get(drafts.sequence_id)
+            drafted = self._live.get(SequenceId(drafts.sequence_id))
             if drafted is not None and drafted.ring_drafts is not None:
                 drafted.ring_drafts.take(drafts.position, drafts.token_ids)
         outcomes = self._scheduler.on_tokens(answered.answer.step, answered.answer.token_ids)

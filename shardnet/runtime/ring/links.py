@@ -16,7 +16,6 @@ from shardnet.runtime.stage.compute import (
     Activations,
     Samples,
     ScoredToken,
-    SequenceDrafts,
     StageInput,
     StageOutput,
     StepArrived,
@@ -29,11 +28,9 @@ from shardnet.transport.link import Link
 from shardnet.types import Epoch, SequenceId, StepId
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.extras import (
-    Drafts,
     Extras,
     PromptLogprobs,
     RowLogprobs,
-    TopLogprob,
     extras_frame,
     mask_rows,
     read_extras,
@@ -264,14 +261,7 @@ class LinkSink:
                 logprobs=_logprob_rows(result),
                 prompt_logprobs=_prompt_rows(result) if result.prompt_logprobs else [],
                 routing=list(computed.routing),
-                drafts=[
-                    Drafts(
-                        sequence_id=drafts.sequence_id,
-                        position=drafts.position,
-                        token_ids=list(drafts.token_ids),
-                    )
-                    for drafts in result.drafts
-                ],
+                drafts=list(result.drafts),
             )
         else:
             extras = Extras(routing=list(computed.routing), masks=mask_rows(masks) if masks else [])
@@ -370,14 +360,7 @@ def _answer(frame: Frame, extras: Extras, blocks: list[RowBlock]) -> StepAnswer:
         prompt_logprobs=_prompt_logprobs(extras) if extras.prompt_logprobs else (),
         blocks=blocks,
         routing=extras.routing,
-        drafts=[
-            SequenceDrafts(
-                sequence_id=SequenceId(drafts.sequence_id),
-                position=drafts.position,
-                token_ids=drafts.token_ids,
-            )
-            for drafts in extras.drafts
-        ],
+        drafts=extras.drafts,
     )
 
 
@@ -412,12 +395,7 @@ def _step_failed(frame: Frame) -> StepFailed:
 
 def _logprob_rows(samples: Samples) -> list[RowLogprobs]:
     return [
-        RowLogprobs(
-            row=row,
-            token_id=logprobs.token_id,
-            logprob=logprobs.logprob,
-            top=_top(logprobs),
-        )
+        RowLogprobs(row, logprobs.token_id, logprobs.logprob, logprobs.top)
         for row, logprobs in enumerate(samples.logprobs)
         if logprobs is not None
     ]
@@ -430,7 +408,7 @@ def _prompt_rows(samples: Samples) -> list[PromptLogprobs]:
             position=scored.position,
             token_id=scored.logprobs.token_id,
             logprob=scored.logprobs.logprob,
-            top=_top(scored.logprobs),
+            top=scored.logprobs.top,
         )
         for scored in samples.prompt_logprobs
     ]
@@ -457,10 +435,6 @@ def _rows(computed: StepComputed) -> list[Frame]:
     ]
 
 
-def _top(logprobs: TokenLogprobs) -> list[TopLogprob]:
-    return [TopLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top]
-
-
 def _logprobs(extras: Extras, n_rows: int) -> list[TokenLogprobs | None]:
     """Put the rows' logprobs at their places. Raises RemoteProtocolError for a row of none."""
     rows: list[TokenLogprobs | None] = [None] * n_rows
@@ -472,8 +446,4 @@ def _logprobs(extras: Extras, n_rows: int) -> list[TokenLogprobs | None]:
 
 
 def _token_logprobs(entry: RowLogprobs | PromptLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(
-        token_id=entry.token_id,
-        logprob=entry.logprob,
-        top=tuple((top.token_id, top.logprob) for top in entry.top),
-    )
+    return TokenLogprobs(token_id=entry.token_id, logprob=entry.logprob, top=entry.top)

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from shardnet.errors import RemoteProtocolError, ShardnetError
 from shardnet.output_params import OutputKind, RoutingShape
 from shardnet.runtime.stage.compute import (
     Activations,
-    ScoredToken,
-    SequenceDrafts,
+    Samples,
     StageInput,
     StageOutput,
     StepArrived,
@@ -32,8 +31,7 @@ from shardnet.runtime.stage.routing import join_routing
 from shardnet.sampling_params import TokenLogprobs
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
 from shardnet.types import Epoch, MicroBatch, StepId
-from shardnet.wire.messages.extras import StageExperts, StageTiming
-from shardnet.wire.payloads.rows import RowBlock
+from shardnet.wire.messages.extras import StageTiming
 
 STUCK_FACTOR = 10
 STUCK_AT_LEAST_S = 60.0
@@ -42,7 +40,7 @@ STUCK_UNMEASURED_S = 600.0
 """The same limit where the time of a prompt chunk was not measured."""
 
 
-class StepAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class StepAnswer(Samples, frozen=True, kw_only=True):
     """The tail's answer to one step, as it came: ids and logprobs in row order, then the rest.
 
     `routing` has the parts of all stages; the pipeline joins them to rows in `blocks`.
@@ -50,13 +48,7 @@ class StepAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     epoch: Epoch
     step: StepId
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprobs | None]
     timings: tuple[StageTiming, ...]
-    prompt_logprobs: Sequence[ScoredToken] = ()
-    blocks: Sequence[RowBlock] = ()
-    routing: Sequence[StageExperts] = ()
-    drafts: Sequence[SequenceDrafts] = ()
 
 
 class StuckStage(msgspec.Struct, frozen=True, kw_only=True):
@@ -289,17 +281,8 @@ def step_answer(output: StageOutput) -> StepAnswer | StepFailed | None:
                 raise ShardnetError(
                     f"the last stage returned activations for step {batch.step}, not samples"
                 )
-            return StepAnswer(
-                epoch=batch.epoch,
-                step=batch.step,
-                token_ids=result.token_ids,
-                logprobs=result.logprobs,
-                timings=timings,
-                prompt_logprobs=result.prompt_logprobs,
-                blocks=output.blocks,
-                routing=output.routing,
-                drafts=result.drafts,
-            )
+            given = asdict(result) | {"blocks": output.blocks, "routing": output.routing}
+            return StepAnswer(epoch=batch.epoch, step=batch.step, timings=timings, **given)
         case StepFailed():
             return output
         case OpenSequence() | CloseSequence() | FreeSlot():

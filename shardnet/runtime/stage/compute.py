@@ -15,7 +15,7 @@ from shardnet.errors import ShardnetError
 from shardnet.sampling_params import TokenLogprobs
 from shardnet.slot_operations import SlotOperation
 from shardnet.types import MicroBatch, SequenceId, StepId, WireDType
-from shardnet.wire.messages.extras import StageExperts, StageTiming
+from shardnet.wire.messages.extras import Drafts, StageExperts, StageTiming
 from shardnet.wire.payloads.rows import RowBlock
 
 Buffer = bytes | bytearray | memoryview
@@ -45,14 +45,6 @@ class ScoredToken(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: TokenLogprobs
 
 
-class SequenceDrafts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the tail drafts for a sequence: the tokens from `position` on, behind the newest one."""
-
-    sequence_id: SequenceId
-    position: int
-    token_ids: Sequence[int]
-
-
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
     """The tail's result of a step: one token id per sampled row, and the requested outputs.
 
@@ -65,7 +57,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Sequence[ScoredToken] = ()
     blocks: Sequence[RowBlock] = ()
     routing: Sequence[StageExperts] = ()
-    drafts: Sequence[SequenceDrafts] = ()
+    drafts: Sequence[Drafts] = ()
 
 
 class StageCompute(Protocol):

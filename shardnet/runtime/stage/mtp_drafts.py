@@ -22,9 +22,9 @@ from shardnet.errors import NumericalError
 from shardnet.model.sampling.penalties import RowContext, needs_context
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.sampling.token_history import TokenHistory
-from shardnet.runtime.stage.compute import SequenceDrafts
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import MicroBatch, RowGroup, SlotId
+from shardnet.wire.messages.extras import Drafts
 
 if TYPE_CHECKING:
     from shardnet.stage.stage_model import StageModel
@@ -117,7 +117,7 @@ class MtpDrafts:
         sampled: Sequence[int],
         owners: Mapping[SlotId, OpenSequence],
         history: TokenHistory,
-    ) -> list[SequenceDrafts]:
+    ) -> list[Drafts]:
         """Run the rows of a step, and draft behind the last token of its sequences.
 
         `hidden` is [T, E], what the last layer gave, `sampled` the tokens of its sampled rows;
@@ -200,7 +200,7 @@ class MtpDrafts:
                 break
         return n_chained
 
-    def _drafts(self, drafting: list[_Drafting], history: TokenHistory) -> list[SequenceDrafts]:
+    def _drafts(self, drafting: list[_Drafting], history: TokenHistory) -> list[Drafts]:
         """Draw the drafts of some sequences, each with the noise of its own position."""
         made = list(drafting)
         for place in range(max((one.most for one in drafting), default=0)):
@@ -225,7 +225,7 @@ class MtpDrafts:
             for one, token_id in zip(drafting, drawn.token_ids, strict=True):
                 one.token_ids.append(token_id)
         return [
-            SequenceDrafts(
+            Drafts(
                 sequence_id=one.owner.sequence_id,
                 position=one.part.end + 1,
                 token_ids=one.token_ids,

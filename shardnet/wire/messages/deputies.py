@@ -10,7 +10,6 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from shardnet.sampling_params import MAX_LOGPROBS
 from shardnet.slot_operations import MAX_ADAPTERS
 from shardnet.types import U32, Positions, Row, Strict, Tagged
 from shardnet.wire.framing.schema import (
@@ -24,6 +23,7 @@ from shardnet.wire.framing.schema import (
     RequestKey,
     Seconds,
 )
+from shardnet.wire.messages.extras import LikelyTokens
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet.wire.messages.stages import RingAdapter
@@ -69,19 +69,12 @@ class RequestCopied(Tagged, frozen=True, kw_only=True):
     generate: Generate
 
 
-class CopiedLogprob(Row, frozen=True, array_like=True):
-    """One of the likeliest tokens of a row."""
-
-    token_id: U32
-    logprob: Logprob
-
-
 class CopiedToken(Row, frozen=True, array_like=True):
     """A token of an answer, with its logprob and the likeliest ones where those were asked for."""
 
     token_id: U32
     logprob: Logprob | None
-    top: Annotated[list[CopiedLogprob], Meta(max_length=MAX_LOGPROBS)]
+    top: LikelyTokens
 
 
 class CopiedTokens(Row, frozen=True, array_like=True):

@@ -38,11 +38,8 @@ class StageTiming(Row, frozen=True, array_like=True):
     arrived_us: Microseconds
 
 
-class TopLogprob(Row, frozen=True, array_like=True):
-    """One of the most likely tokens of a row."""
-
-    token_id: U32
-    logprob: Logprob
+LikelyTokens = Annotated[tuple[tuple[U32, Logprob], ...], Meta(max_length=MAX_LOGPROBS)]
+"""Token ids and logprobs of the most likely tokens of a row, the likeliest first."""
 
 
 class RowLogprobs(Row, frozen=True, array_like=True):
@@ -51,7 +48,7 @@ class RowLogprobs(Row, frozen=True, array_like=True):
     row: U32
     token_id: U32
     logprob: Logprob
-    top: Annotated[list[TopLogprob], Meta(max_length=MAX_LOGPROBS)]
+    top: LikelyTokens
 
 
 class PromptLogprobs(Row, frozen=True, array_like=True):
@@ -61,7 +58,7 @@ class PromptLogprobs(Row, frozen=True, array_like=True):
     position: Positions
     token_id: U32
     logprob: Logprob
-    top: Annotated[list[TopLogprob], Meta(max_length=MAX_LOGPROBS)]
+    top: LikelyTokens
 
 
 class StageExperts(Row, frozen=True, array_like=True):

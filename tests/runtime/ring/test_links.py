@@ -34,7 +34,6 @@ from shardnet.wire.messages.extras import (
     RowLogprobs,
     RowTokenMask,
     StageTiming,
-    TopLogprob,
     extras_frame,
     read_masks,
 )
@@ -45,7 +44,7 @@ from shardnet.wire.payloads.rows import RowBlock, read_rows, rows_frames
 
 EPOCH = Epoch(2)
 TIMING = StageTiming(0, 5, 1, 7)
-SCORED = RowLogprobs(row=1, token_id=8, logprob=-1.5, top=[TopLogprob(8, -1.5)])
+SCORED = RowLogprobs(row=1, token_id=8, logprob=-1.5, top=((8, -1.5),))
 
 
 def received(
@@ -120,9 +119,7 @@ def rows(
 
 
 def test_an_answer_has_the_rows_and_prompt_logprobs_that_came_before_it() -> None:
-    scored = PromptLogprobs(
-        sequence_id=1, position=5, token_id=8, logprob=-1.5, top=[TopLogprob(8, -1.5)]
-    )
+    scored = PromptLogprobs(sequence_id=1, position=5, token_id=8, logprob=-1.5, top=((8, -1.5),))
     frames = [rows(4, 5), rows(4, 6, b"abcdefgh"), extras(4, Extras(prompt_logprobs=[scored]))]
     answer = received(TailLink, *frames, tokens(4))
     assert isinstance(answer, StepAnswer)

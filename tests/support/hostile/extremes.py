@@ -104,7 +104,8 @@ def _is_bounded(path: str, info: mi.Type) -> bool:
             has_top = high is not None or below is not None
             return low is not None and (has_top or path.partition(".")[2] in _WHOLE_64_BITS)
         case mi.FloatType(ge=low, le=high):
-            return high is not None and (low is not None or path.endswith(".logprob"))
+            is_logprob = path.endswith((".logprob", ".top"))  # minus infinity is one
+            return high is not None and (low is not None or is_logprob)
         case mi.StrType(max_length=longest) | mi.BytesType(max_length=longest):
             return longest is not None
         case mi.ListType(max_length=longest) | mi.VarTupleType(max_length=longest):

@@ -25,7 +25,6 @@ from shardnet.wire.messages.extras import (
     RowLogprobs,
     StageExperts,
     StageTiming,
-    TopLogprob,
     extras_frame,
 )
 from shardnet.wire.messages.generation import Cancel
@@ -130,7 +129,7 @@ EXAMPLES: dict[str, Frame] = {
     ),
     "extras": extras_frame(
         Extras(
-            logprobs=[RowLogprobs(1, 31999, -0.5, [TopLogprob(31999, -0.5)])],
+            logprobs=[RowLogprobs(1, 31999, -0.5, ((31999, -0.5),))],
             routing=[StageExperts(9, 0, 2, 2, struct.pack("<4h", 6, 1, -1, -1))],
         ),
         epoch=3,
