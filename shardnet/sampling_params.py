@@ -1,4 +1,4 @@
-"""How a client asks for tokens to be chosen, and what is said of a chosen one."""
+"""How tokens are sampled: a client's parameters, and the log-probabilities of a sampled row."""
 
 from __future__ import annotations
 

@@ -168,13 +168,13 @@ class _Job:
         self.future, self.call = future, call
 
     def __call__(self) -> None:
-        """Make the call; whoever has the future learns its end."""
+        """Make the call, and set its result or error on the future."""
         future, call = self.future, self.call
         if not future.set_running_or_notify_cancel():
             return
         try:
             result = call()
-        except BaseException as error:  # whoever waits for the result gets it
+        except BaseException as error:  # raised where the result is awaited
             future.set_exception(contained(error))
             del future, call, self  # the error knows this frame: it would keep itself
         else:

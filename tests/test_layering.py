@@ -67,7 +67,7 @@ def is_pure(path: str) -> bool:
             "shardnet/cluster/placement/",
             "shardnet/cluster/pressure/",
             "shardnet/cluster/diagnosis/",
-            "shardnet/cluster/deputy/request_book.py",
+            "shardnet/cluster/deputy/copied_requests.py",
             "shardnet/cluster/recovery/policy.py",
             "shardnet/cluster/router/choosing.py",
             "shardnet/api/chat_formats/",

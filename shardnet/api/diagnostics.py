@@ -33,7 +33,7 @@ from shardnet.runtime.loading.model_facts import ModelFacts, identify_at
 from shardnet.threads import DaemonThreads
 from shardnet.types import NodeId
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
-from shardnet.wire.messages.diagnostics import AddressView, RecordSeen
+from shardnet.wire.messages.diagnostics import AddressView, MdnsRecord
 from shardnet.wire.messages.membership import ReportReply
 
 if TYPE_CHECKING:  # not every command needs the libraries behind them
@@ -153,12 +153,12 @@ async def _probe_addresses(
     )
 
 
-async def _found(sources: FactSources, *, is_wanted: bool) -> tuple[RecordSeen, ...] | None:
+async def _found(sources: FactSources, *, is_wanted: bool) -> tuple[MdnsRecord, ...] | None:
     """Browse for nodes by mDNS if that is wanted; None without it."""
     if not is_wanted or sources.browse is None:
         return None
     return tuple(
-        RecordSeen(
+        MdnsRecord(
             node=candidate.node,
             name=candidate.name,
             version=candidate.version,
@@ -170,7 +170,7 @@ async def _found(sources: FactSources, *, is_wanted: bool) -> tuple[RecordSeen, 
     )
 
 
-async def _first_found(found: Sequence[RecordSeen], sources: FactSources) -> list[ProbeAnswer]:
+async def _first_found(found: Sequence[MdnsRecord], sources: FactSources) -> list[ProbeAnswer]:
     """Connect to the nodes of this cluster that mDNS found; return those that answer."""
     members = [r.address for r in found if r.cluster == sources.key.fingerprint]
     answers = await _probe_addresses(members, sources.identity)
@@ -272,7 +272,7 @@ def _model_asked(
 def _of_node(
     model: str, replies: Sequence[ReportReply], sources: FactSources
 ) -> tuple[str, ModelConfig | None]:
-    """Return the id and the config of a model as the first node has it that has any."""
+    """Return the id and the config of a model, as the first node that has it."""
     for reply in replies:
         if reply.report is not None and reply.report.model_config:
             with contextlib.suppress(ShardnetError):

@@ -16,7 +16,7 @@ from shardnet.constraints import Constraint
 from shardnet.model.kernels.library import native_kernels
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
-from shardnet.wire.messages.activity import RecoverySeen
+from shardnet.wire.messages.activity import RecoveryReport
 from shardnet.wire.messages.plans import ModelChoice
 
 N_TOKENS = 60
@@ -84,7 +84,7 @@ async def run_all(
     ], states
 
 
-async def until_over(client: Client, n_recoveries: int) -> list[RecoverySeen]:
+async def until_over(client: Client, n_recoveries: int) -> list[RecoveryReport]:
     """Return what became of the recoveries when all are over."""
     while True:
         found = (await client.activity()).recoveries

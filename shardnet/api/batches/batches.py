@@ -39,9 +39,9 @@ WINDOW_S: Final = 24 * 3600
 MOST_BYTES: Final = 32 << 20
 """Answers of one batch."""
 TELL_S: Final = 5.0
-"""How often the cluster is told how far a batch is."""
+"""How often the progress of a batch is copied to the cluster."""
 GONE_S: Final = 60.0
-"""Of a batch nothing was told for so long: the server that ran it has ended."""
+"""A batch without progress for so long has lost the server that ran it."""
 
 
 _Key = Annotated[str, Meta(max_length=64)]

@@ -1,4 +1,4 @@
-"""The dashboard of one server: its state as a whole, and as events for whoever watches.
+"""The dashboard of one server: its state as a whole, and as events for open pages.
 
 Knows which part changes how often, and what of it is no change. Must not know HTTP beyond the form
 of events.

@@ -22,7 +22,7 @@ from shardnet.api.dashboard.previews import (
     preview,
     program_settings,
 )
-from shardnet.api.dashboard.ring_book import parse_request_id
+from shardnet.api.dashboard.ring_history import parse_request_id
 from shardnet.api.dashboard.state import ShownJob, ShownState
 from shardnet.api.diagnostics import facts_of
 from shardnet.api.programs import DEFAULT_CONTEXT, server_address

@@ -30,9 +30,9 @@ MAX_KEPT: Final = 32
 MAX_PULLS: Final = 4
 """Pulls at once."""
 RETRY_S: Final = 10
-"""What who is turned away is told to wait."""
+"""The wait, in seconds, that a refused client is asked for."""
 EVERY_S: Final = 0.25
-"""Progress is told at most so often."""
+"""Pause between two reports of progress, at least."""
 
 Pull = Callable[[HubName, Callable[[int, int], None], Callable[[str], None]], Awaitable[None]]
 
@@ -208,7 +208,7 @@ class Jobs:
         self._tell()
 
     def _tell(self) -> None:
-        """Tell of progress, not too often: what was left out is told with the next thing."""
+        """Report progress, not too often: what was left out goes with the next report."""
         now_s = self._clock()
         if now_s - self._notified_s >= EVERY_S:
             self._notified_s = now_s

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shardnet.api.dashboard.node_book import NodeBook
+from shardnet.api.dashboard.node_history import NodeHistory
 from shardnet.api.programs import KEY_PLACEHOLDER, PROGRAMS, Served
 from shardnet.api.server.errors import refused
 from shardnet.cluster.diagnosis.facts import Finding
@@ -89,9 +89,9 @@ class Findings(msgspec.Struct, kw_only=True):
     findings: list[Finding]
 
 
-def addresses(book: NodeBook, nodes: list[str]) -> list[str]:
+def addresses(history: NodeHistory, nodes: list[str]) -> list[str]:
     """Return the addresses of nodes by their ids. Raises HttpError 400 for an unknown one."""
-    found = [book.address_of(node) for node in nodes]
+    found = [history.address_of(node) for node in nodes]
     for place, address in enumerate(found):
         if not address:
             raise refused(f"there is no node '{nodes[place][:64]}' now", f"nodes[{place}]")

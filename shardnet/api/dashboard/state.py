@@ -106,7 +106,7 @@ class ShownStage(msgspec.Struct, kw_only=True):
 
 
 class ShownLoad(msgspec.Struct, kw_only=True):
-    """What the ring has in hand. Blocks are those of one stage."""
+    """Requests, slots and KV blocks in use. Blocks are those of one stage."""
 
     running: int
     waiting: int

@@ -1,7 +1,7 @@
 """Asks a node what its cluster and its ring do, as long as somebody watches.
 
-Knows how often, and for how long an answer is waited for. What is shown of it is decided by the
-books; nobody is asked twice because two watch.
+Knows how often, and for how long an answer is waited for. What is shown of it is decided by
+node_history.py and ring_history.py; nobody is asked twice because two watch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
 from shardnet.api.client import Client
-from shardnet.api.dashboard.node_book import NodeBook
-from shardnet.api.dashboard.ring_book import RingBook
+from shardnet.api.dashboard.node_history import NodeHistory
+from shardnet.api.dashboard.ring_history import RingHistory
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.activity import RingActivity
 from shardnet.wire.messages.membership import ReportReply
@@ -31,7 +31,7 @@ ANSWER_S: Final = 2.0
 
 @dataclass(eq=False, repr=False)
 class Watcher:
-    """Keeps the books about the node of `client` and its cluster. `clock` is in seconds."""
+    """Remembers the node of `client` and its cluster. `clock` is in seconds."""
 
     client: Client
     _: KW_ONLY
@@ -42,8 +42,8 @@ class Watcher:
 
     def __post_init__(self) -> None:
         self._looked_s = -math.inf
-        self.nodes = NodeBook()
-        self.ring = RingBook()
+        self.nodes = NodeHistory()
+        self.ring = RingHistory()
         self.asked = ""
         self.asked_name = ""
         """Id and name of the node that is asked, "" before it has answered."""
@@ -83,7 +83,7 @@ class Watcher:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Keep the books up to date within the context, from its beginning on."""
+        """Keep what is remembered up to date within the context, from its beginning on."""
         self._n_watching += 1
         try:
             async with self._looking:
@@ -156,7 +156,7 @@ class Watcher:
         return await self.client.activity(known_ring=known, after_step=last, at=self._head_at)
 
 
-def _other_head(replies: list[ReportReply], nodes: NodeBook) -> str:
+def _other_head(replies: list[ReportReply], nodes: NodeHistory) -> str:
     """Return the address of the head of a ring that the asked node is not in, "" without one."""
     stages = [reply.report.stage for reply in replies if reply.report is not None]
     heads = [stage.head for stage in stages if stage is not None and stage.n_stages and stage.head]

@@ -137,7 +137,7 @@ def _continuing(turns: Sequence[ChatTurn]) -> dict[str, OptionValue]:
 
 
 def _thinking(body: OllamaRequest) -> dict[str, OptionValue]:
-    """Return what the chat template is told of reasoning, by the names that templates use."""
+    """Return the options for reasoning by the names that chat templates use."""
     if body.think is None:
         # A form that begins with the first token has no room for reasoning before it.
         return {"enable_thinking": False, "thinking": False} if _has_form(body) else {}

@@ -162,7 +162,7 @@ async def _events(
     *,
     is_streamed: bool,
 ) -> AsyncGenerator[StreamEvent, None]:
-    """Yield the events of a stream, and fill the response; `keep` it before its end is told."""
+    """Yield the events of a stream, and fill the response; `keep` it before its end is sent."""
     items = ItemEvents(lambda prefix: f"{prefix}_{uuid.uuid4().hex}")
     async with aclosing(run_chat(exchange, request, is_streamed=is_streamed)) as told_events:
         async for told in told_events:

@@ -68,7 +68,7 @@ class HttpAuthority:
         self._name = common_name(f"shardnet HTTPS of cluster {cluster}")
 
     def certificate(self) -> bytes:
-        """Write the authority's certificate (PEM), which whoever asks has to trust.
+        """Write the authority's certificate (PEM), which clients have to trust.
 
         It may speak for names and addresses at home alone: whoever steals the cluster key can pose
         as no site of the Internet.

@@ -1,4 +1,4 @@
-"""What went wrong with an HTTP request: its status, and what the client is told.
+"""Errors of HTTP requests: their status, and their message for the client.
 
 Knows which status each error of shardnet has. Each dialect writes it in its own form.
 """
@@ -102,7 +102,7 @@ def too_many(message: str, retry_s: int) -> HttpError:
 
 
 def fault_of(error: Exception) -> Fault:
-    """Return what a client is told of an error, of a group the first one; 500 for a bug of ours."""
+    """Return the HTTP error of an exception, of a group its first one; 500 for a bug of ours."""
     if isinstance(error, ExceptionGroup):
         return fault_of(first_error(error))
     if isinstance(error, HttpError):

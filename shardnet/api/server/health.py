@@ -1,4 +1,4 @@
-"""Endpoints for whoever watches a server: is it alive, can it work, what did it do."""
+"""Endpoints for monitoring a server: is it alive, is it ready, what has it done."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 PATIENCE_S: Final = 240.0
 """A request whose client hears nothing waits so long for its model: JavaScript gives up at 300."""
 PROMISE_S: Final = 30.0
-"""A client that was sent away keeps its place for so long beyond the time it was told."""
+"""A client that was refused keeps its place for so long beyond the wait it was given."""
 RETRY_S: Final = 5
 MOST_RETRY_S: Final = 60
-"""What clients are told to wait, in seconds: programs do not believe more."""
+"""The longest wait, in seconds, that clients are asked for: programs do not accept more."""
 BUSY_S: Final = (0.25, 2.0)
 """The first and the longest pause before nodes are asked again that work for another program."""
 REBUILDS: Final = 3

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shardnet.cluster.deputy.request_book import CopiedRequest, End, RequestBook, written
+from shardnet.cluster.deputy.copied_requests import CopiedRequest, CopiedRequests, End, written
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.errors import LinkError, ShardnetError, SupersededError
 from shardnet.runtime.engine.requests import MadeToken
@@ -35,12 +35,12 @@ MAX_APPOINTED: Final = 64
 """Deputies, former ones too, that are remembered."""
 
 Describe = Callable[[], StandBy]
-"""Says what the ring is by now, in the words that its deputy is told: for one ring once."""
+"""Describes the present ring to its deputy; makes the description of each ring once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deputy:
-    """The node that stands by, over this link, and what it was told last."""
+    """The node that is the deputy, the link to it, and the description sent last."""
 
     node: NodeId
     address: str
@@ -56,7 +56,7 @@ class Copying:
     log: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        self.book = RequestBook()
+        self.requests = CopiedRequests()
         """The requests that this node leads, or has taken over."""
         self.deputy: Deputy | None = None
         self.appointed: deque[NodeId] = deque(maxlen=MAX_APPOINTED)
@@ -81,11 +81,11 @@ class Copying:
         or rows of the model were asked for.
         """
         outputs, now_s = generate.outputs, time.monotonic()
-        known = self.book.find(generate.key, now_s)
+        known = self.requests.find(generate.key, now_s)
         if not generate.key or outputs.asks or (known is not None and not known.end):
             return None
-        request = self.book.open(generate, now_s)
-        if request is None or not self.book.add(generate.key, 0, made, "", now_s):
+        request = self.requests.open(generate, now_s)
+        if request is None or not self.requests.add(generate.key, 0, made, "", now_s):
             return None
         self._describe = describe
         if (deputy := self._standing_by()) is not None and deputy is self.deputy:
@@ -106,7 +106,7 @@ class Copying:
         try:
             yield copy
         except SupersededError:
-            raise  # whoever leads now has it
+            raise  # the present head has it
         except BaseException as error:
             if copy is not None:
                 is_over = isinstance(error, ShardnetError) and not control.link.closed
@@ -120,7 +120,7 @@ class Copying:
 
         Returns whether the request is still kept; the deputy is told where it is not.
         """
-        is_kept = self.book.add(row.key, row.first, made, row.end, time.monotonic())
+        is_kept = self.requests.add(row.key, row.first, made, row.end, time.monotonic())
         if not is_kept:
             row = CopiedTokens(row.key, 0, [], "failed")
         self._rows.append(row)
@@ -148,7 +148,7 @@ class Copying:
 
     def let_go(self) -> None:
         """Forget everything: another node leads."""
-        self.book, self.deputy, self._describe = RequestBook(), None, None
+        self.requests, self.deputy, self._describe = CopiedRequests(), None, None
 
     def refused_by(self, node: NodeId, why: str) -> None:
         """Note that a node does not stand by for this one; the next turn another one is asked."""
@@ -158,7 +158,7 @@ class Copying:
             self.deputy = None
 
     def _standing_by(self) -> Deputy | None:
-        """Return the deputy; one that is new is told everything. It is not noted yet."""
+        """Return the deputy; a new one has to be sent everything. It is not noted yet."""
         if self._describe is None:
             return None
         told, deputy = self._describe(), self.deputy
@@ -188,7 +188,7 @@ class Copying:
         if deputy.node not in self.appointed:
             self.appointed.append(deputy.node)
         deputy.control.send(deputy.told)
-        for request in self.book.running:
+        for request in self.requests.running:
             self._tell_request(deputy.control, request)
 
     def _tell_request(self, control: ControlLink, request: CopiedRequest) -> None:
@@ -202,7 +202,7 @@ class Copying:
         for first in range(0, len(rows), MAX_COPIED_ROWS):
             try:
                 control.send(TokensCopied(rows=list(rows[first : first + MAX_COPIED_ROWS])))
-            except LinkError:  # the next one is told everything
+            except LinkError:  # the next one is sent everything
                 return
 
 

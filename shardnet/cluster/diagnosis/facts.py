@@ -14,7 +14,7 @@ from typing import Literal
 
 from shardnet.cluster.placement.figures import ModelShape
 from shardnet.types import DType, NodeId
-from shardnet.wire.messages.diagnostics import AddressView, RecordSeen
+from shardnet.wire.messages.diagnostics import AddressView, MdnsRecord
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
 Topic = Literal[
@@ -140,7 +140,7 @@ class Facts:
     deaf: tuple[AddressView, ...] = ()
     named: tuple[AddressView, ...] = ()
     unknown: tuple[Answered, ...] = ()
-    found: tuple[RecordSeen, ...] | None = None
+    found: tuple[MdnsRecord, ...] | None = None
     model: ModelAsked | None = None
     has_kernels: bool = True
 
@@ -155,7 +155,7 @@ class Facts:
         return next((reply for reply in self.replies if reply.node == self.asked_node), None)
 
     @property
-    def others_found(self) -> list[RecordSeen]:
+    def others_found(self) -> list[MdnsRecord]:
         """The mDNS records seen of nodes that no other fact is about."""
         deaf = {view.address for view in self.deaf}
         return [

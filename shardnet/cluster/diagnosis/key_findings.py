@@ -12,7 +12,7 @@ from shardnet.cluster.diagnosis.facts import HERE, Facts, Finding, Severity, age
 from shardnet.cluster.diagnosis.remedies import SHARE_KEY
 from shardnet.errors import AuthenticationError, LinkClosedError, VersionMismatchError
 from shardnet.transport.address import host_of
-from shardnet.wire.messages.diagnostics import NodeReport, PeerView, RecordSeen, RefusedHost
+from shardnet.wire.messages.diagnostics import MdnsRecord, NodeReport, PeerView, RefusedHost
 
 RECENT_S = 120.0
 """A refused handshake older than this is reported as over."""
@@ -27,7 +27,7 @@ def key_findings(facts: Facts) -> Iterator[Finding]:
     yield from _refused(facts, {host for pair in pairs.values() for host in pair.hosts})
 
 
-def has_other_key(report: NodeReport, view: PeerView) -> RecordSeen | None:
+def has_other_key(report: NodeReport, view: PeerView) -> MdnsRecord | None:
     """Return the record of a node that is left out for its key, None for any other reason."""
     for record in report.multicast.records:
         is_it = record.node == view.node and record.protocol == report.protocol

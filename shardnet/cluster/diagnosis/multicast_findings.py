@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from shardnet.cluster.diagnosis.facts import HERE, Facts, Finding, Severity, age, listed, problem
 from shardnet.cluster.diagnosis.remedies import MDNS_PORT, NODE_PORT, open_port
 from shardnet.cluster.machine.addresses import is_loopback
-from shardnet.wire.messages.diagnostics import NodeReport, PeerView, RecordSeen
+from shardnet.wire.messages.diagnostics import MdnsRecord, NodeReport, PeerView
 from shardnet.wire.messages.membership import ReportReply
 
 SETTLED_S = 6.0
@@ -266,5 +266,5 @@ def _found(facts: Facts) -> Iterator[Finding]:
             yield Finding(topic="multicast", where=_label(record), what="it shows itself by mDNS")
 
 
-def _label(record: RecordSeen) -> str:
+def _label(record: MdnsRecord) -> str:
     return f"{record.name} ({record.address})"

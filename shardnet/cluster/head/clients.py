@@ -15,8 +15,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from shardnet.cluster.deputy.copied_requests import CopiedRequest
 from shardnet.cluster.deputy.copying import Copy, Copying
-from shardnet.cluster.deputy.request_book import CopiedRequest
 from shardnet.cluster.head.constraints import Constraints
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.encoders import Encoders
@@ -210,12 +210,12 @@ class Clients:
         await self._generate(control, message, tuple(copied.tokens), n_tokens)
 
     async def _generate(
-        self, control: ControlLink, message: Generate, made: Sequence[MadeToken], n_told: int
+        self, control: ControlLink, message: Generate, made: Sequence[MadeToken], n_sent: int
     ) -> None:
-        """Run a request whose answer begins with `made`; the client has `n_told` tokens of it."""
+        """Run a request whose answer begins with `made`; the client has `n_sent` tokens of it."""
         with self._sets.member(control, message) as member:
             message.sampling.check()
-            await self._lead_and_stream(control, message, member, made, n_told)
+            await self._lead_and_stream(control, message, member, made, n_sent)
 
     async def _lead_and_stream(
         self,
@@ -223,7 +223,7 @@ class Clients:
         message: Generate,
         member: Member,
         made: Sequence[MadeToken],
-        n_told: int,
+        n_sent: int,
     ) -> None:
         """Have a ring, built if need be, that runs it; else reply Redirect."""
 
@@ -241,7 +241,7 @@ class Clients:
         ) as lead:
             if lead is not None:
                 try:
-                    await self._stream(control, message, member, lead, load_s, made, n_told)
+                    await self._stream(control, message, member, lead, load_s, made, n_sent)
                 except SupersededError as error:
                     if message.outputs.asks or not error.address or control.link.closed:
                         raise
@@ -346,7 +346,7 @@ class Clients:
         lead: Lead,
         load_s: float,
         made: Sequence[MadeToken],
-        n_told: int,
+        n_sent: int,
     ) -> None:
         with self.pictures.held(message.pictures) as held:
             ids, prompt, pictures = await self._prompt(message, lead, held)
@@ -357,7 +357,7 @@ class Clients:
                     control, with_ids(message, ids), request.made, lambda: lead.told
                 ) as copy,
             ):
-                await self._answer(control, message, member, request, lead, load_s, copy, n_told)
+                await self._answer(control, message, member, request, lead, load_s, copy, n_sent)
 
     async def _request(
         self,
@@ -410,7 +410,7 @@ class Clients:
         lead: Lead,
         load_s: float,
         copy: Copy | None,
-        n_told: int,
+        n_sent: int,
     ) -> None:
         n_tokens, told, copied_to = 0, lead.plan, ""
         tail = await self.reader.run(lambda: prompt_tail(request.prompt, lead))
@@ -431,7 +431,7 @@ class Clients:
                         if copy is not None and n_tokens > len(request.made):
                             made = MadeToken(token_id=event.token_id, logprobs=event.logprobs)
                             copy.add(made)
-                        if n_tokens > n_told:
+                        if n_tokens > n_sent:
                             control.send(token_piece(message, event, lead.tokenizer))
                             await control.link.drain(shared=True)
                     case PromptLogprobsReady() | RowsReady():

@@ -31,7 +31,7 @@ class _Set:
     def settle(self) -> None:
         """Note that one more need not be waited for."""
         self.n_settled += 1
-        if self.n_settled >= self.size:  # whoever is last is about to wait like the others
+        if self.n_settled >= self.size:  # the last one is about to wait like the others
             asyncio.get_running_loop().call_soon(self.begin)
 
     def begin(self) -> None:

@@ -166,7 +166,7 @@ class ModelLists:
         path = Path(message.model)
         if path.is_absolute() and all(str(model.found.path) != message.model for model in held):
             found = FoundModel(name=message.model, store=NAMED_STORE, path=path)
-            with contextlib.suppress(ShardnetError):  # whoever opens it says why
+            with contextlib.suppress(ShardnetError):  # opening it says why
                 found = await self.disk.run(path, partial(dated, found))
             held.append(HeldModel(found=found))
         if message.names_only:

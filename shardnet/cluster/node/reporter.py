@@ -43,11 +43,11 @@ from shardnet.wire.messages.diagnostics import (
     MAX_VIEWS,
     AddressView,
     InterfaceAddress,
+    MdnsRecord,
     MulticastHeard,
     MulticastState,
     NodeReport,
     PeerView,
-    RecordSeen,
 )
 from shardnet.wire.messages.handshake import explained, explanation
 from shardnet.wire.messages.membership import ReportReply, ReportRequest
@@ -280,7 +280,7 @@ class NodeReporter:
             heard=heard[: 4 * MAX_VIEWS],
             others=sorted(discovery.listener.others)[:MAX_VIEWS],
             records=[
-                RecordSeen(
+                MdnsRecord(
                     node=record.node,
                     name=record.name,
                     version=record.version,

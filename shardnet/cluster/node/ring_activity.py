@@ -23,7 +23,7 @@ from shardnet.wire.messages.activity import (
     MAX_STEPS_SEEN,
     CancelSequence,
     GetActivity,
-    RecoverySeen,
+    RecoveryReport,
     RingActivity,
     RingOpening,
     StageProgress,
@@ -106,7 +106,7 @@ def _activity(message: GetActivity, lead: Lead, opening: RingOpening | None) -> 
     )
 
 
-def _recovery(record: RecoveryRecord) -> RecoverySeen:
-    fields = {name: getattr(record, name) for name in RecoverySeen.__struct_fields__}
-    seen = RecoverySeen(**fields)
+def _recovery(record: RecoveryRecord) -> RecoveryReport:
+    fields = {name: getattr(record, name) for name in RecoveryReport.__struct_fields__}
+    seen = RecoveryReport(**fields)
     return replace(seen, why=explanation(record.why), error=explanation(record.error))

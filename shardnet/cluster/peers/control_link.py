@@ -91,7 +91,7 @@ REPLY_SILENCE_S = 30.0
 """Timeout of a request without reply or progress on a link that lives."""
 
 REPORT_S = 5.0
-"""How often whoever asked for long work is told that it goes on."""
+"""How often progress is reported to a peer that asked for long work."""
 
 _PROCESS_ENDS = (KeyboardInterrupt, SystemExit)
 """What a handler may not swallow."""
@@ -191,7 +191,7 @@ class ControlLink:
     async def answer_with(self, request: int, work: Coroutine[Any, Any, ControlMessage]) -> None:
         """Send progress for a request of the peer while `work` runs, then what it returns.
 
-        Raises its error, and cancels it with whoever waits.
+        Raises its error. Cancelling this call cancels the work.
         """
         task = asyncio.ensure_future(work)
         try:

@@ -224,7 +224,7 @@ class PeerLinks:
             self._lose(node, name, peer, error)
 
     def _lose(self, node: NodeId, name: str, peer: _Peer, error: ShardnetError) -> None:
-        """Tell whoever watches that no link to a node is left."""
+        """Notify watchers that no link to a node is left."""
         if not self._closing:
             self.log(f"node {name} is gone: {error}")
         for on_lost in tuple(peer.watchers):

@@ -246,7 +246,7 @@ def judge(audited: Answer, answers: Sequence[Answer]) -> int | None:
 
     `answers` are what one or two others, or the node itself at last, have made of the same rows
     with weights from their checkpoints; the first is not what was `audited`. What two of three
-    machines agree on is right. One that disagrees with itself is wrong whoever else computes.
+    machines agree on is right. One that disagrees with itself is wrong whatever others compute.
     """
     first, *rest = answers
     if first.rank == audited.rank:

@@ -23,8 +23,8 @@ from typing import Final
 
 from msgspec import structs
 
+from shardnet.cluster.deputy.copied_requests import CopiedRequests, read
 from shardnet.cluster.deputy.copying import Copying, Deputy
-from shardnet.cluster.deputy.request_book import RequestBook, read
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.peers.peer_links import PeerLinks
@@ -83,7 +83,7 @@ class Duty:
     name: str
     told: StandBy
     control: ControlLink
-    book: RequestBook = field(default_factory=RequestBook)
+    requests: CopiedRequests = field(default_factory=CopiedRequests)
     stop_watching: Callable[[], None] = lambda: None
     standing_in: asyncio.Task[bool] | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)
@@ -131,14 +131,14 @@ class StandIn:
         deputy = self.copying.deputy
         if deputy is None or self.head.latest is None:
             return None
-        n_requests = len(self.copying.book.running)
+        n_requests = len(self.copying.requests.running)
         return DeputyState(node=deputy.control.link.peer.name, n_requests=n_requests)
 
     @property
     def deputy_of(self) -> list[DeputyState]:
         """The heads in whose place this node goes on."""
         return [
-            DeputyState(node=duty.name, n_requests=len(duty.book.running))
+            DeputyState(node=duty.name, n_requests=len(duty.requests.running))
             for duty in self._duties.values()
         ]
 
@@ -188,14 +188,14 @@ class StandIn:
     async def _request_copied(self, control: ControlLink, message: RequestCopied) -> None:
         duty = self._duties.get(NodeId(control.link.peer.node))
         if duty is not None and message.generate.key:
-            duty.book.open(message.generate, time.monotonic())
+            duty.requests.open(message.generate, time.monotonic())
 
     async def _tokens_copied(self, control: ControlLink, message: TokensCopied) -> None:
         duty = self._duties.get(NodeId(control.link.peer.node))
         if duty is not None:
             now_s = time.monotonic()
             for row in message.rows:
-                duty.book.add(row.key, row.first, [*read(row.tokens)], row.end, now_s)
+                duty.requests.add(row.key, row.first, [*read(row.tokens)], row.end, now_s)
 
     async def _take_over_for(self, control: ControlLink, message: TakeOver) -> None:
         """Take over from a head that leaves. Raises UsageError unless this is its deputy."""
@@ -220,9 +220,9 @@ class StandIn:
     async def _stand_in(self, duty: Duty, why: str, is_sure: bool) -> None:
         """Take over from a head, unless it lives. Requests that nobody resumes end here."""
         try:
-            if not duty.book.running or not (is_sure or await self._is_lost(duty)):
+            if not duty.requests.running or not (is_sure or await self._is_lost(duty)):
                 return
-            self.log(f"{why}; this node takes over {len(duty.book.running)} requests")
+            self.log(f"{why}; this node takes over {len(duty.requests.running)} requests")
             until_s = time.monotonic() + STAND_IN_S
             while True:
                 try:
@@ -235,7 +235,7 @@ class StandIn:
                 await asyncio.sleep(AGAIN_S)
         finally:
             choice = structs.replace(duty.told.choice, nodes=[], layers=[])
-            self.copying.book.take_over(duty.book, choice, time.monotonic())
+            self.copying.requests.take_over(duty.requests, choice, time.monotonic())
             if self._duties.get(duty.head) is duty:
                 del self._duties[duty.head]
 
@@ -256,7 +256,7 @@ class StandIn:
 
         lead = await self.head.lead_instead(plan, duty.head, Epoch(epoch))
         lead.instead = told.choice
-        self.copying.book.take_over(duty.book, lead.plan.choice, time.monotonic())
+        self.copying.requests.take_over(duty.requests, lead.plan.choice, time.monotonic())
         self._jobs.begin(
             partial(self._tell_former, duty.head, lead.ring.epoch), "telling a former head"
         )
@@ -300,7 +300,7 @@ class StandIn:
                 control.send(state)
             if duty.standing_in is not None:
                 await asyncio.wait([duty.standing_in])
-        copied = self.copying.book.find(message.key, time.monotonic())
+        copied = self.copying.requests.find(message.key, time.monotonic())
         if copied is not None:
             await self.router.resume(control, message.request, copied, message.n_tokens)
         elif duty is not None and duty.told.nodes:
@@ -316,7 +316,9 @@ class StandIn:
 
     def _duty_with(self, key: str) -> Duty | None:
         now_s = time.monotonic()
-        holding = (one for one in self._duties.values() if one.book.find(key, now_s) is not None)
+        holding = (
+            one for one in self._duties.values() if one.requests.find(key, now_s) is not None
+        )
         return next(holding, None)
 
     # --- as a head
@@ -331,7 +333,7 @@ class StandIn:
             return False
         if time.monotonic() < self._not_before_s:
             return False
-        engine, n_copied = lead.ring.engine, len(self.copying.book.running)
+        engine, n_copied = lead.ring.engine, len(self.copying.requests.running)
         if not n_copied or max(engine.n_active, self.router.n_requests) > n_copied:
             return False
         try:

@@ -172,7 +172,7 @@ class Ring:
         return self._use.in_use()
 
     def work(self, load: RingLoad) -> RingWork:
-        """Say what the ring has done since it was built; it has `load` in hand."""
+        """Count what the ring has done since it was built; `load` is its present load."""
         totals = self.engine.totals
         stages = [
             StageWork(
@@ -385,7 +385,7 @@ class Ring:
                 return ready
 
     def order(self, rank: int, shard: int = 0) -> LoadStage:
-        """Return what a node of a rank is told to load."""
+        """Return the order to load of a rank."""
         return self.spec.order(
             rank,
             shard,

@@ -1,4 +1,4 @@
-"""What a ring is made of, and so what each of its nodes is told to load."""
+"""What makes a ring, and the order to load that each of its nodes gets."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class RingSpec:
         sources: Sequence[str],
         instead_of: str,
     ) -> LoadStage:
-        """Return what a node of a rank is told to load for a `ring`; for the rest see Ring."""
+        """Return the order to load of a rank of a `ring`; for the rest see Ring."""
         own, nodes = WireDType.own(self.dtype), self.shard_nodes(rank)
         spans = len(nodes) > 1
         received, sent = [own, *self.wires][rank], [*self.wires, own][rank]

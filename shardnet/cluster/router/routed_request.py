@@ -61,7 +61,7 @@ def prompt_bytes(message: Generate) -> bytes:
 class RoutedRequest:
     """A request of the client on `control`, whose answer begins with the tokens `made`.
 
-    The client has `n_told` of these. They are added to `copy` as they come, if there is one.
+    The client has `n_sent` of these. They are added to `copy` as they come, if there is one.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class RoutedRequest:
         *,
         prompt: bytes,
         made: Sequence[int],
-        n_told: int,
+        n_sent: int,
         copy: Copy | None,
     ) -> None:
         self._control = control
         self._message = message
         self._prompt = prompt
         self._made = [*made]
-        self._n_told = n_told
+        self._n_told = n_sent
         self._copy = copy
         self._copied_to = ""
         self._n_rings = 0

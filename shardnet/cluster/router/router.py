@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from shardnet.cluster.deputy.copied_requests import CopiedRequest
 from shardnet.cluster.deputy.copying import Copying
-from shardnet.cluster.deputy.request_book import CopiedRequest
 from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
@@ -236,13 +236,13 @@ class Router:
         control: ControlLink,
         message: Generate,
         made: Sequence[MadeToken],
-        n_told: int,
+        n_sent: int,
     ) -> None:
-        """Run a request whose answer begins with `made`; the client has `n_told` tokens of it."""
+        """Run a request whose answer begins with `made`; the client has `n_sent` tokens of it."""
         message = replace(message, lockstep_size=0)  # the others of its set may run elsewhere
         try:
             with front:
-                await self._run(front, control, message, made, n_told)
+                await self._run(front, control, message, made, n_sent)
         except SupersededError as error:
             if message.outputs.asks or not error.address or control.link.closed:
                 raise
@@ -254,7 +254,7 @@ class Router:
         control: ControlLink,
         message: Generate,
         made: Sequence[MadeToken],
-        n_told: int,
+        n_sent: int,
     ) -> None:
         control.send(front.plan.reply(message.request))
         await front.opened(partial(_pass_on, control, message.request))
@@ -274,7 +274,7 @@ class Router:
                 replace(described, request=message.request),
                 prompt=prompt,
                 made=[token.token_id for token in made],
-                n_told=n_told,
+                n_sent=n_sent,
                 copy=copy,
             )
             await request.run(front)

@@ -96,7 +96,7 @@ class AdapterSharing:
         sources: Sequence[str],
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Have all that is told of some adapters on this disk. As `fetch`, from these sources."""
+        """Fetch the descriptions of adapters to this disk. As `fetch`, from these sources."""
         parts = [
             (adapter.adapter_id, layer_part(layer))
             for adapter in adapters

@@ -189,7 +189,7 @@ class BulkServer:
             at += size
 
     async def _send_piece(self, link: Link, request: int, data: Buffer) -> None:
-        wait_s = self.rate.book(len(data), self.clock())
+        wait_s = self.rate.reserve(len(data), self.clock())
         if wait_s > 0:
             await asyncio.sleep(wait_s)
         link.send(bulk_frame(Piece(request=request), data))
@@ -224,7 +224,7 @@ class SendRate:
         self._bytes_per_s = bytes_per_s
         self._free_at: float | None = None
 
-    def book(self, n_bytes: int, now: float) -> float:
+    def reserve(self, n_bytes: int, now: float) -> float:
         """Reserve `n_bytes` at the time `now` (s); return the seconds to wait before sending."""
         if self._bytes_per_s is None:
             return 0.0

@@ -86,7 +86,7 @@ class DiskJobs:
         seen: object = None
         while waiting := [job for lane in self._lanes.values() for job in lane.jobs]:
             ends = [asyncio.wrap_future(job) for job in waiting]
-            for end in ends:  # whoever submitted the job hears of its error
+            for end in ends:  # its error goes to the submitter of each job
                 end.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             done, _ = await asyncio.wait(ends, timeout=patience_s)
             beats = [lane.beat() for lane in self._lanes.values()]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from shardnet.runtime.ring.pipeline import StepAnswered
-from shardnet.wire.messages.activity import StepSeen
+from shardnet.wire.messages.activity import StepRecord
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,12 +79,12 @@ class StepLog:
 
     def __init__(self, began_ns: int) -> None:
         self._began_ns = began_ns
-        self._steps: deque[StepSeen] = deque(maxlen=MAX_STEPS)
+        self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
 
     def add(self, answered: StepAnswered, n_rows: int, n_sampled: int, n_tokens: int) -> None:
         """Remember a step of `n_rows` rows; `n_tokens` of its `n_sampled` samples were kept."""
         self._steps.append(
-            StepSeen(
+            StepRecord(
                 step=answered.batch.step,
                 sent_us=max(0, answered.sent_ns - self._began_ns) // 1000,
                 round_trip_us=answered.round_trip_us,
@@ -99,6 +99,6 @@ class StepLog:
         """Return the microseconds since the log began."""
         return (now_ns - self._began_ns) // 1000
 
-    def after(self, step: int) -> list[StepSeen]:
+    def after(self, step: int) -> list[StepRecord]:
         """Return the steps of higher numbers than `step`, oldest first."""
         return [one for one in self._steps if one.step > step]

@@ -49,7 +49,7 @@ from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.runtime.stage.compute import StepFailed
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import ANY_ROWS, LiveState, SequenceId
-from shardnet.wire.messages.activity import RequestSeen
+from shardnet.wire.messages.activity import RequestProgress
 from shardnet.wire.messages.diagnostics import RingLoad
 
 SLOWDOWN = 2.2
@@ -113,18 +113,18 @@ class Engine:
 
     @property
     def counters(self) -> RingLoad:
-        """What it has in hand now."""
+        """The requests, slots and KV blocks in use now."""
         n_paused = sum(live.state is LiveState.PAUSED for live in self._live.values())
         n_waiting = len(self._scheduler.waiting)
-        book = self._scheduler.book
+        kv = self._scheduler.kv_blocks
         return RingLoad(
             running=self._scheduler.n_active - n_waiting,
             waiting=n_waiting - n_paused,
             paused=n_paused,
-            warm_slots=len(book.warm()),
-            warm_blocks=book.warm_blocks,
-            used_blocks=book.booked_blocks,
-            room_blocks=book.room_blocks,
+            warm_slots=len(kv.warm()),
+            warm_blocks=kv.warm_blocks,
+            used_blocks=kv.booked_blocks,
+            room_blocks=kv.room_blocks,
             room_slots=self._scheduler.room_slots,
             restored_positions=self._restoring.n_positions,
         )
@@ -135,7 +135,7 @@ class Engine:
         return self.log.age_us(self._clock_ns())
 
     @property
-    def requests(self) -> list[RequestSeen]:
+    def requests(self) -> list[RequestProgress]:
         """How far the requests are that live, in the order in which they came."""
         return self._live.progress()
 
@@ -327,7 +327,7 @@ class Engine:
             if live.request.deterministic:
                 self._scheduler.batch_exactly(sequence_id, is_bound)
         self._pump()
-        self._scheduler.moved({})  # who does not run at once is computed again
+        self._scheduler.moved({})  # what is not admitted at once is replayed from its tokens
         self._live.report_queue_positions()
         for live in self._live.values():
             live.report_wait()

@@ -30,7 +30,7 @@ from shardnet.types import LiveState, RowGroup
 from shardnet.wire.messages.generation import MeanStageTime, Timing
 
 FEWEST_ALONE: Final = 16
-"""Steps from which on the time of a stage is told as usual."""
+"""From so many steps on the time of a stage counts as its usual one."""
 MOST_ALONE: Final = 256
 ALONE_POSITIONS: Final = 1024
 """Steps at later positions attend to more than those that predictions are made for."""

@@ -25,7 +25,7 @@ from shardnet.runtime.scheduling.sequences import (
 )
 from shardnet.slot_operations import CloseSequence, OpenSequence
 from shardnet.types import U32_MAX, LiveState, RowGroup, SequenceId
-from shardnet.wire.messages.activity import RequestSeen
+from shardnet.wire.messages.activity import RequestProgress
 
 _log = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ class LiveRequests(dict[SequenceId, LiveRequest]):
         self._scheduler = scheduler
         self._clock_ns = clock_ns
 
-    def progress(self) -> list[RequestSeen]:
+    def progress(self) -> list[RequestProgress]:
         """Say how far the requests are, in the order in which they came."""
         ahead = {sequence_id: n for n, sequence_id in enumerate(self._scheduler.waiting)}
         now_ns = self._clock_ns()
         return [
-            RequestSeen(
+            RequestProgress(
                 sequence=sequence_id,
                 state=live.state,
                 n_prompt=len(live.request.prompt),

@@ -165,7 +165,7 @@ class Restoring:
         if request.deterministic or request.lockstep or request.outputs.needs_whole_prompt:
             return 0
         inputs = request.adapters, request.places
-        held = self.scheduler.book.prefix(request.prompt, *inputs)
+        held = self.scheduler.kv_blocks.prefix(request.prompt, *inputs)
         n_held = held.n_kept if held else 0
         return await self.prefixes.find(request.prompt, n_held, *inputs)
 

@@ -58,7 +58,7 @@ class AdmissionQueue:
     chunk_rows: int
     prefix_seed: bytes | None = None
     shares_blocks: bool = False
-    book: KvBlockManager = field(init=False)
+    kv_blocks: KvBlockManager = field(init=False)
     waiting: list[LiveSequence] = field(default_factory=list)
     """Waiting and paused sequences, the next to be admitted first."""
     running: dict[SequenceId, LiveSequence] = field(default_factory=dict)
@@ -70,11 +70,11 @@ class AdmissionQueue:
     _next_order: int = 0
 
     def __post_init__(self) -> None:
-        self.book = self._empty_book()
+        self.kv_blocks = self._empty_blocks()
         if self.state_slots is not None:
             self.max_slots = min(self.max_slots, self.state_slots)
 
-    def _empty_book(self) -> KvBlockManager:
+    def _empty_blocks(self) -> KvBlockManager:
         share = int(self.room_blocks * WARM_SHARE)
         return KvBlockManager(
             room_blocks=self.room_blocks,
@@ -135,13 +135,13 @@ class AdmissionQueue:
         self.waiting.sort(key=lambda waiting: waiting.rank)
         for sequence in self.waiting:
             sequence.lose_slot()
-        self.book = self._empty_book()
+        self.kv_blocks = self._empty_blocks()
 
     def move(self, ring: RingLimits) -> list[SequenceFailed]:
         """Go on with the room of another ring; end what could never fit it. None may run."""
         self.room_blocks, self.prefix_seed = ring.room_blocks, ring.prefix_seed
         self.shares_blocks = ring.shares_blocks
-        self.book = self._empty_book()
+        self.kv_blocks = self._empty_blocks()
         failed = []
         for sequence in [*self.waiting]:
             try:
@@ -190,7 +190,7 @@ class AdmissionQueue:
         if sequence.request.whole_prompt or self.state_slots is not None:
             return False
         request = sequence.request
-        held = self.book.prefix(sequence.tokens, request.adapters, request.pictures)
+        held = self.kv_blocks.prefix(sequence.tokens, request.adapters, request.pictures)
         n_held = held.n_kept if held is not None else 0
         wanted = n_held + least_rows
         limit = len(sequence.tokens) - 1
@@ -205,7 +205,7 @@ class AdmissionQueue:
     def _start(self, sequence: LiveSequence) -> bool:
         """Give a sequence a slot; return False, and nothing changed, where there is no room."""
         request, n_blocks = sequence.request, self._first_blocks(sequence)
-        is_room = n_blocks <= self.book.available_blocks
+        is_room = n_blocks <= self.kv_blocks.available_blocks
         if sequence.n_moved:
             if is_room:
                 self._start_moved(sequence, n_blocks)
@@ -214,10 +214,10 @@ class AdmissionQueue:
             self._start_restoring(sequence, n_blocks)
             return True
         if request.whole_prompt:
-            start = self.book.start_empty(n_blocks) if is_room else None
+            start = self.kv_blocks.start_empty(n_blocks) if is_room else None
         else:
             only_chunks = self.chunk_rows if request.deterministic else 0
-            start = self.book.start(
+            start = self.kv_blocks.start(
                 sequence.tokens,
                 n_blocks,
                 request.adapters,
@@ -231,9 +231,9 @@ class AdmissionQueue:
 
     def _start_moved(self, sequence: LiveSequence, n_blocks: int) -> None:
         n_moved, sequence.n_moved = sequence.n_moved, 0
-        start = self.book.start_empty(n_blocks)
+        start = self.kv_blocks.start_empty(n_blocks)
         self._free(start.given_up)
-        self.book.restored(start.slot, n_moved)
+        self.kv_blocks.restored(start.slot, n_moved)
         self._open(sequence, Start(slot=start.slot, n_kept=n_moved, is_restored=True))
 
     def moved(self, n_positions: Mapping[SequenceId, int]) -> None:
@@ -281,11 +281,11 @@ class AdmissionQueue:
         sequence.may_restore = False
         if request.deterministic or request.whole_prompt or sequence.n_generated:
             return False
-        held = self.book.prefix(sequence.tokens, request.adapters, request.pictures)
+        held = self.kv_blocks.prefix(sequence.tokens, request.adapters, request.pictures)
         return request.n_stored >= (held.n_kept if held else 0) + BLOCK_POSITIONS
 
     def _start_restoring(self, sequence: LiveSequence, n_blocks: int) -> None:
-        start = self.book.start_empty(n_blocks)
+        start = self.kv_blocks.start_empty(n_blocks)
         self._free(start.given_up)
         sequence.slot = start.slot
         sequence.slot.tokens = sequence.tokens
@@ -306,7 +306,7 @@ class AdmissionQueue:
         if sequence is None or not sequence.is_restoring or sequence.slot is None:
             return False
         sequence.is_restoring = False
-        self.book.restored(sequence.slot, n_positions)
+        self.kv_blocks.restored(sequence.slot, n_positions)
         start = Start(slot=sequence.slot, n_kept=n_positions, is_restored=n_positions > 0)
         self._open(sequence, start)
         return True
@@ -319,8 +319,8 @@ class AdmissionQueue:
 
     def drop_warm(self) -> None:
         """Free all warm slots, and their memory on every stage."""
-        for slot in self.book.warm():
-            self.book.drop(slot)
+        for slot in self.kv_blocks.warm():
+            self.kv_blocks.drop(slot)
             self._free([slot])
 
     def start_anew(self, sequence: LiveSequence) -> None:
@@ -341,14 +341,14 @@ class AdmissionQueue:
             return
         assert sequence.slot is not None
         n_held = sequence.slot.n_held if keep_warm and not sequence.is_restoring else 0
-        self._leave(sequence, n_kept=n_held if n_held >= self.book.least_copied else 0)
+        self._leave(sequence, n_kept=n_held if n_held >= self.kv_blocks.least_copied else 0)
 
     def secure_row(self, sequence: LiveSequence) -> bool:
         """Book room for one more row, pausing the youngest sequences if needed.
 
         Returns False if `sequence` itself was paused."""
         while sequence.slot is not None:
-            given_up = self.book.grow(sequence.slot, sequence.n_sent + 1)
+            given_up = self.kv_blocks.grow(sequence.slot, sequence.n_sent + 1)
             if given_up is not None:
                 self._free(given_up)
                 return True
@@ -369,14 +369,14 @@ class AdmissionQueue:
         sequence.is_encoding = False
         if sequence.is_restoring:  # no stage knows of it yet
             sequence.is_restoring = False
-            self.book.drop(slot)
+            self.kv_blocks.drop(slot)
             return
         given_up: tuple[Slot, ...] = ()
         stored = self._stored(sequence, slot) if n_kept else ()
         if n_kept:
-            given_up = self.book.keep_warm(slot)
+            given_up = self.kv_blocks.keep_warm(slot)
         else:
-            self.book.drop(slot)
+            self.kv_blocks.drop(slot)
         self.pending.append(
             OperateSlot(
                 operation=CloseSequence(

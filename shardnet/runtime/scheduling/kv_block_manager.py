@@ -274,7 +274,7 @@ class KvBlockManager:
         return given_up
 
     def keep_warm(self, slot: Slot) -> tuple[Slot, ...]:
-        """Let a sequence's slot lie with what it holds, for whoever comes.
+        """Keep a sequence's slot with what it holds, warm for a prompt that begins alike.
 
         Returns the warm slots that were dropped for it, beyond `most_warm_blocks`.
         """

@@ -115,9 +115,9 @@ class Scheduler:
         return len(self._queue.waiting) + len(self._queue.running)
 
     @property
-    def book(self) -> KvBlockManager:
+    def kv_blocks(self) -> KvBlockManager:
         """The slots of the ring and their booked blocks."""
-        return self._queue.book
+        return self._queue.kv_blocks
 
     @property
     def room_slots(self) -> int:

@@ -174,7 +174,7 @@ class SpanningCompute:
         return result
 
     def reset(self) -> None:
-        """See StageCompute: every shard is told by its own ring membership."""
+        """See StageCompute: every shard learns it from its own ring membership."""
         self._own.reset()
 
     def _tell(self, exchange: PartExchange, error: Exception | None, step: StepId) -> None:

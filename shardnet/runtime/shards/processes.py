@@ -319,7 +319,7 @@ def _name(dtype: torch.dtype) -> str:
 def _watch(
     process: ShardProcess, index: int, memory: SharedMemory, is_ending: threading.Event
 ) -> None:
-    """Tell the group when a process ends that was not told to."""
+    """Report to the group a process that ends without an order."""
     code = process.wait()
     if not is_ending.is_set():
         memory.fail(index)

@@ -1,4 +1,4 @@
-"""The process of one shard of a stage but the first: it loads its shard, then does as it is told.
+"""The process of one shard of a stage but the first, whose calls it runs once it has loaded.
 
 Knows how a call becomes what StageModel and its KV cache do. Must not know rings, sequences or
 sampling: the first shard has those.

@@ -72,7 +72,7 @@ class HelloReceived:
 
 
 class FrameReceived(msgspec.Struct, frozen=True, kw_only=True):
-    """A frame for whoever uses the link came whole."""
+    """A whole frame arrived for the user of the link."""
 
     frame: Frame
 

@@ -50,7 +50,7 @@ class GetActivity(Numbered, frozen=True, kw_only=True):
     after_step: Count = 0
 
 
-class StepSeen(Row, frozen=True, array_like=True):
+class StepRecord(Row, frozen=True, array_like=True):
     """A step that came round: sent `sent_us` after the ring was built, by the head's clock.
 
     `n_prompt_rows` of its rows sampled nothing; `n_tokens` were kept of what the others sampled.
@@ -65,7 +65,7 @@ class StepSeen(Row, frozen=True, array_like=True):
     timings: Annotated[list[StageTiming], Meta(max_length=MAX_STAGES)]
 
 
-class RequestSeen(Strict, frozen=True, kw_only=True):
+class RequestProgress(Strict, frozen=True, kw_only=True):
     """A request of the ring. `n_computed` of its prompt's `n_prompt` tokens are in the KV cache.
 
     `n_kept` of these were there before it began to run. `ahead` requests go before it.
@@ -100,7 +100,7 @@ class RingOpening(Strict, frozen=True, kw_only=True):
     stages: Annotated[list[StageProgress], Meta(max_length=MAX_STAGES)]
 
 
-class RecoverySeen(Strict, frozen=True, kw_only=True):
+class RecoveryReport(Strict, frozen=True, kw_only=True):
     """A ring was replaced by another, or was to be: `error` says why that was given up.
 
     It was lost at `at_s`, counted from 1970, for the reason `why`. The oldest step had waited for
@@ -139,9 +139,9 @@ class RingActivity(Numbered, frozen=True, kw_only=True):
     load: RingLoad | None = None
     plan: PlanReply | None = None
     opening: RingOpening | None = None
-    requests: Annotated[list[RequestSeen], Meta(max_length=MAX_REQUESTS_SEEN)] = []
-    steps: Annotated[list[StepSeen], Meta(max_length=MAX_STEPS_SEEN)] = []
-    recoveries: Annotated[list[RecoverySeen], Meta(max_length=MAX_RECOVERIES_SEEN)] = []
+    requests: Annotated[list[RequestProgress], Meta(max_length=MAX_REQUESTS_SEEN)] = []
+    steps: Annotated[list[StepRecord], Meta(max_length=MAX_STEPS_SEEN)] = []
+    recoveries: Annotated[list[RecoveryReport], Meta(max_length=MAX_RECOVERIES_SEEN)] = []
 
     rings: Annotated[list[RingBehind], Meta(max_length=MAX_STAGES)] = []
 

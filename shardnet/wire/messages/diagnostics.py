@@ -79,7 +79,7 @@ class MulticastHeard(Strict, frozen=True, kw_only=True):
     age_s: Seconds
 
 
-class RecordSeen(Strict, frozen=True, kw_only=True):
+class MdnsRecord(Strict, frozen=True, kw_only=True):
     """The mDNS record of another node: public, and not proved."""
 
     node: Name
@@ -104,7 +104,7 @@ class MulticastState(Strict, frozen=True, kw_only=True):
     listening: Annotated[list[Name], Meta(max_length=MAX_VIEWS)] = []
     listening_s: Seconds = 0.0
     heard: Annotated[list[MulticastHeard], Meta(max_length=4 * MAX_VIEWS)] = []
-    records: Annotated[list[RecordSeen], Meta(max_length=MAX_VIEWS)] = []
+    records: Annotated[list[MdnsRecord], Meta(max_length=MAX_VIEWS)] = []
     others: Annotated[list[Name], Meta(max_length=MAX_VIEWS)] = []
 
 

@@ -11,8 +11,8 @@ from support.cluster.checkup_facts import reply, unlinked, view
 from support.cluster.scripted_node import client_of
 from support.cluster.watched_node import WatchedNode, activity, stage_state, step
 
-from shardnet.api.dashboard.node_book import NodeBook
-from shardnet.api.dashboard.ring_book import RingBook
+from shardnet.api.dashboard.node_history import NodeHistory
+from shardnet.api.dashboard.ring_history import RingHistory
 from shardnet.api.dashboard.state import ShownLoading
 from shardnet.api.server.ring_metrics import RingMetrics
 from shardnet.wire.messages.diagnostics import DeputyState, RingBehind, StandbyState
@@ -25,7 +25,7 @@ HOSTS = ("anna", "bert", "cleo")
 
 def looked(*, with_ring: bool = True) -> TopView:
     """Two nodes in a ring and a third that died, after a second of decoding."""
-    nodes, ring = NodeBook(), RingBook()
+    nodes, ring = NodeHistory(), RingHistory()
     standby = StandbyState(node="anna", layers=(0, 2), weight_bytes=1)
     stage = stage_state(layers=(2, 4), standby=standby)
     bert = reply("bert", view("anna"), stage=stage, temperature_c=61.4)
@@ -74,7 +74,7 @@ def test_several_rings_are_shown_with_what_each_has() -> None:
         RingBehind(node="a", address="", names=["anna"], n_requests=8, n_taken_over=2),
         RingBehind(node="b", address="", names=["bert", "cleo"], why="it was lost"),
     ]
-    book = RingBook()
+    book = RingHistory()
     book.take(activity(rings=rings))
     texts = [text for _, text in top_lines(replace(looked(), ring=book.ring()), None)]
     assert "ring of anna: 8 requests, 2 taken over" in texts

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from shardnet.cluster.deputy.copied_requests import CopiedRequests
 from shardnet.cluster.deputy.copying import Copying
-from shardnet.cluster.deputy.request_book import RequestBook
 from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.recovery.stand_in import MAX_DUTIES, StandIn
 from shardnet.runtime.engine.requests import MadeToken
@@ -70,7 +70,7 @@ def test_that_a_request_is_kept_no_more_is_said_once() -> None:
         copied.copy.add(TOKEN)
         assert [row.end for row in await copied.rows()] == [""]
         assert copied.copy.address == "b:1"
-        copied.copying.book = RequestBook(most_numbers=0)  # there is no room any more
+        copied.copying.requests = CopiedRequests(most_numbers=0)  # there is no room any more
         copied.copy.add(TOKEN)
         assert [row.end for row in await copied.rows()] == ["failed"]
         copied.copy.add(TOKEN)

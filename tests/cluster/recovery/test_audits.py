@@ -21,7 +21,7 @@ from support.soak import cases
 from torch import Tensor
 
 from shardnet.api.client import connect
-from shardnet.api.dashboard.node_book import NodeBook
+from shardnet.api.dashboard.node_history import NodeHistory
 from shardnet.api.server.ring_metrics import RingMetrics
 from shardnet.cluster.machine.profile import MemoryBudget, find_devices
 from shardnet.cluster.recovery.audits import Answer, Audits, judge
@@ -337,7 +337,7 @@ def test_what_was_found_is_told_by_doctor_status_dashboard_and_metrics() -> None
     assert "audits   5, 3.00 GiB of memory looked at, 2 layers computed alike by others" in shown
     assert "wrong    bert computed wrong bits in layer 7 5 min ago, and was left out: the" in shown
     assert _as_json(anna.info, anna.report)["audit"]["findings"][0]["name"] == "bert"
-    book = NodeBook()
+    book = NodeHistory()
     book.take([anna, bert], 0.0)
     wrong = {node.name: node.wrong_bits for node in book.nodes(0.0)}
     assert wrong == {"anna": None, "bert": f"layer 7: {found.what}; test its memory"}

@@ -186,7 +186,7 @@ def test_no_more_is_sent_than_the_rate_and_one_burst(
     rate, now, sent = SendRate(bytes_per_s), 0.0, 0
     for n_bytes, pause_s in pieces:
         now += pause_s
-        now += rate.book(n_bytes, now)
+        now += rate.reserve(n_bytes, now)
         sent += n_bytes
         assert sent <= bytes_per_s * (now + BURST_S) * (1 + 1e-9) + 1
 
@@ -195,14 +195,14 @@ def test_no_more_is_sent_than_the_rate_and_one_burst(
 def test_the_whole_rate_is_used(bytes_per_s: float, pieces: list[int]) -> None:
     """Links that ask at once wait for no more than what was booked before them."""
     rate = SendRate(bytes_per_s)
-    waits = [rate.book(n_bytes, 5.0) for n_bytes in pieces]
+    waits = [rate.reserve(n_bytes, 5.0) for n_bytes in pieces]
     assert waits == sorted(waits)
     assert waits[-1] <= sum(pieces) / bytes_per_s
 
 
 def test_without_a_rate_nobody_waits() -> None:
     rate = SendRate(None)
-    assert [rate.book(1 << 30, 0.0) for _ in range(3)] == [0.0] * 3
+    assert [rate.reserve(1 << 30, 0.0) for _ in range(3)] == [0.0] * 3
     assert rate.piece_bytes(1000) == 1000
 
 

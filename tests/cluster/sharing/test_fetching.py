@@ -344,12 +344,12 @@ def test_digests_of_two_checkpoints_are_not_mixed(
     """
 
     async def scenario(sources: Sources) -> None:
-        answer, n_told = digests_only(source), [0]
+        answer, n_sent = digests_only(source), [0]
         source_tensors = list(Checkpoint.open(source).stored)
 
         def script(message: BulkMessage) -> list[tuple[BulkMessage, bytes]] | None:
-            n_told[0] += isinstance(message, FetchDigests)
-            return answer(message) if n_told[0] == 1 else None
+            n_sent[0] += isinstance(message, FetchDigests)
+            return answer(message) if n_sent[0] == 1 else None
 
         sources.script("anna", script)
         sources.add("bert", other, tmp_path / "bert")

@@ -11,11 +11,11 @@ from shardnet.cluster.diagnosis.facts import Facts, Finding, KeyFacts, Severity
 from shardnet.wire.messages.diagnostics import (
     AddressView,
     InterfaceAddress,
+    MdnsRecord,
     MulticastHeard,
     MulticastState,
     NodeReport,
     PeerView,
-    RecordSeen,
 )
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
@@ -83,7 +83,7 @@ def heard(*names: str, **changes: Any) -> MulticastState:
     return MulticastState(**values | changes)
 
 
-def record(name: str, **changes: Any) -> RecordSeen:
+def record(name: str, **changes: Any) -> MdnsRecord:
     values: dict[str, Any] = {
         "node": f"{name}-id",
         "name": name,
@@ -92,7 +92,7 @@ def record(name: str, **changes: Any) -> RecordSeen:
         "cluster": CLUSTER,
         "address": address_of(name),
     }
-    return RecordSeen(**values | changes)
+    return MdnsRecord(**values | changes)
 
 
 def interface(host: str, **changes: Any) -> InterfaceAddress:

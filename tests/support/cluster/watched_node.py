@@ -14,9 +14,9 @@ from shardnet.types import LiveState
 from shardnet.wire.messages.activity import (
     CancelSequence,
     GetActivity,
-    RequestSeen,
+    RequestProgress,
     RingActivity,
-    StepSeen,
+    StepRecord,
 )
 from shardnet.wire.messages.control import ControlMessage, Done
 from shardnet.wire.messages.diagnostics import RingLoad, StageState
@@ -77,9 +77,9 @@ def plan(number: int = 0) -> PlanReply:
     )
 
 
-def step(number: int, sent_ms: float, *, tokens: int = 1, prompt_rows: int = 0) -> StepSeen:
+def step(number: int, sent_ms: float, *, tokens: int = 1, prompt_rows: int = 0) -> StepRecord:
     """A step of 10 ms: 3 and 4 in the stages, 1 in a queue, the rest on two hops."""
-    return StepSeen(
+    return StepRecord(
         step=number,
         sent_us=int(sent_ms * MS),
         round_trip_us=10 * MS,
@@ -93,7 +93,7 @@ def step(number: int, sent_ms: float, *, tokens: int = 1, prompt_rows: int = 0) 
     )
 
 
-def activity(*steps: StepSeen, age_ms: float = 10_000.0, **changes: Any) -> RingActivity:
+def activity(*steps: StepRecord, age_ms: float = 10_000.0, **changes: Any) -> RingActivity:
     """What a ring does that has one request."""
     values: dict[str, Any] = {
         "request": 0,
@@ -111,7 +111,7 @@ def activity(*steps: StepSeen, age_ms: float = 10_000.0, **changes: Any) -> Ring
         "plan": plan(),
         "steps": list(steps),
         "requests": [
-            RequestSeen(
+            RequestProgress(
                 sequence=7,
                 state=LiveState.RUNNING,
                 n_prompt=100,

@@ -177,7 +177,9 @@ class ToyRing:
                     self.paused[operation.sequence_id] += 1
         self.sent += steps
         assert len(self.in_flight) <= self.scheduler.max_in_flight
-        assert self.stage.n_blocks <= self.scheduler.book.booked_blocks <= self.stage.room_blocks
+        assert (
+            self.stage.n_blocks <= self.scheduler.kv_blocks.booked_blocks <= self.stage.room_blocks
+        )
         return steps
 
     def answer(self) -> list[Outcome]:

@@ -24,7 +24,7 @@ HERE: Final[tuple[NodeState, ...]] = ("up", "draining", "resting")
 """States of a node that answers."""
 
 
-class NodeBook:
+class NodeHistory:
     """Remembers the nodes. Times are seconds of one clock."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ KEEP_S: Final = 60.0
 """How long an answer is kept after its client has it, or has left."""
 MAX_REQUESTS: Final = 2048
 MAX_NUMBERS: Final = 1 << 23
-"""Most token ids and logprobs in one book."""
+"""Most token ids and logprobs of the requests of one head."""
 
 End = Literal["", "complete", "left", "failed"]
 
@@ -41,7 +41,7 @@ class CopiedRequest:
     n_numbers: int = 0
 
 
-class RequestBook:
+class CopiedRequests:
     """The requests of one head. Moments are of one clock, in seconds."""
 
     def __init__(self, *, most_numbers: int = MAX_NUMBERS) -> None:
@@ -95,8 +95,8 @@ class RequestBook:
         if request is not None:
             self._n_numbers -= request.n_numbers
 
-    def take_over(self, other: RequestBook, choice: ModelChoice, now_s: float) -> None:
-        """Take all requests of another book, which ask for what `choice` says by now.
+    def take_over(self, other: CopiedRequests, choice: ModelChoice, now_s: float) -> None:
+        """Take all that another head had copied, asking for what `choice` says by now.
 
         Those that ran wait for their clients to come back.
         """

@@ -27,10 +27,10 @@ from shardnet.api.dashboard.state import (
 from shardnet.checkpoint.model_names import short_name
 from shardnet.types import LiveState
 from shardnet.wire.messages.activity import (
-    RequestSeen,
+    RequestProgress,
     RingActivity,
     RingOpening,
-    StepSeen,
+    StepRecord,
 )
 from shardnet.wire.messages.plans import PlannedStage, PlanReply
 
@@ -44,7 +44,7 @@ MAX_SHOWN: Final = 256
 """Steps in one answer: more are no strip that anybody can read."""
 
 
-class RingBook:
+class RingHistory:
     """Remembers one ring, and that of another name in its place."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class RingBook:
         """What was said last, None before and without a ring."""
         self.plan: PlanReply | None = None
         self._opening: RingOpening | None = None
-        self._steps: deque[StepSeen] = deque(maxlen=MAX_STEPS)
+        self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
 
     @property
     def name(self) -> str:
@@ -162,14 +162,14 @@ class RingBook:
             steps=[shown_step(step) for step in newest],
         )
 
-    def _window(self) -> list[StepSeen]:
+    def _window(self) -> list[StepRecord]:
         """List the steps that came round in the last WINDOW_S seconds."""
         if self.activity is None:
             return []
         least_us = self.activity.age_us - WINDOW_S * 1e6
         return [step for step in self._steps if step.sent_us + step.round_trip_us >= least_us]
 
-    def _span_s(self, steps: Sequence[StepSeen]) -> float:
+    def _span_s(self, steps: Sequence[StepRecord]) -> float:
         """Return how many of the last seconds the steps tell of: less after a pause."""
         assert self.activity is not None
         since_s = (self.activity.age_us - steps[0].sent_us) / 1e6
@@ -205,7 +205,7 @@ class RingBook:
         return stages
 
 
-def shown_step(step: StepSeen) -> ShownStep:
+def shown_step(step: StepRecord) -> ShownStep:
     """Return a step with the moments at which its stages computed.
 
     Each time was measured by the clock of its stage. What is left of the round trip was spent on
@@ -249,7 +249,7 @@ def parse_request_id(text: str) -> tuple[str, int] | None:
     return (ring, int(number)) if is_one and len(number) < 19 else None
 
 
-def _request(ring: str, seen: RequestSeen) -> ShownRequest:
+def _request(ring: str, seen: RequestProgress) -> ShownRequest:
     is_prefilled = seen.n_computed >= seen.n_prompt
     waits = seen.state in (LiveState.QUEUED, LiveState.PAUSED, LiveState.RECOVERING)
     return ShownRequest(
@@ -267,7 +267,7 @@ def _request(ring: str, seen: RequestSeen) -> ShownRequest:
     )
 
 
-def _wire_us(step: StepSeen) -> int:
+def _wire_us(step: StepRecord) -> int:
     """Return what of a round trip was neither computing nor queueing; a ring of one has no wire."""
     if len(step.timings) < 2:
         return 0
@@ -275,7 +275,7 @@ def _wire_us(step: StepSeen) -> int:
     return max(0, step.round_trip_us - in_stages)
 
 
-def _n_hops(step: StepSeen) -> int:
+def _n_hops(step: StepRecord) -> int:
     return max(1, len(step.timings))
 
 

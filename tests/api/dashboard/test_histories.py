@@ -12,10 +12,10 @@ from support.cluster.watched_node import (
     two_nodes,
 )
 
-from shardnet.api.dashboard.node_book import FORGET_S, NodeBook
-from shardnet.api.dashboard.ring_book import (
+from shardnet.api.dashboard.node_history import FORGET_S, NodeHistory
+from shardnet.api.dashboard.ring_history import (
     WINDOW_S,
-    RingBook,
+    RingHistory,
     parse_request_id,
     request_id,
     shown_step,
@@ -32,12 +32,12 @@ from shardnet.wire.messages.diagnostics import (
 from shardnet.wire.messages.membership import ReportReply
 
 
-def states(book: NodeBook, now_s: float = 0.0) -> dict[str, str]:
-    return {node.name: node.state for node in book.nodes(now_s)}
+def states(history: NodeHistory, now_s: float = 0.0) -> dict[str, str]:
+    return {node.name: node.state for node in history.nodes(now_s)}
 
 
 def test_a_node_that_dies_is_lost_with_what_it_had_and_forgotten_later() -> None:
-    book = NodeBook()
+    history = NodeHistory()
     standby = StandbyState(node="carl", layers=(2, 4), weight_bytes=7)
     part = PartState(layers=(0, 2), devices=["cpu:0"], weight_bytes=5)
     loaded = reply(
@@ -48,8 +48,8 @@ def test_a_node_that_dies_is_lost_with_what_it_had_and_forgotten_later() -> None
         deputy=DeputyState(node="carl", n_requests=1),
         deputy_of=[DeputyState(node="anna", n_requests=0)],
     )
-    book.take([reply("anna", view("bert")), loaded], 100.0)
-    anna, bert = book.nodes(102.5)
+    history.take([reply("anna", view("bert")), loaded], 100.0)
+    anna, bert = history.nodes(102.5)
     assert (anna.name, anna.is_asked, bert.is_asked) == ("anna", True, False)
     assert (bert.state, bert.since_s, bert.temperature_c) == ("up", 2.5, 61.0)
     assert (bert.model, bert.layers, bert.kv_positions, bert.kv_used_positions) == (
@@ -65,28 +65,28 @@ def test_a_node_that_dies_is_lost_with_what_it_had_and_forgotten_later() -> None
     assert [(link.node, link.rtt_ms) for link in anna.links] == [("bert-id", 0.4)]
 
     for peers in ([], [unlinked("bert", told_by=[])]):
-        book.take([reply("anna", *peers)], 103.0)
-        bert = book.nodes(104.0)[1]
+        history.take([reply("anna", *peers)], 103.0)
+        bert = history.nodes(104.0)[1]
         assert (bert.state, bert.since_s, bert.layers) == ("lost", 1.0, (0, 2))
-    book.take([reply("anna")], 103.0 + FORGET_S + 1)
-    assert states(book) == {"anna": "up"}
+    history.take([reply("anna")], 103.0 + FORGET_S + 1)
+    assert states(history) == {"anna": "up"}
 
 
 def test_a_node_that_comes_back_under_another_id_is_not_lost_too() -> None:
-    book = NodeBook()
-    book.take(two_nodes(), 0.0)
-    book.take([reply("anna")], 1.0)
-    assert states(book) == {"anna": "up", "bert": "lost"}
+    history = NodeHistory()
+    history.take(two_nodes(), 0.0)
+    history.take([reply("anna")], 1.0)
+    assert states(history) == {"anna": "up", "bert": "lost"}
     again = replace(two_nodes()[1], node="other")
     assert again.info is not None
     again = replace(again, info=replace(again.info, node="other"))
-    book.take([reply("anna", view("bert", node="other")), again], 2.0)
-    assert states(book) == {"anna": "up", "bert": "up"}
+    history.take([reply("anna", view("bert", node="other")), again], 2.0)
+    assert states(history) == {"anna": "up", "bert": "up"}
 
 
 def test_nodes_that_say_nothing_are_silent_and_strangers_refused() -> None:
-    book = NodeBook()
-    book.take(two_nodes(), 0.0)
+    history = NodeHistory()
+    history.take(two_nodes(), 0.0)
     late = ReportReply(request=1, node="bert-id", name="bert", failure="no report within 4 s")
     stranger = unlinked(
         "cleo", AddressView(address="10.0.0.3:7433", seen="refused", why="nothing listens")
@@ -96,8 +96,8 @@ def test_nodes_that_say_nothing_are_silent_and_strangers_refused() -> None:
         ([asked, late], "no report within 4 s"),
         ([asked], "it did not report in time"),
     ):
-        book.take(replies, 1.0)
-        _, bert, cleo = book.nodes(1.0)
+        history.take(replies, 1.0)
+        _, bert, cleo = history.nodes(1.0)
         assert (bert.state, bert.why, bert.memory_bytes) == ("silent", why, 8 << 30)
         assert (cleo.state, cleo.why, cleo.address) == (
             "refused",
@@ -105,11 +105,11 @@ def test_nodes_that_say_nothing_are_silent_and_strangers_refused() -> None:
             "10.0.0.3:7433",
         )
     # Of a node that nobody advertises any more nothing is shown.
-    book.take([reply("anna", view("bert"), unlinked("cleo", told_by=[]))], 2.0)
-    assert states(book) == {"anna": "up", "bert": "silent"}
-    assert book.take([late], 3.0) is None
-    book.asked_is_gone(3.0)
-    assert states(book) == {"anna": "silent", "bert": "silent"}
+    history.take([reply("anna", view("bert"), unlinked("cleo", told_by=[]))], 2.0)
+    assert states(history) == {"anna": "up", "bert": "silent"}
+    assert history.take([late], 3.0) is None
+    history.asked_is_gone(3.0)
+    assert states(history) == {"anna": "silent", "bert": "silent"}
 
 
 def test_stages_of_a_step_stand_where_they_computed() -> None:
@@ -124,50 +124,50 @@ def test_stages_of_a_step_stand_where_they_computed() -> None:
 
 
 def test_rates_and_means_are_those_of_the_last_seconds() -> None:
-    book = RingBook()
+    history = RingHistory()
     old = step(1, 1000.0, tokens=100)
     prompt = step(2, 9000.0, tokens=0, prompt_rows=40)
-    book.take(activity(old, prompt, *(step(3 + n, 9100.0 + 20 * n) for n in range(10))))
-    rates = book.rates()
+    history.take(activity(old, prompt, *(step(3 + n, 9100.0 + 20 * n) for n in range(10))))
+    rates = history.rates()
     # The first of these steps was sent a second ago.
     assert rates.tokens_per_s == pytest.approx(10)
     assert rates.prefill_tokens_per_s == pytest.approx(40)
     assert rates.steps_per_s == pytest.approx(11)
     assert rates.round_trip_ms == pytest.approx(10)
-    ring = book.ring()
+    ring = history.ring()
     assert ring is not None
     assert [stage.compute_ms for stage in ring.stages] == [3.0, 4.0]
     assert [stage.queue_ms for stage in ring.stages] == [0.0, 1.0]
     assert [stage.wire_ms for stage in ring.stages] == [1.0, 1.0]
     assert [stage.busy for stage in ring.stages] == pytest.approx([0.033, 0.044])
     assert (ring.state, ring.left_out[0].why) == ("ready", "too slow")
-    book.take(activity(age_ms=9300.0 + 1000 * WINDOW_S))
-    assert book.rates().tokens_per_s == 0
-    ring = book.ring()
+    history.take(activity(age_ms=9300.0 + 1000 * WINDOW_S))
+    assert history.rates().tokens_per_s == 0
+    ring = history.ring()
     assert ring is not None
     assert ring.stages[0].compute_ms is None
 
 
 def test_steps_are_shown_once_and_those_of_another_ring_dropped() -> None:
-    book = RingBook()
-    book.take(activity(step(1, 1.0), step(2, 2.0)))
-    assert [one.step for one in book.steps().steps] == [1, 2]
+    history = RingHistory()
+    history.take(activity(step(1, 1.0), step(2, 2.0)))
+    assert [one.step for one in history.steps().steps] == [1, 2]
     # What a head that does not know what was said repeats counts once.
-    book.take(activity(step(2, 2.0), step(3, 3.0), plan=None))
-    assert [one.step for one in book.steps("r1", 2).steps] == [3]
-    assert [one.step for one in book.steps("r0", 2).steps] == [1, 2, 3]
-    assert book.ring() is not None
-    book.take(activity(step(1, 1.0), ring="r2", is_broken=True))
-    assert [one.step for one in book.steps("r1", 3).steps] == [1]
-    ring = book.ring()
+    history.take(activity(step(2, 2.0), step(3, 3.0), plan=None))
+    assert [one.step for one in history.steps("r1", 2).steps] == [3]
+    assert [one.step for one in history.steps("r0", 2).steps] == [1, 2, 3]
+    assert history.ring() is not None
+    history.take(activity(step(1, 1.0), ring="r2", is_broken=True))
+    assert [one.step for one in history.steps("r1", 3).steps] == [1]
+    ring = history.ring()
     assert ring is not None
     assert ring.state == "broken"
-    book.forget()
-    assert (book.ring(), book.requests(), book.steps().steps) == (None, [], [])
+    history.forget()
+    assert (history.ring(), history.requests(), history.steps().steps) == (None, [], [])
 
 
 def test_a_ring_that_is_being_built_is_shown_with_and_without_another() -> None:
-    book = RingBook()
+    history = RingHistory()
     opening = RingOpening(
         model="m",
         age_s=2.0,
@@ -177,14 +177,14 @@ def test_a_ring_that_is_being_built_is_shown_with_and_without_another() -> None:
         ],
     )
     for said in (RingActivity(request=0, opening=opening), activity(opening=opening)):
-        book.take(said)
-        loading = book.loading()
+        history.take(said)
+        loading = history.loading()
         assert loading is not None
         assert (loading.model, loading.phase, loading.age_s) == ("m", "loading", 2.0)
         assert (loading.done_bytes, loading.total_bytes) == (4, 12)
         assert [one.phase for one in loading.nodes] == ["loading", "fetching"]
-    book.take(activity())
-    assert book.loading() is None
+    history.take(activity())
+    assert history.loading() is None
 
 
 @pytest.mark.parametrize(
@@ -198,10 +198,10 @@ def test_a_ring_that_is_being_built_is_shown_with_and_without_another() -> None:
     ],
 )
 def test_a_request_is_in_a_phase(state: LiveState, n_computed: int, phase: str) -> None:
-    book, said = RingBook(), activity()
+    history, said = RingHistory(), activity()
     seen = replace(said.requests[0], state=state, n_computed=n_computed)
-    book.take(replace(said, requests=[seen]))
-    [request] = book.requests()
+    history.take(replace(said, requests=[seen]))
+    [request] = history.requests()
     assert (request.phase, request.n_prefilled, request.n_cached) == (phase, n_computed, 32)
     assert parse_request_id(request.id) == ("r1", 7)
 
