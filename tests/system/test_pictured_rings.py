@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from support.models.checkpoints import make_decoder
 from support.models.gguf_files import write_gguf
 from support.models.pictured_model import make_pictured, png
@@ -91,6 +92,21 @@ def test_the_same_words_go_on_where_a_node_is_lost(
 
     asyncio.run(main())
     victim.kill()
+
+
+def test_a_first_stage_that_spans_nodes_sees(machine: Machine, folder: Path) -> None:
+    nodes = machine.start_nodes("anna", "bert")
+    first = [nodes[0].address]
+    alone = ModelChoice(model=str(folder), nodes=first, context=512, dtype="float32")
+    both = replace(alone, nodes=[node.address for node in nodes], nodes_per_stage=2)
+
+    async def main() -> None:
+        async with connect(first[0]) as client:
+            plain, _ = await say(client, alone)
+            again, _ = await say(client, both)
+            assert (again, len(plain)) == (plain, N_TOKENS)
+
+    asyncio.run(main())
 
 
 def write_seeing_gguf(folder: Path) -> Path:

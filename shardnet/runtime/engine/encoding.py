@@ -153,7 +153,7 @@ def no_tower() -> ShardnetError:
     """Return the error of a picture for a stage that cannot encode it."""
     return UnsupportedModelError(
         "the ring's first stage has no tower that could encode pictures",
-        remedy="use a ring whose first stage is on one node",
+        remedy="lead the ring by a node that has all of the model's files",
     )
 
 

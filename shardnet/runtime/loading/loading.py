@@ -219,7 +219,7 @@ def _load_with_torch(
     plugged = PluggedStage(
         compute=compute
         if group is None
-        else SpanningCompute(compute, group, embeds=order.layers.start == 0),
+        else SpanningCompute(compute, group, first=compute if order.layers.start == 0 else None),
         weight_bytes=-(-model.weight_bytes // order.n_nodes)  # what of them is on this node
         + (model.encoder.weight_bytes if model.encoder else 0),
         room_blocks=room_blocks,
@@ -266,7 +266,7 @@ def _load_model(
     from shardnet.stage.load import load_stage
 
     order, checkpoint = job.order, job.checkpoint
-    tower = tower_of(checkpoint) if order.layers.start == 0 and order.n_nodes == 1 else None
+    tower = tower_of(checkpoint) if order.layers.start == 0 and order.shard == 0 else None
     adapters = [LoadedAdapter.read(each.adapter_id, each.files) for each in order.adapters]
     config, device = with_adapters(checkpoint.config, adapters), torch.device(order.device)
     choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization, order.arith)

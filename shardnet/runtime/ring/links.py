@@ -118,7 +118,8 @@ class LinkSource:
                 return None
             case FrameKind.ROWS:
                 self._rows.keep(frame)
-                if self._rows.blocks[-1].layer is None:  # only the tail gives the last ones
+                last = self._rows.blocks[-1]
+                if last.layer is None and not last.is_deep:  # only the tail gives the last ones
                     raise unexpected(frame, self._link)
                 return None
             case _:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 from shardnet.errors import (
@@ -32,7 +32,7 @@ from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
 from shardnet.wire.messages.handshake import error_frame, read_error
 from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import StepData, data_frame
-from shardnet.wire.payloads.rows import ShardPart, part_frame, read_part, rows_frames
+from shardnet.wire.payloads.rows import RowBlock, ShardPart, part_frame, read_part, rows_frames
 
 PART_S: Final = 60.0
 """How long a shard may take to its next part: as long as a stage whose step does not move."""
@@ -119,11 +119,13 @@ class ShardLinks:
         """Have the other shards do what is done to a slot here."""
         self._send(sequence_frame(operation, epoch=self._epoch))
 
-    def step(self, batch: MicroBatch, activations: Activations | None) -> None:
-        """Have the other shards compute a step; its gathers follow."""
+    def step(
+        self, batch: MicroBatch, activations: Activations | None, deep: Sequence[RowBlock] = ()
+    ) -> None:
+        """Have the other shards compute a step; its gathers follow. See PartExchange."""
         sent = activations or _nothing(batch.n_rows)
         data = StepData(batch=batch, dtype=sent.dtype, width=sent.width, payload=sent.payload)
-        for block in sent.deep:
+        for block in (*sent.deep, *deep):
             for frame in rows_frames(block, epoch=batch.epoch, step=batch.step):
                 self._send(frame)
         self._send(data_frame(data))

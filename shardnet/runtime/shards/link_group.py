@@ -17,10 +17,13 @@ from shardnet.errors import LostShardError, ShardnetError, internal_error, witho
 from shardnet.model.kernels.codec import pack_rows, unpack_rows, wire_of
 from shardnet.model.shards.cut import shares
 from shardnet.model.shards.group import GatherStruct, PythonGather
+from shardnet.model.vision.picture import PictureEncoder
 from shardnet.runtime.stage.compute import Activations, Samples, StageCompute
+from shardnet.runtime.stage.picture_store import PictureStore
 from shardnet.slot_operations import SlotOperation
 from shardnet.types import MicroBatch, StepId, WireDType
 from shardnet.wire.framing.frames import Buffer
+from shardnet.wire.payloads.rows import RowBlock
 
 
 class PartExchange(Protocol):
@@ -32,8 +35,10 @@ class PartExchange(Protocol):
     def operate(self, operation: SlotOperation) -> None:
         """Have the other shards do what is done to a slot here."""
 
-    def step(self, batch: MicroBatch, activations: Activations | None) -> None:
-        """Have the other shards compute a step."""
+    def step(
+        self, batch: MicroBatch, activations: Activations | None, deep: Sequence[RowBlock] = ()
+    ) -> None:
+        """Have the other shards compute a step, whose pictures have `deep` where it is embedded."""
 
     def begin(self, step: StepId) -> None:
         """Begin to count the gathers of a step."""
@@ -120,15 +125,34 @@ class LinkGroup:
             whole[:, ends[shard] : ends[shard + 1]] = columns
 
 
+class EmbeddingCompute(StageCompute, Protocol):
+    """The compute of a shard that embeds token ids, and rows of pictures in their place."""
+
+    pictures: PictureStore | None
+    """Where shard 0 finds the rows of pictures."""
+    given: Sequence[RowBlock] | None
+    """What shard 0 says of pictures in the next step."""
+
+    @property
+    def encoder(self) -> PictureEncoder | None:
+        """The tower of shard 0, None without one."""
+
+    def shared(self, batch: MicroBatch) -> Sequence[RowBlock]:
+        """Return what the other shards need to know of a step's pictures."""
+
+
 class SpanningCompute:
     """The compute of one shard of a stage; shard 0 has the others do what it does.
 
-    A stage that `embeds` takes no activations, whatever travels in their place.
+    A stage that embeds (`first` is its compute) takes no activations, whatever travels in their
+    place.
     """
 
-    def __init__(self, own: StageCompute, group: LinkGroup, *, embeds: bool = False) -> None:
+    def __init__(
+        self, own: StageCompute, group: LinkGroup, *, first: EmbeddingCompute | None = None
+    ) -> None:
         self._own = own
-        self._embeds = embeds
+        self._first = first
         self._group = group
         self._exchange: PartExchange | None = None
 
@@ -136,6 +160,21 @@ class SpanningCompute:
         """Work with the shards that `exchange` reaches; None when the ring has ended."""
         self._exchange = exchange
         self._group.connect(exchange)
+
+    @property
+    def encoder(self) -> PictureEncoder | None:
+        """The tower of a first stage, None without one."""
+        return None if self._first is None else self._first.encoder
+
+    @property
+    def pictures(self) -> PictureStore | None:
+        """Where a first stage finds the rows of pictures."""
+        return None if self._first is None else self._first.pictures
+
+    @pictures.setter
+    def pictures(self, store: PictureStore | None) -> None:
+        if self._first is not None:
+            self._first.pictures = store
 
     @property
     def used_blocks(self) -> int:
@@ -158,13 +197,16 @@ class SpanningCompute:
         A step that fails here fails on all shards, by the same name. Raises LostShardError when one
         is lost.
         """
-        exchange = self._connected()
+        exchange, first = self._connected(), self._first
         if self._group.index == 0:
-            exchange.step(batch, activations)
+            deep = () if first is None else first.shared(batch)
+            exchange.step(batch, activations, deep)
+        elif first is not None:
+            first.given = () if activations is None else activations.deep
         exchange.begin(batch.step)
         self._group.begin()
         try:
-            result = self._own.compute(batch, None if self._embeds else activations)
+            result = self._own.compute(batch, None if first is not None else activations)
         except Exception as error:
             self._tell(exchange, self._group.error or error, batch.step)
             self._group.check()  # what was computed from zeros is not the cause

@@ -68,9 +68,11 @@ def rows_of_blocks(
     width: int,
     has_axes: bool,
     device: torch.device,
+    embeds: bool = False,
 ) -> PictureRows | None:
     """Return what a later stage's rows have of pictures; `deep` came with them.
 
+    With `embeds` what stands in the place of embedded token ids too, for a shard of a first stage.
     Raises WrongValuesError for what belongs to no row of the step.
     """
     if not any(pictures):
@@ -79,38 +81,46 @@ def rows_of_blocks(
     for group in batch.groups:
         starts[group.sequence_id] = start, group
         start += group.n_rows
-    index: dict[int, list[int]] = defaultdict(list)
-    added: dict[int, list[Tensor]] = defaultdict(list)
+    index: dict[int | None, list[int]] = defaultdict(list)
+    added: dict[int | None, list[Tensor]] = defaultdict(list)
     for block in deep:
         start, at = starts.get(block.sequence_id, (0, None))
         is_inside = at is not None and at.position <= block.position and block.width == width
+        is_inside = is_inside and (embeds or block.layer is not None)
         if at is None or not is_inside or block.position + block.n_rows > at.position + at.n_rows:
             raise WrongValuesError.received(f"step {batch.step} came with rows of no picture")
         first = start + block.position - at.position
-        layer = block.layer or 0
+        layer = block.layer
         index[layer] += range(first, first + block.n_rows)
         part = torch.frombuffer(bytearray(block.payload), dtype=torch.float32)
         added[layer].append(part.reshape(block.n_rows, width).to(device))
     rows = next(iter(index.values()), [])
     if any(others != rows for others in index.values()):
         raise WrongValuesError.received(f"step {batch.step} came with unlike rows of its pictures")
+    embedded = added.pop(None, None)
     return PictureRows(
         index=torch.tensor(rows, dtype=torch.int64, device=device),
-        deep={layer: torch.cat(parts) for layer, parts in added.items()},
+        rows=torch.cat(embedded) if embedded else None,
+        deep={layer: torch.cat(parts) for layer, parts in added.items() if layer is not None},
         blocks=_blocks(batch, pictures),
         positions=_positions(batch, pictures, device) if has_axes else None,
     )
 
 
 def blocks_for_later(
-    batch: MicroBatch, pictures: PictureRows | None, first_layer: int
+    batch: MicroBatch, pictures: PictureRows | None, first_layer: int, *, embeds: bool = False
 ) -> list[RowBlock]:
-    """Return what layers from `first_layer` on add to rows of pictures, for the next stage."""
-    later = {
+    """Return what layers from `first_layer` on add to rows of pictures, for the next stage.
+
+    With `embeds` what stands in the place of embedded token ids too, for another shard.
+    """
+    later: dict[int | None, Tensor] = {
         layer: added
         for layer, added in (pictures.deep if pictures is not None else {}).items()
         if layer >= first_layer
     }
+    if embeds and pictures is not None and pictures.rows is not None:
+        later[None] = pictures.rows
     if pictures is None or not later:
         return []
     index, start = pictures.index.tolist(), 0

@@ -80,6 +80,8 @@ class TorchCompute:
         self._sent: WireDType | None = wire_dtype
         self.pictures: PictureStore | None = None
         """Where the first stage finds the rows of pictures."""
+        self.given: Sequence[RowBlock] | None = None
+        """What another shard of a first stage says of pictures in the next step, None for none."""
         self._owners: dict[SlotId, OpenSequence] = {}
         self._unopened: dict[SequenceId, CapacityError] = {}
         """Sequences for whose beginning there was no memory: their steps fail."""
@@ -217,16 +219,25 @@ class TorchCompute:
         if not any(pictures) or not isinstance(model, StageModel):
             return None
         has_axes, device = model.has_position_axes, model.device
-        if activations is None:
+        given = self.given if activations is None else activations.deep
+        if given is None:
             return rows_of_store(batch, pictures, self.pictures, has_axes=has_axes, device=device)
         return rows_of_blocks(
             batch,
             pictures,
-            activations.deep,
+            given,
             width=model.width,
             has_axes=has_axes,
             device=device,
+            embeds=activations is None,
         )
+
+    def shared(self, batch: MicroBatch) -> Sequence[RowBlock]:
+        """Return what the other shards of a first stage need to know of a step's pictures."""
+        owned = (self._owners.get(group.slot) for group in batch.groups)
+        if not any(owner is not None and owner.pictures for owner in owned):
+            return ()
+        return blocks_for_later(batch, self._picture_rows(batch, None), 0, embeds=True)
 
     def _finish(self, run: Run, output: torch.Tensor) -> Activations | Samples:
         """Turn what the layers gave into what leaves the stage."""

@@ -30,9 +30,12 @@ _LAYER_CODE: Final = 3
 """Hidden states after a number of layers, which only they have."""
 _DEEP_CODE: Final = 4
 """What is added to hidden states after a layer: features of pictures (DeepStack)."""
+_PICTURE_CODE: Final = 5
+"""What pictures have in the place of embedded token ids, between the shards of a first stage."""
 _KIND_OF_CODE: Final = {code: kind for kind, code in _CODE_OF_KIND.items()} | {
     _LAYER_CODE: OutputKind.HIDDEN,
     _DEEP_CODE: OutputKind.HIDDEN,
+    _PICTURE_CODE: OutputKind.HIDDEN,
 }
 
 
@@ -47,7 +50,7 @@ class RowBlock:
 
     `payload` is little-endian, row after row of `width` elements, float32 or, of routing, int16.
     Hidden states are the last ones, or those after so many layers as `layer` says; with `is_deep`
-    they are added to what layer `layer` returns.
+    they are added to what layer `layer` returns, without a layer in the place of embedded ids.
     """
 
     sequence_id: SequenceId
@@ -122,7 +125,7 @@ def read_rows(frame: Frame) -> RowBlock:
         width=width,
         payload=frame.payload,
         layer=layer if code in (_LAYER_CODE, _DEEP_CODE) else None,
-        is_deep=code == _DEEP_CODE,
+        is_deep=code in (_DEEP_CODE, _PICTURE_CODE),
     )
 
 
@@ -143,7 +146,7 @@ def _frame(block: RowBlock, epoch: int, step: int) -> Frame:
 
 def _code(block: RowBlock) -> int:
     if block.is_deep:
-        return _DEEP_CODE
+        return _PICTURE_CODE if block.layer is None else _DEEP_CODE
     return _CODE_OF_KIND[block.kind] if block.layer is None else _LAYER_CODE
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -17,6 +17,7 @@ from shardnet.runtime.shards.link_group import LinkGroup, SpanningCompute
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.slot_operations import FreeSlot, SlotOperation
 from shardnet.types import Epoch, MicroBatch, SlotId, StepId, WireDType
+from shardnet.wire.payloads.rows import RowBlock
 
 ENDS = (0, 96, 112, 200)
 BATCH = MicroBatch(epoch=Epoch(1), step=StepId(4), groups=(), token_ids=())
@@ -44,7 +45,9 @@ class _Exchange:
     def operate(self, operation: SlotOperation) -> None:
         self.town.calls[self.index].append(operation)
 
-    def step(self, batch: MicroBatch, activations: Activations | None) -> None:
+    def step(
+        self, batch: MicroBatch, activations: Activations | None, deep: Sequence[RowBlock] = ()
+    ) -> None:
         self.town.calls[self.index].append(batch)
 
     def begin(self, step: StepId) -> None:

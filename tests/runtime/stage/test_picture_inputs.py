@@ -1,15 +1,25 @@
-"""Rotary positions with three axes against transformers' function for whole prompts."""
+"""What rows have of pictures: rotary positions as transformers' function has them, and rows."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
-from shardnet.runtime.stage.picture_inputs import axis_positions
+from shardnet.errors import WrongValuesError
+from shardnet.model.vision.picture import EncodedPicture
+from shardnet.runtime.stage.picture_inputs import (
+    axis_positions,
+    blocks_for_later,
+    rows_of_blocks,
+    rows_of_store,
+)
+from shardnet.runtime.stage.picture_store import PictureStore, StoredPicture
 from shardnet.slot_operations import PicturePlace
+from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 
 PAD, START = 7, 8
 
@@ -54,3 +64,31 @@ def test_rows_have_transformers_positions_in_chunks_of_any_size() -> None:
         np.testing.assert_array_equal(np.concatenate(parts, 1), expected)
     after = axis_positions(places, len(ids) + 3, 1)
     assert after.tolist() == [[len(ids) + 3 + int(offset)]] * 3
+
+
+def test_another_shard_of_a_first_stage_gets_what_the_store_has() -> None:
+    """Marks between lines take no row; DeepStack's layers have those of the picture."""
+    place = PicturePlace(
+        position=2, n_positions=5, grid=(1, 2, 2), see_each_other=True, digest=bytes(16)
+    )
+    rows, deep = torch.randn(4, 3), (torch.randn(4, 3), torch.randn(4, 3))
+    store = PictureStore()
+    encoded = EncodedPicture(rows=rows, deep=deep)
+    store.put(place.digest, StoredPicture(offsets=(0, 1, 3, 4), encoded=encoded))
+    group = RowGroup(sequence_id=SequenceId(5), slot=SlotId(0), position=1, n_rows=7, n_sampled=0)
+    batch = MicroBatch(epoch=Epoch(1), step=StepId(1), groups=(group,), token_ids=(9,) * 7)
+    how = {"has_axes": False, "device": torch.device("cpu")}
+    own = rows_of_store(batch, [(place,)], store, **how)
+    assert own is not None
+    blocks = blocks_for_later(batch, own, 0, embeds=True)
+    same = rows_of_blocks(batch, [(place,)], blocks, width=3, embeds=True, **how)
+    assert same is not None
+    assert same.rows is not None
+    assert own.rows is not None
+    assert torch.equal(same.index, own.index)
+    assert torch.equal(same.rows, own.rows)
+    assert same.deep.keys() == own.deep.keys() == {0, 1}
+    assert all(torch.equal(same.deep[layer], own.deep[layer]) for layer in (0, 1))
+    assert same.blocks == own.blocks == ((1, 6),)
+    with pytest.raises(WrongValuesError, match="rows of no picture"):
+        rows_of_blocks(batch, [(place,)], blocks, width=3, **how)

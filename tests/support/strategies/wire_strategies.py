@@ -82,7 +82,7 @@ def row_blocks(draw: st.DrawFn) -> RowBlock:
         sequence_id=SequenceId(draw(U64)),
         kind=kind,
         layer=layer,
-        is_deep=layer is not None and draw(st.booleans()),
+        is_deep=kind is OutputKind.HIDDEN and draw(st.booleans()),
         position=draw(st.integers(0, 2**32 - 1 - n_rows)),
         width=width,
         payload=draw(st.binary(min_size=4, max_size=4)) * (n_rows * width),
