@@ -287,18 +287,25 @@ def read_mlp_kinds(fields: Fields, n_layers: int, first: int) -> tuple[int, ...]
     return tuple(n for n in range(n_layers) if kinds[n] == "sparse")
 
 
-def read_delta_net(fields: Fields, n_layers: int) -> DeltaNet | None:
+def read_delta_net(
+    fields: Fields,
+    n_layers: int,
+    heads: tuple[int, int] = (16, 32),
+    sizes: tuple[int, int] = (128, 128),
+) -> DeltaNet | None:
     """Read the sizes of the gated DeltaNets; None where every layer has attention.
+
+    `heads` of keys and values and their `sizes` are defaults.
 
     Raises CheckpointError for sizes that do not fit together or would fill the memory,
     UnsupportedModelError for another kind of layer.
     """
     layers = _read_layers(fields, n_layers)
     read = DeltaNet(
-        n_key_heads=fields.positive("linear_num_key_heads", 16),
-        n_value_heads=fields.positive("linear_num_value_heads", 32),
-        key_size=fields.positive("linear_key_head_dim", 128),
-        value_size=fields.positive("linear_value_head_dim", 128),
+        n_key_heads=fields.positive("linear_num_key_heads", heads[0]),
+        n_value_heads=fields.positive("linear_num_value_heads", heads[1]),
+        key_size=fields.positive("linear_key_head_dim", sizes[0]),
+        value_size=fields.positive("linear_value_head_dim", sizes[1]),
         n_taps=fields.positive("linear_conv_kernel_dim", 4, at_most=_MOST_TAPS),
         takes_turns=fields.take("linear_heads_take_turns", bool, False),
         has_split_gate=fields.take("linear_gate_is_split", bool, False),

@@ -186,8 +186,9 @@ class DeltaNet:
 
     Each of `n_key_heads` serves the same number of `n_value_heads`: consecutive ones, or with
     `takes_turns` every `n_key_heads`-th. Queries, keys and values pass a convolution over `n_taps`
-    positions. `layers` are the absolute numbers of the layers that have it. With
-    `has_split_gate` the gate is no part of the linear of queries, keys and values.
+    positions. `layers` are the absolute numbers of the layers that have it. How much of a
+    difference is written is a sigmoid times `write_scale`. With `has_split_gate` the gate is no
+    part of the linear of queries, keys and values.
 
     Or it `is_mamba`, Mamba-2 (arXiv 2405.21060): then queries are its C, keys its B, values its x,
     and key heads its groups. With `is_beside_attention` the layers have both (Falcon-H1); without
@@ -205,6 +206,7 @@ class DeltaNet:
     is_mamba: bool = False
     is_beside_attention: bool = False
     has_norm: bool = True
+    write_scale: float = 1.0
 
     @property
     def key_width(self) -> int:

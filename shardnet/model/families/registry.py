@@ -47,6 +47,7 @@ from shardnet.model.families import (
     nemotron_h,
     olmo2,
     olmo3,
+    olmo_hybrid,
     olmoe,
     phi3,
     qwen2,
@@ -113,6 +114,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         *mamba2.FAMILIES,
         *deepseek_v32.FAMILIES,
         falcon_h1.FAMILY,
+        olmo_hybrid.FAMILY,
         nemotron_h.FAMILY,
     )
 }

@@ -53,6 +53,7 @@ class RecurrenceStruct(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
         ("takes_turns", ctypes.c_int32),
+        ("write_scale", ctypes.c_float),
     )
 
 
@@ -60,7 +61,8 @@ class RecurrenceStruct(ctypes.Structure):
 class RecurrenceParameters:
     """What the recurrence of a layer was trained with, all in float32.
 
-    With a `skip` it is that of Mamba-2. Outputs are not normed without a `norm_weight`.
+    With a `skip` it is that of Mamba-2. Outputs are not normed without a `norm_weight`. How much is
+    written is the sigmoid times `write_scale`.
     """
 
     taps: Tensor  # [taps, C]: the oldest position first
@@ -70,6 +72,7 @@ class RecurrenceParameters:
     norm_eps: float
     taps_bias: Tensor | None = None  # [C]
     skip: Tensor | None = None  # [H]
+    write_scale: float = 1.0
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -112,6 +115,7 @@ class NativeRecurrence:
             value_size=config.value_size,
             eps=own.norm_eps,
             takes_turns=config.takes_turns,
+            write_scale=own.write_scale,
         )
 
     @property

@@ -173,7 +173,7 @@ class GatedDeltaNet:
     ) -> Tensor:
         """Do in torch what NativeRecurrence does."""
         own = self.parameters
-        opened = _by_row(torch.sigmoid, write)
+        opened = _by_row(torch.sigmoid, write) * own.write_scale
         steps = _by_row(F.softplus, decay + own.decay_bias)
         kept = _by_row(torch.exp, steps * own.decay_rate)  # [T, H]
         written = opened if own.skip is None else steps

@@ -360,7 +360,7 @@ def check_delta_net(ours: ModelConfig, theirs: Any) -> None:
     """Hold what only families with linear attention have against transformers' defaults."""
     assert ours.delta_net is not None
     assert ours.rope is not None
-    assert ours.rope.share == theirs.rope_parameters["partial_rotary_factor"]
+    assert ours.rope.share == (theirs.rope_parameters or {}).get("partial_rotary_factor", 1.0)
     assert ours.delta_net == DeltaNet(
         n_key_heads=theirs.linear_num_key_heads,
         n_value_heads=theirs.linear_num_value_heads,
@@ -368,6 +368,7 @@ def check_delta_net(ours: ModelConfig, theirs: Any) -> None:
         value_size=theirs.linear_value_head_dim,
         n_taps=theirs.linear_conv_kernel_dim,
         layers=(0, 1, 2, 4, 5, 6),
+        write_scale=2.0 if getattr(theirs, "linear_allow_neg_eigval", False) else 1.0,
     )
 
 

@@ -61,12 +61,17 @@ OF_MAMBA = replace(
 
 
 @pytest.fixture(
-    params=["native", "torch", "native-turns", "torch-turns", "native-mamba", "torch-mamba"]
+    params=[
+        *("native", "torch", "native-turns", "torch-turns", "native-mamba", "torch-mamba"),
+        *("native-twice", "torch-twice"),
+    ]
 )
 def layer(request: pytest.FixtureRequest) -> GatedDeltaNet:
-    """By either, with value heads side by side or taking turns, or that of Mamba-2."""
+    """By either, with value heads side by side or taking turns, that of Mamba-2 or OLMo Hybrid."""
     sizes = replace(SIZES, takes_turns="turns" in request.param)
     parameters = OF_MAMBA if "mamba" in request.param else PARAMETERS
+    if "twice" in request.param:
+        parameters = replace(parameters, write_scale=2.0)
     made = GatedDeltaNet.of(sizes, Activation.SILU, project, parameters, Same())
     if "torch" in request.param:
         return replace(made, native=None)
@@ -131,7 +136,8 @@ def plain(layer: GatedDeltaNet, hidden: Tensor) -> Tensor:
             state[head] *= (PARAMETERS.decay_rate[head] * steps).exp()
             if skip is None:
                 difference = values[head] - key @ state[head]
-                state[head] += wide.write[row, head].sigmoid() * torch.outer(key, difference)
+                written = layer.parameters.write_scale * wide.write[row, head].sigmoid()
+                state[head] += written * torch.outer(key, difference)
                 output = query @ state[head]
                 normed = output / (output.square().mean() + 1e-6).sqrt() * PARAMETERS.norm_weight
             else:

@@ -100,6 +100,12 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     },
     "vaultgemma": {"head_dim": 8},
     "bamba": MAMBA2 | {"attn_layer_indices": [1]},
+    "olmo_hybrid": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 6,  # as wide as the keys: transformers writes taps in thirds
+    },
     "falcon_h1": MAMBA2 | {"mamba_d_ssm": 96},
     "granitemoehybrid": MAMBA2
     | {

@@ -262,6 +262,17 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "exaone_moe": {"num_hidden_layers": 5, "sliding_window": 20},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1]},
+    "olmo_hybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"],
+        "seed": 3,
+    },
+    "olmo_hybrid-positions": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_allow_neg_eigval": False,
+        "tie_word_embeddings": True,
+    },
     "falcon_h1": FALCON_H1 | {"num_hidden_layers": 3},
     "falcon_h1-norm": FALCON_H1
     | {

@@ -22,6 +22,7 @@ struct recurrence {
     float eps;           /* of the output's norm */
     int32_t is_bf16;     /* rows, gate and out: else they are float32 */
     int32_t takes_turns; /* every n_key_heads-th head shares a key, else consecutive ones do */
+    float write_scale;   /* of the sigmoid of writes */
 };
 
 void shardnet_recurrence(const struct recurrence *call);

@@ -129,7 +129,7 @@ INLINE TARGET void NAME(recur_head)(const struct recurrence *call, int64_t head)
             NAME(finish)(call, values, place * size, call->is_bf16);
             continue;
         }
-        const float write = (float)(1 / (1 + exponential_of(-(double)call->write[place])));
+        const float write = (float)(call->write_scale / (1 + exponential_of(-(double)call->write[place])));
         for (; i + BLOCK <= size; i += BLOCK)
             NAME(update)(state + i, size, key_size, key, query, values + i, decay, write, 4, LANES);
         for (; i + LANES <= size; i += LANES)

@@ -1,0 +1,131 @@
+"""OLMo Hybrid (transformers, modeling_olmo_hybrid.py): OLMo-2's attention in every fourth layer.
+
+The others have a gated DeltaNet, with norms before the sub-layers instead of after them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardnet.model.config.decoder_config import read_decoder, read_delta_net
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.model_config import Activation, ModelConfig
+from shardnet.model.families import llama, olmo2
+from shardnet.model.families.family import Family, decoder_stage
+from shardnet.model.families.tensor_shapes import Table, linears, mlp, pre_norms
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.modules import Attention
+    from shardnet.model.layers.weight_source import WeightSource
+
+_NORM_EPS: Final = 1e-5
+"""Of outputs of a DeltaNet, whatever the config says."""
+_OF_TRAINING: Final = (
+    *("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max"),
+    "linear_dt_min",
+)
+
+
+def _read_config(fields: Fields) -> ModelConfig:
+    """Read an OlmoHybridConfig: without a base for positions there are none."""
+    fields.ignore(*_OF_TRAINING)
+    rope = fields.take("rope_parameters", dict, {})
+    has_positions = (rope.get("rope_theta") or fields.take("rope_theta", float, None)) is not None
+    config = read_decoder(fields, max_positions=65536)
+    if config.activation is not Activation.SILU:
+        raise fields.unsupported("hidden_act", config.activation.value, "silu")
+    heads = (config.n_heads, config.n_heads)
+    key_size = int(0.75 * config.hidden_size / config.n_heads)
+    own = read_delta_net(fields, config.n_layers, heads, (key_size, 2 * key_size))
+    writes_twice = fields.take("linear_allow_neg_eigval", bool, True)
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, False),
+        nope_layers=() if has_positions else tuple(range(config.n_layers)),
+        delta_net=own and replace(own, write_scale=2.0 if writes_twice else 1.0),
+    )
+
+
+def _has_delta_net(config: ModelConfig, layer: int) -> bool:
+    return config.delta_net is not None and layer in config.delta_net.layers
+
+
+def _layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name a DeltaNet or attention, an MLP and the norms."""
+    if not _has_delta_net(config, layer):
+        return olmo2.FAMILY.layer_tensors(config, layer)
+    own, hidden, prefix = config.delta_net, config.hidden_size, f"model.layers.{layer}.linear_attn"
+    assert own is not None
+    widths = {"q": own.key_width, "k": own.key_width, "v": own.value_width}
+    shapes = {f"{name}_proj": (width, hidden) for name, width in widths.items()} | {
+        "g_proj": (own.value_width, hidden),
+        "b_proj": (own.n_value_heads, hidden),
+        "a_proj": (own.n_value_heads, hidden),
+        "o_proj": (hidden, own.value_width),
+    }
+    taps: Table = {f"{prefix}.{n}_conv1d.weight": (w, 1, own.n_taps) for n, w in widths.items()}
+    return (
+        linears(prefix, shapes)
+        | taps
+        | {
+            f"{prefix}.A_log": (own.n_value_heads,),
+            f"{prefix}.dt_bias": (own.n_value_heads,),
+            f"{prefix}.o_norm.weight": (own.value_size,),
+        }
+        | mlp(config, layer)
+        | pre_norms(config, layer)
+    )
+
+
+def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+    """Take the parameters of the absolute `layer`."""
+    from shardnet.model.layers.modules import GatedMlp
+
+    if not _has_delta_net(config, layer):
+        return olmo2.LAYOUT.load_layer(config, weights, layer)
+    dense = GatedMlp.load(config, weights, f"model.layers.{layer}.mlp")
+    return llama.pre_norm_layer(config, weights, layer, _load_net(config, weights, layer), dense)
+
+
+def _load_net(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
+    import torch
+
+    from shardnet.model.kernels.recurrence import RecurrenceParameters
+    from shardnet.model.layers.gated_delta import GatedDeltaNet, Projections
+
+    own, prefix = config.delta_net, f"model.layers.{layer}.linear_attn"
+    assert own is not None
+    taps = torch.cat([weights.parameter(f"{prefix}.{name}_conv1d.weight") for name in "qkv"])
+    parameters = RecurrenceParameters(
+        taps=taps.squeeze(1).T.contiguous(),
+        decay_rate=weights.parameter(f"{prefix}.A_log").exp().neg(),
+        decay_bias=weights.parameter(f"{prefix}.dt_bias"),
+        norm_weight=weights.parameter(f"{prefix}.o_norm.weight"),
+        norm_eps=_NORM_EPS,
+        write_scale=own.write_scale,
+    )
+    project = Projections(
+        config=own,
+        qkvz_proj=weights.linear(*(f"{prefix}.{name}_proj" for name in "qkvg")),
+        ba_proj=weights.linear(f"{prefix}.b_proj", f"{prefix}.a_proj", precise=True),
+        groups_qkvz=False,
+        groups_ba=False,
+    )
+    output = weights.linear(f"{prefix}.o_proj")
+    return GatedDeltaNet.of(own, Activation.SILU, project, parameters, output)
+
+
+FAMILY = Family(
+    model_type="olmo_hybrid",
+    architecture="OlmoHybridForCausalLM",
+    read_config=_read_config,
+    layer_tensors=_layer_tensors,
+    load_stage=decoder_stage(_load_layer),
+    renamed_tensors=(
+        ("feedforward_layer_norm", "post_attention_layernorm"),
+        ("attention_layer_norm", "input_layernorm"),
+    ),
+    has_whole_heads=True,
+)
