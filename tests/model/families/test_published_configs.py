@@ -76,6 +76,11 @@ READ: dict[str, dict[str, Any]] = {
     "hunyuan-a13b": {"n_kv_heads": 8, "sparse_layers": tuple(range(32)), "has_head_norms": True},
     "dots.llm1": {"sparse_layers": tuple(range(1, 62)), "windows": (None,) * 62},
     "bamba-9b": {"rope": Rope(share=0.5), "intermediate_size": 14336},
+    "granite-3.3-8b": {"logit_divisor": 16.0, "residual_multiplier": 0.22, "rope": Rope(theta=1e7)},
+    "olmo-2-7b": {"rope": Rope(theta=5e5), "n_kv_heads": 32, "norm_eps": 1e-6},
+    "glm-4.5-air": {"sparse_layers": tuple(range(1, 46)), "rope": Rope(theta=1e6, share=0.5)},
+    "glm-4-9b-chat": {"rope": Rope(share=0.5), "norm_eps": 1.5625e-07, "attention_bias": True},
+    "helium-1-2b": {"head_size": 128, "norm_eps": 1e-8, "rope": Rope(theta=1e5)},
     "deepseek-v3.2": {
         "max_positions": 2048,
         "n_chosen": 2048,
