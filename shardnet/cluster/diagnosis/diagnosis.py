@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from shardnet.cluster.diagnosis.facts import HERE, Facts, Finding, Severity, age, problem
+from shardnet.cluster.diagnosis.facts import (
+    HERE,
+    Facts,
+    Finding,
+    Severity,
+    age,
+    good,
+    hint,
+    problem,
+)
 from shardnet.cluster.diagnosis.key_findings import key_findings
 from shardnet.cluster.diagnosis.model_findings import model_findings
 from shardnet.cluster.diagnosis.multicast_findings import multicast_findings
@@ -59,12 +68,11 @@ def _asking(facts: Facts) -> Iterator[Finding]:
             _RESTART if view.seen == "other key" and facts.key.fingerprint else remedy_for(view),
         )
     if not facts.asked and not facts.deaf:
-        yield Finding(
-            severity=Severity.INFO,
-            topic="node",
-            where=HERE,
-            what="no node runs here, so only what shows from outside was checked",
-            remedy="start one with `shardnet node`",
+        yield hint(
+            "node",
+            HERE,
+            "no node runs here, so only what shows from outside was checked",
+            "start one with `shardnet node`",
         )
     elif facts.asked and not facts.replies:
         yield problem(
@@ -86,7 +94,7 @@ def _named(facts: Facts) -> Iterator[Finding]:
 def _reached(where: str, view: AddressView) -> Finding:
     if view.seen == "answers":
         rtt = "" if view.rtt_s is None else f", round trip {view.rtt_s * 1e3:.2g} ms"
-        return Finding(topic="port", where=where, what=f"{view.address} answers{rtt}")
+        return good("port", where, f"{view.address} answers{rtt}")
     topic = TOPICS.get(view.seen, "port")
     return problem(topic, where, view.why or f"{view.address}: {view.seen}", remedy_for(view))
 
@@ -97,14 +105,9 @@ def _reached(where: str, view: AddressView) -> Finding:
 def _node(facts: Facts, reply: ReportReply) -> Iterator[Finding]:
     where, report = facts.label(reply.node), reply.report
     if report is None or reply.info is None:
-        yield Finding(
-            severity=Severity.INFO,
-            topic="node",
-            where=where,
-            what=f"its own view is missing: {reply.failure}",
-        )
+        yield hint("node", where, f"its own view is missing: {reply.failure}")
         return
-    yield Finding(topic="node", where=where, what=_self_words(reply.info, report))
+    yield good("node", where, _self_words(reply.info, report))
     yield _addresses(where, reply.info, report)
     yield from pressure_findings(where, reply.info, report)
     yield from _wrong_bits(facts, report)
@@ -113,12 +116,11 @@ def _node(facts: Facts, reply: ReportReply) -> Iterator[Finding]:
         if view.address not in told:
             yield _reached(where, view)
     if reply.clock_ahead_s is not None and abs(reply.clock_ahead_s) > CLOCKS_DIFFER_S:
-        yield Finding(
-            severity=Severity.INFO,
-            topic="clock",
-            where=where,
-            what=f"its clock is {seconds_apart(reply.clock_ahead_s)} that of {facts.asked}",
-            remedy="nothing here depends on it; set it, so that logs can be compared",
+        yield hint(
+            "clock",
+            where,
+            f"its clock is {seconds_apart(reply.clock_ahead_s)} that of {facts.asked}",
+            "nothing here depends on it; set it, so that logs can be compared",
         )
 
 
@@ -147,12 +149,11 @@ def _addresses(where: str, info: NodeInfo, report: NodeReport) -> Finding:
     """Report at which of its addresses a node is announced, and why not at the others."""
     told = [f"{a.host} ({a.interface})" for a in report.interfaces if a.is_told]
     if report.cluster and not told:
-        return Finding(
-            severity=Severity.INFO,
-            topic="address",
-            where=where,
-            what=f"it is announced at {info.address} only, where other machines do not come",
-            remedy="start it without --host, or with the address of a real network",
+        return hint(
+            "address",
+            where,
+            f"it is announced at {info.address} only, where other machines do not come",
+            "start it without --host, or with the address of a real network",
         )
     words = f"announced at {', '.join(told) or info.address}"
     for address in report.interfaces:
@@ -160,7 +161,7 @@ def _addresses(where: str, info: NodeInfo, report: NodeReport) -> Finding:
             is_good = address.verdict == Verdict.LAN.value
             why = "it does not listen there" if is_good else address.verdict
             words += f"; not {address.host} ({address.interface}): {why}"
-    return Finding(topic="address", where=where, what=words)
+    return good("address", where, words)
 
 
 # --- all nodes together -------------------------------------------------------------------------
@@ -199,23 +200,16 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
     """
     what = f"no compiled kernels here: {kernels.SLOWER}"
     if not facts.replies and not facts.has_kernels:
-        yield Finding(
-            severity=Severity.INFO,
-            topic="kernels",
-            where=HERE,
-            what=what,
-            remedy=kernels.REMEDY,
-        )
+        yield hint("kernels", HERE, what, kernels.REMEDY)
     for info in facts.infos:
         if info.isa == kernels.NONE:
             yield problem("kernels", facts.label(info.node), what, kernels.REMEDY)
         elif info.isa == kernels.OFF:
-            yield Finding(
-                severity=Severity.INFO,
-                topic="kernels",
-                where=facts.label(info.node),
-                what=f"SHARDNET_ISA=off: no compiled kernels are used, {kernels.SLOWER}",
-                remedy="start it without SHARDNET_ISA",
+            yield hint(
+                "kernels",
+                facts.label(info.node),
+                f"SHARDNET_ISA=off: no compiled kernels are used, {kernels.SLOWER}",
+                "start it without SHARDNET_ISA",
             )
 
 
@@ -232,18 +226,17 @@ def _versions(facts: Facts) -> Iterator[Finding]:
         )
     if versions and not others:
         what = f"every node runs shardnet {facts.software}"
-        yield Finding(topic="version", where=HERE, what=what)
+        yield good("version", HERE, what)
 
 
 def pressure_findings(where: str, info: NodeInfo, report: NodeReport) -> Iterator[Finding]:
     """Say why a node takes no layers, and whether programs on its machine wait for memory."""
     if info.rests:
-        yield Finding(
-            severity=Severity.INFO,
-            topic="node",
-            where=where,
-            what=f"it rests and takes no layers: {info.rests}",
-            remedy="it takes part again by itself",
+        yield hint(
+            "node",
+            where,
+            f"it rests and takes no layers: {info.rests}",
+            "it takes part again by itself",
         )
     pressure = report.pressure
     if pressure is None:

@@ -75,6 +75,16 @@ def problem(topic: Topic, where: str, what: str, remedy: str = "") -> Finding:
     return Finding(severity=Severity.PROBLEM, topic=topic, where=where, what=what, remedy=remedy)
 
 
+def good(topic: Topic, where: str, what: str) -> Finding:
+    """Make a finding of something that is as it should be."""
+    return Finding(topic=topic, where=where, what=what)
+
+
+def hint(topic: Topic, where: str, what: str, remedy: str = "") -> Finding:
+    """Make a finding with the severity INFO; the arguments are those of Finding."""
+    return Finding(severity=Severity.INFO, topic=topic, where=where, what=what, remedy=remedy)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyFacts:
     """The key file of this machine: its cluster's `fingerprint`, "" without a key.

@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from shardnet.cluster.diagnosis.facts import HERE, Facts, Finding, Severity, age, listed, problem
+from shardnet.cluster.diagnosis.facts import (
+    HERE,
+    Facts,
+    Finding,
+    Severity,
+    age,
+    good,
+    hint,
+    listed,
+    problem,
+)
 from shardnet.cluster.diagnosis.remedies import SHARE_KEY
 from shardnet.errors import AuthenticationError, LinkClosedError, VersionMismatchError
 from shardnet.transport.address import host_of
@@ -44,16 +54,11 @@ def _own(facts: Facts) -> Finding:
     if key.failure:
         return problem("key", HERE, key.failure, key.remedy)
     if key.is_set_aside:
-        return Finding(
-            severity=Severity.INFO,
-            topic="key",
-            where=HERE,
-            what="--insecure: no key is used, links are neither encrypted nor authenticated",
+        return hint(
+            "key", HERE, "--insecure: no key is used, links are neither encrypted nor authenticated"
         )
     if key.fingerprint:
-        return Finding(
-            topic="key", where=HERE, what=f"holds the key of cluster {key.fingerprint} ({key.path})"
-        )
+        return good("key", HERE, f"holds the key of cluster {key.fingerprint} ({key.path})")
     with_key = [record for record in facts.others_found if record.cluster]
     if with_key:
         nodes = listed(f"{record.name} ({record.address})" for record in with_key)
@@ -66,12 +71,11 @@ def _own(facts: Facts) -> Finding:
             f"run `shardnet key show` on {with_key[0].name} and `shardnet key join` with that key "
             "here, then start the node here again",
         )
-    return Finding(
-        severity=Severity.INFO,
-        topic="key",
-        where=HERE,
-        what=f"there is no cluster key at {key.path}, so nodes here listen on loopback only",
-        remedy="run `shardnet key new` on the first machine and `shardnet key join` on others",
+    return hint(
+        "key",
+        HERE,
+        f"there is no cluster key at {key.path}, so nodes here listen on loopback only",
+        "run `shardnet key new` on the first machine and `shardnet key join` on others",
     )
 
 

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardnet.cluster.diagnosis.facts import Facts, Finding, ModelAsked, Severity, problem
+from shardnet.cluster.diagnosis.facts import (
+    Facts,
+    Finding,
+    ModelAsked,
+    good,
+    hint,
+    problem,
+)
 from shardnet.cluster.placement.figures import CandidateNode, ModelShape
 from shardnet.cluster.placement.room import StageRole, rooms_of, shortest_ring
 from shardnet.cluster.placement.words import shortfall_words, size
@@ -46,25 +53,19 @@ def _memory(facts: Facts, asked: ModelAsked, shape: ModelShape) -> Finding:
         f"needs {size(shape.memory_bytes(shape.whole))} with a context of {shape.context}{dtype}"
     )
     if not candidates:
-        return Finding(topic="model", where=asked.model, what=f"{needs}; no node was there to ask")
+        return good("model", asked.model, f"{needs}; no node was there to ask")
     alone = [
         c.name
         for c, room in zip(candidates, rooms, strict=True)
         if room[StageRole.ALONE] >= shape.n_layers
     ]
     if alone:
-        return Finding(
-            topic="model", where=asked.model, what=f"{needs}: fits alone on {', '.join(alone)}"
-        )
+        return good("model", asked.model, f"{needs}: fits alone on {', '.join(alone)}")
     ring = shortest_ring(rooms, shape.n_layers)
     if ring is None:
         return problem("model", asked.model, shortfall_words(shape, candidates))
     names = ", ".join(f"{candidates[n].name} ({size(candidates[n].memory_bytes)})" for n in ring)
-    return Finding(
-        topic="model",
-        where=asked.model,
-        what=f"{needs}: fits on no node alone, together on {names}",
-    )
+    return good("model", asked.model, f"{needs}: fits on no node alone, together on {names}")
 
 
 def _checkpoint(
@@ -75,7 +76,7 @@ def _checkpoint(
     if report is None or info is None:
         return
     if report.model_id == asked.model_id:
-        yield Finding(topic="model", where=where, what=f"has the checkpoint {asked.model}")
+        yield good("model", where, f"has the checkpoint {asked.model}")
     elif report.model_id:
         yield problem(
             "model",
@@ -98,7 +99,7 @@ def _checkpoint(
                 "free some space there",
             )
         else:
-            yield Finding(severity=Severity.INFO, topic="model", where=where, what=what)
+            yield hint("model", where, what)
 
 
 def _somebody_has(facts: Facts, asked: ModelAsked) -> bool:

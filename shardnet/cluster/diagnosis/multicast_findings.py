@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardnet.cluster.diagnosis.facts import HERE, Facts, Finding, Severity, age, listed, problem
+from shardnet.cluster.diagnosis.facts import (
+    HERE,
+    Facts,
+    Finding,
+    age,
+    good,
+    hint,
+    listed,
+    problem,
+)
 from shardnet.cluster.diagnosis.remedies import MDNS_PORT, NODE_PORT, open_port
 from shardnet.cluster.machine.addresses import is_loopback
 from shardnet.wire.messages.diagnostics import MdnsRecord, NodeReport, PeerView
@@ -40,12 +49,11 @@ def _state(where: str, report: NodeReport) -> Iterator[Finding]:
     multicast = report.multicast
     match multicast.state:
         case "off":
-            yield Finding(
-                severity=Severity.INFO,
-                topic="multicast",
-                where=where,
-                what="it neither announces itself nor looks for others by mDNS",
-                remedy="start it without --no-mdns if your network passes multicast",
+            yield hint(
+                "multicast",
+                where,
+                "it neither announces itself nor looks for others by mDNS",
+                "start it without --no-mdns if your network passes multicast",
             )
         case "failed":
             yield problem(
@@ -55,10 +63,10 @@ def _state(where: str, report: NodeReport) -> Iterator[Finding]:
                 "check its network, or name other nodes with --peer and give --no-mdns",
             )
         case "on":
-            yield Finding(
-                topic="multicast",
-                where=where,
-                what=f"announces itself and looks for others on {', '.join(multicast.hosts)}",
+            yield good(
+                "multicast",
+                where,
+                f"announces itself and looks for others on {', '.join(multicast.hosts)}",
             )
 
 
@@ -113,13 +121,7 @@ def _unheard_of(reply: ReportReply, report: NodeReport, where: str) -> Iterator[
 
 
 def _alone(where: str, why: str, remedy: str) -> Finding:
-    return Finding(
-        severity=Severity.INFO,
-        topic="link",
-        where=where,
-        what=f"it knows no other node: {why}",
-        remedy=remedy,
-    )
+    return hint("link", where, f"it knows no other node: {why}", remedy)
 
 
 def _cause(reply: ReportReply, report: NodeReport) -> str:
@@ -191,13 +193,7 @@ def _heard(facts: Facts) -> Iterator[Finding]:
     elif shut := _hear_nobody(facts):
         what += f"; no machine at all is heard on {listed(shut)}"
         remedy = f"{_OPEN} there, or see whether {_KEPT_APART}"
-    yield Finding(
-        severity=Severity.INFO,
-        topic="multicast",
-        where=facts.asked,
-        what=what,
-        remedy=remedy,
-    )
+    yield hint("multicast", facts.asked, what, remedy)
 
 
 def _hear_nobody(facts: Facts) -> list[str]:
@@ -213,19 +209,14 @@ def _heard_of(facts: Facts, where: str, report: NodeReport, view: PeerView) -> F
     heard = {h.interface: h.age_s for h in report.multicast.heard if h.node == view.node}
     if heard:
         words = ", ".join(f"{name} {age(age_s)} ago" for name, age_s in sorted(heard.items()))
-        return Finding(topic="multicast", where=where, what=f"heard by multicast on {words}")
+        return good("multicast", where, f"heard by multicast on {words}")
     other = _report_of(facts, view)
     if other is not None and other.multicast.state == "off":
-        return Finding(
-            severity=Severity.INFO,
-            topic="multicast",
-            where=where,
-            what="linked without mDNS, which is switched off there",
-        )
+        return hint("multicast", where, "linked without mDNS, which is switched off there")
     listened_s = min(_together_s(facts, report, view), report.multicast.listening_s)
     has_record = any(record.node == view.node for record in report.multicast.records)
     if has_record and (not report.multicast.listening or listened_s < UNHEARD_S):
-        return Finding(topic="multicast", where=where, what="found by mDNS")
+        return good("multicast", where, "found by mDNS")
     return None
 
 
@@ -247,12 +238,11 @@ def _found(facts: Facts) -> Iterator[Finding]:
     if facts.found is None or (facts.replies and facts.is_asked_here):
         return
     if not facts.found:
-        yield Finding(
-            severity=Severity.INFO,
-            topic="multicast",
-            where=HERE,
-            what="no node shows itself by mDNS",
-            remedy=f"{_START}, {_OPEN} on both, or {_PEER}",
+        yield hint(
+            "multicast",
+            HERE,
+            "no node shows itself by mDNS",
+            f"{_START}, {_OPEN} on both, or {_PEER}",
         )
     for record in facts.others_found:
         if record.protocol != facts.protocol:
@@ -263,7 +253,7 @@ def _found(facts: Facts) -> Iterator[Finding]:
                 "install the same version of shardnet on both",
             )
         elif record.cluster == facts.key.fingerprint:
-            yield Finding(topic="multicast", where=_label(record), what="it shows itself by mDNS")
+            yield good("multicast", _label(record), "it shows itself by mDNS")
 
 
 def _label(record: MdnsRecord) -> str:

@@ -16,6 +16,8 @@ from shardnet.cluster.diagnosis.facts import (
     Severity,
     Topic,
     age,
+    good,
+    hint,
     listed,
     problem,
 )
@@ -105,14 +107,13 @@ def _link(where: str, view: PeerView) -> Finding:
         megabytes = view.bytes_per_s / 1e6
         words += f", about {megabytes:.0f} MB/s" if megabytes >= 10 else f", {megabytes:.2g} MB/s"
     if view.rtt_s is not None and view.rtt_s > SLOW_S:
-        return Finding(
-            severity=Severity.INFO,
-            topic="link",
-            where=where,
-            what=words,
-            remedy="every token waits for it at each hop: use a cable, or a nearer node",
+        return hint(
+            "link",
+            where,
+            words,
+            "every token waits for it at each hop: use a cable, or a nearer node",
         )
-    return Finding(topic="link", where=where, what=words)
+    return good("link", where, words)
 
 
 def _addresses(where: str, view: PeerView) -> Iterator[Finding]:
@@ -148,7 +149,7 @@ def _no_link(where: str, view: PeerView) -> Finding:
         what = "it answers and is not linked yet; run this again in some seconds"
     else:
         what = "only its last report is left" + (f": {_each(tried)}" if tried else "")
-    return Finding(severity=Severity.INFO, topic="link", where=where, what=what)
+    return hint("link", where, what)
 
 
 # --- nodes that are not reached
@@ -270,15 +271,12 @@ def _mtus(facts: Facts) -> Iterator[Finding]:
             compared.add(pair)
             near, far = ends
             if near.mtu and far.mtu and near.mtu != far.mtu:
-                yield Finding(
-                    severity=Severity.INFO,
-                    topic="mtu",
-                    where=f"{facts.label(node)} ↔ {facts.label(view.node)}",
-                    what=(
-                        f"largest packets differ: {near.mtu} bytes on {near.interface} and "
-                        f"{far.mtu} bytes on {far.interface}"
-                    ),
-                    remedy="if large transfers stall, set both to the smaller one",
+                yield hint(
+                    "mtu",
+                    f"{facts.label(node)} ↔ {facts.label(view.node)}",
+                    f"largest packets differ: {near.mtu} bytes on {near.interface} and "
+                    f"{far.mtu} bytes on {far.interface}",
+                    "if large transfers stall, set both to the smaller one",
                 )
 
 
