@@ -89,7 +89,8 @@ class Tokenizer:
         `path` is the checkpoint, whose files may have a chat template.
         """
         self._description = description
-        self._table = description.table
+        self.table = description.table
+        """The bytes of every token, and how they join to a text."""
         self._flags = description.table.flags
         self._coder = coder
         self._decoder = decoder or coder
@@ -105,11 +106,11 @@ class Tokenizer:
         """The ids that end a text, see `read_eos_ids`; may be empty."""
         self.template = description.template
         """The chat template in the tokenizer's own file, or None."""
-        self.special_ids = self._table.special_ids()
+        self.special_ids = self.table.special_ids()
         """Ids that `decode` omits by default."""
-        self.n_tokens = self._table.n_tokens
+        self.n_tokens = self.table.n_tokens
         """One more than the largest id with a token; a model's vocabulary may be padded."""
-        self.is_byte_level = self._table.is_byte_level
+        self.is_byte_level = self.table.is_byte_level
         """Whether the characters of a piece stand for bytes, as in GPT-2."""
 
     @classmethod
@@ -200,7 +201,7 @@ class Tokenizer:
                 "valid Unicode",
                 remedy="send the whole character",
             ) from error
-        longest = self._table.longest
+        longest = self.table.longest
         if most_tokens is not None and len(text) > most_tokens * longest:
             raise ContextExceededError.of(
                 f"the prompt has {len(text)} characters and the model takes at most {most_tokens} "
@@ -250,7 +251,7 @@ class Tokenizer:
 
     def ready(self) -> None:
         """Have what decodes, after it failed too. Blocks; raises CheckpointError as `load`."""
-        if self._table.joins is Joins.OTHERWISE:
+        if self.table.joins is Joins.OTHERWISE:
             self._decoder.ready()
 
     def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
@@ -258,31 +259,26 @@ class Tokenizer:
 
         Raises CheckpointError where the table cannot decode and the library fails, within 0.5 s.
         """
-        if self._table.joins is Joins.OTHERWISE:
+        if self.table.joins is Joins.OTHERWISE:
             known = [token_id for token_id in token_ids if self.has_token(token_id)]
             return self._decoder.decode(known, keep_special_tokens) if known else ""
-        return self._table.decode(token_ids, keep_special_tokens=keep_special_tokens)
-
-    @property
-    def table(self) -> TokenTable:
-        """The bytes of every token, and how they join to a text."""
-        return self._table
+        return self.table.decode(token_ids, keep_special_tokens=keep_special_tokens)
 
     @property
     def decodes_behind(self) -> bool:
         """Whether `decode_behind` is possible: the table knows how tokens join."""
-        return self._table.joins is not Joins.OTHERWISE
+        return self.table.joins is not Joins.OTHERWISE
 
     def decode_behind(self, token_ids: Sequence[int]) -> str:
         """Decode ids that have a token, behind a text of whole characters that is not empty."""
-        return self._table.decode_behind(token_ids)
+        return self.table.decode_behind(token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds when it is not the first of a text.
 
         They may be a part of a character, and are empty for an id without a token.
         """
-        return self._table.later[token_id] if self.has_token(token_id) else b""
+        return self.table.later[token_id] if self.has_token(token_id) else b""
 
     def token_text(self, token_id: int) -> str:
         """Return `token_bytes` as text; incomplete characters become U+FFFD."""
@@ -300,13 +296,13 @@ class Tokenizer:
         """List each added token of at most `longest` bytes: id, text, and whether it is special."""
         return [
             (token_id, self.token_text(token_id), token_id in self.special_ids)
-            for token_id in self._table.added_ids()
+            for token_id in self.table.added_ids()
             if len(self.token_bytes(token_id)) <= longest
         ]
 
     def ids_without_token(self, n_rows: int) -> tuple[int, ...]:
         """List the ids below `n_rows` that have no token."""
-        return self._table.ids_without_token(n_rows)
+        return self.table.ids_without_token(n_rows)
 
 
 def no_tokenizer(model: object, what: str) -> CheckpointError:

@@ -68,15 +68,16 @@ class AsyncioLink(asyncio.BufferedProtocol):
         )
         self._transport: asyncio.Transport | None = None
         self._peer: Hello | None = None
-        self._peer_address = "?"
-        self._peer_progress = (0, 0)
+        self.peer_address = "?"
+        self.peer_progress = (0, 0)
         self._came_step = 0
         self._frames: deque[tuple[Frame, int]] = deque()
         self.arrived_ns = 0
         """See `Link`; a plain attribute, as it is read for every frame."""
         self._error: ShardnetError | None = None
-        self._was_cut_off = False
-        self._was_left = False
+        self.was_cut_off = False
+        """Whether the peer's end of the connection came before its hello, and before any reason."""
+        self.was_left = False
         self._settled = asyncio.Event()
         self._lost = asyncio.Event()
         self._receiver: asyncio.Future[None] | None = None
@@ -106,29 +107,9 @@ class AsyncioLink(asyncio.BufferedProtocol):
         return self._peer
 
     @property
-    def peer_address(self) -> str:
-        """See `Link`."""
-        return self._peer_address
-
-    @property
-    def peer_progress(self) -> tuple[int, int]:
-        """See `Link`."""
-        return self._peer_progress
-
-    @property
     def closed(self) -> bool:
         """See `Link`."""
         return self._error is not None
-
-    @property
-    def was_left(self) -> bool:
-        """See `Link`."""
-        return self._was_left
-
-    @property
-    def was_cut_off(self) -> bool:
-        """Whether the peer's end of the connection came before its hello, and before any reason."""
-        return self._was_cut_off
 
     def send(self, *frames: Frame) -> None:
         """See `Link`."""
@@ -230,7 +211,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         """Begin the handshake."""
         self._transport = cast(asyncio.Transport, transport)
         host, port = (transport.get_extra_info("peername") or ("a peer that left", 0))[:2]
-        self._peer_address = format_address(host, port)
+        self.peer_address = format_address(host, port)
         if self._error is None:
             self._write(self._connection.start())
         else:
@@ -314,7 +295,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
                     self._frames.append((event.frame, arrived_ns))
                     self._wake(self._receiver)
             case ProgressReported():
-                self._peer_progress = (event.epoch, event.step)
+                self.peer_progress = (event.epoch, event.step)
                 if self._lacks_steps():
                     self._end(
                         RemoteProtocolError(
@@ -335,7 +316,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
 
         What it sends of a step comes before the heartbeat that tells of the step.
         """
-        peer, (epoch, step) = self.peer, self._peer_progress
+        peer, (epoch, step) = self.peer, self.peer_progress
         is_before = peer.purpose is Purpose.DATA and not self._is_initiator and peer.shard is UNSET
         return is_before and epoch == peer.epoch and step > self._came_step
 
@@ -354,7 +335,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
 
     def _note_cut_off(self) -> None:
         if self._error is None and self._peer is None:
-            self._was_cut_off = True
+            self.was_cut_off = True
 
     def _end(self, error: ShardnetError, *, is_regular: bool = False) -> None:
         """Settle how the link ended, once; everyone who waits learns it.
@@ -363,10 +344,10 @@ class AsyncioLink(asyncio.BufferedProtocol):
         """
         if self._error is not None:
             return
-        self._was_left = is_regular
+        self.was_left = is_regular
         if self._peer is not None and self._options.traffic is not None:
             self._options.traffic.down(self._peer, self._meter, failed=not is_regular)
-        who = f"{self._peer.name} ({self._peer_address})" if self._peer else self._peer_address
+        who = f"{self._peer.name} ({self.peer_address})" if self._peer else self.peer_address
         self._error = error.at(who)
         self._error.__cause__ = error.__cause__
         self._stop_timer()

@@ -62,7 +62,7 @@ def test_files_are_read_once_for_all_who_use_them(tmp_path: Path) -> None:
     small.save(tmp_path, small.byte_level())
     with Tokenizer.load(tmp_path) as first, Tokenizer.load(tmp_path) as second:
         assert (pid_of(first) is None, pid_of(second) is None) == (False, True)
-        assert second._table is first._table
+        assert second.table is first.table
         assert second.encode(TEXT) == first.encode(TEXT)
         assert pid_of(second) not in (None, pid_of(first))
         small.save(tmp_path, small.metaspace())

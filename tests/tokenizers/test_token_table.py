@@ -85,7 +85,7 @@ def check_decodes(
     tokenizer: Tokenizer, data: st.DataObject, joins: Joins, *, in_parts: bool = True
 ) -> None:
     """Check that any ids are decoded as by the library, whole and in parts."""
-    table, coder = tokenizer._table, tokenizer._coder
+    table, coder = tokenizer.table, tokenizer._coder
     assert isinstance(coder, InThisProcess)
     assert table.joins is joins
     known = [

@@ -86,7 +86,8 @@ class Ring:
         self.epoch = epoch
         self.broken: ShardnetError | None = None
         self._is_over = asyncio.Event()
-        self._ports = tuple(ports)
+        self.ports = tuple(ports)
+        """Its nodes, in order."""
         self.seats: tuple[Seat, ...] = tuple(
             Seat(rank, 0, port) for rank, port in enumerate(ports)
         ) + tuple(
@@ -96,7 +97,7 @@ class Ring:
         )
         self._maker = EngineMaker(
             spec=spec,
-            ports=self._ports,
+            ports=self.ports,
             name=self.name,
             epoch=epoch,
             chunk_s=chunk_s,
@@ -181,7 +182,7 @@ class Ring:
                 compute_us=totals.compute_us[rank],
                 queue_us=totals.queue_us[rank],
             )
-            for rank, port in enumerate(self._ports)
+            for rank, port in enumerate(self.ports)
         ]
         own = {*RingWork.__struct_fields__} - {"load", "stages"}
         return RingWork(load=load, stages=stages, **{name: getattr(totals, name) for name in own})
@@ -193,25 +194,20 @@ class Ring:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                read = [tasks.create_task(port.compare_clock()) for port in self._ports]
+                read = [tasks.create_task(port.compare_clock()) for port in self.ports]
         except* ShardnetError as group:
             raise first_error(group) from None
         return [task.result() for task in read]
 
     @property
-    def ports(self) -> tuple[StagePort, ...]:
-        """Its nodes, in order."""
-        return self._ports
-
-    @property
     def node_names(self) -> list[str]:
         """The names of its nodes, in order."""
-        return [port.node_name for port in self._ports]
+        return [port.node_name for port in self.ports]
 
     @property
     def other_names(self) -> list[str]:
         """The names of its nodes beside the head, those of spans included."""
-        head = self._ports[0]
+        head = self.ports[0]
         return [seat.port.node_name for seat in self.seats if seat.port is not head]
 
     async def build(self, on_progress: OnStageProgress) -> float:
@@ -273,7 +269,7 @@ class Ring:
             pipeline,
             self._maker.limits(ready, prefixes),
             prefixes=prefixes,
-            stage=self._ports[0].first_stage,
+            stage=self.ports[0].first_stage,
             on_replayed=self._replayed,
         )
 
@@ -307,7 +303,7 @@ class Ring:
 
         The head is not blamed.
         """
-        head = self._ports[0].node
+        head = self.ports[0].node
         self.unreached[of if of != head else node] = error
 
     def lost(self, cause: str) -> None:
@@ -415,8 +411,8 @@ class Ring:
                 self.unreached[seat.port.node] = error
                 raise
             rank = seat.rank
-            following = rank + 1 if rank + 1 < len(self._ports) else rank
-            self.unreached[self._ports[following].node] = error
+            following = rank + 1 if rank + 1 < len(self.ports) else rank
+            self.unreached[self.ports[following].node] = error
             raise
 
     def _check_not_broken(self) -> None:
@@ -433,14 +429,14 @@ class Ring:
         while self.broken is None:
             await asyncio.sleep(WATCH_EVERY_S)
             try:
-                stuck = self.engine.pipeline.stuck_stage([port.last_step for port in self._ports])
+                stuck = self.engine.pipeline.stuck_stage([port.last_step for port in self.ports])
                 if stuck is not None:
                     self._blame_stuck(stuck)
             except Exception as error:  # a ring that nobody watches could hang
                 self.break_(internal_error("the ring's watchdog", error))
 
     def _blame_stuck(self, stage: StuckStage) -> None:
-        port = self._ports[stage.rank]
+        port = self.ports[stage.rank]
         error = PeerFailedError(
             f"node {port.name} is stuck: step {stage.step} has waited {stage.age_s:.0f} s there, "
             f"and no step should take {stage.limit_s:.0f} s",
@@ -462,7 +458,7 @@ class Ring:
         seat = [one.port for one in self.seats if one.rank == error.rank]
         if self._is_second_try:
             self.on_acquitted()
-        if self._is_second_try or len(seat) != 1 or seat[0] is self._ports[0]:
+        if self._is_second_try or len(seat) != 1 or seat[0] is self.ports[0]:
             return False
         cause = PeerFailedError(
             f"node {seat[0].name} computed wrong values: {error.message}", remedy=error.remedy
@@ -479,7 +475,7 @@ class Ring:
         """
         if self.broken is not None:
             return
-        port = self._ports[rank]
+        port = self.ports[rank]
         cause = PeerFailedError(
             f"node {port.node_name} computes wrong bits: {error.message}", remedy=error.remedy
         )

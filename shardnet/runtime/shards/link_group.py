@@ -63,23 +63,13 @@ class LinkGroup:
     """
 
     def __init__(self, index: int, size: int, wire: WireDType | None = None) -> None:
-        self._index = index
-        self._size = size
+        self.index = index
+        self.size = size
         self._wire = wire
         self._exchange: PartExchange | None = None
         self.error: ShardnetError | None = None
         """What the step that began last has failed with, here or on another shard."""
         self._native = PythonGather(self)
-
-    @property
-    def index(self) -> int:
-        """See ShardGroup."""
-        return self._index
-
-    @property
-    def size(self) -> int:
-        """See ShardGroup."""
-        return self._size
 
     @property
     def struct(self) -> GatherStruct:
@@ -113,13 +103,13 @@ class LinkGroup:
         if self._exchange is None:
             raise LostShardError("the nodes of this stage are not connected", remedy="ask again")
         n_rows, dtype = part.shape[0], self._wire or wire_of(part.dtype)
-        widths = {shard: ends[shard + 1] - ends[shard] for shard in range(self._size)}
+        widths = {shard: ends[shard + 1] - ends[shard] for shard in range(self.size)}
         payload = bytes(pack_rows(part, dtype))  # the library writes to the same memory again
         parts: dict[int, Buffer] = self._exchange.gather(dtype, n_rows, widths, payload)
         if self._wire is not None:
-            parts[self._index] = payload
+            parts[self.index] = payload
         else:
-            whole[:, ends[self._index] : ends[self._index + 1]] = part
+            whole[:, ends[self.index] : ends[self.index + 1]] = part
         for shard, received in parts.items():
             columns = unpack_rows(received, dtype, n_rows, widths[shard], part.device)
             whole[:, ends[shard] : ends[shard + 1]] = columns
