@@ -25,7 +25,7 @@ from shardnet.errors import (
 from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.wire.framing.frames import FrameKind
-from shardnet.wire.messages.activity import CancelSequence, GetActivity, KeepRing, ReadClock
+from shardnet.wire.messages.activity import ActivityRequest
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import (
     ControlMessage,
@@ -36,54 +36,19 @@ from shardnet.wire.messages.control import (
     reported_error,
 )
 from shardnet.wire.messages.deputies import (
-    DropValue,
-    FindNode,
-    FindValue,
-    KeepValue,
-    ListValues,
+    DeputyRequest,
     RequestCopied,
-    Resume,
     StandBy,
     StandByRefused,
     TakenOver,
-    TakeOver,
     TokensCopied,
 )
-from shardnet.wire.messages.generation import (
-    Cancel,
-    Detokenize,
-    Encode,
-    Generate,
-    LastRunRequest,
-    Tokenize,
-    Unload,
-)
+from shardnet.wire.messages.generation import Cancel, TextRequest
 from shardnet.wire.messages.handshake import error_frame
-from shardnet.wire.messages.measurements import MeasureLinks, MeasureStage, StageObserved
-from shardnet.wire.messages.membership import (
-    IdentifyModel,
-    ListModels,
-    PeersKnown,
-    Ping,
-    ReportRequest,
-    Status,
-)
+from shardnet.wire.messages.measurements import MeasuringRequest
+from shardnet.wire.messages.membership import MembershipRequest, PeersKnown
 from shardnet.wire.messages.plans import PlanRequest
-from shardnet.wire.messages.stages import (
-    AuditStage,
-    ComputeLayer,
-    ConnectRing,
-    Drain,
-    DropWarm,
-    FindPrefix,
-    LeaveRing,
-    LoadProgress,
-    LoadStage,
-    MoveKv,
-    RestorePrefix,
-    RingBroken,
-    UnloadStage,
-)
+from shardnet.wire.messages.stages import LoadProgress, RingBroken, StageRequest
 
 _log = logging.getLogger(__name__)
 
@@ -97,44 +62,14 @@ _PROCESS_ENDS = (KeyboardInterrupt, SystemExit)
 """What a handler may not swallow."""
 
 ControlRequest = (
-    Status
-    | Ping
-    | ReadClock
-    | ReportRequest
-    | IdentifyModel
-    | ListModels
-    | MeasureStage
-    | MeasureLinks
-    | StageObserved
-    | LoadStage
-    | ConnectRing
-    | UnloadStage
-    | Drain
-    | DropWarm
-    | LeaveRing
-    | FindPrefix
-    | RestorePrefix
-    | MoveKv
-    | AuditStage
-    | ComputeLayer
-    | TakeOver
-    | FindNode
-    | KeepValue
-    | FindValue
-    | ListValues
-    | DropValue
+    ActivityRequest
+    | DeputyRequest
+    | TextRequest
+    | MeasuringRequest
+    | MembershipRequest
+    | StageRequest
     | PlanRequest
-    | LastRunRequest
-    | GetActivity
-    | CancelSequence
-    | KeepRing
-    | Generate
-    | Resume
-    | Tokenize
-    | Detokenize
-    | Unload
     | DescribeTokenizer
-    | Encode
 )
 Notice = (
     RingBroken | PeersKnown | StandBy | StandByRefused | RequestCopied | TokensCopied | TakenOver

@@ -6,7 +6,7 @@ they are shown.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
 
@@ -214,3 +214,9 @@ class TracePiece(Numbered, frozen=True, kw_only=True):
     submitted_us: Microseconds
     steps: Annotated[list[TracedStep], Meta(max_length=MAX_PIECE_STEPS)]
     n_left_out: U32 = 0
+
+
+ActivityRequest: TypeAlias = ReadClock | GetActivity | CancelSequence | KeepRing
+"""Requests about what a ring does."""
+ActivityMessage: TypeAlias = ActivityRequest | ClockRead | RingActivity | RingKept | TracePiece
+"""These, their answers, and what is sent unasked."""

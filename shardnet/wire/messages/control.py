@@ -14,94 +14,15 @@ from shardnet.errors import ContextExceededError, ShardnetError, error_for_code
 from shardnet.types import U32, U32_MAX
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import Address, Explanation, Numbered, Remedy, decode, encode
-from shardnet.wire.messages.activity import (
-    CancelSequence,
-    ClockRead,
-    GetActivity,
-    KeepRing,
-    ReadClock,
-    RingActivity,
-    RingKept,
-    TracePiece,
-)
+from shardnet.wire.messages.activity import ActivityMessage
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
-from shardnet.wire.messages.deputies import (
-    CopiedTo,
-    DropValue,
-    FindNode,
-    FindValue,
-    KeepValue,
-    ListValues,
-    NodeFound,
-    RequestCopied,
-    Resume,
-    StandBy,
-    StandByRefused,
-    TakenOver,
-    TakeOver,
-    TokensCopied,
-    ValueFound,
-    ValuesListed,
-)
-from shardnet.wire.messages.generation import (
-    Cancel,
-    Detokenize,
-    Detokenized,
-    Encode,
-    Encoded,
-    Finished,
-    Generate,
-    LastRun,
-    LastRunRequest,
-    RowsPiece,
-    StateChanged,
-    TextPiece,
-    Tokenize,
-    Tokenized,
-    Unload,
-)
+from shardnet.wire.messages.deputies import DeputyMessage
+from shardnet.wire.messages.generation import TextMessage
 from shardnet.wire.messages.handshake import ErrorReport, explained
-from shardnet.wire.messages.measurements import (
-    LinksMeasured,
-    MeasureLinks,
-    MeasureStage,
-    StageMeasured,
-    StageObserved,
-)
-from shardnet.wire.messages.membership import (
-    IdentifyModel,
-    ListModels,
-    ModelIdentity,
-    ModelsListed,
-    PeersKnown,
-    Ping,
-    ReportReply,
-    ReportRequest,
-    Status,
-    StatusReply,
-)
+from shardnet.wire.messages.measurements import MeasuringMessage
+from shardnet.wire.messages.membership import MembershipMessage
 from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
-from shardnet.wire.messages.stages import (
-    AuditStage,
-    ComputeLayer,
-    ConnectRing,
-    Drain,
-    DropWarm,
-    FindPrefix,
-    KvMoved,
-    LayerComputed,
-    LeaveRing,
-    LoadProgress,
-    LoadStage,
-    MoveKv,
-    PrefixFound,
-    PrefixRestored,
-    RestorePrefix,
-    RingBroken,
-    StageAudited,
-    StageReady,
-    UnloadStage,
-)
+from shardnet.wire.messages.stages import StageMessage
 
 
 class Done(Numbered, frozen=True, kw_only=True):
@@ -132,87 +53,20 @@ class Redirect(Numbered, frozen=True, kw_only=True):
 
 
 ControlMessage = (
-    Status
-    | StatusReply
-    | Ping
-    | ReadClock
-    | ClockRead
-    | PeersKnown
-    | ReportRequest
-    | ReportReply
-    | IdentifyModel
-    | ModelIdentity
-    | ListModels
-    | ModelsListed
-    | MeasureStage
-    | StageMeasured
-    | StageObserved
-    | MeasureLinks
-    | LinksMeasured
-    | LoadStage
-    | LoadProgress
-    | StageReady
-    | ConnectRing
-    | RingBroken
-    | UnloadStage
-    | Drain
-    | DropWarm
-    | LeaveRing
-    | FindPrefix
-    | PrefixFound
-    | RestorePrefix
-    | PrefixRestored
-    | MoveKv
-    | KvMoved
-    | AuditStage
-    | StageAudited
-    | ComputeLayer
-    | LayerComputed
-    | StandBy
-    | RequestCopied
-    | TokensCopied
-    | TakeOver
-    | TakenOver
-    | StandByRefused
-    | FindNode
-    | NodeFound
-    | KeepValue
-    | FindValue
-    | ValueFound
-    | ListValues
-    | ValuesListed
-    | DropValue
+    ActivityMessage
+    | DeputyMessage
+    | TextMessage
+    | MeasuringMessage
+    | MembershipMessage
+    | StageMessage
     | Done
     | Failed
     | PlanRequest
     | PlanReply
-    | LastRunRequest
-    | LastRun
-    | GetActivity
-    | RingActivity
-    | CancelSequence
-    | KeepRing
-    | RingKept
     | NodeProgress
-    | Generate
-    | CopiedTo
-    | Resume
-    | StateChanged
-    | Cancel
-    | Unload
-    | Tokenize
-    | Tokenized
-    | Detokenize
-    | Detokenized
     | DescribeTokenizer
     | TokenizerDescribed
-    | Encode
-    | Encoded
     | Redirect
-    | TextPiece
-    | RowsPiece
-    | TracePiece
-    | Finished
 )
 
 

@@ -6,7 +6,7 @@ ring is taken over, nor of what values mean.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 from msgspec import Meta
 
@@ -201,3 +201,22 @@ class DropValue(Numbered, frozen=True, kw_only=True):
     """Have a node keep a value no longer; for a client, all nodes. Answered by Done."""
 
     of: ValueName
+
+
+DeputyRequest: TypeAlias = (
+    TakeOver | FindNode | KeepValue | FindValue | ListValues | DropValue | Resume
+)
+"""Requests about copies at deputies, and values at nodes."""
+DeputyMessage: TypeAlias = (
+    DeputyRequest
+    | StandBy
+    | RequestCopied
+    | TokensCopied
+    | TakenOver
+    | StandByRefused
+    | NodeFound
+    | ValueFound
+    | ValuesListed
+    | CopiedTo
+)
+"""These, their answers, and what is sent unasked."""

@@ -7,7 +7,7 @@ encoders.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 from msgspec import Meta
 
@@ -296,3 +296,20 @@ class Encoded(Numbered, frozen=True, kw_only=True):
     n_tokens: Annotated[list[U32], Meta(max_length=MAX_ENCODED)] = []
     width: Annotated[int, Meta(ge=0, le=MAX_ENCODED_WIDTH)] = 0
     values: Annotated[bytes, Meta(max_length=_MAX_BYTES)] = b""
+
+
+TextRequest: TypeAlias = LastRunRequest | Generate | Unload | Tokenize | Detokenize | Encode
+"""Requests about texts and tokens."""
+TextMessage: TypeAlias = (
+    TextRequest
+    | LastRun
+    | StateChanged
+    | Cancel
+    | Tokenized
+    | Detokenized
+    | Encoded
+    | TextPiece
+    | RowsPiece
+    | Finished
+)
+"""These, their answers, and what is sent unasked."""

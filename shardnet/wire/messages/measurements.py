@@ -6,7 +6,7 @@ anything is measured.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
 
@@ -181,3 +181,9 @@ class WayMeasured(Strict, frozen=True, kw_only=True):
     round_trip_s: Seconds
     bytes_per_s: Figure
     is_steady: bool = True
+
+
+MeasuringRequest: TypeAlias = MeasureStage | StageObserved | MeasureLinks
+"""Requests about speed."""
+MeasuringMessage: TypeAlias = MeasuringRequest | StageMeasured | LinksMeasured
+"""These, their answers, and what is sent unasked."""

@@ -6,7 +6,7 @@ or rings.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 from msgspec import Meta
 
@@ -233,3 +233,11 @@ class ModelIdentity(Numbered, frozen=True, kw_only=True):
     complete: bool
     sample: DigestOrNone = ""
     layers: Annotated[list[Layers], Meta(max_length=MAX_STAGES)] = []
+
+
+MembershipRequest: TypeAlias = Status | Ping | ReportRequest | IdentifyModel | ListModels
+"""Requests about nodes and models."""
+MembershipMessage: TypeAlias = (
+    MembershipRequest | StatusReply | PeersKnown | ReportReply | ModelIdentity | ModelsListed
+)
+"""These, their answers, and what is sent unasked."""

@@ -6,7 +6,7 @@ stage loads, nor of clients.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
 
@@ -310,3 +310,31 @@ class LayerComputed(Numbered, frozen=True, kw_only=True):
 
     took_s: Seconds
     after: AuditedRows
+
+
+StageRequest: TypeAlias = (
+    LoadStage
+    | ConnectRing
+    | UnloadStage
+    | Drain
+    | DropWarm
+    | LeaveRing
+    | FindPrefix
+    | RestorePrefix
+    | MoveKv
+    | AuditStage
+    | ComputeLayer
+)
+"""Requests about stages."""
+StageMessage: TypeAlias = (
+    StageRequest
+    | LoadProgress
+    | StageReady
+    | RingBroken
+    | PrefixFound
+    | PrefixRestored
+    | KvMoved
+    | StageAudited
+    | LayerComputed
+)
+"""These, their answers, and what is sent unasked."""
