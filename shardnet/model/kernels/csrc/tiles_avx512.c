@@ -14,7 +14,6 @@
  * tile of rows prefetches one page ahead. Few rows are bound by memory anyway, and prefetching slows them down. */
 #define PREFETCHING_ROWS 6
 #define PREFETCHING_ROWS_OF_INT4 4
-#define ROWS_OF_TWO_UNITS 5 /* with more, two panels need more registers than there are */
 
 INLINE WITH_AVX512 void avx512_prefetch(const uint8_t *w) { _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T1); }
 
@@ -138,6 +137,23 @@ INLINE WITH_AVX512 __m512i avx512_codes(const int bits, const uint8_t *unit, con
     }
 }
 
+/* Has lines read in their order, which is what hardware prefetching follows: codes of two planes are read crosswise. */
+INLINE WITH_AVX512 void avx512_touch(const uint8_t *from, const int n_lines) {
+    for (int line = 0; line < n_lines; line++) _mm_prefetch((const char *)from + line * QUAD_BYTES, _MM_HINT_T0);
+}
+
+INLINE WITH_AVX512 void avx512_begin_unit(const int n_rows, const int bits, const int prefetches, const uint8_t *unit) {
+    const int has_planes = bits == 3 || bits == 5 || bits == 6;
+    if (prefetches)
+        for (int line = 0; line < bits; line++) avx512_prefetch(unit + line * QUAD_BYTES);
+    else if (has_planes)
+        avx512_touch(unit, bits);
+}
+
+INLINE WITH_AVX512 __m512 avx512_float16(const uint8_t *from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+}
+
 /* Quantised rows, one panel at a time: with two, registers run out. With `apart` a token group is 16 inputs. */
 INLINE WITH_AVX512 void avx512_quantized_of(const int n_rows, const int bits, const int is_book, const int apart,
                                             const struct linear *p, const uint8_t *w, int64_t row,
@@ -201,63 +217,66 @@ INLINE WITH_AVX512 void avx512_quantized_of(const int n_rows, const int bits, co
 
 /* Sixteen scales as they are stored, float16 or exponents, times a form's factor. */
 INLINE WITH_AVX512 __m512 avx512_scales(const struct form *f, const uint8_t *from) {
-    const __m512 scale = f->scale == SCALE_FLOAT16 ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from))
-                                                   : (__m512)avx512_some_scales(SCALE_EXPONENT, from);
+    const __m512 scale =
+        f->scale == SCALE_FLOAT16 ? avx512_float16(from) : (__m512)avx512_some_scales(SCALE_EXPONENT, from);
     return _mm512_mul_ps(scale, _mm512_set1_ps(f->factor));
 }
 
-/* Quantised rows with blocks of one unit that begin with its scales: read where they lie, for up to two panels. */
-INLINE WITH_AVX512 void avx512_unit_blocks_of(const int n_rows, const int bits, const int is_book, const int n_panels,
+/* Quantised rows with blocks of one unit that begin with its scales, which are read where they lie. */
+INLINE WITH_AVX512 void avx512_unit_blocks_of(const int n_rows, const int bits, const int is_book,
                                               const struct linear *p, const uint8_t *w, int64_t row,
                                               float sums[2][MAX_TILE][PANEL]) {
     const struct form *f = &p->form;
-    const int64_t panel = bytes_of_panel(p), at = row * p->n_groups, block_bytes = f->header_bytes + bits * QUAD_BYTES;
+    const int64_t n_groups = p->n_groups, at = row * n_groups;
     const int adds_minimum = has_minimum(f);
     const int8_t *x = quads_of(p, row);
     const int prefetches = n_rows >= (bits == 8 ? PREFETCHING_ROWS : PREFETCHING_ROWS_OF_INT4) && row == 0;
     uint8_t numbers[64];
     fill_book(f, is_book ? book_bias(f) : 0, numbers, 64);
     const __m512i book = _mm512_loadu_si512(numbers);
-    __m512 total[2][MAX_TILE];
-    for (int q = 0; q < n_panels; q++)
-        for (int r = 0; r < n_rows; r++) total[q][r] = _mm512_setzero_ps();
-    for (int64_t group = 0; group < p->n_groups; group++, w += block_bytes, x += UNIT * n_rows) {
-        __m512i sum[2][MAX_TILE];
-        for (int r = 0; r < n_rows; r++)
-            sum[0][r] = sum[1][r] = _mm512_set1_epi32(p->offsets[at + (int64_t)r * p->n_groups + group]);
-        UNROLLED for (int quad = 0; quad < UNIT / 4; quad++) {
-            __m512i codes[2];
-            for (int q = 0; q < n_panels; q++) {
-                codes[q] = avx512_codes(bits, w + q * panel + f->header_bytes, quad);
-                if (is_book) codes[q] = _mm512_shuffle_epi8(book, codes[q]);
-            }
+    __m512 total[MAX_TILE];
+    for (int r = 0; r < n_rows; r++) total[r] = _mm512_setzero_ps();
+    for (int64_t group = 0; group < n_groups; group++, w += f->block_bytes, x += UNIT * n_rows) {
+        const uint8_t *unit = w + f->header_bytes;
+        __m512i sum[MAX_TILE];
+        for (int r = 0; r < n_rows; r++) sum[r] = _mm512_set1_epi32(p->offsets[at + r * n_groups + group]);
+        avx512_begin_unit(n_rows, bits, prefetches, unit);
+        UNROLLED for (int q = 0; q < UNIT / 4; q++) {
+            __m512i codes = avx512_codes(bits, unit, q);
+            if (is_book) codes = _mm512_shuffle_epi8(book, codes);
             for (int r = 0; r < n_rows; r++) {
-                const __m512i inputs = _mm512_set1_epi32(quad_at(x + 4 * (quad * n_rows + r)));
-                for (int q = 0; q < n_panels; q++) sum[q][r] = _mm512_dpbusd_epi32(sum[q][r], codes[q], inputs);
+                const __m512i quad = _mm512_set1_epi32(quad_at(x + 4 * (q * n_rows + r)));
+                sum[r] = _mm512_dpbusd_epi32(sum[r], codes, quad);
             }
         }
-        for (int q = 0; q < n_panels; q++) {
-            const uint8_t *own = w + q * panel;
-            if (prefetches)
-                for (int line = 0; line < bits; line++) avx512_prefetch(own + line * QUAD_BYTES);
-            const __m512 scale = avx512_scales(f, own);
-            for (int r = 0; r < n_rows; r++) {
-                const int64_t token = at + (int64_t)r * p->n_groups + group;
-                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(p->scales[token]));
-                total[q][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[q][r]), both, total[q][r]);
-                if (adds_minimum) {
-                    const __m512 minimum = avx512_scales(f, own + f->header_bytes / 2);
-                    total[q][r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(p->sums[token]), total[q][r]);
-                }
+        const __m512 scale = avx512_scales(f, w);
+        for (int r = 0; r < n_rows; r++) {
+            const int64_t token = at + r * n_groups + group;
+            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(p->scales[token]));
+            total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), both, total[r]);
+            if (adds_minimum) {
+                const __m512 minimum = avx512_scales(f, w + 2 * PANEL);
+                total[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(p->sums[token]), total[r]);
             }
         }
     }
-    for (int q = 0; q < n_panels; q++)
-        for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[q][r], total[q][r]);
+    for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[0][r], total[r]);
 }
 
-INLINE WITH_AVX512 __m512i avx512_numbers(const int16_t from[PANEL]) {
-    return _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)from));
+/* The integers of a group's scales and minimums; where codes are only corrected, both are the scales. */
+INLINE WITH_AVX512 void avx512_level(const struct form *f, const uint8_t *from, __m512i *scale, __m512i *other) {
+    const __m128i own = _mm_loadu_si128((const __m128i *)from);
+    if (f->scale == SCALE_INT8) {
+        *scale = *other = _mm512_cvtepi8_epi32(own);
+        return;
+    }
+    *scale = *other = _mm512_cvtepu8_epi32(own);
+    if (f->scale == SCALE_NIBBLES) {
+        *scale = _mm512_and_si512(*scale, _mm512_set1_epi32(15));
+        *other = _mm512_srli_epi32(*other, 4);
+    } else if (f->minimum == STORED) {
+        *other = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + f->block / f->group * PANEL)));
+    }
 }
 
 /* Quantised rows where scales have two levels: a group's sums are multiplied by its scale as integers, and rounded to
@@ -268,7 +287,7 @@ INLINE WITH_AVX512 void avx512_levels_of(const int n_rows, const int bits, const
     const struct form *f = &p->form;
     const int group_units = f->token_group / UNIT;
     const int32_t bias = code_bias(p);
-    const int64_t unit_bytes = f->bits * QUAD_BYTES, n_sums = padded_inputs(p) / f->group;
+    const int64_t n_sums = padded_inputs(p) / f->group;
     const int8_t *x = quads_of(p, row);
     const int16_t *group_sums = group_sums_of(p, row);
     const float *x_scales = p->scales + row * p->n_groups;
@@ -277,52 +296,46 @@ INLINE WITH_AVX512 void avx512_levels_of(const int n_rows, const int bits, const
     fill_book(f, is_book ? bias : 0, numbers, 64);
     const __m512i book = _mm512_loadu_si512(numbers);
     __m512 total[MAX_TILE];
-    __m512i sum[MAX_TILE], others[MAX_TILE];
-    struct levels levels;
-    struct stretch s = before_panel(p, w);
-    for (int r = 0; r < n_rows; r++) {
-        total[r] = _mm512_setzero_ps();
-        sum[r] = others[r] = _mm512_setzero_si512();
-    }
-    while (next_stretch(f, &s)) {
-        avx512_read_levels(f, &s, &levels);
-        const uint8_t *unit = s.blocks + f->header_bytes + s.from / UNIT * unit_bytes;
-        for (int u = 0; u < (int)(s.n_inputs / UNIT); u++, unit += unit_bytes, x += UNIT * n_rows) {
-            __m512i own[MAX_TILE];
-            if (prefetches)
-                for (int line = 0; line < bits; line++) avx512_prefetch(unit + line * QUAD_BYTES);
-            UNROLLED for (int q = 0; q < UNIT / 4; q++) {
-                const int place = apart ? q % 4 : q, last = apart ? 3 : 7; /* in the group */
-                __m512i own_codes = avx512_codes(bits, unit, q);
-                if (is_book) own_codes = _mm512_shuffle_epi8(book, own_codes);
-                for (int r = 0; r < n_rows; r++) {
-                    const __m512i quad = _mm512_set1_epi32(quad_at(x + 4 * (q * n_rows + r)));
-                    own[r] = _mm512_dpbusd_epi32(place ? own[r] : _mm512_setzero_si512(), own_codes, quad);
+    for (int r = 0; r < n_rows; r++) total[r] = _mm512_setzero_ps();
+    for (int64_t b = blocks_of_panel(p); b; b--, w += f->block_bytes) {
+        const uint8_t *unit = w + f->header_bytes, *level = w + 2 * PANEL * f->block_scales;
+        avx512_touch(w, (f->header_bytes + QUAD_BYTES - 1) / QUAD_BYTES);
+        for (int token = 0; token < f->block / f->token_group; token++, x_scales++) {
+            __m512i sum[MAX_TILE], others[MAX_TILE];
+            for (int r = 0; r < n_rows; r++) sum[r] = others[r] = _mm512_setzero_si512();
+            for (int u = 0; u < group_units; u++, unit += bits * QUAD_BYTES, x += UNIT * n_rows) {
+                __m512i own[MAX_TILE];
+                avx512_begin_unit(n_rows, bits, prefetches, unit);
+                UNROLLED for (int q = 0; q < UNIT / 4; q++) {
+                    const int place = apart ? q % 4 : q, last = apart ? 3 : 7; /* in the group */
+                    __m512i codes = avx512_codes(bits, unit, q);
+                    if (is_book) codes = _mm512_shuffle_epi8(book, codes);
+                    for (int r = 0; r < n_rows; r++) {
+                        const __m512i quad = _mm512_set1_epi32(quad_at(x + 4 * (q * n_rows + r)));
+                        own[r] = _mm512_dpbusd_epi32(place ? own[r] : _mm512_setzero_si512(), codes, quad);
+                    }
+                    if (place < last) continue;
+                    __m512i scale, other;
+                    avx512_level(f, level, &scale, &other);
+                    for (int r = 0; r < n_rows; r++) {
+                        const __m512i inputs = _mm512_set1_epi32(group_sums[r * n_sums]);
+                        sum[r] = _mm512_add_epi32(sum[r], _mm512_mullo_epi32(own[r], scale));
+                        others[r] = _mm512_add_epi32(others[r], _mm512_mullo_epi32(other, inputs));
+                    }
+                    group_sums++, level += PANEL;
                 }
-                if (place < last) continue;
-                const int group = apart ? 2 * u + q / 4 : u;
-                const __m512i scale = avx512_numbers(levels.scale[group]);
-                const __m512i other = avx512_numbers(levels.other[group]);
-                for (int r = 0; r < n_rows; r++) {
-                    const __m512i inputs = _mm512_set1_epi32(group_sums[r * n_sums]);
-                    sum[r] = _mm512_add_epi32(sum[r], _mm512_mullo_epi32(own[r], scale));
-                    others[r] = _mm512_add_epi32(others[r], _mm512_mullo_epi32(other, inputs));
-                }
-                group_sums++;
             }
-            if ((u + 1) % group_units) continue;
-            const __m512 outer = _mm512_loadu_ps(levels.outer), below = _mm512_loadu_ps(levels.below);
+            const __m512 outer = _mm512_mul_ps(avx512_float16(w), _mm512_set1_ps(f->factor));
             for (int r = 0; r < n_rows; r++) {
                 const __m512 x_scale = _mm512_set1_ps(x_scales[r * p->n_groups]);
                 const __m512i excess = _mm512_mullo_epi32(others[r], _mm512_set1_epi32(bias));
                 const __m512i whole = bias ? _mm512_sub_epi32(sum[r], excess) : sum[r];
                 total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_mul_ps(outer, x_scale), total[r]);
-                if (has_minimum(f))
-                    total[r] =
-                        _mm512_fmadd_ps(_mm512_cvtepi32_ps(others[r]), _mm512_mul_ps(below, x_scale), total[r]);
-                sum[r] = others[r] = _mm512_setzero_si512();
+                if (has_minimum(f)) {
+                    const __m512 below = _mm512_mul_ps(avx512_float16(w + 2 * PANEL), x_scale);
+                    total[r] = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(others[r]), below, total[r]);
+                }
             }
-            x_scales++;
         }
     }
     for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[0][r], total[r]);
@@ -421,22 +434,14 @@ TILE(avx512_e4m3, WITH_AVX512, AVX512_E4M3)
 TILE(avx512_e5m2, WITH_AVX512, AVX512_E5M2)
 TILE(avx512_float_book, WITH_AVX512, AVX512_FLOAT_BOOK)
 
-#define ONE_UNIT_4(n) avx512_unit_blocks_of(n, 4, 0, 1, p, w, row, sums)
-#define TWO_UNITS_4(n) avx512_unit_blocks_of(n, 4, 0, 2, p, w, row, sums)
-#define ONE_UNIT_5(n) avx512_unit_blocks_of(n, 5, 0, 1, p, w, row, sums)
-#define TWO_UNITS_5(n) avx512_unit_blocks_of(n, 5, 0, 2, p, w, row, sums)
-#define ONE_UNIT_8(n) avx512_unit_blocks_of(n, 8, 0, 1, p, w, row, sums)
-#define TWO_UNITS_8(n) avx512_unit_blocks_of(n, 8, 0, 2, p, w, row, sums)
-#define ONE_UNIT_BOOK(n) avx512_unit_blocks_of(n, 4, 1, 1, p, w, row, sums)
-#define TWO_UNITS_BOOK(n) avx512_unit_blocks_of(n, 4, 1, 2, p, w, row, sums)
-TILE(avx512_one_unit_4, WITH_AVX512, ONE_UNIT_4)
-TILE(avx512_two_units_4, WITH_AVX512, TWO_UNITS_4)
-TILE(avx512_one_unit_5, WITH_AVX512, ONE_UNIT_5)
-TILE(avx512_two_units_5, WITH_AVX512, TWO_UNITS_5)
-TILE(avx512_one_unit_8, WITH_AVX512, ONE_UNIT_8)
-TILE(avx512_two_units_8, WITH_AVX512, TWO_UNITS_8)
-TILE(avx512_one_unit_book, WITH_AVX512, ONE_UNIT_BOOK)
-TILE(avx512_two_units_book, WITH_AVX512, TWO_UNITS_BOOK)
+#define AVX512_UNIT_4(n) avx512_unit_blocks_of(n, 4, 0, p, w, row, sums)
+#define AVX512_UNIT_5(n) avx512_unit_blocks_of(n, 5, 0, p, w, row, sums)
+#define AVX512_UNIT_8(n) avx512_unit_blocks_of(n, 8, 0, p, w, row, sums)
+#define AVX512_UNIT_BOOK(n) avx512_unit_blocks_of(n, 4, 1, p, w, row, sums)
+TILE(avx512_unit_4, WITH_AVX512, AVX512_UNIT_4)
+TILE(avx512_unit_5, WITH_AVX512, AVX512_UNIT_5)
+TILE(avx512_unit_8, WITH_AVX512, AVX512_UNIT_8)
+TILE(avx512_unit_book, WITH_AVX512, AVX512_UNIT_BOOK)
 
 #define AVX512_LEVELS_2(n) avx512_levels_of(n, 2, 0, 0, p, w, row, sums)
 #define AVX512_LEVELS_2_APART(n) avx512_levels_of(n, 2, 0, 1, p, w, row, sums)
@@ -473,14 +478,6 @@ static tile_function avx512_level_tiles[][2] = {
     {avx512_levels_book, avx512_levels_book_apart},
 };
 
-/* By bits: 4, 5, 8; then books. */
-static const struct tiles avx512_unit_tiles[] = {
-    {avx512_one_unit_4, avx512_two_units_4},
-    {avx512_one_unit_5, avx512_two_units_5},
-    {avx512_one_unit_8, avx512_two_units_8},
-    {avx512_one_unit_book, avx512_two_units_book},
-};
-
 /* Whether a block is one unit of quantised weights behind its scales, which are stored as they are used. */
 static int is_unit_blocks(const struct form *f) {
     if (f->block != UNIT || f->group != UNIT || is_float(f)) return 0;
@@ -493,11 +490,12 @@ struct tiles shardnet_avx512_tiles(const struct linear *p) {
     const struct form *f = &p->form;
     const int apart = f->group < UNIT;
     if (has_levels(f)) return (struct tiles){avx512_level_tiles[f->code == BOOK ? 5 : f->bits - 2][apart], NULL};
-    if (is_unit_blocks(f)) {
-        const int kind = f->code == BOOK ? 3 : f->bits == 8 ? 2 : f->bits - 4;
-        const struct tiles both = avx512_unit_tiles[kind];
-        return (struct tiles){both.one, p->n_rows <= ROWS_OF_TWO_UNITS ? both.two : NULL};
-    }
+    if (is_unit_blocks(f))
+        return (struct tiles){f->code == BOOK   ? avx512_unit_book
+                              : f->bits == 8 ? avx512_unit_8
+                              : f->bits == 5 ? avx512_unit_5
+                                             : avx512_unit_4,
+                              NULL};
     switch (f->code) {
         case BF16:
             if (p->pairs) return (struct tiles){avx512_one_pairs, avx512_two_pairs};
