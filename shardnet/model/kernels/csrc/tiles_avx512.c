@@ -94,6 +94,7 @@ INLINE WITH_AVX512 void avx512_halves(const uint8_t *from, float out[PANEL]) {
 #define NAME(x) avx512_##x
 #define LANES 16
 #define HALVES avx512_halves
+#define WITHOUT_LEVELS
 #define BYTES(from) (avx512_panel_words) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from)))
 #include "panel_body.h"
 #undef TARGET
