@@ -34,7 +34,7 @@ def make_panels(reader: TensorReader, names: Sequence[str], device: torch.device
         shape = (sum(shape[0] for shape in shapes), shapes[0][1])
         weight = reader.packed(run[0])
         assert weight is not None
-        packed = torch.empty(weight.form.packed_shape(*shape), dtype=torch.uint8)
+        packed = reader.panel_memory.take(weight.form.packed_shape(*shape))
         order, end = None, 0
         if native_kernels() is not None and all(map(reader.is_read_by_rows, run)):
             reader.pack_while_reading(

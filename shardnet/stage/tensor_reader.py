@@ -20,7 +20,7 @@ from shardnet.errors import CheckpointError
 from shardnet.model.config.panel_form import PANEL
 from shardnet.model.families.stage_tensors import Shape, StageTensors, left_over
 from shardnet.model.kernels.codes import PackedWeight
-from shardnet.model.kernels.panels import pack_into
+from shardnet.model.kernels.panels import PanelMemory, pack_into
 from shardnet.model.kernels.worker_pool import WorkerPool
 from shardnet.stage.estimate.packed_sizes import packs_by_rows
 from shardnet.stage.streaming.file_parts import (
@@ -76,6 +76,8 @@ class TensorReader:
         self._coming = {name: False for name in self._shapes if name not in on_disk}
         """Tensors still to be read, about in this order, and whether read-ahead has begun."""
         self._files: dict[str, FilePart] = {}
+        self.panel_memory = PanelMemory()
+        """Where weights of the stage are packed."""
         self._done_bytes = 0
         self._workers: WorkerPool | None = None
         self._total_bytes = sum(checkpoint.tensors[name].size_bytes for name in self._shapes)

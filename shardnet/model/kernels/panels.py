@@ -6,6 +6,7 @@ checkpoint/formats gives rows as `Codes` or as the blocks of a GGUF type.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -34,6 +35,8 @@ from shardnet.model.kernels.packing import (
 )
 
 _QUAD: Final = 4
+_PIECE_BYTES: Final = 32 << 20
+_LINE_BYTES: Final = 64
 _DTYPES: Final[Mapping[Code, torch.dtype]] = {
     Code.BFLOAT16: torch.bfloat16,
     Code.FLOAT16: torch.float16,
@@ -72,6 +75,30 @@ class Panels:
         order = self.input_order
         moved = None if order is None else order.to(device)
         return replace(self, packed=self.packed.to(device), input_order=moved)
+
+
+class PanelMemory:
+    """Memory for packed weights, of which many lie in one piece.
+
+    Only together do weights smaller than a large page lie in one (docs/adr/0083-large-pages.md).
+    """
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+        """What nobody has yet of the last piece."""
+
+    def take(self, shape: Sequence[int]) -> Tensor:
+        """Return memory for packed weights: uint8 of `shape`, not written yet."""
+        n_bytes = math.prod(shape)
+        if n_bytes > _PIECE_BYTES // 2:
+            return torch.empty(*shape, dtype=torch.uint8)
+        if n_bytes > self._rest.shape[0]:
+            self._rest = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
+        own, self._rest = (
+            self._rest[:n_bytes],
+            self._rest[-(-n_bytes // _LINE_BYTES) * _LINE_BYTES :],
+        )
+        return own.view(*shape)
 
 
 def pack_into(

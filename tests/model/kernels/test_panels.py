@@ -30,6 +30,7 @@ from shardnet.model.kernels.library import NativeKernels, find_kernels, native_k
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import (
     GgufRows,
+    PanelMemory,
     Panels,
     look_up,
     pack_codes,
@@ -307,3 +308,26 @@ def test_codes_that_the_library_would_misread_are_refused() -> None:
     for outside in (-1, 3):
         with pytest.raises(ValueError, match="outside a table of 3 rows"):
             look_up(panels, torch.tensor([0, outside]), torch.float32)
+
+
+def test_weights_lie_side_by_side_and_large_ones_alone() -> None:
+    memory = PanelMemory()
+    small = [memory.take((n, 3, 100)) for n in (1, 2, 7)]
+    large = memory.take((1, 1, 20 << 20))
+    later = memory.take((5, 1, 64))
+    pieces = {weights.untyped_storage().data_ptr() for weights in (*small, later)}
+    assert len(pieces) == 1
+    assert large.untyped_storage().nbytes() == large.numel()
+    for number, weights in enumerate((*small, later, large)):
+        assert weights.data_ptr() % 64 == 0
+        weights.fill_(number)
+    for number, weights in enumerate((*small, later, large)):
+        assert torch.equal(weights, torch.full_like(weights, number))
+
+
+def test_weights_that_find_no_room_begin_another_piece() -> None:
+    memory = PanelMemory()
+    first, second, third = (memory.take((1, 1, 15 << 20)) for _ in range(3))
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert third.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+    assert third.shape == (1, 1, 15 << 20)
