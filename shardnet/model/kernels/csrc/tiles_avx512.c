@@ -86,8 +86,12 @@ INLINE WITH_AVX512_BF16 void avx512_pairs_of(const int n_rows, const int n_panel
         for (int r = 0; r < n_rows; r++) _mm512_storeu_ps(sums[q][r], total[q][r]);
 }
 
+INLINE WITH_AVX512 __m512 avx512_float16(const uint8_t *from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+}
+
 INLINE WITH_AVX512 void avx512_halves(const uint8_t *from, float out[PANEL]) {
-    _mm512_storeu_ps(out, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)));
+    _mm512_storeu_ps(out, avx512_float16(from));
 }
 
 #define TARGET WITH_AVX512
@@ -149,10 +153,6 @@ INLINE WITH_AVX512 void avx512_begin_unit(const int n_rows, const int bits, cons
         for (int line = 0; line < bits; line++) avx512_prefetch(unit + line * QUAD_BYTES);
     else if (has_planes)
         avx512_touch(unit, bits);
-}
-
-INLINE WITH_AVX512 __m512 avx512_float16(const uint8_t *from) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 }
 
 /* Quantised rows, one panel at a time: with two, registers run out. With `apart` a token group is 16 inputs. */
