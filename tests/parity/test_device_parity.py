@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import HOST, OPENCL, compared, device_of
+from support.devices import DEVICE, HOST, compared, device_of
 from support.models.checkpoints import make_decoder
 from support.models.family_cases import CASES
 from support.rings import stage_chain
@@ -30,9 +30,9 @@ pytestmark = compared
 PROMPTS = [random_prompt(length, 300, seed=length) for length in (5, 150)]
 USUAL = [
     *("qwen3-host", "gemma2-host", "gpt_oss-host", "qwen2_moe-host", "ernie4_5_moe-host"),
-    *("glm4_moe-groups-host", f"qwen2-windows-{OPENCL}"),
+    *("glm4_moe-groups-host", f"qwen2-windows-{DEVICE}"),
 ]
-ALL = [f"{case}-{kind}" for case in CASES for kind in (HOST, OPENCL)]
+ALL = [f"{case}-{kind}" for case in CASES for kind in (HOST, DEVICE)]
 
 
 @pytest.mark.parametrize("case", cases(USUAL, [case for case in ALL if case not in USUAL]))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import os
+from typing import Final
 
 import pytest
 
 from shardnet.errors import ConfigurationError
+from shardnet.model.devices.bits import open_device
 from shardnet.model.devices.device_layers import Device
 from shardnet.model.devices.host import HostDriver
-from shardnet.model.devices.opencl import OpenClDriver, opencl_devices
 from shardnet.model.kernels.library import native_kernels
 
-HOST, OPENCL = "host", "opencl"
+HOST: Final = "host"
+DEVICE: Final = os.environ.get("SHARDNET_TEST_DEVICE", "opencl:0")
+"""As `--device` has it: the one that tests compare with the host, where it is here."""
 compared = pytest.mark.skipif(native_kernels() is None, reason="it is compared with the library")
 
 
@@ -20,17 +24,11 @@ compared = pytest.mark.skipif(native_kernels() is None, reason="it is compared w
 def device_of(kind: str) -> Device:
     """Return a device; skip the test where it is not here.
 
-    A kind other than `opencl` and `host` is the order in which the host runs a group's threads.
+    A kind other than `DEVICE` and `host` is the order in which the host runs a group's threads.
     """
-    if kind == OPENCL:
-        if not _has_opencl():
-            pytest.skip("no OpenCL here")
-        return Device(OpenClDriver(0))
-    return Device(HostDriver() if kind == HOST else HostDriver(kind))
-
-
-def _has_opencl() -> bool:
+    if kind != DEVICE:
+        return Device(HostDriver() if kind == HOST else HostDriver(kind))
     try:
-        return bool(opencl_devices())
-    except ConfigurationError:
-        return False
+        return open_device(DEVICE)
+    except ConfigurationError as error:
+        pytest.skip(error.message)

@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 import pytest
-from support.devices import HOST, OPENCL, compared, device_of
+from support.devices import DEVICE, HOST, compared, device_of
 from support.soak import cases
 from support.system.nodes import Crew, Machine
 
@@ -15,7 +15,7 @@ LONG = ["--max-tokens", "96", "--ignore-eos"]
 
 
 @compared
-@pytest.mark.parametrize("device", cases([HOST], [OPENCL]))
+@pytest.mark.parametrize("device", cases([HOST], [DEVICE]))
 def test_a_ring_of_a_device_and_a_cpu_says_what_cpus_say(
     device: str, trio: Crew, machine: Machine
 ) -> None:
@@ -23,8 +23,7 @@ def test_a_ring_of_a_device_and_a_cpu_says_what_cpus_say(
     its keys and values move to the CPU.
     """
     device_of(device)
-    name = "opencl:0" if device == OPENCL else device
-    [node] = machine.start_nodes("odette", arguments=["--device", name])
+    [node] = machine.start_nodes("odette", arguments=["--device", device])
     alone, both = trio.addresses(0), f"{node.address},{trio.addresses(0)}"
 
     def said(nodes: str, *arguments: str) -> Any:

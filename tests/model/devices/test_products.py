@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.devices import HOST, OPENCL, device_of
+from support.devices import DEVICE, HOST, device_of
 from support.models.random_panels import FORMS, random_panels
 from support.soak import cases
 from torch import Tensor
@@ -26,8 +26,8 @@ from shardnet.model.kernels.panels import Panels
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="it is compared with the library")
 REVERSE, SHUFFLED = "(255 - (i))", "((i) * 5 + 3) % 256"
 Q4_K, Q6_K = GGUF_FORMS["Q4_K"], GGUF_FORMS["Q6_K"]
-BY_OPENCL = [f"{form.name}-{OPENCL}" for form in (Q4_K,)]
-ALL = [f"{form.name}-{kind}" for kind in (HOST, OPENCL) for form in FORMS]
+BY_DEVICE = [f"{form.name}-{DEVICE}" for form in (Q4_K,)]
+ALL = [f"{form.name}-{kind}" for kind in (HOST, DEVICE) for form in FORMS]
 
 
 def multiplied(
@@ -60,7 +60,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 @pytest.mark.parametrize(
     "case",
-    cases([name for name in ALL if HOST in name] + BY_OPENCL, [n for n in ALL if OPENCL in n]),
+    cases([name for name in ALL if HOST in name] + BY_DEVICE, [n for n in ALL if DEVICE in n]),
 )
 def test_every_form_has_the_librarys_bits(case: str) -> None:
     """Of 1, 2, 8 and 33 rows with odd sizes; values that are no number come through."""
