@@ -31,7 +31,14 @@ from shardnet.model.devices.driver import (
     Kernel,
     Kernels,
 )
-from shardnet.model.devices.products import DeviceProduct, Gating, Rows, can_multiply
+from shardnet.model.devices.products import (
+    MANY,
+    ROWS,
+    DeviceProduct,
+    Gating,
+    Rows,
+    can_multiply,
+)
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
@@ -96,7 +103,7 @@ class Device:
         first, scratch = next(iter(part.split(1))), Rows.on(self.driver)
         product = DeviceProduct(self.kernels, self.driver, scratch, [[first]], None)
         library, numbers = PanelLinear([first], None), torch.Generator().manual_seed(1)
-        for n_rows in (1, 8):
+        for n_rows in (*ROWS, MANY):
             rows = torch.randn(n_rows, first.shape[1], generator=numbers)
             out = torch.empty(n_rows, first.shape[0])
             taken = self.driver.empty(out.nbytes)

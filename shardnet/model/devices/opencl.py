@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -72,7 +73,9 @@ class OpenClDriver:
     def compile(self, text: str, names: Sequence[str]) -> Mapping[str, Kernel]:
         """See Driver."""
         try:
-            program = self._cl.Program(self._context, text).build(options=_OPTIONS)
+            with warnings.catch_warnings():  # of loops that a CPU's compiler does not unroll
+                warnings.simplefilter("ignore", self._cl.CompilerWarning)
+                program = self._cl.Program(self._context, text).build(options=_OPTIONS)
             return {name: self._cl.Kernel(program, name) for name in names}
         except self._cl.Error as error:
             why = re.sub(r"\s+", " ", str(error))[:400]

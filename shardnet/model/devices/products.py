@@ -12,14 +12,15 @@ from typing import Final
 import numpy as np
 
 from shardnet.model.config.panel_form import PANEL, UNIT, Code, PanelForm
-from shardnet.model.devices.driver import THREADS, Array, Buffer, Driver, Kernels
+from shardnet.model.devices.driver import THREADS, Array, Buffer, Driver, Kernel, Kernels
 from shardnet.model.kernels.panels import Panels
 
 ROWS: Final = (1, 2, 8)
-"""Rows that a group of threads multiplies a panel with: a text for each."""
+"""Rows that a group of threads multiplies a panel with: a text for each, and one for 64 rows."""
+MANY: Final = 24
+"""From so many rows on 64 are multiplied with four panels."""
 PRODUCT_PARTS: Final = ("vectors", "linear")
 """Of the text."""
-_NAMES: Final = ("quantise", "multiply")
 NO_ACTIVATION: Final = 4
 
 
@@ -123,6 +124,7 @@ class DeviceProduct:
         Parts of the same place must be alike in all of them. Raises CapacityError.
         """
         self._kernels, self._driver, self._scratch = kernels, driver, scratch
+        self._found: dict[tuple[int, str, int], Kernel] = {}
         parts = experts[0]
         self.shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
         self._parts: list[_Part] = []
@@ -173,19 +175,25 @@ class DeviceProduct:
             before = part
 
     def _quantise(self, part: _Part, rows: Buffer, n_rows: int, gating: Gating) -> None:
-        form = part.form
-        n_groups = part.n_blocks * (form.block_inputs // form.token_group)
-        kernel = self._kernels.of(form_macros(form, 1), PRODUCT_PARTS, _NAMES)["quantise"]
-        buffers = self._rows_of(part, n_rows)
-        numbers = [n_rows, self.shape[1], n_groups, int(part.order is not None)]
-        numbers.append(gating.activation)
+        n_inputs = part.n_blocks * part.form.block_inputs
+        numbers = [n_rows, self.shape[1], n_inputs // part.form.token_group]
+        numbers += [int(part.order is not None), gating.activation]
         clamps = np.float32(gating.limit), np.float32(gating.alpha)
         order = rows if part.order is None else part.order
         self._driver.launch(
-            kernel,
-            (-(-n_rows * n_groups // THREADS), 1),
-            [rows, order, *buffers, *map(np.uint32, numbers), *clamps],
+            self._kernel(part.form, "quantise", 0),
+            (-(-n_rows * n_inputs // THREADS), 1),
+            [rows, order, *self._rows_of(part, n_rows), *map(np.uint32, numbers), *clamps],
         )
+
+    def _kernel(self, form: PanelForm, name: str, rows: int) -> Kernel:
+        """Return a kernel of the text for a form and so many rows; 0: that for all."""
+        key = id(form), name, rows
+        if key not in self._found:
+            names = ("multiply",) if rows else ("quantise", "multiply_many")
+            kernels = self._kernels.of(form_macros(form, rows), PRODUCT_PARTS, names)
+            self._found[key] = kernels[name]
+        return self._found[key]
 
     def _rows_of(self, part: _Part, n_rows: int) -> list[Buffer]:
         """Return the scratch of quantised, wide rows, scales, sums, and sums of groups."""
@@ -202,19 +210,21 @@ class DeviceProduct:
         form, buffers = part.form, self._rows_of(part, n_rows)
         repeats = 1 if visits is None else visits.each
         n_rows *= repeats
-        rows = 1 if visits else next(n for n in ROWS if n_rows <= n or n == ROWS[-1])
-        kernel = self._kernels.of(form_macros(form, rows), PRODUCT_PARTS, _NAMES)["multiply"]
         n_panels = -(-part.n_out // PANEL)
-        if form.is_plain:
-            n_panels = -(-n_panels // (THREADS // PANEL))
         numbers = [part.n_blocks, part.n_out, n_rows, self.shape[0], part.first]
-        numbers += [int(part.bias is not None), part.expert_words, repeats]
+        numbers += [int(part.bias is not None)]
         bias = out if part.bias is None else part.bias
-        ids = out if visits is None else visits.ids
+        if visits is None and n_rows >= MANY:
+            name, rows, groups, others = "multiply_many", 0, (-(-n_panels // 4), -(-n_rows // 64)), []
+        else:
+            rows = 1 if visits else next(n for n in ROWS if n_rows <= n or n == ROWS[-1])
+            name, groups = "multiply", (n_panels, -(-n_rows // rows))
+            others = [out if visits is None else visits.ids]
+            numbers += [part.expert_words, repeats]
         self._driver.launch(
-            kernel,
-            (n_panels, -(-n_rows // rows)),
-            [part.weights, *buffers, bias, ids, out, *map(np.uint32, numbers)],
+            self._kernel(form, name, rows),
+            groups,
+            [part.weights, *buffers, bias, *others, out, *map(np.uint32, numbers)],
         )
 
 

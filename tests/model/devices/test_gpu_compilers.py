@@ -28,7 +28,7 @@ CLANG = next(
 
 def texts(dialect: str, forms: list[PanelForm]) -> list[str]:
     """Return the texts of layers and of products with `forms`."""
-    macros = [form_macros(form, rows) for form in forms for rows in ROWS]
+    macros = [form_macros(form, rows) for form in forms for rows in (0, *ROWS)]
     products = [whole_text(dialect, each, *PRODUCT_PARTS) for each in macros]
     return [whole_text(dialect, {}, *LAYER_PARTS), *products]
 

@@ -97,13 +97,14 @@ def test_threads_may_run_in_any_order(order: str) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("quad / 4 * 16 + o] >> quad % 4 * 2 & 0x03030303u) << 4", "o] & 0x03030303u) << 4"),
-        ("- LESS * of_group", ""),
+        ("4 + (quad) / 4", "4"),
+        ("dots[r * 4 + j] - less", "dots[r * 4 + j]"),
+        ("(LESS ? LESS * least[r] : 0)", "0"),
         ("FMA(part[at + g * 16], factor[at + g * 16], sum)", "sum + part[at + g * 16]"),
-        ("PHASE {\n            if (THREAD < ROWS * 16) {", "{ uint32_t turn = 255; if (0) {"),
+        ("PHASE {\n            UNROLLED for (uint32_t i = THREAD; i < OF_CHUNK", "{\n            const uint32_t turn = 255; for (uint32_t i = THREAD; i < OF_CHUNK"),
         ("DIV(largest, 127.0f)", "MUL(largest, 1.0f / 127.0f)"),
     ],
-    ids=["plane", "offset", "fused", "phase", "reciprocal"],
+    ids=["plane", "offset", "offset of many", "fused", "phase", "reciprocal"],
 )
 def test_a_wrong_text_is_found_out(
     before: str, after: str, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,11 @@ typedef unsigned short uint16_t;
 #define THREAD threadIdx.x
 #define WHERE /* a kernel is told where it runs */
 #define PHASE for (int once = (__syncthreads(), 1); once; once = 0)
+#define OWN(type, name, n) type name[n] /* of a thread, through all phases */
+#define MY(name) name
+typedef struct alignas(16) { uint32_t of[4]; } FOUR;
+#define UNROLLED _Pragma("unroll")
+#define EIGHT_AT_ONCE _Pragma("unroll 8")
 #define FMA __fmaf_rn
 #define MUL __fmul_rn
 #define ADD __fadd_rn

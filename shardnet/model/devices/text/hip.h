@@ -22,6 +22,11 @@ INLINE int wait_for_all() {
 }
 #define WHERE /* a kernel is told where it runs */
 #define PHASE for (int once = wait_for_all(); once; once = 0)
+#define OWN(type, name, n) type name[n] /* of a thread, through all phases */
+#define MY(name) name
+typedef struct alignas(16) { uint32_t of[4]; } FOUR;
+#define UNROLLED _Pragma("unroll")
+#define EIGHT_AT_ONCE _Pragma("unroll 8")
 #define FMA __builtin_fmaf
 #define MUL(a, b) ((a) * (b))
 #define ADD(a, b) ((a) + (b))

@@ -14,6 +14,11 @@ static uint32_t GROUP_X, GROUP_Y;
 #define THREAD ORDER(turn)
 #define WHERE /* a kernel is told where it runs */
 #define PHASE for (uint32_t turn = 0; turn < THREADS; turn++)
+#define OWN(type, name, n) static type name[THREADS][n]
+#define MY(name) name[THREAD]
+typedef struct { uint32_t of[4]; } FOUR;
+#define UNROLLED
+#define EIGHT_AT_ONCE
 #define FMA fmaf
 #define MUL(a, b) ((a) * (b))
 #define ADD(a, b) ((a) + (b))

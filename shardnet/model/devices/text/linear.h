@@ -1,10 +1,10 @@
 /* Rows quantised as csrc/linear.c does, and their products with panels of any form, to the same bits.
  *
  * What a form is, is given by macros, so that a compiler sees constants: config/panel_form.py says what they mean. A
- * group of threads makes a panel of 16 outputs for ROWS rows. Of 16 token groups at a time each thread makes the sum of
- * one, for one output; then one thread of each output and row adds them up in their order. */
+ * group of threads makes a panel of 16 outputs for ROWS rows (`multiply`), or four panels for 64 rows
+ * (`multiply_many`). Sums of whole numbers may be taken in any order; what is added in floats is added up in the
+ * order of its token groups, by one thread. */
 
-#define CHUNK (THREADS / 16)                /* token groups at a time */
 #define SUB (SIZE_OF_GROUP < 32 ? SIZE_OF_GROUP : 32) /* inputs of a unit that share a scale */
 #define BLOCK_WORDS (BLOCK_BYTES / 4)
 #define GROUPS_OF_BLOCK (BLOCK / SIZE_OF_GROUP)
@@ -23,7 +23,6 @@ INLINE float from_e4m3(uint32_t code) {
 /* --- rows */
 
 #define NO_ACTIVATION 4
-#define OWN_BIAS(row) (expert_words ? ids[row] * n_out : 0) /* experts have a bias each */
 
 /* An input of a row; with an activation it is a gate of [gates, others] times the other. */
 INLINE float input_at(GLOBAL const float *row, uint32_t i, uint32_t n_in, uint32_t activation, float limit,
@@ -31,51 +30,65 @@ INLINE float input_at(GLOBAL const float *row, uint32_t i, uint32_t n_in, uint32
     return activation == NO_ACTIVATION ? row[i] : gated(row[i], row[n_in + i], activation, limit, alpha);
 }
 
-/* A thread for each token group of each row: [rows][padded inputs] of int8, and what goes with each group. Where codes
- * are floats, rows are laid out as they are, padded with zeros. */
+#if ROWS == 0
+/* A thread for each input: [rows][padded inputs] of int8, and what goes with each token group. Where codes are floats,
+ * rows are laid out as they are, padded with zeros. */
 KERNEL quantise(GLOBAL const float *rows, GLOBAL const uint32_t *order, GLOBAL int8_t *quantised, GLOBAL float *wide,
                 GLOBAL float *scales, GLOBAL float *sums, GLOBAL int16_t *group_sums, uint32_t n_rows, uint32_t n_in,
                 uint32_t n_groups, uint32_t has_order, uint32_t activation, float limit, float alpha WHERE) {
-    PHASE {
-        const uint32_t at = GROUP_X * THREADS + THREAD;
-        if (at < n_rows * n_groups) {
-            const uint32_t begin = at % n_groups * TOKEN_GROUP;
-            const uint32_t n = begin >= n_in ? 0 : n_in - begin < TOKEN_GROUP ? n_in - begin : TOKEN_GROUP;
-            GLOBAL const float *row =
-                rows + (uint64_t)(at / n_groups) * (activation == NO_ACTIVATION ? n_in : 2 * n_in);
-#define INPUT(i) input_at(row, has_order ? order[begin + (i)] : begin + (i), n_in, activation, limit, alpha)
+    const uint32_t n_inputs = n_groups * TOKEN_GROUP, all = n_rows * n_inputs, from = GROUP_X * THREADS;
 #if IS_FLOAT
-            for (uint32_t i = 0; i < TOKEN_GROUP; i++)
-                wide[(uint64_t)at * TOKEN_GROUP + i] = i < n ? INPUT(i) : 0.0f;
-#else
-            float largest = 0;
-            int is_finite = 1;
-            for (uint32_t i = 0; i < n; i++) {
-                const float value = INPUT(i);
-                const float size = AS_FLOAT((uint32_t)AS_INT(value) & 0x7fffffffu);
-                largest = size > largest ? size : largest;
-                is_finite &= size <= 3.402823466e38f;
-            }
-            const float scale = is_finite ? DIV(largest, 127.0f) : NOT_A_NUMBER;
-            const float inverse = is_finite && largest > 1e-36f ? DIV(127.0f, largest) : 0.0f;
-            int sum = 0, own = 0;
-            for (uint32_t i = 0; i < TOKEN_GROUP; i++) {
-                const float value = i < n ? INPUT(i) : 0.0f;
-                const float shifted = ADD(is_finite ? MUL(value, inverse) : 0.0f, 12582912.0f); /* 1.5 * 2^23 */
-                const int whole = AS_INT(shifted) - 0x4b400000;
-                quantised[(uint64_t)at * TOKEN_GROUP + i] = (int8_t)whole;
-                sum += whole, own += whole;
-                if (i % SUB == SUB - 1) {
-                    group_sums[(uint64_t)at * (TOKEN_GROUP / SUB) + i / SUB] = (int16_t)own;
-                    own = 0;
-                }
-            }
-            scales[at] = scale;
-            sums[at] = MUL((float)sum, scale);
-#endif
+    PHASE {
+        const uint32_t at = from + THREAD;
+        if (at < all) {
+            const uint32_t row = at / n_inputs, i = at % n_inputs;
+            GLOBAL const float *own = rows + (uint64_t)row * (activation == NO_ACTIVATION ? n_in : 2 * n_in);
+            wide[at] = i < n_in ? input_at(own, has_order ? order[i] : i, n_in, activation, limit, alpha) : 0.0f;
         }
     }
+#else
+    SHARED float value[THREADS], size[THREADS];
+    SHARED int sum[THREADS];
+    PHASE {
+        const uint32_t at = from + THREAD;
+        const uint32_t row = at / n_inputs, i = at % n_inputs;
+        GLOBAL const float *own = rows + (uint64_t)row * (activation == NO_ACTIVATION ? n_in : 2 * n_in);
+        value[THREAD] =
+            at < all && i < n_in ? input_at(own, has_order ? order[i] : i, n_in, activation, limit, alpha) : 0.0f;
+        size[THREAD] = AS_FLOAT((uint32_t)AS_INT(value[THREAD]) & 0x7fffffffu);
+    }
+    for (uint32_t step = 1; step < TOKEN_GROUP; step *= 2) /* what is no number stays */
+        PHASE {
+            if (THREAD % (2 * step) == 0 && size[THREAD] == size[THREAD] && !(size[THREAD + step] <= size[THREAD]))
+                size[THREAD] = size[THREAD + step];
+        }
+    PHASE {
+        const float largest = size[THREAD / TOKEN_GROUP * TOKEN_GROUP];
+        const int is_finite = largest <= 3.402823466e38f;
+        const float inverse = is_finite && largest > 1e-36f ? DIV(127.0f, largest) : 0.0f;
+        const float shifted = ADD(is_finite ? MUL(value[THREAD], inverse) : 0.0f, 12582912.0f); /* 1.5 * 2^23 */
+        sum[THREAD] = AS_INT(shifted) - 0x4b400000;
+        if (from + THREAD < all) quantised[from + THREAD] = (int8_t)sum[THREAD];
+    }
+    for (uint32_t step = 1; step < TOKEN_GROUP; step *= 2) {
+        PHASE {
+            if (THREAD % (2 * step) == 0) sum[THREAD] += sum[THREAD + step];
+            if (2 * step == SUB && THREAD % SUB == 0 && from + THREAD < all)
+                group_sums[(from + THREAD) / SUB] = (int16_t)sum[THREAD];
+        }
+    }
+    PHASE {
+        if (THREAD % TOKEN_GROUP == 0 && from + THREAD < all) {
+            const float largest = size[THREAD];
+            const float scale = largest <= 3.402823466e38f ? DIV(largest, 127.0f) : NOT_A_NUMBER;
+            scales[(from + THREAD) / TOKEN_GROUP] = scale;
+            sums[(from + THREAD) / TOKEN_GROUP] = MUL((float)sum[THREAD], scale);
+        }
+    }
+#endif
 }
+
+#endif
 
 #if BITS < 16
 
@@ -165,42 +178,240 @@ INLINE float value_at(GLOBAL const uint32_t *unit, uint32_t input, uint32_t o) {
     return CODE == 2 ? from_e4m3(code) : CODE == 3 ? HALF(code << 8) : BOOK[code & 15u];
 }
 #else
-/* The codes of four inputs of an output in a unit, a byte each, signed. */
-INLINE uint32_t codes_at(GLOBAL const uint32_t *unit, uint32_t quad, uint32_t o) {
-#if BITS == 8
-    return unit[quad * 16 + o] ^ 0x80808080u;
-#elif BITS < 4
-    uint32_t codes = unit[quad / 4 * 16 + o] >> quad % 4 * 2 & 0x03030303u;
-#if BITS == 3
-    codes |= (unit[32 + o] >> quad & 0x01010101u) << 2;
-#endif
-    return codes;
-#else
-    uint32_t codes = unit[quad / 2 * 16 + o] >> quad % 2 * 4 & 0x0f0f0f0fu;
-#if BITS == 5
-    codes |= (unit[64 + o] >> quad & 0x01010101u) << 4;
-#elif BITS == 6
-    codes |= (unit[64 + quad / 4 * 16 + o] >> quad % 4 * 2 & 0x03030303u) << 4;
-#endif
-    return codes;
-#endif
-}
-
 #if CODE == 1
 TABLE int BOOK[16] = BOOK_VALUES;
+#endif
 
-INLINE uint32_t signed_at(GLOBAL const uint32_t *unit, uint32_t quad, uint32_t o) {
-    const uint32_t codes = codes_at(unit, quad, o);
-    uint32_t values = 0;
-    for (int i = 0; i < 4; i++) values |= ((uint32_t)BOOK[codes >> 8 * i & 15u] & 255u) << 8 * i;
-    return values;
-}
-#define LESS 0
+/* A unit has 32 inputs of 16 outputs in BITS lines of 16 words. What four of its inputs, `quad`, have is in line LOW, and
+ * what BITS are more than 2 or 4 in line HIGH. */
+#define LOW(quad) (BITS == 8 ? (quad) : BITS < 4 ? (quad) / 4 : (quad) / 2)
+#define HIGH(quad) (BITS == 3 ? 2 : BITS == 5 ? 4 : BITS == 6 ? 4 + (quad) / 4 : LOW(quad))
+
+/* The codes of a quad, a byte each, signed: of four outputs, from what they have in its lines. */
+INLINE FOUR codes_of(FOUR low, FOUR high, uint32_t quad) {
+    FOUR codes;
+    TIMES (j, 4) {
+#if BITS == 8
+        codes.of[j] = low.of[j] ^ 0x80808080u;
+#elif BITS < 4
+        codes.of[j] = low.of[j] >> quad % 4 * 2 & 0x03030303u;
+#if BITS == 3
+        codes.of[j] |= (high.of[j] >> quad & 0x01010101u) << 2;
+#endif
 #else
-#define signed_at codes_at
-#define LESS (BITS == 8 ? OFFSET - 128 : OFFSET) /* what signed codes are too large by */
+        codes.of[j] = low.of[j] >> quad % 2 * 4 & 0x0f0f0f0fu;
+#if BITS == 5
+        codes.of[j] |= (high.of[j] >> quad & 0x01010101u) << 4;
+#elif BITS == 6
+        codes.of[j] |= (high.of[j] >> quad % 4 * 2 & 0x03030303u) << 4;
+#elif CODE == 1
+        uint32_t values = 0;
+        TIMES (i, 4) values |= ((uint32_t)BOOK[codes.of[j] >> 8 * i & 15u] & 255u) << 8 * i;
+        codes.of[j] = values;
 #endif
 #endif
+    }
+    return codes;
+}
+
+#define LESS (CODE == 1 ? 0 : BITS == 8 ? OFFSET - 128 : OFFSET) /* what signed codes are too large by */
+#endif
+
+/* What the sum of a token group is multiplied by before it is added, and what its minimums are. */
+#if LEVELS
+#define OWN_FACTOR(block, from, o) MUL(OUTER(block, o), FACTOR)
+#else
+#define OWN_FACTOR(block, from, o) factor_at(block, (from) / SIZE_OF_GROUP, o)
+#endif
+
+#else /* plain floats of 16 or 32 bits */
+
+#define OF_WORD (32 / BITS) /* inputs */
+
+INLINE float plain_at(uint32_t word, uint32_t i) {
+    const uint32_t half_bits = word >> 16 * i & 65535u;
+    return BITS == 32 ? AS_FLOAT(word) : CODE == 6 ? HALF(half_bits) : AS_FLOAT(half_bits << 16);
+}
+
+#endif
+
+#if ROWS == 0
+
+/* --- four panels for many rows */
+
+#if IS_FLOAT
+#define DEEP 32 /* inputs at a time */
+#define WORDS DEEP
+#else
+#define DEEP 64
+#define WORDS (DEEP / 4)
+#endif
+
+#define NEEDS_SUMS (LESS != 0) + LEVELS * HAS_MINIMUM /* of groups */
+
+/* out[row][first + o] for the four panels from GROUP_X * 4 on and the 64 rows from GROUP_Y * 64 on: a thread has four
+ * outputs of four rows. */
+KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised, GLOBAL const float *wide,
+                     GLOBAL const float *scales, GLOBAL const float *sums, GLOBAL const int16_t *group_sums,
+                     GLOBAL const float *bias, GLOBAL float *out, uint32_t n_blocks, uint32_t n_out, uint32_t n_rows,
+                     uint32_t width, uint32_t first, uint32_t has_bias WHERE) {
+    SHARED FOUR of_weights[WORDS * 16], of_rows[WORDS * 16]; /* [words][64] */
+    OWN(float, total, 16);
+#if IS_FLOAT
+    OWN(float, sum, 16);
+#else
+    OWN(int, sum, 16);
+    OWN(int, more, 16);
+#endif
+    const uint32_t n_inputs = n_blocks * BLOCK, n_groups = n_inputs / TOKEN_GROUP, n_panels = (n_out + 15) / 16;
+    PHASE { TIMES (i, 16) MY(total)[i] = 0, MY(sum)[i] = 0; }
+#if !IS_FLOAT
+    PHASE { TIMES (i, 16) MY(more)[i] = 0; }
+#endif
+    for (uint32_t begin = 0; begin < n_inputs; begin += DEEP) {
+        PHASE { /* bring weights and rows */
+            const uint32_t row = GROUP_Y * 64 + THREAD % 64, own = row < n_rows ? row : n_rows - 1;
+#if IS_FLOAT
+            UNROLLED for (uint32_t i = THREAD / 64; i < DEEP; i += THREADS / 64) {
+                const uint32_t column = THREAD % 64, o = column % 16, input = begin + i;
+                const uint32_t wanted = GROUP_X * 4 + column / 16, panel = wanted < n_panels ? wanted : n_panels - 1;
+                float value = 0, other = 0;
+                if (input < n_inputs) {
+                    GLOBAL const uint32_t *block = weights + ((uint64_t)panel * n_blocks + input / BLOCK) * BLOCK_WORDS;
+#if BITS < 16
+                    value = value_at(block + HEADER / 4 + input % BLOCK / 32 * BITS * 16, input % 32, o);
+#else
+                    value = plain_at(block[o], input % OF_WORD);
+#endif
+                    other = wide[(uint64_t)own * n_inputs + input];
+                }
+                of_weights[i * 16 + column / 4].of[column % 4] = (uint32_t)AS_INT(value);
+                of_rows[i * 16 + THREAD % 64 / 4].of[THREAD % 4] = (uint32_t)AS_INT(other);
+            }
+#else
+            const uint32_t column = THREAD % 16 * 4, quad = THREAD / 16, input = begin + quad * 4;
+            const uint32_t wanted = GROUP_X * 4 + column / 16, panel = wanted < n_panels ? wanted : n_panels - 1;
+            const uint32_t piece = THREAD / 64 * 4;
+            if (input < n_inputs) {
+                GLOBAL const uint32_t *block = weights + ((uint64_t)panel * n_blocks + input / BLOCK) * BLOCK_WORDS;
+                GLOBAL const uint32_t *unit = block + HEADER / 4 + input % BLOCK / 32 * BITS * 16;
+                const uint32_t o = column % 16, place = input % 32 / 4;
+                of_weights[quad * 16 + column / 4] =
+                    codes_of(LOAD4(unit + LOW(place) * 16 + o), LOAD4(unit + HIGH(place) * 16 + o), place);
+            }
+            if (begin + piece * 4 < n_inputs) {
+                const FOUR brought = LOAD4(quantised + ((uint64_t)own * n_inputs + begin) / 4 + piece);
+                TIMES (j, 4) of_rows[(piece + j) * 16 + THREAD % 64 / 4].of[THREAD % 4] = brought.of[j];
+            }
+#endif
+        }
+        PHASE {
+            const uint32_t column = THREAD % 16 * 4, o = column % 16, row = GROUP_Y * 64 + THREAD / 16 * 4;
+            const uint32_t wanted = GROUP_X * 4 + column / 16, panel = wanted < n_panels ? wanted : n_panels - 1;
+#if IS_FLOAT
+            TIMES (i, DEEP) {
+                const FOUR w = of_weights[i * 16 + column / 4], x = of_rows[i * 16 + THREAD / 16];
+                if (begin + i < n_inputs)
+                    TIMES (r, 4)
+                        TIMES (j, 4)
+                            MY(sum)[r * 4 + j] = FMA(AS_FLOAT(w.of[j]), AS_FLOAT(x.of[r]), MY(sum)[r * 4 + j]);
+            }
+#if BITS < 16
+            if ((begin + DEEP) % TOKEN_GROUP == 0) {
+                const uint32_t from = begin % BLOCK / TOKEN_GROUP * TOKEN_GROUP;
+                GLOBAL const uint32_t *block = weights + ((uint64_t)panel * n_blocks + begin / BLOCK) * BLOCK_WORDS;
+                TIMES (j, 4) {
+                    const float factor = OWN_FACTOR(block, from, o + j);
+                    TIMES (r, 4) {
+                        MY(total)[r * 4 + j] = FMA(MY(sum)[r * 4 + j], factor, MY(total)[r * 4 + j]);
+                        MY(sum)[r * 4 + j] = 0;
+                    }
+                }
+            }
+#endif
+#else
+            UNROLLED for (uint32_t sub = 0; sub < DEEP; sub += SUB) {
+                const uint32_t input = begin + sub, from = input % BLOCK;
+                if (input < n_inputs) {
+                    GLOBAL const uint32_t *block = weights + ((uint64_t)panel * n_blocks + input / BLOCK) * BLOCK_WORDS;
+                    int dots[16], least[4];
+                    TIMES (i, 16) dots[i] = 0;
+                    UNROLLED for (uint32_t quad = sub / 4; quad < (sub + SUB) / 4; quad++) {
+                        const FOUR w = of_weights[quad * 16 + column / 4], x = of_rows[quad * 16 + THREAD / 16];
+                        TIMES (r, 4)
+                            TIMES (j, 4) dots[r * 4 + j] = DOT4(w.of[j], x.of[r], dots[r * 4 + j]);
+                    }
+                    TIMES (r, NEEDS_SUMS ? 4 : 0) {
+                        const uint32_t own = row + r < n_rows ? row + r : n_rows - 1;
+                        least[r] = group_sums[((uint64_t)own * n_inputs + input) / SUB];
+                    }
+                    TIMES (j, 4) {
+#if LEVELS
+                        const int level = level_at(block, from / SIZE_OF_GROUP, o + j);
+                        const int minimum = HAS_MINIMUM ? minimum_at(block, from / SIZE_OF_GROUP, o + j) : 0;
+#else
+                        const int level = 1, minimum = 0;
+#endif
+                        TIMES (r, 4) {
+                            MY(sum)[r * 4 + j] += (dots[r * 4 + j] - (LESS ? LESS * least[r] : 0)) * level;
+                            if (LEVELS * HAS_MINIMUM) MY(more)[r * 4 + j] += minimum * least[r];
+                        }
+                    }
+                    if ((input + SUB) % TOKEN_GROUP == 0) {
+                        const uint32_t at = from / TOKEN_GROUP * TOKEN_GROUP;
+                        TIMES (j, 4) {
+                            const float factor = OWN_FACTOR(block, at, o + j);
+                            TIMES (r, 4) {
+                                const uint32_t own = row + r < n_rows ? row + r : n_rows - 1;
+                                const uint64_t group = (uint64_t)own * n_groups + input / TOKEN_GROUP;
+                                const uint32_t i = r * 4 + j;
+                                float all = FMA((float)MY(sum)[i], MUL(factor, scales[group]), MY(total)[i]);
+#if HAS_MINIMUM && LEVELS
+                                all = FMA((float)MY(more)[i], MUL(BELOW(block, o + j), scales[group]), all);
+#elif HAS_MINIMUM
+                                all = FMA(lowest_at(block, at / SIZE_OF_GROUP, o + j, factor), sums[group], all);
+#endif
+                                MY(total)[i] = all, MY(sum)[i] = 0, MY(more)[i] = 0;
+                            }
+                        }
+                    }
+                }
+            }
+#endif
+        }
+    }
+    PHASE {
+        const uint32_t o = GROUP_X * 64 + THREAD % 16 * 4, row = GROUP_Y * 64 + THREAD / 16 * 4;
+        for (uint32_t r = 0; r < 4 && row + r < n_rows; r++)
+            for (uint32_t j = 0; j < 4 && o + j < n_out; j++) {
+                const float all = BITS < 16 ? MY(total)[r * 4 + j] : (float)MY(sum)[r * 4 + j];
+                out[(uint64_t)(row + r) * width + first + o + j] = has_bias ? ADD(all, bias[o + j]) : all;
+            }
+    }
+}
+
+#else
+
+#define OWN_BIAS(row) (expert_words ? ids[row] * n_out : 0) /* experts have a bias each */
+
+#if BITS < 16
+
+/* --- a panel for few rows */
+
+#if IS_FLOAT
+#define SLICE TOKEN_GROUP
+#define SUM float
+#else
+#define SLICE (TOKEN_GROUP < 32 ? TOKEN_GROUP : 32) /* inputs that a thread adds up, of four outputs */
+#define SUM int
+#endif
+#define LINES (SLICE * BITS / 32)
+#define SLICES (TOKEN_GROUP / SLICE) /* of a token group */
+#define EACH (ROWS < 2 ? ROWS : 2)   /* rows of a thread */
+#define AT_ONCE (THREADS / 4 / (ROWS / EACH))
+#define PASSES (ROWS == 1 && BITS < 8 ? 2 : 1)
+#define CHUNK (AT_ONCE * PASSES / SLICES) /* token groups at a time */
+#define OF_CHUNK (ROWS * CHUNK * 16)
 
 /* out[row][first + o] for the panel GROUP_X and ROWS rows from GROUP_Y * ROWS on. With `ids` each row has the matrix of
  * its own number there, `expert_words` from one to the next, and `repeats` rows have the same inputs. */
@@ -209,96 +420,120 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
                 GLOBAL const float *bias, GLOBAL const uint32_t *ids, GLOBAL float *out, uint32_t n_blocks,
                 uint32_t n_out, uint32_t n_rows, uint32_t width, uint32_t first, uint32_t has_bias,
                 uint32_t expert_words, uint32_t repeats WHERE) {
-    SHARED float total[ROWS * 16], part[ROWS * THREADS], factor[ROWS * THREADS];
+    SHARED float total[ROWS * 16], part[OF_CHUNK], factor[OF_CHUNK];
+    SHARED SUM slices[OF_CHUNK * SLICES];
 #if HAS_MINIMUM
-    SHARED float other[ROWS * THREADS], below[ROWS * THREADS];
+    SHARED float other[OF_CHUNK], below[OF_CHUNK];
 #endif
     const uint32_t n_groups = n_blocks * (BLOCK / TOKEN_GROUP), row = GROUP_Y * ROWS;
     GLOBAL const uint32_t *panel = weights + (expert_words ? (uint64_t)ids[row] * expert_words : 0) +
                                    (uint64_t)GROUP_X * n_blocks * BLOCK_WORDS;
     PHASE { if (THREAD < ROWS * 16) total[THREAD] = 0; }
-    for (uint32_t begin = 0; begin < n_groups; begin += CHUNK) {
-        PHASE {
-            const uint32_t o = THREAD % 16, t = begin + THREAD / 16;
-            if (t < n_groups) {
-                GLOBAL const uint32_t *block = panel + t / (BLOCK / TOKEN_GROUP) * BLOCK_WORDS;
-                const uint32_t from = t % (BLOCK / TOKEN_GROUP) * TOKEN_GROUP;
-#if IS_FLOAT
-                float sum[ROWS];
-#else
-                int sum[ROWS], more[ROWS];
-                for (int r = 0; r < ROWS; r++) more[r] = 0;
-#endif
-                for (int r = 0; r < ROWS; r++) sum[r] = 0;
+    for (uint32_t begin = 0; begin < n_groups + CHUNK; begin += CHUNK) {
+        PHASE { /* sums of whole numbers, while those of the chunk before are added up */
+            const uint32_t o = THREAD % 4 * 4, own = THREAD / 4 / AT_ONCE * EACH;
 #if !IS_FLOAT
-                for (uint32_t sub = 0; sub < TOKEN_GROUP; sub += SUB) {
-                    const uint32_t input = from + sub;
-                    GLOBAL const uint32_t *unit = block + HEADER / 4 + input / 32 * BITS * 16;
-                    int dots[ROWS];
-                    for (int r = 0; r < ROWS; r++) dots[r] = 0;
-                    for (uint32_t quad = 0; quad < SUB / 4; quad++) {
-                        const uint32_t codes = signed_at(unit, input % 32 / 4 + quad, o);
-                        for (uint32_t r = 0; r < ROWS; r++)
-                            if (row + r < n_rows) {
-                                const uint64_t at = (uint64_t)((row + r) / repeats) * n_groups + t;
-                                dots[r] = DOT4(codes, quantised[at * (TOKEN_GROUP / 4) + sub / 4 + quad], dots[r]);
-                            }
-                    }
-                    for (uint32_t r = 0; r < ROWS; r++)
-                        if (row + r < n_rows) {
-                            const uint64_t at = (uint64_t)((row + r) / repeats) * n_groups + t;
-                            const int of_group = group_sums[at * (TOKEN_GROUP / SUB) + sub / SUB];
-                            const int dot = dots[r] - LESS * of_group;
-#if LEVELS
-                            sum[r] += dot * level_at(block, input / SIZE_OF_GROUP, o);
-                            if (HAS_MINIMUM) more[r] += minimum_at(block, input / SIZE_OF_GROUP, o) * of_group;
-#else
-                            sum[r] += dot;
-#endif
-                        }
-                }
-#else
-                for (uint32_t i = 0; i < TOKEN_GROUP; i++) {
-                    const uint32_t input = from + i;
-                    const float value = value_at(block + HEADER / 4 + input / 32 * BITS * 16, input % 32, o);
-                    for (uint32_t r = 0; r < ROWS; r++)
-                        if (row + r < n_rows)
-                            sum[r] = FMA(
-                                value, wide[((uint64_t)((row + r) / repeats) * n_groups + t) * TOKEN_GROUP + i], sum[r]);
-                }
-#endif
-#if LEVELS
-                const float own = MUL(OUTER(block, o), FACTOR);
-#else
-                const float own = factor_at(block, from / SIZE_OF_GROUP, o);
-#endif
-                for (uint32_t r = 0; r < ROWS; r++)
-                    if (row + r < n_rows) {
-                        const uint64_t at = (uint64_t)((row + r) / repeats) * n_groups + t;
-                        part[r * THREADS + THREAD] = (float)sum[r];
-                        factor[r * THREADS + THREAD] = IS_FLOAT ? own : MUL(own, scales[at]);
-#if HAS_MINIMUM && LEVELS
-                        other[r * THREADS + THREAD] = (float)more[r];
-                        below[r * THREADS + THREAD] = MUL(BELOW(block, o), scales[at]);
-#elif HAS_MINIMUM
-                        other[r * THREADS + THREAD] = lowest_at(block, from / SIZE_OF_GROUP, o, own);
-                        below[r * THREADS + THREAD] = sums[at];
-#endif
-                    }
+            FOUR line[PASSES * LINES]; /* all of them are on their way before the first is needed */
+            TIMES (pass, PASSES) {
+                const uint32_t input = begin * TOKEN_GROUP + (pass * AT_ONCE + THREAD / 4 % AT_ONCE) * SLICE;
+                GLOBAL const uint32_t *block = panel + input / BLOCK * BLOCK_WORDS;
+                if (input < n_groups * TOKEN_GROUP)
+                    TIMES (k, LINES)
+                        line[pass * LINES + k] = LOAD4(block + HEADER / 4 + (input % BLOCK * BITS / 32 + k) * 16 + o);
             }
-        }
-        PHASE {
-            if (THREAD < ROWS * 16) {
-                const uint32_t n = n_groups - begin < CHUNK ? n_groups - begin : CHUNK;
-                const uint32_t at = THREAD / 16 * THREADS + THREAD % 16;
+#endif
+            TIMES (pass, PASSES) {
+                const uint32_t slice = pass * AT_ONCE + THREAD / 4 % AT_ONCE, input = begin * TOKEN_GROUP + slice * SLICE;
+                if (input < n_groups * TOKEN_GROUP) {
+                    GLOBAL const uint32_t *block = panel + input / BLOCK * BLOCK_WORDS;
+                    const uint32_t from = input % BLOCK;
+#if IS_FLOAT
+                    GLOBAL const uint32_t *unit = block + HEADER / 4 + from / 32 * BITS * 16;
+#endif
+                    SUM sum[EACH * 4];
+                    TIMES (j, EACH * 4) sum[j] = 0;
+                    UNROLLED for (uint32_t sub = 0; sub < SLICE; sub += SUB) {
+#if IS_FLOAT
+                        EIGHT_AT_ONCE for (uint32_t i = 0; i < SUB; i++)
+                            TIMES (j, 4) {
+                                const float value = value_at(unit + sub / 32 * BITS * 16, i, o + j);
+                                TIMES (r, EACH)
+                                    if (row + own + r < n_rows)
+                                        sum[r * 4 + j] = FMA(
+                                            value, wide[(uint64_t)((row + own + r) / repeats) * n_groups * TOKEN_GROUP +
+                                                        input + sub + i], sum[r * 4 + j]);
+                            }
+#else
+                        int dots[EACH * 4];
+                        TIMES (j, EACH * 4) dots[j] = 0;
+                        TIMES (quad, SUB / 4) {
+                            const uint32_t of_slice = sub / 4 + quad;
+                            const FOUR codes = codes_of(
+                                line[pass * LINES + LOW(of_slice)], line[pass * LINES + HIGH(of_slice)], of_slice);
+                            TIMES (r, EACH)
+                                if (row + own + r < n_rows) {
+                                    const uint64_t at = (uint64_t)((row + own + r) / repeats) * n_groups * TOKEN_GROUP;
+                                    const uint32_t four = quantised[(at + input + sub) / 4 + quad];
+                                    TIMES (j, 4) dots[r * 4 + j] = DOT4(codes.of[j], four, dots[r * 4 + j]);
+                                }
+                        }
+                        TIMES (r, EACH)
+                            if (row + own + r < n_rows) {
+                                const uint64_t at = (uint64_t)((row + own + r) / repeats) * n_groups * TOKEN_GROUP;
+                                const int less = LESS ? LESS * group_sums[(at + input + sub) / SUB] : 0;
+                                TIMES (j, 4) {
+                                    const int dot = dots[r * 4 + j] - less;
+#if LEVELS
+                                    sum[r * 4 + j] += dot * level_at(block, (from + sub) / SIZE_OF_GROUP, o + j);
+#else
+                                    sum[r * 4 + j] += dot;
+#endif
+                                }
+                            }
+#endif
+                    }
+                    TIMES (r, EACH)
+                        TIMES (j, 4)
+                            slices[((own + r) * CHUNK * SLICES + slice) * 16 + o + j] = sum[r * 4 + j];
+                }
+            }
+            if (begin && THREAD < ROWS * 16) {
+                const uint32_t before = begin - CHUNK, n = n_groups - before < CHUNK ? n_groups - before : CHUNK;
+                const uint32_t at = THREAD / 16 * CHUNK * 16 + THREAD % 16;
                 float sum = total[THREAD];
-                for (uint32_t g = 0; g < n; g++) {
+                EIGHT_AT_ONCE for (uint32_t g = 0; g < n; g++) {
                     sum = FMA(part[at + g * 16], factor[at + g * 16], sum);
 #if HAS_MINIMUM
                     sum = FMA(other[at + g * 16], below[at + g * 16], sum);
 #endif
                 }
                 total[THREAD] = sum;
+            }
+        }
+        PHASE {
+            UNROLLED for (uint32_t i = THREAD; i < OF_CHUNK; i += THREADS) {
+                const uint32_t r = i / (CHUNK * 16), t = begin + i / 16 % CHUNK, o = i % 16;
+                if (t < n_groups && row + r < n_rows) {
+                    GLOBAL const uint32_t *block = panel + t / (BLOCK / TOKEN_GROUP) * BLOCK_WORDS;
+                    const uint32_t from = t % (BLOCK / TOKEN_GROUP) * TOKEN_GROUP;
+                    const uint64_t at = (uint64_t)((row + r) / repeats) * n_groups + t;
+                    const float own = OWN_FACTOR(block, from, o);
+                    SUM sum = slices[i / 16 * SLICES * 16 + o];
+                    for (uint32_t s = 1; s < SLICES; s++) sum += slices[(i / 16 * SLICES + s) * 16 + o];
+                    part[i] = (float)sum;
+                    factor[i] = IS_FLOAT ? own : MUL(own, scales[at]);
+#if HAS_MINIMUM && LEVELS
+                    int more = 0;
+                    for (uint32_t sub = 0; sub < TOKEN_GROUP; sub += SUB)
+                        more += minimum_at(block, (from + sub) / SIZE_OF_GROUP, o) *
+                                group_sums[at * (TOKEN_GROUP / SUB) + sub / SUB];
+                    other[i] = (float)more;
+                    below[i] = MUL(BELOW(block, o), scales[at]);
+#elif HAS_MINIMUM
+                    other[i] = lowest_at(block, from / SIZE_OF_GROUP, o, own);
+                    below[i] = sums[at];
+#endif
+                }
             }
         }
     }
@@ -313,38 +548,53 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
 
 #else
 
-/* The same for weights that are plain floats of 16 or 32 bits: one chain over all inputs, and CHUNK panels a group. */
+/* The same for weights that are plain floats of 16 or 32 bits: one chain over all inputs. A line of a panel is a word of
+ * each output: all threads bring LINES of them, while 16 add up those before. */
+#define LINES (THREADS / 4)
+#define AT_A_TIME (LINES * OF_WORD)
+
 KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised, GLOBAL const float *wide,
                 GLOBAL const float *scales, GLOBAL const float *sums, GLOBAL const int16_t *group_sums,
                 GLOBAL const float *bias, GLOBAL const uint32_t *ids, GLOBAL float *out, uint32_t n_blocks,
                 uint32_t n_out, uint32_t n_rows, uint32_t width, uint32_t first, uint32_t has_bias,
                 uint32_t expert_words, uint32_t repeats WHERE) {
-    PHASE {
-        const uint32_t panel = GROUP_X * CHUNK + THREAD / 16, o = panel * 16 + THREAD % 16, row = GROUP_Y * ROWS;
-        const uint32_t n_in = n_blocks * (32 / BITS);
-        if (o < n_out) {
-            GLOBAL const uint32_t *own = weights + (expert_words ? (uint64_t)ids[row] * expert_words : 0) +
-                                         (uint64_t)panel * n_blocks * 16 + THREAD % 16;
-            float sum[ROWS];
-            for (int r = 0; r < ROWS; r++) sum[r] = 0;
-            for (uint32_t block = 0; block < n_blocks; block++) {
-                const uint32_t bits = own[(uint64_t)block * 16];
-                for (uint32_t i = 0; i < 32 / BITS; i++) {
-                    const uint32_t half_bits = bits >> 16 * i & 65535u;
-                    const float weight = BITS == 32  ? AS_FLOAT(bits)
-                                         : CODE == 6 ? HALF(half_bits)
-                                                     : AS_FLOAT(half_bits << 16);
-                    for (uint32_t r = 0; r < ROWS; r++)
-                        if (row + r < n_rows)
-                            sum[r] = FMA(
-                                weight, wide[(uint64_t)((row + r) / repeats) * n_in + block * (32 / BITS) + i], sum[r]);
-                }
+    SHARED float total[ROWS * 16], inputs[2 * ROWS * AT_A_TIME];
+    SHARED uint32_t words[2 * LINES * 16];
+    const uint32_t row = GROUP_Y * ROWS, n_in = n_blocks * OF_WORD;
+    GLOBAL const uint32_t *panel = weights + (expert_words ? (uint64_t)ids[row] * expert_words : 0) +
+                                   (uint64_t)GROUP_X * n_blocks * 16;
+    PHASE { if (THREAD < ROWS * 16) total[THREAD] = 0; }
+    for (uint32_t begin = 0; begin < n_blocks + LINES; begin += LINES) {
+        const uint32_t turn_of = begin / LINES % 2, last = 1 - turn_of;
+        PHASE {
+            const int brings = begin + THREAD / 4 < n_blocks;
+            FOUR brought;
+            if (brings) brought = LOAD4(panel + (uint64_t)begin * 16 + THREAD * 4);
+            if (begin && THREAD < ROWS * 16) {
+                const uint32_t before = begin - LINES, n = n_blocks - before < LINES ? n_blocks - before : LINES;
+                float sum = total[THREAD];
+                EIGHT_AT_ONCE for (uint32_t line = 0; line < n; line++)
+                    TIMES (i, OF_WORD)
+                        sum = FMA(plain_at(words[(last * LINES + line) * 16 + THREAD % 16], i),
+                                  inputs[(last * ROWS + THREAD / 16) * AT_A_TIME + line * OF_WORD + i], sum);
+                total[THREAD] = sum;
             }
-            for (uint32_t r = 0; r < ROWS; r++)
-                if (row + r < n_rows)
-                    out[(uint64_t)(row + r) * width + first + o] = has_bias ? ADD(sum[r], bias[o + OWN_BIAS(row)]) : sum[r];
+            TIMES (j, brings ? 4 : 0) words[turn_of * LINES * 16 + THREAD * 4 + j] = brought.of[j];
+            for (uint32_t i = THREAD; i < ROWS * AT_A_TIME; i += THREADS) {
+                const uint32_t r = i / AT_A_TIME, input = begin * OF_WORD + i % AT_A_TIME;
+                if (row + r < n_rows && input < n_in)
+                    inputs[turn_of * ROWS * AT_A_TIME + i] = wide[(uint64_t)((row + r) / repeats) * n_in + input];
+            }
+        }
+    }
+    PHASE {
+        const uint32_t o = GROUP_X * 16 + THREAD % 16, own = row + THREAD / 16;
+        if (THREAD < ROWS * 16 && o < n_out && own < n_rows) {
+            const float sum = total[THREAD];
+            out[(uint64_t)own * width + first + o] = has_bias ? ADD(sum, bias[o + OWN_BIAS(own)]) : sum;
         }
     }
 }
 
+#endif
 #endif

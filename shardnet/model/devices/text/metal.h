@@ -14,6 +14,11 @@ using namespace metal;
 #define THREAD thread.x
 #define WHERE , uint3 group [[threadgroup_position_in_grid]], uint3 thread [[thread_position_in_threadgroup]]
 #define PHASE for (int once = (threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device), 1); once; once = 0)
+#define OWN(type, name, n) type name[n] /* of a thread, through all phases */
+#define MY(name) name
+typedef struct alignas(16) { uint32_t of[4]; } FOUR;
+#define UNROLLED _Pragma("unroll")
+#define EIGHT_AT_ONCE _Pragma("unroll 8")
 #define FMA fma
 #define MUL(a, b) ((a) * (b))
 #define ADD(a, b) ((a) + (b))

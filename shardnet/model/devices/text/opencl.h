@@ -16,6 +16,11 @@ typedef ushort uint16_t;
 #define THREAD ((uint32_t)get_local_id(0))
 #define WHERE /* a kernel is told where it runs */
 #define PHASE for (int once = (barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE), 1); once; once = 0)
+#define OWN(type, name, n) type name[n] /* of a thread, through all phases */
+#define MY(name) name
+typedef struct __attribute__((aligned(16))) { uint32_t of[4]; } FOUR;
+#define UNROLLED _Pragma("unroll")
+#define EIGHT_AT_ONCE _Pragma("unroll 8")
 #define FMA fma
 #define MUL(a, b) ((a) * (b))
 #define ADD(a, b) ((a) + (b))

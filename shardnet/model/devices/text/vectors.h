@@ -1,5 +1,7 @@
 /* Functions of single numbers, step by step as csrc/vectors_body.h has them, and sums over a row in 16 parts. */
 #define PARTS 16
+#define LOAD4(place) (*(GLOBAL const FOUR *)(place)) /* of a multiple of 16 bytes */
+#define TIMES(i, n) UNROLLED for (uint32_t i = 0; i < (n); i++)
 
 INLINE float more_of(float a, float b) { return a > b ? a : b; }
 INLINE float less_of(float a, float b) { return a < b ? a : b; }
