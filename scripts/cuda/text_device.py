@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,8 +45,6 @@ from shardnet.wire.messages.plans import ModelChoice
 Cells = Sequence[str]
 N_PROMPT = 140
 """More than a block of attention."""
-MANY = 20
-"""Products between two waits for the device."""
 
 
 def text_parts(found: Device, gpu: Gpu, model: str, *, is_quick: bool) -> list[Part]:
@@ -57,7 +55,10 @@ def text_parts(found: Device, gpu: Gpu, model: str, *, is_quick: bool) -> list[P
     side = 256 if is_quick else 4096
     parts: list[Part] = [
         ("the device", partial(_device, found, device)),
-        ("products: bits, speed, share of a copy's", partial(_products, device, gpu, side)),
+        (
+            "products of 64, 8 and 1 rows: bits, speed, share of a copy's",
+            partial(_products, device, gpu, side),
+        ),
     ]
     parts += [(title, partial(_model, device, gpu, path)) for title, path in models]
     if model and shutil.which("llama-bench"):
@@ -75,41 +76,49 @@ def _device(found: Device, device: TextDevice) -> Iterator[Cells]:
 @torch.inference_mode()
 def _products(device: TextDevice, gpu: Gpu, side: int) -> Iterator[Cells]:
     """Multiply one row and eight with every form."""
-    driver, size = device.driver, 4 * side * side
-    one, other, last = driver.empty(size), driver.empty(size), torch.empty(1)
+    driver, last = device.driver, torch.empty(1)
+    size = gpu.scale.read_bytes // 16  # so much is read between two waits: no cache holds it
+    one, other = driver.empty(size), driver.empty(size)
 
-    def copies() -> None:
-        for _ in range(MANY):
-            driver.copy(one, other, size)
+    def copy() -> None:
+        driver.copy(one, other, size)
         driver.download(other, last.numpy())
 
-    copies()
-    rate = 2 * MANY * size / gpu.seconds(copies)
+    copy()
+    rate = 2 * size / gpu.seconds(copy)
     yield "a copy", f"{rate / 1e9:.0f} GB/s read and written"
     for form in FORMS:
         panels = random_panels(form, side, side)
-        product = DeviceProduct(device.kernels, driver, device.scratch, [[panels]], None)
+        n_copies = max(2, min(64, size // panels.packed.nbytes))
+        products = [
+            DeviceProduct(device.kernels, driver, device.scratch, [[panels]], None)
+            for _ in range(n_copies)
+        ]
         linear, cells = PanelLinear([panels], None), [form.name]
-        for n_rows in (8, 1):
+        for n_rows in (64, 8, 1):
             rows = torch.randn(n_rows, side, generator=torch.Generator().manual_seed(1))
             given, out = device.put(rows.numpy()), torch.empty(n_rows, side)
             taken = driver.empty(out.nbytes)
-            product(given, n_rows, taken)
+            products[0](given, n_rows, taken)
             driver.download(taken, out.numpy())
             expected = linear(rows)
             error = float((out - expected).abs().max() / expected.abs().max())
             cells += ["same bits" if torch.equal(out, expected) else f"WRONG by {error:.1g}"]
 
-        took_s = gpu.seconds(partial(_multiply, device, product, given, taken))
-        reads = MANY * panels.packed.nbytes / took_s
-        yield *cells, f"{reads / 1e9:.1f} GB/s", f"{reads / rate:.0%}"
+            def multiply(n: int = n_rows, rows: Buffer = given, out: Buffer = taken) -> None:
+                for product in products:
+                    product(rows, n, out)
 
+            again = driver.record(multiply)
 
-def _multiply(device: TextDevice, product: DeviceProduct, rows: Buffer, out: Buffer) -> None:
-    """Multiply a row many times, and wait."""
-    for _ in range(MANY):
-        product(rows, 1, out)
-    device.driver.download(out, torch.empty(1).numpy())
+            def whole(again: Callable[[], None] = again, out: Buffer = taken) -> None:
+                again()
+                driver.download(out, last.numpy())
+
+            whole()
+            reads = n_copies * panels.packed.nbytes / gpu.seconds(whole)
+            cells += [f"{reads / 1e9:.0f} GB/s {reads / rate:.0%}"]
+        yield cells
 
 
 @torch.inference_mode()

@@ -59,6 +59,11 @@ class DeviceKvCache(KvCache):
         """See KvCache: no pages are shared on a device."""
         return self._driver is None and super().shares
 
+    @property
+    def n_pages(self) -> int:
+        """Pages that were made: with the same number they are where they were."""
+        return self._n_pages
+
     def pages_of(self, layer: int) -> tuple[Buffer, Buffer]:
         """Return the keys and values of a layer; valid until the next `bring`."""
         return self._buffers[layer]

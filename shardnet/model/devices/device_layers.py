@@ -8,7 +8,7 @@ Axes in shape comments: T rows of the micro-batch, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import ConfigurationError
+from shardnet.model.devices.device_attention import DeviceAttention, blocks_within
 from shardnet.model.devices.device_experts import (
     DeviceExperts,
     bias_of,
@@ -55,9 +56,11 @@ from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary
 
-LAYER_PARTS: Final = ("vectors", "rows", "attention", "experts")
+LAYER_PARTS: Final = ("vectors", "rows", "experts")
 """Of the text."""
-_NAMES: Final = ("add_and_norm", "rotate_heads", "attend", "route", "route_in_groups", "combine")
+_NAMES: Final = ("add_and_norm", "rotate_heads", "route", "route_in_groups", "combine")
+_MOST_RECORDED: Final = 16
+"""Steps of more rows are launched one by one: prompts, whose numbers of rows are many."""
 _ADDS, _AFTER, _ROUNDS, _BEFORE = 1, 2, 4, 8
 """What `add_and_norm` does."""
 
@@ -68,7 +71,7 @@ class Device:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.kernels = Kernels(driver)
-        self.scratch = Rows.on(driver)
+        self.scratch = Rows(driver)
         self._same_bits: set[str] = set()
         """Names of the forms whose products were found to be right."""
 
@@ -100,7 +103,7 @@ class Device:
 
     def _check(self, part: Panels) -> None:
         """Hold products of the first panel of some weights against the library's."""
-        first, scratch = next(iter(part.split(1))), Rows.on(self.driver)
+        first, scratch = next(iter(part.split(1))), Rows(self.driver)
         product = DeviceProduct(self.kernels, self.driver, scratch, [[first]], None)
         library, numbers = PanelLinear([first], None), torch.Generator().manual_seed(1)
         for n_rows in (*ROWS, MANY):
@@ -116,7 +119,7 @@ class Device:
             )
 
     def rows_kernels(self) -> Mapping[str, Kernel]:
-        """Return the kernels of rows and attention."""
+        """Return the kernels of rows and experts."""
         return self.kernels.of({}, LAYER_PARTS, _NAMES)
 
 
@@ -198,9 +201,18 @@ class _Layer:
     qkv: DeviceProduct
     output: DeviceProduct
     mlp: _Dense | DeviceExperts
+    attend: DeviceAttention
     head_norm: Buffer | None
     head_eps: float
-    sinks: Buffer | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Recorded:
+    """A step that was launched before, and how to launch it again."""
+
+    places: tuple[int, int]
+    """Which buffers there were."""
+    again: Callable[[], None] | None = None
 
 
 def why_not(layers: Sequence[object], kv: DeviceKvCache) -> str:
@@ -274,7 +286,8 @@ class DeviceLayers:
         """
         self._device, self._kv = device, kv
         kv.compute_on(device.driver)
-        self._kernels = device.rows_kernels()
+        self._kernels = dict(device.rows_kernels())
+        self._recorded: dict[object, _Recorded] = {}
         self._layers = [self._uploaded(layer) for layer in layers]
 
     def _uploaded(self, layer: Layer) -> _Layer:
@@ -283,9 +296,17 @@ class DeviceLayers:
         own, put = _attention_of(layer.attention), self._device.put
         assert own is not None
         norm = None if own.qk_norm is None else own.qk_norm.per_head
-        sinks = own.kind.sinks
+        sinks, device = own.kind.sinks, self._device
+        attend = DeviceAttention(
+            device.kernels,
+            device.driver,
+            device.scratch,
+            own,
+            None if sinks is None else put(sinks.float().numpy()),
+        )
         return _Layer(
             own=own,
+            attend=attend,
             around_attention=_Around.of(self._device, layer.attention.residual),
             around_mlp=_Around.of(self._device, residual),
             qkv=self._product(own.qkv_proj),
@@ -293,7 +314,6 @@ class DeviceLayers:
             mlp=mlp,
             head_norm=None if norm is None else put(norm.weight.float().numpy()),
             head_eps=0.0 if norm is None else norm.eps,
-            sinks=None if sinks is None else put(sinks.float().numpy()),
         )
 
     def _mlp_of(self, sublayer: Sublayer) -> tuple[Residual, _Dense | DeviceExperts]:
@@ -348,18 +368,39 @@ class DeviceLayers:
         }
         rows = device.put_in("hidden", hidden.numpy())
         rounds = step.hidden_dtype is not None
-        self._between(None, self._layers[0].around_attention, rows, hidden.shape)
-        for index, (layer, rotary) in enumerate(zip(self._layers, rotaries, strict=True)):
-            table = (*tables[id(rotary)], rotary.cos.shape[-1])
-            self._attention(layer, index, rows, n_rows, table, at)
-            self._between(layer.around_attention, layer.around_mlp, rows, hidden.shape)
-            layer.mlp(self._input(layer.around_mlp, rows), n_rows, self._inner(hidden.shape))
-            behind = self._layers[index + 1 : index + 2]
-            following = behind[0].around_attention if behind else None
-            self._between(layer.around_mlp, following, rows, hidden.shape, rounds=rounds)
+        n_blocks = blocks_within(int(places[:, 0].max()))
+
+        def launch() -> None:
+            self._between(None, self._layers[0].around_attention, rows, hidden.shape)
+            for index, (layer, rotary) in enumerate(zip(self._layers, rotaries, strict=True)):
+                table = (*tables[id(rotary)], rotary.cos.shape[-1])
+                self._attention(layer, index, rows, n_rows, table, at, n_blocks)
+                self._between(layer.around_attention, layer.around_mlp, rows, hidden.shape)
+                layer.mlp(self._input(layer.around_mlp, rows), n_rows, self._inner(hidden.shape))
+                behind = self._layers[index + 1 : index + 2]
+                following = behind[0].around_attention if behind else None
+                self._between(layer.around_mlp, following, rows, hidden.shape, rounds=rounds)
+
+        self._launch_all((n_rows, n_blocks, rounds), launch)
         out = torch.empty_like(hidden)
         device.driver.download(rows, out.numpy())
         return out
+
+    def _launch_all(self, key: tuple[int, int, bool], launch: Callable[[], None]) -> None:
+        """Launch a step; like others before it with one call, where the driver records launches.
+
+        `key` is all that launches depend on, but for the places of buffers in memory.
+        """
+        found, places = self._recorded.get(key), (self._device.scratch.n_made, self._kv.n_pages)
+        if found is None or found.places != places:
+            launch()
+            places = self._device.scratch.n_made, self._kv.n_pages
+            if key[0] <= _MOST_RECORDED:
+                self._recorded[key] = _Recorded(places=places)
+            return
+        if found.again is None:
+            found.again = self._device.driver.record(launch)
+        found.again()
 
     def _attention(
         self,
@@ -369,12 +410,12 @@ class DeviceLayers:
         n_rows: int,
         table: tuple[Buffer, Buffer, int],
         at: tuple[Buffer, Buffer],
+        n_blocks: int,
     ) -> None:
         own, device = layer.own, self._device
         size, n_heads, n_kv_heads = own.head_size, own.n_heads, own.n_kv_heads
         in_all = n_heads + 2 * n_kv_heads
         heads = device.scratch.of("heads", 4 * n_rows * in_all * size)
-        attended = device.scratch.of("attended", 4 * n_rows * n_heads * size)
         keys, values = self._kv.pages_of(index)
         layer.qkv(self._input(layer.around_attention, rows), n_rows, heads)
         self._launch(
@@ -390,24 +431,7 @@ class DeviceLayers:
             int(own.has_pairs),
             np.float32(layer.head_eps),
         )
-        kind = own.kind
-        factor = np.float32(size**-0.5 if kind.scale is None else kind.scale)
-        if kind.soft_cap:
-            factor = np.float32(factor / np.float32(kind.soft_cap))
-        self._launch(
-            "attend",
-            (n_heads, n_rows),
-            [heads, *at, keys, values, _either(layer.sinks, heads), attended],
-            n_heads,
-            n_kv_heads,
-            size,
-            in_all * size,
-            PAGE,
-            kind.window or 0,
-            int(layer.sinks is not None),
-            factor,
-            np.float32(kind.soft_cap or 0),
-        )
+        attended = layer.attend(heads, at, (keys, values), n_rows, n_blocks)
         layer.output(attended, n_rows, self._inner((n_rows, layer.output.shape[0])))
 
     def _inner(self, shape: Sequence[int]) -> Buffer:

@@ -6,7 +6,7 @@ not know models, nor what any kernel computes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -54,6 +54,12 @@ class Driver(Protocol):
         self, kernel: Kernel, groups: tuple[int, int], arguments: Sequence[Argument]
     ) -> None:
         """Launch so many groups of THREADS threads."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return what launches again, in one call where the driver can, all that `run` launches.
+
+        Buffers and numbers stay those of now. `run` may not have run when this returns.
+        """
 
     @property
     def free_bytes(self) -> int:

@@ -2,8 +2,8 @@
 
 Both makers' functions are alike but for their names: `--device nvidia:0` and `amd:0`. libcuda comes
 with NVIDIA's driver, NVRTC with torch's CUDA build or by itself (`pip install nvidia-cuda-nvrtc`);
-libamdhip64 and HIPRTC come with ROCm. Texts were compiled without a GPU; nothing was run on one,
-since none was at hand. Must not know what is computed.
+libamdhip64 and HIPRTC come with ROCm. NVIDIA's was run on an H100; of AMD's the texts were compiled,
+and nothing was run, since none was at hand. Must not know what is computed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from shardnet.model.devices.driver import THREADS, Argument, Array, Buffer, Kern
 
 _OUT_OF_MEMORY: Final = 2
 """The code of it, of either maker."""
+_RELAXED: Final = 2
+"""How launches are recorded, of either maker: other threads may allocate meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,13 @@ CUDA: Final = Maker(
         "load": "cuModuleLoadData",
         "function": "cuModuleGetFunction",
         "launch": "cuLaunchKernel",
+        "stream": "cuStreamCreate",
+        "begin": "cuStreamBeginCapture_v2",
+        "end": "cuStreamEndCapture",
+        "make": "cuGraphInstantiateWithFlags",
+        "again": "cuGraphLaunch",
+        "forget": "cuGraphDestroy",
+        "free_graph": "cuGraphExecDestroy",
     },
 )
 HIP: Final = Maker(
@@ -82,6 +91,13 @@ HIP: Final = Maker(
         "load": "hipModuleLoadData",
         "function": "hipModuleGetFunction",
         "launch": "hipModuleLaunchKernel",
+        "stream": "hipStreamCreateWithFlags",
+        "begin": "hipStreamBeginCapture",
+        "end": "hipStreamEndCapture",
+        "make": "hipGraphInstantiateWithFlags",
+        "again": "hipGraphLaunch",
+        "forget": "hipGraphDestroy",
+        "free_graph": "hipGraphExecDestroy",
     },
 )
 
@@ -171,6 +187,9 @@ class GpuDriver:
         self.description = f"{self.name} ({name.value.decode(errors='replace')})"
         self._architecture = self._find_architecture(device)
         self._lock = threading.Lock()
+        self._stream = ctypes.c_void_p()
+        """In which kernels run: copies, which are in no stream, wait for it and it for them."""
+        self._call("stream", ctypes.byref(self._stream), 0)
         self.n_launches = self.n_waits = 0
 
     def _is_fine(self, library: ctypes.CDLL, what: str, *arguments: object) -> bool:
@@ -188,9 +207,9 @@ class GpuDriver:
     def _enter(self) -> None:
         """Have the calling thread use this GPU."""
         if self._maker is CUDA:
-            self._must(self._library["cuCtxSetCurrent"](self._context))
+            self._must(self._library.cuCtxSetCurrent(self._context))
         else:
-            self._must(self._library["hipSetDevice"](self._index))
+            self._must(self._library.hipSetDevice(self._index))
 
     def _must(self, code: int, what: str = "") -> None:
         if code:
@@ -199,7 +218,7 @@ class GpuDriver:
             )
 
     def _call(self, what: str, *arguments: object) -> None:
-        self._must(self._library[self._maker.names[what]](*arguments), what)
+        self._must(getattr(self._library, self._maker.names[what])(*arguments), what)
 
     def compile(self, text: str, names: Sequence[str]) -> Mapping[str, Kernel]:
         """See Driver."""
@@ -254,13 +273,38 @@ class GpuDriver:
         self, kernel: Kernel, groups: tuple[int, int], arguments: Sequence[Argument]
     ) -> None:
         """See Driver."""
-        values = [_as_c(argument) for argument in arguments]
-        places = [ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values]
-        given = (ctypes.c_void_p * len(places))(*places)
+        values = (ctypes.c_uint64 * len(arguments))(*map(_bits_of, arguments))
+        first = ctypes.addressof(values)
+        given = (ctypes.c_void_p * len(arguments))(*range(first, first + 8 * len(arguments), 8))
         with self._lock:
             self._enter()
             self.n_launches += 1
-            self._call("launch", kernel, *groups, 1, THREADS, 1, 1, 0, None, given, None)
+            self._call("launch", kernel, *groups, 1, THREADS, 1, 1, 0, self._stream, given, None)
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See Driver: as a graph."""
+        self._enter()
+        before, graph, made = self.n_launches, ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("begin", self._stream, _RELAXED)
+        try:
+            run()
+        finally:
+            self._call("end", self._stream, ctypes.byref(graph))
+        self._call("make", ctypes.byref(made), graph, ctypes.c_ulonglong(0))
+        self._call("forget", graph)
+        n_launches, self.n_launches = self.n_launches - before, before
+        return _Graph(self, made, n_launches)
+
+    def launch_graph(self, graph: ctypes.c_void_p, n_launches: int) -> None:
+        """Launch what was recorded."""
+        self._enter()
+        self.n_launches += n_launches
+        self._call("again", graph, self._stream)
+
+    def free_graph(self, graph: ctypes.c_void_p) -> None:
+        """Forget what was recorded."""
+        self._enter()
+        self._library[self._maker.names["free_graph"]](graph)
 
     @property
     def free_bytes(self) -> int:
@@ -285,9 +329,21 @@ class _Memory:
         self._driver.release(self.address)
 
 
-def _as_c(argument: Argument) -> Any:
+class _Graph:
+    """Recorded launches."""
+
+    def __init__(self, driver: GpuDriver, graph: ctypes.c_void_p, n_launches: int) -> None:
+        self._driver, self._graph, self._n_launches = driver, graph, n_launches
+
+    def __call__(self) -> None:
+        self._driver.launch_graph(self._graph, self._n_launches)
+
+    def __del__(self) -> None:
+        self._driver.free_graph(self._graph)
+
+
+def _bits_of(argument: Argument) -> int:
+    """Return what a kernel reads of an argument: the lowest bytes of a word."""
     if isinstance(argument, np.float32):
-        return ctypes.c_float(float(argument))
-    if isinstance(argument, np.uint32):
-        return ctypes.c_uint32(int(argument))
-    return argument.address
+        return int(argument.view(np.uint32))
+    return int(argument) if isinstance(argument, np.uint32) else argument.address.value

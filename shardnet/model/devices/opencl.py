@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from shardnet.errors import CapacityError, ConfigurationError
@@ -21,8 +20,9 @@ from shardnet.model.devices.driver import (
     Kernel,
 )
 
-_OPTIONS: Final = ["-cl-std=CL1.2", "-cl-fp32-correctly-rounded-divide-sqrt"]
-"""Without the second a division may be three units in the last place off."""
+_OPTIONS: Final = ["-cl-std=CL1.2", "-cl-fp32-correctly-rounded-divide-sqrt", "-w"]
+"""Without the second a division may be three units in the last place off; -w: a CPU's compiler
+warns of each loop that it does not unroll."""
 
 
 def opencl_devices() -> list[Any]:
@@ -73,9 +73,7 @@ class OpenClDriver:
     def compile(self, text: str, names: Sequence[str]) -> Mapping[str, Kernel]:
         """See Driver."""
         try:
-            with warnings.catch_warnings():  # of loops that a CPU's compiler does not unroll
-                warnings.simplefilter("ignore", self._cl.CompilerWarning)
-                program = self._cl.Program(self._context, text).build(options=_OPTIONS)
+            program = self._cl.Program(self._context, text).build(options=_OPTIONS)
             return {name: self._cl.Kernel(program, name) for name in names}
         except self._cl.Error as error:
             why = re.sub(r"\s+", " ", str(error))[:400]
@@ -115,6 +113,10 @@ class OpenClDriver:
             self._cl.enqueue_nd_range_kernel(
                 self._queue, kernel, (groups[0] * THREADS, groups[1]), (THREADS, 1)
             )
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See Driver: launches one by one."""
+        return run
 
     @property
     def free_bytes(self) -> int:

@@ -6,7 +6,7 @@ Knows a form's macros, and how rows are quantised for it. Must not know layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -22,6 +22,8 @@ MANY: Final = 24
 PRODUCT_PARTS: Final = ("vectors", "linear")
 """Of the text."""
 NO_ACTIVATION: Final = 4
+_MOST_SPARE: Final = 1 << 24
+"""Bytes that scratch grows by for what may come."""
 
 
 def form_macros(form: PanelForm, rows: int) -> dict[str, object]:
@@ -91,20 +93,19 @@ class Rows:
     """Scratch for quantised rows, shared by all products of a device: grown as needed."""
 
     driver: Driver
-    sizes: dict[str, int]
-    buffers: dict[str, Buffer]
-
-    @classmethod
-    def on(cls, driver: Driver) -> Rows:
-        """Make an empty one."""
-        return cls(driver, {}, {})
+    sizes: dict[str, int] = field(default_factory=dict)
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    n_made: int = 0
+    """How often a buffer was made: with the same number all are where they were."""
 
     def of(self, name: str, n_bytes: int) -> Buffer:
         """Return scratch of at least so many bytes under a name."""
-        if self.sizes.get(name, 0) < n_bytes:
-            self.sizes[name] = n_bytes
+        before = self.sizes.get(name, 0)
+        if before < n_bytes:
             self.buffers.pop(name, None)
-            self.buffers[name] = self.driver.empty(n_bytes)
+            self.sizes[name] = max(n_bytes, min(2 * before, before + _MOST_SPARE))
+            self.buffers[name] = self.driver.empty(self.sizes[name])
+            self.n_made += 1
         return self.buffers[name]
 
 
@@ -215,7 +216,12 @@ class DeviceProduct:
         numbers += [int(part.bias is not None)]
         bias = out if part.bias is None else part.bias
         if visits is None and n_rows >= MANY:
-            name, rows, groups, others = "multiply_many", 0, (-(-n_panels // 4), -(-n_rows // 64)), []
+            name, rows, groups, others = (
+                "multiply_many",
+                0,
+                (-(-n_panels // 4), -(-n_rows // 64)),
+                [],
+            )
         else:
             rows = 1 if visits else next(n for n in ROWS if n_rows <= n or n == ROWS[-1])
             name, groups = "multiply", (n_panels, -(-n_rows // rows))

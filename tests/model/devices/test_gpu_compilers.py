@@ -14,6 +14,7 @@ from support.soak import cases
 from shardnet.cluster.machine.profile import find_devices
 from shardnet.errors import ConfigurationError
 from shardnet.model.config.panel_form import PanelForm
+from shardnet.model.devices.device_attention import ATTENTION_PARTS, attention_macros
 from shardnet.model.devices.device_layers import LAYER_PARTS
 from shardnet.model.devices.driver import whole_text
 from shardnet.model.devices.gpu import CUDA, compiled
@@ -30,7 +31,9 @@ def texts(dialect: str, forms: list[PanelForm]) -> list[str]:
     """Return the texts of layers and of products with `forms`."""
     macros = [form_macros(form, rows) for form in forms for rows in (0, *ROWS)]
     products = [whole_text(dialect, each, *PRODUCT_PARTS) for each in macros]
-    return [whole_text(dialect, {}, *LAYER_PARTS), *products]
+    attention = [attention_macros(*each) for each in ((1, 64), (8, 256), (4, 576))]
+    looks = [whole_text(dialect, each, *ATTENTION_PARTS) for each in attention]
+    return [whole_text(dialect, {}, *LAYER_PARTS), *looks, *products]
 
 
 @pytest.mark.parametrize("architecture", cases(["sm_75"], [*NVIDIA[1:]]))

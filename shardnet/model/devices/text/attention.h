@@ -1,77 +1,164 @@
 /* Attention in the order of docs/exactness.md: blocks of 128 positions, counted from the first, computed apart and
- * joined in their order. A group of threads has one query head, GROUP_X, of row GROUP_Y. */
+ * joined in their order. A group of threads has HEADS query heads of one KV head and one row; it joins its blocks itself,
+ * or, where a row's blocks are spread over several groups, writes them down for `join_blocks`. */
 
 #define KEYS 128
-#define MAX_HEAD 576
+#define COLUMNS 32
+#define PAIR (HEADS < 2 ? 1 : 2)
+#define SUMS (SIZE + PARTS)
+#define OF_BLOCK (SUMS + 1) /* sums of values, parts of the sum of exponentials, the largest score */
+#define FIRST_KEY(position) (window && (position) >= window ? (position) - window + 1 : 0)
 
 KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages,
               GLOBAL const float *keys, GLOBAL const float *values, GLOBAL const float *sinks, GLOBAL float *attended,
-              uint32_t n_heads, uint32_t n_kv_heads, uint32_t size, uint32_t row_stride, uint32_t page_size,
-              uint32_t window, uint32_t has_sinks, float factor, float soft_cap WHERE) {
-    SHARED float query[MAX_HEAD], total[MAX_HEAD], score[KEYS], part[PARTS], most[PARTS], best[2];
-    const uint32_t head = GROUP_X, row = GROUP_Y, position = places[2 * row];
-    const uint32_t first = window && position >= window ? position - window + 1 : 0;
-    const uint32_t kv_head = head / (n_heads / n_kv_heads);
+              GLOBAL float *blocks, uint32_t n_heads, uint32_t n_kv_heads, uint32_t row_stride, uint32_t page_size,
+              uint32_t window, uint32_t has_sinks, uint32_t n_splits, uint32_t n_blocks, float factor,
+              float soft_cap WHERE) {
+    SHARED float query[HEADS * SIZE], total[HEADS * SUMS], score[HEADS * KEYS], key[KEYS * (COLUMNS + 1)];
+    SHARED float parts[HEADS * PARTS], most[HEADS], best[HEADS];
+    const uint32_t head = GROUP_X / n_splits * HEADS, row = GROUP_Y, position = places[2 * row];
+    const uint32_t first = FIRST_KEY(position), kv_head = head / (n_heads / n_kv_heads);
     PHASE {
-        for (uint32_t c = THREAD; c < size; c += THREADS) {
-            query[c] = MUL(heads[(uint64_t)row * row_stride + head * size + c], factor);
-            total[c] = 0;
-        }
-        if (THREAD < PARTS) part[THREAD] = has_sinks && THREAD == 0 ? 1.0f : 0.0f;
-        if (THREAD == 0) best[0] = has_sinks ? sinks[head] : -INFINITY;
+        for (uint32_t i = THREAD; i < HEADS * SIZE; i += THREADS)
+            query[i] = MUL(heads[(uint64_t)row * row_stride + head * SIZE + i], factor);
+        for (uint32_t i = THREAD; i < HEADS * SUMS; i += THREADS) total[i] = has_sinks && i % SUMS == SIZE ? 1.0f : 0.0f;
+        if (THREAD < HEADS) best[THREAD] = has_sinks ? sinks[head + THREAD] : -INFINITY;
     }
-    for (uint32_t begin = first / KEYS * KEYS; begin <= position; begin += KEYS) {
+    for (uint32_t begin = (first / KEYS + GROUP_X % n_splits) * KEYS; begin <= position; begin += n_splits * KEYS) {
         const uint32_t low = first > begin ? first - begin : 0;
         const uint32_t high = position - begin < KEYS - 1 ? position - begin + 1 : KEYS;
         const uint32_t page = pages[places[2 * row + 1] + begin / page_size];
-        const uint64_t slot = ((uint64_t)(page * n_kv_heads + kv_head) * page_size + begin % page_size) * size;
-        PHASE {
-            for (uint32_t i = low + THREAD; i < high; i += THREADS) {
-                float sum = 0;
-                for (uint32_t c = 0; c < size; c++) sum = FMA(keys[slot + (uint64_t)i * size + c], query[c], sum);
-                score[i] = soft_cap > 0 ? MUL(soft_cap, hyperbolic_tangent(sum)) : sum;
+        const uint64_t slot = ((uint64_t)(page * n_kv_heads + kv_head) * page_size + begin % page_size) * SIZE;
+        for (uint32_t column = 0; column < SIZE; column += COLUMNS) {
+            PHASE {
+                EIGHT_AT_ONCE for (uint32_t at = THREAD; at < KEYS * COLUMNS; at += THREADS) {
+                    const uint32_t i = at / COLUMNS, c = at % COLUMNS;
+                    if (i < high && column + c < SIZE)
+                        key[i * (COLUMNS + 1) + c] = keys[slot + (uint64_t)i * SIZE + column + c];
+                }
+            }
+            PHASE {
+                const uint32_t i = THREAD % KEYS, n = SIZE - column < COLUMNS ? SIZE - column : COLUMNS;
+                for (uint32_t h = THREAD / KEYS; h < HEADS && i >= low && i < high; h += THREADS / KEYS) {
+                    float sum = column ? score[h * KEYS + i] : 0.0f;
+                    EIGHT_AT_ONCE for (uint32_t c = 0; c < n; c++)
+                        sum = FMA(key[i * (COLUMNS + 1) + c], query[h * SIZE + column + c], sum);
+                    score[h * KEYS + i] =
+                        column + COLUMNS >= SIZE && soft_cap > 0 ? MUL(soft_cap, hyperbolic_tangent(sum)) : sum;
+                }
             }
         }
         PHASE {
-            if (THREAD < PARTS) {
+            if (THREAD < HEADS * PARTS) {
                 float largest = -INFINITY;
-                for (uint32_t i = THREAD; i < high; i += PARTS)
-                    if (i >= low) largest = score[i] > largest ? score[i] : largest;
+                for (uint32_t i = THREAD % PARTS; i < high; i += PARTS) {
+                    const float own = i < low ? -INFINITY : score[THREAD / PARTS * KEYS + i];
+                    largest = own > largest ? own : largest;
+                }
+                parts[THREAD] = largest;
+            }
+        }
+        PHASE {
+            if (THREAD < HEADS) {
+                float largest = parts[THREAD * PARTS];
+                for (int i = 1; i < PARTS; i++)
+                    largest = parts[THREAD * PARTS + i] > largest ? parts[THREAD * PARTS + i] : largest;
                 most[THREAD] = largest;
             }
         }
         PHASE {
-            if (THREAD == 0) {
-                for (int i = 1; i < PARTS; i++) most[0] = most[i] > most[0] ? most[i] : most[0];
-                best[1] = !(most[0] <= best[0]) ? most[0] : best[0];
-            }
+            for (uint32_t at = THREAD; at < HEADS * KEYS; at += THREADS)
+                if (at % KEYS >= low && at % KEYS < high) score[at] = exponential(ADD(score[at], -most[at / KEYS]));
         }
-        PHASE { for (uint32_t i = low + THREAD; i < high; i += THREADS) score[i] = exponential(ADD(score[i], -most[0])); }
         PHASE {
-            const float before = exponential(ADD(best[0], -best[1])), now = exponential(ADD(most[0], -best[1]));
-            for (uint32_t c = THREAD; c < size + PARTS; c += THREADS) {
-                float sum = 0;
-                if (c < size) {
-                    for (uint32_t i = low; i < high; i++) sum = FMA(score[i], values[slot + (uint64_t)i * size + c], sum);
-                    total[c] = FMA(sum, now, MUL(total[c], before));
+            for (uint32_t at = THREAD; at < HEADS / PAIR * SUMS; at += THREADS) {
+                const uint32_t h = at / SUMS * PAIR, c = at % SUMS;
+                float sum[PAIR];
+                TIMES (p, PAIR) sum[p] = 0;
+                if (c < SIZE) {
+                    EIGHT_AT_ONCE for (uint32_t i = low; i < high; i++) {
+                        const float value = values[slot + (uint64_t)i * SIZE + c];
+                        TIMES (p, PAIR) sum[p] = FMA(score[(h + p) * KEYS + i], value, sum[p]);
+                    }
                 } else {
-                    for (uint32_t i = c - size; i < high; i += PARTS)
-                        if (i >= low) sum = ADD(sum, score[i]);
-                    part[c - size] = FMA(sum, now, MUL(part[c - size], before));
+                    for (uint32_t i = c - SIZE; i < high; i += PARTS)
+                        TIMES (p, PAIR) sum[p] = i < low ? sum[p] : ADD(sum[p], score[(h + p) * KEYS + i]);
+                }
+                TIMES (p, PAIR) {
+                    if (n_splits > 1) {
+                        const uint64_t own = (uint64_t)row * n_heads + head + h + p;
+                        blocks[(own * n_blocks + begin / KEYS - first / KEYS) * OF_BLOCK + c] = sum[p];
+                    } else {
+                        const float other = best[h + p], own = most[h + p], larger = !(own <= other) ? own : other;
+                        const float before = exponential(ADD(other, -larger)), now = exponential(ADD(own, -larger));
+                        total[(h + p) * SUMS + c] = FMA(sum[p], now, MUL(total[(h + p) * SUMS + c], before));
+                    }
                 }
             }
         }
-        PHASE { if (THREAD == 0) best[0] = best[1]; }
+        PHASE {
+            if (THREAD < HEADS && n_splits > 1) {
+                const uint64_t own = (uint64_t)row * n_heads + head + THREAD;
+                blocks[(own * n_blocks + begin / KEYS - first / KEYS) * OF_BLOCK + SUMS] = most[THREAD];
+            } else if (THREAD < HEADS) {
+                best[THREAD] = !(most[THREAD] <= best[THREAD]) ? most[THREAD] : best[THREAD];
+            }
+        }
+    }
+    if (n_splits == 1) {
+        PHASE {
+            if (THREAD < HEADS) {
+                SHARED_PLACE float *own = total + THREAD * SUMS + SIZE;
+                for (int step = PARTS / 2; step; step /= 2)
+                    for (int i = 0; i < step; i++) own[i] = ADD(own[i], own[i + step]);
+                own[0] = DIV(1.0f, own[0]);
+            }
+        }
+        PHASE {
+            for (uint32_t i = THREAD; i < HEADS * SIZE; i += THREADS)
+                attended[((uint64_t)row * n_heads + head) * SIZE + i] =
+                    MUL(total[i / SIZE * SUMS + i % SIZE], total[i / SIZE * SUMS + SIZE]);
+        }
+    }
+}
+
+/* Joins the blocks of head GROUP_X of row GROUP_Y. */
+KERNEL join_blocks(GLOBAL const uint32_t *places, GLOBAL const float *sinks, GLOBAL const float *blocks,
+                   GLOBAL float *attended, uint32_t n_heads, uint32_t window, uint32_t has_sinks,
+                   uint32_t n_blocks WHERE) {
+    SHARED float parts[PARTS];
+    OWN(float, total, SUMS / THREADS + 1);
+    const uint32_t position = places[2 * GROUP_Y], count = position / KEYS - FIRST_KEY(position) / KEYS + 1;
+    const uint64_t own = (uint64_t)GROUP_Y * n_heads + GROUP_X;
+    PHASE {
+        GLOBAL const float *block = blocks + own * n_blocks * OF_BLOCK;
+        float best = has_sinks ? sinks[GROUP_X] : -INFINITY;
+        TIMES (k, SUMS / THREADS + 1) MY(total)[k] = has_sinks && THREAD + k * THREADS == SIZE ? 1.0f : 0.0f;
+        for (uint32_t b = 0; b < count; b++, block += OF_BLOCK) {
+            const float most = block[SUMS], larger = !(most <= best) ? most : best;
+            const float before = exponential(ADD(best, -larger)), now = exponential(ADD(most, -larger));
+            TIMES (k, SUMS / THREADS + 1) {
+                const uint32_t c = THREAD + k * THREADS;
+                if (c < SUMS) MY(total)[k] = FMA(block[c], now, MUL(MY(total)[k], before));
+            }
+            best = larger;
+        }
+        TIMES (k, SUMS / THREADS + 1) {
+            const uint32_t c = THREAD + k * THREADS;
+            if (c >= SIZE && c < SUMS) parts[c - SIZE] = MY(total)[k];
+        }
     }
     PHASE {
         if (THREAD == 0) {
             for (int step = PARTS / 2; step; step /= 2)
-                for (int i = 0; i < step; i++) part[i] = ADD(part[i], part[i + step]);
-            part[0] = DIV(1.0f, part[0]);
+                for (int i = 0; i < step; i++) parts[i] = ADD(parts[i], parts[i + step]);
+            parts[0] = DIV(1.0f, parts[0]);
         }
     }
     PHASE {
-        for (uint32_t c = THREAD; c < size; c += THREADS)
-            attended[((uint64_t)row * n_heads + head) * size + c] = MUL(total[c], part[0]);
+        TIMES (k, SUMS / THREADS + 1) {
+            const uint32_t c = THREAD + k * THREADS;
+            if (c < SIZE) attended[own * SIZE + c] = MUL(MY(total)[k], parts[0]);
+        }
     }
 }

@@ -24,25 +24,74 @@ INLINE uint32_t next_best(GLOBAL const float *scores, uint32_t n, uint32_t last)
     return best;
 }
 
-/* A thread chooses a row's `top_k` best experts, of equal ones the first, and weighs them: 0 by the softmax of the
- * chosen, 1 by their softmax among all, 2 by their sigmoids. `best` is scratch [rows, top_k]. */
+#define NO_ONE 0xffffffffu
+
+/* The better of two of `scores`, of equal ones the first. */
+INLINE uint32_t better(GLOBAL const float *scores, uint32_t a, uint32_t b) {
+    if (a == NO_ONE || b == NO_ONE) return a == NO_ONE ? b : a;
+    const uint32_t first = a < b ? a : b, second = a < b ? b : a;
+    return is_more(scores[second], scores[first]) ? second : first;
+}
+
+/* All threads of a group: places[0] becomes the best of `n` scores behind `last` (NO_ONE: of all). */
+#define NEXT_BEST(scores, n, last)                                                                             \
+    PHASE {                                                                                                    \
+        uint32_t found = NO_ONE;                                                                               \
+        for (uint32_t e = THREAD; e < (n); e += THREADS)                                                       \
+            if (last == NO_ONE || is_more(scores[last], scores[e]) ||                                          \
+                (e > last && !is_more(scores[e], scores[last])))                                               \
+                found = better(scores, found, e);                                                              \
+        places[THREAD] = found;                                                                                \
+    }                                                                                                          \
+    for (uint32_t step = 1; step < THREADS; step *= 2)                                                         \
+        PHASE {                                                                                                \
+            if (THREAD % (2 * step) == 0) places[THREAD] = better(scores, places[THREAD], places[THREAD + step]); \
+        }
+
+/* All threads of a group: parts[0] becomes the sum of exponentials of `n` numbers less the best, in 16 parts. */
+#define SUM_OF_SHARES(numbers, n, best)                                                           \
+    PHASE {                                                                                       \
+        if (THREAD < PARTS) {                                                                     \
+            float sum = 0;                                                                        \
+            for (uint32_t i = THREAD; i < (n); i += PARTS)                                        \
+                sum = ADD(sum, exponential(ADD(numbers[i], -(best))));                            \
+            parts[THREAD] = sum;                                                                  \
+        }                                                                                         \
+    }                                                                                             \
+    PHASE {                                                                                       \
+        if (THREAD == 0)                                                                          \
+            for (int step = PARTS / 2; step; step /= 2)                                           \
+                for (int i = 0; i < step; i++) parts[i] = ADD(parts[i], parts[i + step]);         \
+    }
+
+/* A group chooses the `top_k` best experts of row GROUP_X, of equal ones the first, and weighs them: 0 by the softmax of
+ * the chosen, 1 by their softmax among all, 2 by their sigmoids. `best` is scratch [rows, top_k]. */
 KERNEL route(GLOBAL const float *scores, GLOBAL uint32_t *chosen, GLOBAL float *weights, GLOBAL float *best,
              uint32_t n_rows, uint32_t n_experts, uint32_t top_k, uint32_t routing WHERE) {
-    PHASE {
-        const uint32_t row = GROUP_X * THREADS + THREAD;
-        if (row < n_rows) {
-            GLOBAL const float *own = scores + (uint64_t)row * n_experts;
-            GLOBAL float *of_best = best + (uint64_t)row * top_k;
-            uint32_t last = n_experts;
-            for (uint32_t k = 0; k < top_k; k++) {
-                last = next_best(own, n_experts, last);
-                chosen[(uint64_t)row * top_k + k] = last;
-                of_best[k] = own[last];
+    SHARED uint32_t places[THREADS], last[1];
+    SHARED float parts[PARTS];
+    GLOBAL const float *own = scores + (uint64_t)GROUP_X * n_experts;
+    GLOBAL float *of_best = best + (uint64_t)GROUP_X * top_k;
+    PHASE { if (THREAD == 0) last[0] = NO_ONE; }
+    for (uint32_t k = 0; k < top_k; k++) {
+        NEXT_BEST(own, n_experts, last[0])
+        PHASE {
+            if (THREAD == 0) {
+                last[0] = places[0];
+                chosen[(uint64_t)GROUP_X * top_k + k] = last[0];
+                of_best[k] = own[last[0]];
             }
-            for (uint32_t k = 0; k < top_k; k++)
-                weights[(uint64_t)row * top_k + k] = routing == 2   ? sigmoid(of_best[k])
-                                                     : routing == 1 ? share_of(of_best[k], own, n_experts)
-                                                                    : share_of(of_best[k], of_best, top_k);
+        }
+    }
+    if (routing == 1) {
+        SUM_OF_SHARES(own, n_experts, of_best[0])
+    }
+    PHASE {
+        if (THREAD < top_k) {
+            const float score = of_best[THREAD];
+            weights[(uint64_t)GROUP_X * top_k + THREAD] = routing == 2   ? sigmoid(score)
+                                                          : routing == 1 ? DIV(exponential(ADD(score, -of_best[0])), parts[0])
+                                                                         : share_of(score, of_best, top_k);
         }
     }
 }
@@ -53,36 +102,53 @@ KERNEL route_in_groups(GLOBAL float *scores, GLOBAL const float *bias, GLOBAL fl
                        GLOBAL float *weights, uint32_t n_rows, uint32_t n_experts, uint32_t top_k, uint32_t n_groups,
                        uint32_t top_groups, uint32_t routing, uint32_t normalises, uint32_t has_bias,
                        float scale WHERE) {
+    SHARED uint32_t places[THREADS], last[1];
+    SHARED float parts[PARTS], most[1];
+    const uint32_t size = n_experts / n_groups;
+    GLOBAL float *own = scores + (uint64_t)GROUP_X * n_experts, *of_row = weights + (uint64_t)GROUP_X * top_k;
+    GLOBAL float *biased = by + (uint64_t)GROUP_X * (n_experts + n_groups), *of_groups = biased + n_experts;
+    PHASE { if (THREAD == 0) last[0] = NO_ONE; }
+    if (routing != 4) {
+        NEXT_BEST(own, n_experts, last[0])
+        PHASE { if (THREAD == 0) most[0] = own[places[0]]; }
+        SUM_OF_SHARES(own, n_experts, most[0])
+    }
     PHASE {
-        const uint32_t row = GROUP_X * THREADS + THREAD, size = n_experts / n_groups;
-        if (row < n_rows) {
-            GLOBAL float *own = scores + (uint64_t)row * n_experts, *of_row = weights + (uint64_t)row * top_k;
-            GLOBAL float *biased = by + (uint64_t)row * (n_experts + n_groups), *of_groups = biased + n_experts;
-            for (uint32_t e = 0; e < n_experts; e++)
-                biased[e] = routing == 4 ? sigmoid(own[e]) : share_of(own[e], own, n_experts);
-            for (uint32_t e = 0; e < n_experts; e++) {
-                own[e] = biased[e];
-                if (has_bias) biased[e] = ADD(own[e], bias[e]);
+        for (uint32_t e = THREAD; e < n_experts; e += THREADS) {
+            const float share = routing == 4 ? sigmoid(own[e]) : DIV(exponential(ADD(own[e], -most[0])), parts[0]);
+            own[e] = share;
+            biased[e] = has_bias ? ADD(share, bias[e]) : share;
+        }
+    }
+    PHASE {
+        for (uint32_t g = THREAD; g < n_groups; g += THREADS) {
+            GLOBAL const float *some = biased + g * size;
+            const uint32_t best = next_best(some, size, size);
+            of_groups[g] = routing == 3 ? some[best] : ADD(some[best], some[next_best(some, size, best)]);
+        }
+    }
+    PHASE {
+        uint32_t behind = n_groups;
+        for (uint32_t i = 0; THREAD == 0 && i < n_groups && top_groups < n_groups; i++) {
+            behind = next_best(of_groups, n_groups, behind);
+            for (uint32_t e = behind * size; e < (behind + 1) * size && i >= top_groups; e++)
+                biased[e] = routing == 3 ? 0.0f : -INFINITY;
+        }
+    }
+    for (uint32_t k = 0; k < top_k; k++) {
+        NEXT_BEST(biased, n_experts, last[0])
+        PHASE {
+            if (THREAD == 0) {
+                last[0] = places[0];
+                chosen[(uint64_t)GROUP_X * top_k + k] = last[0];
+                of_row[k] = routing == 3 ? biased[last[0]] : own[last[0]];
             }
-            for (uint32_t g = 0; g < n_groups; g++) {
-                GLOBAL const float *some = biased + g * size;
-                const uint32_t best = next_best(some, size, size);
-                of_groups[g] = routing == 3 ? some[best] : ADD(some[best], some[next_best(some, size, best)]);
-            }
-            uint32_t last = n_groups;
-            for (uint32_t i = 0; i < n_groups && top_groups < n_groups; i++) {
-                last = next_best(of_groups, n_groups, last);
-                for (uint32_t e = last * size; e < (last + 1) * size && i >= top_groups; e++)
-                    biased[e] = routing == 3 ? 0.0f : -INFINITY;
-            }
-            float sum = 0;
-            last = n_experts;
-            for (uint32_t k = 0; k < top_k; k++) {
-                last = next_best(biased, n_experts, last);
-                chosen[(uint64_t)row * top_k + k] = last;
-                of_row[k] = routing == 3 ? biased[last] : own[last];
-                sum = k ? ADD(sum, of_row[k]) : of_row[k];
-            }
+        }
+    }
+    PHASE {
+        if (THREAD == 0) {
+            float sum = of_row[0];
+            for (uint32_t k = 1; k < top_k; k++) sum = ADD(sum, of_row[k]);
             for (uint32_t k = 0; k < top_k; k++) {
                 const float weight = normalises ? DIV(of_row[k], ADD(sum, 1e-20f)) : of_row[k];
                 of_row[k] = MUL(weight, scale);

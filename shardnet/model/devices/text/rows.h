@@ -6,7 +6,7 @@
 #define ADD_SQUARES(n)                                                      \
     if (THREAD < PARTS) {                                                   \
         float sum = parts[THREAD];                                          \
-        for (uint32_t i = THREAD; i < (n); i += PARTS) sum = FMA(line[i], line[i], sum); \
+        EIGHT_AT_ONCE for (uint32_t i = THREAD; i < (n); i += PARTS) sum = FMA(line[i], line[i], sum); \
         parts[THREAD] = sum;                                                \
     }
 
