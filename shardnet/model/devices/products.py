@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from shardnet.model.config.panel_form import PANEL, UNIT, Code, PanelForm
+from shardnet.model.config.panel_form import PANEL, UNIT, PanelForm
 from shardnet.model.devices.driver import THREADS, Array, Buffer, Driver, Kernel, Kernels
 from shardnet.model.kernels.panels import Panels
 
@@ -28,8 +28,7 @@ _MOST_SPARE: Final = 1 << 24
 
 def form_macros(form: PanelForm, rows: int) -> dict[str, object]:
     """Return what the text must know of a form, for groups of so many rows."""
-    is_whole = form.code is Code.BOOK
-    book = [int(value) if is_whole else float(value).hex() + "f" for value in form.book]
+    words = np.array(form.book or [0] * 16).astype(np.int8).view(np.uint32)
     return {
         "ROWS": rows,
         "BITS": form.bits,
@@ -47,7 +46,8 @@ def form_macros(form: PanelForm, rows: int) -> dict[str, object]:
         "LEVELS": int(form.has_levels),
         "HAS_MINIMUM": int(form.has_minimum),
         "IS_FLOAT": int(form.is_float),
-        "BOOK_VALUES": "{" + ", ".join(str(value) for value in book or [0] * 16) + "}",
+        "BOOK_VALUES": "{" + ", ".join(f"{float(value).hex()}f" for value in form.book) + "}",
+        **{f"BOOK_{4 * place}": f"{word:#x}u" for place, word in enumerate(words)},
     }
 
 

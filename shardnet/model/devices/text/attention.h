@@ -4,10 +4,29 @@
 
 #define KEYS 128
 #define COLUMNS 32
+#define OF_THREAD (KEYS * COLUMNS / THREADS)
 #define PAIR (HEADS < 2 ? 1 : 2)
 #define SUMS (SIZE + PARTS)
 #define OF_BLOCK (SUMS + 1) /* sums of values, parts of the sum of exponentials, the largest score */
 #define FIRST_KEY(position) (window && (position) >= window ? (position) - window + 1 : 0)
+
+/* Has a thread read its part of the keys' columns from `begin_column` on. */
+#define BRING(begin_column)                                                                        \
+    TIMES (k, OF_THREAD) {                                                                         \
+        const uint32_t key_at = (k * THREADS + THREAD) / COLUMNS, c = (begin_column) + THREAD % COLUMNS; \
+        if (key_at < high && c < SIZE) MY(coming)[k] = keys[slot + (uint64_t)key_at * SIZE + c];   \
+    }
+
+/* Keeps what a block gives: written down, or joined with those before. */
+#define KEEP(h, c, sum)                                                                                         \
+    if (n_splits > 1) {                                                                                         \
+        const uint64_t own = (uint64_t)row * n_heads + head + (h);                                              \
+        blocks[(own * n_blocks + begin / KEYS - first / KEYS) * OF_BLOCK + (c)] = sum;                          \
+    } else {                                                                                                    \
+        const float other = best[h], own = most[h], larger = !(own <= other) ? own : other;                     \
+        const float before = exponential(ADD(other, -larger)), now = exponential(ADD(own, -larger));            \
+        total[(h) * SUMS + (c)] = FMA(sum, now, MUL(total[(h) * SUMS + (c)], before));                          \
+    }
 
 KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages,
               GLOBAL const float *keys, GLOBAL const float *values, GLOBAL const float *sinks, GLOBAL float *attended,
@@ -16,6 +35,7 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
               float soft_cap WHERE) {
     SHARED float query[HEADS * SIZE], total[HEADS * SUMS], score[HEADS * KEYS], key[KEYS * (COLUMNS + 1)];
     SHARED float parts[HEADS * PARTS], most[HEADS], best[HEADS];
+    OWN(float, coming, OF_THREAD);
     const uint32_t head = GROUP_X / n_splits * HEADS, row = GROUP_Y, position = places[2 * row];
     const uint32_t first = FIRST_KEY(position), kv_head = head / (n_heads / n_kv_heads);
     PHASE {
@@ -29,19 +49,21 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
         const uint32_t high = position - begin < KEYS - 1 ? position - begin + 1 : KEYS;
         const uint32_t page = pages[places[2 * row + 1] + begin / page_size];
         const uint64_t slot = ((uint64_t)(page * n_kv_heads + kv_head) * page_size + begin % page_size) * SIZE;
+        PHASE { BRING(0) }
         for (uint32_t column = 0; column < SIZE; column += COLUMNS) {
             PHASE {
-                EIGHT_AT_ONCE for (uint32_t at = THREAD; at < KEYS * COLUMNS; at += THREADS) {
-                    const uint32_t i = at / COLUMNS, c = at % COLUMNS;
-                    if (i < high && column + c < SIZE)
-                        key[i * (COLUMNS + 1) + c] = keys[slot + (uint64_t)i * SIZE + column + c];
+                TIMES (k, OF_THREAD) {
+                    const uint32_t at = k * THREADS + THREAD;
+                    key[at / COLUMNS * (COLUMNS + 1) + at % COLUMNS] = MY(coming)[k];
                 }
             }
             PHASE {
-                const uint32_t i = THREAD % KEYS, n = SIZE - column < COLUMNS ? SIZE - column : COLUMNS;
+                const uint32_t i = THREAD % KEYS, left = SIZE - column;
+                const uint32_t n = SIZE % COLUMNS && left < COLUMNS ? left : COLUMNS;
+                BRING(column + COLUMNS)
                 for (uint32_t h = THREAD / KEYS; h < HEADS && i >= low && i < high; h += THREADS / KEYS) {
                     float sum = column ? score[h * KEYS + i] : 0.0f;
-                    EIGHT_AT_ONCE for (uint32_t c = 0; c < n; c++)
+                    AHEAD for (uint32_t c = 0; c < n; c++)
                         sum = FMA(key[i * (COLUMNS + 1) + c], query[h * SIZE + column + c], sum);
                     score[h * KEYS + i] =
                         column + COLUMNS >= SIZE && soft_cap > 0 ? MUL(soft_cap, hyperbolic_tangent(sum)) : sum;
@@ -71,29 +93,21 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
                 if (at % KEYS >= low && at % KEYS < high) score[at] = exponential(ADD(score[at], -most[at / KEYS]));
         }
         PHASE {
-            for (uint32_t at = THREAD; at < HEADS / PAIR * SUMS; at += THREADS) {
-                const uint32_t h = at / SUMS * PAIR, c = at % SUMS;
+            for (uint32_t at = THREAD; at < HEADS / PAIR * SIZE; at += THREADS) {
+                const uint32_t h = at / SIZE * PAIR, c = at % SIZE;
                 float sum[PAIR];
                 TIMES (p, PAIR) sum[p] = 0;
-                if (c < SIZE) {
-                    EIGHT_AT_ONCE for (uint32_t i = low; i < high; i++) {
-                        const float value = values[slot + (uint64_t)i * SIZE + c];
-                        TIMES (p, PAIR) sum[p] = FMA(score[(h + p) * KEYS + i], value, sum[p]);
-                    }
-                } else {
-                    for (uint32_t i = c - SIZE; i < high; i += PARTS)
-                        TIMES (p, PAIR) sum[p] = i < low ? sum[p] : ADD(sum[p], score[(h + p) * KEYS + i]);
+                AHEAD for (uint32_t i = low; i < high; i++) {
+                    const float value = values[slot + (uint64_t)i * SIZE + c];
+                    TIMES (p, PAIR) sum[p] = FMA(score[(h + p) * KEYS + i], value, sum[p]);
                 }
-                TIMES (p, PAIR) {
-                    if (n_splits > 1) {
-                        const uint64_t own = (uint64_t)row * n_heads + head + h + p;
-                        blocks[(own * n_blocks + begin / KEYS - first / KEYS) * OF_BLOCK + c] = sum[p];
-                    } else {
-                        const float other = best[h + p], own = most[h + p], larger = !(own <= other) ? own : other;
-                        const float before = exponential(ADD(other, -larger)), now = exponential(ADD(own, -larger));
-                        total[(h + p) * SUMS + c] = FMA(sum[p], now, MUL(total[(h + p) * SUMS + c], before));
-                    }
-                }
+                TIMES (p, PAIR) KEEP(h + p, c, sum[p])
+            }
+            if (THREAD < HEADS * PARTS) {
+                float sum = 0;
+                for (uint32_t i = THREAD % PARTS; i < high; i += PARTS)
+                    sum = i < low ? sum : ADD(sum, score[THREAD / PARTS * KEYS + i]);
+                KEEP(THREAD / PARTS, SIZE + THREAD % PARTS, sum)
             }
         }
         PHASE {

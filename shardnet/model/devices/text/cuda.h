@@ -5,7 +5,8 @@ typedef unsigned char uint8_t;
 typedef signed char int8_t;
 typedef short int16_t;
 typedef unsigned short uint16_t;
-#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
+/* Two groups at a time: with more a thread has few registers, and waits for each word that it reads. */
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #define INLINE static __device__ __forceinline__
 #define GLOBAL
 #define TABLE __constant__
@@ -20,7 +21,8 @@ typedef unsigned short uint16_t;
 #define MY(name) name
 typedef struct alignas(16) { uint32_t of[4]; } FOUR;
 #define UNROLLED _Pragma("unroll")
-#define EIGHT_AT_ONCE _Pragma("unroll 8")
+#define AHEAD _Pragma("unroll 16") /* what is needed is read before it is needed */
+#define BYTES_OF __byte_perm
 #define FMA __fmaf_rn
 #define MUL __fmul_rn
 #define ADD __fadd_rn

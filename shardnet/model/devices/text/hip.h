@@ -27,7 +27,7 @@ INLINE int wait_for_all() {
 #define MY(name) name
 typedef struct alignas(16) { uint32_t of[4]; } FOUR;
 #define UNROLLED _Pragma("unroll")
-#define EIGHT_AT_ONCE _Pragma("unroll 8")
+#define AHEAD _Pragma("unroll 16") /* what is needed is read before it is needed */
 #define FMA __builtin_fmaf
 #define MUL(a, b) ((a) * (b))
 #define ADD(a, b) ((a) + (b))

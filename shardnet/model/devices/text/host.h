@@ -19,7 +19,7 @@ static uint32_t GROUP_X, GROUP_Y;
 #define MY(name) name[THREAD]
 typedef struct { uint32_t of[4]; } FOUR;
 #define UNROLLED
-#define EIGHT_AT_ONCE
+#define AHEAD
 #define FMA fmaf
 #define MUL(a, b) ((a) * (b))
 #define ADD(a, b) ((a) + (b))

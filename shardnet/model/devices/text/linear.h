@@ -167,20 +167,19 @@ INLINE float lowest_at(GLOBAL const uint32_t *block, uint32_t g, uint32_t o, flo
 /* --- codes */
 
 #if IS_FLOAT
-TABLE float BOOK[16] = BOOK_VALUES;
-
-INLINE float value_at(GLOBAL const uint32_t *unit, uint32_t input, uint32_t o) {
 #if BITS == 8
-    const uint32_t code = byte_at(unit, input * 16 + o);
+#define VALUE(unit, input, o) value_of(byte_at(unit, (input) * 16 + (o)))
+INLINE float value_of(uint32_t code) { return CODE == 2 ? from_e4m3(code) : HALF(code << 8); }
+#define OPEN_BOOK
 #else
-    const uint32_t code = byte_at(unit, input / 2 * 16 + o) >> input % 2 * 4 & 15u;
+/* A book of 16 floats lies in memory that a group shares: threads may look up different places of that at once. */
+TABLE float BOOK[16] = BOOK_VALUES;
+#define VALUE(unit, input, o) book[byte_at(unit, (input) / 2 * 16 + (o)) >> (input) % 2 * 4 & 15u]
+#define OPEN_BOOK                                                    \
+    SHARED float book[16];                                           \
+    PHASE { if (THREAD < 16) book[THREAD] = BOOK[THREAD]; }
 #endif
-    return CODE == 2 ? from_e4m3(code) : CODE == 3 ? HALF(code << 8) : BOOK[code & 15u];
-}
 #else
-#if CODE == 1
-TABLE int BOOK[16] = BOOK_VALUES;
-#endif
 
 /* A unit has 32 inputs of 16 outputs in BITS lines of 16 words. What four of its inputs, `quad`, have is in line LOW, and
  * what BITS are more than 2 or 4 in line HIGH. */
@@ -205,9 +204,11 @@ INLINE FOUR codes_of(FOUR low, FOUR high, uint32_t quad) {
 #elif BITS == 6
         codes.of[j] |= (high.of[j] >> quad % 4 * 2 & 0x03030303u) << 4;
 #elif CODE == 1
-        uint32_t values = 0;
-        TIMES (i, 4) values |= ((uint32_t)BOOK[codes.of[j] >> 8 * i & 15u] & 255u) << 8 * i;
-        codes.of[j] = values;
+        /* of two times eight bytes of the book: by the lowest three bits of a code, then by the fourth */
+        const uint32_t digits = codes.of[j] & 0x07070707u, pairs = digits | digits >> 4;
+        const uint32_t which = (pairs & 255u) | (pairs >> 8 & 0xff00u);
+        const uint32_t is_second = (codes.of[j] >> 3 & 0x01010101u) * 255u;
+        codes.of[j] = (BYTES_OF(BOOK_0, BOOK_4, which) & ~is_second) | (BYTES_OF(BOOK_8, BOOK_12, which) & is_second);
 #endif
 #endif
     }
@@ -247,6 +248,41 @@ INLINE float plain_at(uint32_t word, uint32_t i) {
 #define WORDS (DEEP / 4)
 #endif
 
+/* Has a thread read its part of the inputs from `next` on, of weights and rows, while those before are multiplied. */
+#if IS_FLOAT
+#define OF_THREAD (DEEP * 64 / THREADS)
+#if BITS < 16
+#define WEIGHT(block, input, o) VALUE(block + HEADER / 4 + (input) % BLOCK / 32 * BITS * 16, (input) % 32, o)
+#else
+#define WEIGHT(block, input, o) plain_at(block[o], (input) % OF_WORD)
+#define OPEN_BOOK
+#endif
+#define BRING(next)                                                                                                      \
+    TIMES (k, OF_THREAD) {                                                                                               \
+        const uint32_t input = (next) + k * (THREADS / 64) + THREAD / 64, its_row = GROUP_Y * 64 + THREAD % 64;          \
+        const uint32_t its_panel = GROUP_X * 4 + THREAD % 64 / 16;                                                       \
+        if (input < n_inputs && its_panel < n_panels) {                                                                  \
+            GLOBAL const uint32_t *its = weights + ((uint64_t)its_panel * n_blocks + input / BLOCK) * BLOCK_WORDS;       \
+            MY(weight)[k] = WEIGHT(its, input, THREAD % 16);                                                             \
+        }                                                                                                                \
+        if (input < n_inputs && its_row < n_rows) MY(value)[k] = wide[(uint64_t)its_row * n_inputs + input];             \
+    }
+#else
+#define BRING(next)                                                                                                      \
+    {                                                                                                                    \
+        const uint32_t quad = THREAD / 16 % 8, input = (next) + THREAD / 16 * 4, piece = (next) + THREAD / 64 * 16;      \
+        const uint32_t its_panel = GROUP_X * 4 + THREAD % 16 / 4, its_row = GROUP_Y * 64 + THREAD % 64;                  \
+        if (input < n_inputs && its_panel < n_panels) {                                                                  \
+            GLOBAL const uint32_t *unit = weights + ((uint64_t)its_panel * n_blocks + input / BLOCK) * BLOCK_WORDS +     \
+                                          HEADER / 4 + input % BLOCK / 32 * BITS * 16 + THREAD % 4 * 4;                  \
+            MY(low)[0] = LOAD4(unit + LOW(quad) * 16);                                                                   \
+            MY(high)[0] = LOAD4(unit + HIGH(quad) * 16);                                                                 \
+        }                                                                                                                \
+        if (piece < n_inputs && its_row < n_rows)                                                                        \
+            MY(four)[0] = LOAD4(quantised + ((uint64_t)its_row * n_inputs + piece) / 4);                                 \
+    }
+#endif
+
 #define NEEDS_SUMS (LESS != 0) + LEVELS * HAS_MINIMUM /* of groups */
 
 /* out[row][first + o] for the four panels from GROUP_X * 4 on and the 64 rows from GROUP_Y * 64 on: a thread has four
@@ -264,50 +300,35 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
     OWN(int, more, 16);
 #endif
     const uint32_t n_inputs = n_blocks * BLOCK, n_groups = n_inputs / TOKEN_GROUP, n_panels = (n_out + 15) / 16;
-    PHASE { TIMES (i, 16) MY(total)[i] = 0, MY(sum)[i] = 0; }
-#if !IS_FLOAT
+#if IS_FLOAT
+    OWN(float, weight, OF_THREAD);
+    OWN(float, value, OF_THREAD);
+    OPEN_BOOK
+#else
+    OWN(FOUR, low, 1);
+    OWN(FOUR, high, 1);
+    OWN(FOUR, four, 1);
     PHASE { TIMES (i, 16) MY(more)[i] = 0; }
 #endif
+    PHASE { TIMES (i, 16) MY(total)[i] = 0, MY(sum)[i] = 0; }
+    PHASE { BRING(0) }
     for (uint32_t begin = 0; begin < n_inputs; begin += DEEP) {
-        PHASE { /* bring weights and rows */
-            const uint32_t row = GROUP_Y * 64 + THREAD % 64, own = row < n_rows ? row : n_rows - 1;
+        PHASE {
 #if IS_FLOAT
-            UNROLLED for (uint32_t i = THREAD / 64; i < DEEP; i += THREADS / 64) {
-                const uint32_t column = THREAD % 64, o = column % 16, input = begin + i;
-                const uint32_t wanted = GROUP_X * 4 + column / 16, panel = wanted < n_panels ? wanted : n_panels - 1;
-                float value = 0, other = 0;
-                if (input < n_inputs) {
-                    GLOBAL const uint32_t *block = weights + ((uint64_t)panel * n_blocks + input / BLOCK) * BLOCK_WORDS;
-#if BITS < 16
-                    value = value_at(block + HEADER / 4 + input % BLOCK / 32 * BITS * 16, input % 32, o);
-#else
-                    value = plain_at(block[o], input % OF_WORD);
-#endif
-                    other = wide[(uint64_t)own * n_inputs + input];
-                }
-                of_weights[i * 16 + column / 4].of[column % 4] = (uint32_t)AS_INT(value);
-                of_rows[i * 16 + THREAD % 64 / 4].of[THREAD % 4] = (uint32_t)AS_INT(other);
+            TIMES (k, OF_THREAD) {
+                const uint32_t at = (k * (THREADS / 64) + THREAD / 64) * 16 + THREAD % 64 / 4;
+                of_weights[at].of[THREAD % 4] = (uint32_t)AS_INT(MY(weight)[k]);
+                of_rows[at].of[THREAD % 4] = (uint32_t)AS_INT(MY(value)[k]);
             }
 #else
-            const uint32_t column = THREAD % 16 * 4, quad = THREAD / 16, input = begin + quad * 4;
-            const uint32_t wanted = GROUP_X * 4 + column / 16, panel = wanted < n_panels ? wanted : n_panels - 1;
-            const uint32_t piece = THREAD / 64 * 4;
-            if (input < n_inputs) {
-                GLOBAL const uint32_t *block = weights + ((uint64_t)panel * n_blocks + input / BLOCK) * BLOCK_WORDS;
-                GLOBAL const uint32_t *unit = block + HEADER / 4 + input % BLOCK / 32 * BITS * 16;
-                const uint32_t o = column % 16, place = input % 32 / 4;
-                of_weights[quad * 16 + column / 4] =
-                    codes_of(LOAD4(unit + LOW(place) * 16 + o), LOAD4(unit + HIGH(place) * 16 + o), place);
-            }
-            if (begin + piece * 4 < n_inputs) {
-                const FOUR brought = LOAD4(quantised + ((uint64_t)own * n_inputs + begin) / 4 + piece);
-                TIMES (j, 4) of_rows[(piece + j) * 16 + THREAD % 64 / 4].of[THREAD % 4] = brought.of[j];
-            }
+            of_weights[THREAD] = codes_of(MY(low)[0], MY(high)[0], THREAD / 16 % 8);
+            TIMES (j, 4) of_rows[(THREAD / 64 * 4 + j) * 16 + THREAD % 64 / 4].of[THREAD % 4] = MY(four)[0].of[j];
 #endif
         }
         PHASE {
             const uint32_t column = THREAD % 16 * 4, o = column % 16, row = GROUP_Y * 64 + THREAD / 16 * 4;
             const uint32_t wanted = GROUP_X * 4 + column / 16, panel = wanted < n_panels ? wanted : n_panels - 1;
+            BRING(begin + DEEP)
 #if IS_FLOAT
             TIMES (i, DEEP) {
                 const FOUR w = of_weights[i * 16 + column / 4], x = of_rows[i * 16 + THREAD / 16];
@@ -428,6 +449,9 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
     const uint32_t n_groups = n_blocks * (BLOCK / TOKEN_GROUP), row = GROUP_Y * ROWS;
     GLOBAL const uint32_t *panel = weights + (expert_words ? (uint64_t)ids[row] * expert_words : 0) +
                                    (uint64_t)GROUP_X * n_blocks * BLOCK_WORDS;
+#if IS_FLOAT
+    OPEN_BOOK
+#endif
     PHASE { if (THREAD < ROWS * 16) total[THREAD] = 0; }
     for (uint32_t begin = 0; begin < n_groups + CHUNK; begin += CHUNK) {
         PHASE { /* sums of whole numbers, while those of the chunk before are added up */
@@ -454,9 +478,9 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
                     TIMES (j, EACH * 4) sum[j] = 0;
                     UNROLLED for (uint32_t sub = 0; sub < SLICE; sub += SUB) {
 #if IS_FLOAT
-                        EIGHT_AT_ONCE for (uint32_t i = 0; i < SUB; i++)
+                        AHEAD for (uint32_t i = 0; i < SUB; i++)
                             TIMES (j, 4) {
-                                const float value = value_at(unit + sub / 32 * BITS * 16, i, o + j);
+                                const float value = VALUE(unit + sub / 32 * BITS * 16, i, o + j);
                                 TIMES (r, EACH)
                                     if (row + own + r < n_rows)
                                         sum[r * 4 + j] = FMA(
@@ -501,7 +525,7 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
                 const uint32_t before = begin - CHUNK, n = n_groups - before < CHUNK ? n_groups - before : CHUNK;
                 const uint32_t at = THREAD / 16 * CHUNK * 16 + THREAD % 16;
                 float sum = total[THREAD];
-                EIGHT_AT_ONCE for (uint32_t g = 0; g < n; g++) {
+                AHEAD for (uint32_t g = 0; g < n; g++) {
                     sum = FMA(part[at + g * 16], factor[at + g * 16], sum);
 #if HAS_MINIMUM
                     sum = FMA(other[at + g * 16], below[at + g * 16], sum);
@@ -569,22 +593,25 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
         PHASE {
             const int brings = begin + THREAD / 4 < n_blocks;
             FOUR brought;
+            float more[(ROWS * AT_A_TIME + THREADS - 1) / THREADS];
             if (brings) brought = LOAD4(panel + (uint64_t)begin * 16 + THREAD * 4);
+            TIMES (k, (ROWS * AT_A_TIME + THREADS - 1) / THREADS) {
+                const uint32_t i = k * THREADS + THREAD, r = i / AT_A_TIME, input = begin * OF_WORD + i % AT_A_TIME;
+                if (r < ROWS && row + r < n_rows && input < n_in)
+                    more[k] = wide[(uint64_t)((row + r) / repeats) * n_in + input];
+            }
             if (begin && THREAD < ROWS * 16) {
                 const uint32_t before = begin - LINES, n = n_blocks - before < LINES ? n_blocks - before : LINES;
                 float sum = total[THREAD];
-                EIGHT_AT_ONCE for (uint32_t line = 0; line < n; line++)
+                AHEAD for (uint32_t line = 0; line < n; line++)
                     TIMES (i, OF_WORD)
                         sum = FMA(plain_at(words[(last * LINES + line) * 16 + THREAD % 16], i),
                                   inputs[(last * ROWS + THREAD / 16) * AT_A_TIME + line * OF_WORD + i], sum);
                 total[THREAD] = sum;
             }
             TIMES (j, brings ? 4 : 0) words[turn_of * LINES * 16 + THREAD * 4 + j] = brought.of[j];
-            for (uint32_t i = THREAD; i < ROWS * AT_A_TIME; i += THREADS) {
-                const uint32_t r = i / AT_A_TIME, input = begin * OF_WORD + i % AT_A_TIME;
-                if (row + r < n_rows && input < n_in)
-                    inputs[turn_of * ROWS * AT_A_TIME + i] = wide[(uint64_t)((row + r) / repeats) * n_in + input];
-            }
+            TIMES (k, (ROWS * AT_A_TIME + THREADS - 1) / THREADS)
+                if (k * THREADS + THREAD < ROWS * AT_A_TIME) inputs[turn_of * ROWS * AT_A_TIME + k * THREADS + THREAD] = more[k];
         }
     }
     PHASE {

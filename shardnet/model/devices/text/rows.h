@@ -1,21 +1,22 @@
 /* What is done to rows between products: norms, residuals, rotations. A group of threads has one row. */
 
-#define LINE 2048 /* columns of a row that a group holds at a time */
+#define LINE 4096 /* columns of a row that a group holds at a time */
+#define OF_LINE (LINE / THREADS)
 
 /* Adds what is in `line` to the 16 parts of a sum of squares. */
-#define ADD_SQUARES(n)                                                      \
-    if (THREAD < PARTS) {                                                   \
-        float sum = parts[THREAD];                                          \
-        EIGHT_AT_ONCE for (uint32_t i = THREAD; i < (n); i += PARTS) sum = FMA(line[i], line[i], sum); \
-        parts[THREAD] = sum;                                                \
+#define ADD_SQUARES(n)                                                                                \
+    if (THREAD < PARTS) {                                                                             \
+        float sum = parts[THREAD];                                                                    \
+        AHEAD for (uint32_t i = THREAD; i < (n); i += PARTS) sum = FMA(line[i], line[i], sum);        \
+        parts[THREAD] = sum;                                                                          \
     }
 
 /* From the parts of a sum of squares to what a row is multiplied by. */
 #define NORM_SCALE(width, eps)                                                                 \
-    if (THREAD == 0) {                                                                    \
-        for (int step = PARTS / 2; step; step /= 2)                                       \
-            for (int i = 0; i < step; i++) parts[i] = ADD(parts[i], parts[i + step]);     \
-        parts[0] = DIV(1.0f, SQRT(ADD(DIV(parts[0], (float)(width)), eps)));              \
+    if (THREAD == 0) {                                                                         \
+        for (int step = PARTS / 2; step; step /= 2)                                            \
+            for (int i = 0; i < step; i++) parts[i] = ADD(parts[i], parts[i + step]);          \
+        scale[0] = DIV(1.0f, SQRT(ADD(DIV(parts[0], (float)(width)), eps)));                   \
     }
 
 #define ADDS 1   /* hidden += multiplier * inner */
@@ -27,34 +28,57 @@
 KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL const float *after,
                     GLOBAL const float *before, GLOBAL float *normed, uint32_t width, uint32_t what, float multiplier,
                     float eps_after, float eps_before WHERE) {
-    SHARED float line[LINE], parts[PARTS];
+    SHARED float line[LINE], parts[PARTS], scale[1];
     const uint64_t row = (uint64_t)GROUP_X * width;
     const uint32_t n_after = what & AFTER ? width : 0, n_before = what & BEFORE ? width : 0;
     PHASE { if (THREAD < PARTS) parts[THREAD] = 0; }
     for (uint32_t begin = 0; begin < n_after; begin += LINE) {
-        const uint32_t n = n_after - begin < LINE ? n_after - begin : LINE;
-        PHASE { for (uint32_t i = THREAD; i < n; i += THREADS) line[i] = inner[row + begin + i]; }
-        PHASE { ADD_SQUARES(n) }
+        PHASE {
+            TIMES (k, OF_LINE) {
+                const uint32_t i = begin + k * THREADS + THREAD;
+                if (i < width) line[i - begin] = inner[row + i];
+            }
+        }
+        PHASE { ADD_SQUARES(width - begin < LINE ? width - begin : LINE) }
     }
     PHASE { NORM_SCALE(width, eps_after) }
-    PHASE {
-        for (uint32_t i = THREAD; i < (what & ADDS ? width : 0); i += THREADS) {
-            float own = inner[row + i];
-            if (what & AFTER) own = MUL(MUL(own, parts[0]), after[i]);
-            const float sum = FMA(own, multiplier, hidden[row + i]);
-            hidden[row + i] = what & ROUNDS ? rounded(sum) : sum;
+    for (uint32_t begin = 0; begin < width; begin += LINE) {
+        PHASE {
+            float state[OF_LINE], more[OF_LINE];
+            if (begin == 0 && THREAD < PARTS) parts[THREAD] = 0;
+            TIMES (k, OF_LINE) {
+                const uint32_t i = begin + k * THREADS + THREAD;
+                if (i < width) state[k] = hidden[row + i];
+                if (i < width && what & ADDS) more[k] = inner[row + i];
+            }
+            TIMES (k, OF_LINE) {
+                const uint32_t i = begin + k * THREADS + THREAD;
+                if (i < width && what & ADDS) {
+                    if (what & AFTER) more[k] = MUL(MUL(more[k], scale[0]), after[i]);
+                    state[k] = FMA(more[k], multiplier, state[k]);
+                    if (what & ROUNDS) state[k] = rounded(state[k]);
+                    hidden[row + i] = state[k];
+                }
+                if (i < width) line[i - begin] = state[k];
+            }
+        }
+        PHASE {
+            if (n_before) ADD_SQUARES(width - begin < LINE ? width - begin : LINE)
         }
     }
-    PHASE { if (THREAD < PARTS) parts[THREAD] = 0; }
-    for (uint32_t begin = 0; begin < n_before; begin += LINE) {
-        const uint32_t n = n_before - begin < LINE ? n_before - begin : LINE;
-        PHASE { for (uint32_t i = THREAD; i < n; i += THREADS) line[i] = hidden[row + begin + i]; }
-        PHASE { ADD_SQUARES(n) }
-    }
     PHASE { NORM_SCALE(width, eps_before) }
-    PHASE {
-        for (uint32_t i = THREAD; i < n_before; i += THREADS)
-            normed[row + i] = MUL(MUL(hidden[row + i], parts[0]), before[i]);
+    for (uint32_t begin = 0; begin < n_before; begin += LINE) {
+        PHASE {
+            float state[OF_LINE];
+            TIMES (k, OF_LINE) {
+                const uint32_t i = begin + k * THREADS + THREAD;
+                if (i < width) state[k] = width > LINE ? hidden[row + i] : line[i];
+            }
+            TIMES (k, OF_LINE) {
+                const uint32_t i = begin + k * THREADS + THREAD;
+                if (i < width) normed[row + i] = MUL(MUL(state[k], scale[0]), before[i]);
+            }
+        }
     }
 }
 
@@ -65,7 +89,7 @@ KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL cons
               GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages, GLOBAL float *keys, GLOBAL float *values,
               uint32_t n_heads, uint32_t n_kv_heads, uint32_t size, uint32_t n_rotated, uint32_t page_size,
               uint32_t has_norm, uint32_t has_pairs, float eps WHERE) {
-    SHARED float line[LINE], parts[PARTS];
+    SHARED float line[LINE], parts[PARTS], scale[1];
     const uint32_t row = GROUP_X, head = GROUP_Y, half_size = n_rotated / 2, position = places[2 * row];
     const uint64_t own = ((uint64_t)row * (n_heads + 2 * n_kv_heads) + head) * size;
     const uint32_t page = pages[places[2 * row + 1] + position / page_size];
@@ -84,7 +108,7 @@ KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL cons
         PHASE { NORM_SCALE(size, eps) }
         PHASE {
             for (uint32_t i = THREAD; i < size; i += THREADS)
-                line[i] = MUL(MUL(line[i], parts[0]), weight[head * size + i]);
+                line[i] = MUL(MUL(line[i], scale[0]), weight[head * size + i]);
         }
     }
     PHASE {

@@ -3,6 +3,15 @@
 #define LOAD4(place) (*(GLOBAL const FOUR *)(place)) /* of a multiple of 16 bytes */
 #define TIMES(i, n) UNROLLED for (uint32_t i = 0; i < (n); i++)
 
+#ifndef BYTES_OF
+/* Of eight bytes, those of `low` first, the four that four digits of `which` number. */
+INLINE uint32_t BYTES_OF(uint32_t low, uint32_t high, uint32_t which) {
+    uint32_t found = 0;
+    TIMES (i, 4) found |= ((which >> 4 * i & 4u ? high : low) >> 8 * (which >> 4 * i & 3u) & 255u) << 8 * i;
+    return found;
+}
+#endif
+
 INLINE float more_of(float a, float b) { return a > b ? a : b; }
 INLINE float less_of(float a, float b) { return a < b ? a : b; }
 
