@@ -191,7 +191,7 @@ def _find_cuda(name: DeviceName) -> Device:
         found,
         description=f"{name} ({model})",
         dtypes=_good_dtypes(found.for_torch),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         arithmetic=f"{model}, torch {torch.__version__}",
     )
 
@@ -210,7 +210,7 @@ def _find_mps(name: DeviceName) -> Device:
         kind=MPS,
         description=f"{name} ({chip})",
         dtypes=_good_dtypes(MPS),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         arithmetic=f"{name} of {chip}, torch {torch.__version__}",
     )
 

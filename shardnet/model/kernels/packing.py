@@ -85,6 +85,7 @@ class _LookUp(ctypes.Structure):
         ("n_ids", ctypes.c_int64),
         ("n_in", ctypes.c_int64),
         ("form", FormStruct),
+        ("team", Team),
     )
 
 
@@ -237,6 +238,7 @@ def look_up_natively(
         n_ids=ids.numel(),
         n_in=shape[1],
         form=FormStruct.of(form),
+        team=_team(kernels, None),
     )
     kernels.function("shardnet_look_up", ctypes.POINTER(_LookUp))(call)
     return out

@@ -375,7 +375,7 @@ int32_t shardnet_has_bf16_tiles(void) {
 }
 
 /* Its name is the version of the structs: kernels/library.py looks for its own. */
-void shardnet_version_21(void) {}
+void shardnet_version_22(void) {}
 
 /* Gives a part its share of the scratch memory at `from`, and returns what is left. */
 static int8_t *place(struct linear *p, const struct linear *before, int8_t *from) {
@@ -443,6 +443,7 @@ struct look_up {
     float *out;             /* [n_ids, n_in] */
     int64_t n_ids, n_in;
     struct form form;
+    struct team team;
 };
 
 INLINE void look_up_half(const struct look_up *call, const uint8_t *panel, int o, float *out) {
@@ -453,14 +454,14 @@ INLINE void look_up_half(const struct look_up *call, const uint8_t *panel, int o
     }
 }
 
-/* Computes the weights of some outputs. Python has checked everything in the struct. */
-void shardnet_look_up(const struct look_up *call) {
+static void look_up_some(const void *argument, int64_t begin, int64_t end) {
+    const struct look_up *call = argument;
     struct linear p = {.n_in = call->n_in, .form = call->form};
     const struct form *f = &p.form;
     if (has_levels(f)) p.form.token_group = f->group; /* scales by group, as floats */
     const int adds_minimum = has_minimum(f);
     struct scales scales;
-    for (int64_t n = 0; n < call->n_ids; n++) {
+    for (int64_t n = begin; n < end; n++) {
         const uint8_t *panel = call->weights + call->ids[n] / PANEL * bytes_of_panel(&p);
         const int o = (int)(call->ids[n] % PANEL);
         float *out = call->out + n * call->n_in;
@@ -485,4 +486,9 @@ void shardnet_look_up(const struct look_up *call) {
             }
         }
     }
+}
+
+/* Computes the weights of some outputs. Python has checked everything in the struct. */
+void shardnet_look_up(const struct look_up *call) {
+    shardnet_parallel_for(&call->team, look_up_some, call, call->n_ids, 8);
 }
