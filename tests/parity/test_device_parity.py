@@ -29,7 +29,7 @@ from shardnet.types import Arith, DType
 pytestmark = compared
 PROMPTS = [random_prompt(length, 300, seed=length) for length in (5, 150)]
 USUAL = [
-    *("qwen3-host", "gemma2-host", "gpt_oss-host", "qwen2_moe-host", "ernie4_5_moe-host"),
+    *("qwen3-windows-host", "gemma2-host", "gpt_oss-host", "qwen2_moe-host", "ernie4_5_moe-host"),
     *("glm4_moe-groups-host", f"qwen2-windows-{DEVICE}"),
 ]
 ALL = [f"{case}-{kind}" for case in CASES for kind in (HOST, DEVICE)]
@@ -76,7 +76,7 @@ def test_the_host_may_compute_any_step_in_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys and values go to and fro, those of slots that are copied, rewound and adopted too."""
-    folder = make_decoder(tmp_path, "qwen3", **CASES["qwen3"])
+    folder = make_decoder(tmp_path, "qwen3", **CASES["qwen3"] | {"hidden_size": 36})
     choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
     n_layers = Checkpoint.open(folder).config.n_layers
     expected = _script(StageChain.load(folder, even_split(n_layers, 1), choice), lambda _: None)

@@ -227,6 +227,8 @@ def why_not(layers: Sequence[object], kv: DeviceKvCache) -> str:
         own = _attention_of(layer.attention)
         if own is None:
             return "this attention"
+        if own.qkv_proj.shape[1] % 4:
+            return f"rows of {own.qkv_proj.shape[1]} columns"
         if own.head_size > MAX_HEAD or own.head_size % 2:
             return f"heads of {own.head_size} columns"
         if own.qk_norm is not None and own.qk_norm.per_head is None:

@@ -15,7 +15,7 @@ from shardnet.model.config.panel_form import PANEL, UNIT, PanelForm
 from shardnet.model.devices.driver import THREADS, Array, Buffer, Driver, Kernel, Kernels
 from shardnet.model.kernels.panels import Panels
 
-ROWS: Final = (1, 2, 8)
+ROWS: Final = (1, 2, 4, 8)
 """Rows that a group of threads multiplies a panel with: a text for each, and one for 64 rows."""
 MANY: Final = 24
 """From so many rows on 64 are multiplied with four panels."""

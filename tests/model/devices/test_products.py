@@ -94,6 +94,9 @@ def test_threads_may_run_in_any_order(order: str) -> None:
     assert same(multiplied(device_of(order), parts, rows, bias), expected)
 
 
+_ADDING = "PHASE {\n            TIMES (k, OF_THREAD) {\n                const uint32_t i = k * THREADS + THREAD, o = i"
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -101,10 +104,7 @@ def test_threads_may_run_in_any_order(order: str) -> None:
         ("dots[r * 4 + j] - less", "dots[r * 4 + j]"),
         ("(LESS ? LESS * least[r] : 0)", "0"),
         ("FMA(part[at + g * 16], factor[at + g * 16], sum)", "sum + part[at + g * 16]"),
-        (
-            "PHASE {\n            UNROLLED for (uint32_t i = THREAD; i < OF_CHUNK",
-            "{\n            const uint32_t turn = 255; for (uint32_t i = THREAD; i < OF_CHUNK",
-        ),
+        (_ADDING, _ADDING.replace("PHASE {", "{ const uint32_t turn = 255;", 1)),
         ("DIV(largest, 127.0f)", "MUL(largest, 1.0f / 127.0f)"),
     ],
     ids=["plane", "offset", "offset of many", "fused", "phase", "reciprocal"],

@@ -433,6 +433,8 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
 #define PASSES (ROWS == 1 && BITS < 8 ? 2 : 1)
 #define CHUNK (AT_ONCE * PASSES / SLICES) /* token groups at a time */
 #define OF_CHUNK (ROWS * CHUNK * 16)
+#define OF_THREAD (OF_CHUNK / THREADS)
+#define HAS_ONE(i) (begin + (i) / 16 % CHUNK < n_groups && row + (i) / (CHUNK * 16) < n_rows)
 
 /* out[row][first + o] for the panel GROUP_X and ROWS rows from GROUP_Y * ROWS on. With `ids` each row has the matrix of
  * its own number there, `expert_words` from one to the next, and `repeats` rows have the same inputs. */
@@ -445,6 +447,11 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
     SHARED SUM slices[OF_CHUNK * SLICES];
 #if HAS_MINIMUM
     SHARED float other[OF_CHUNK], below[OF_CHUNK];
+#endif
+    OWN(float, its_factor, OF_THREAD); /* of token groups, read with their codes */
+#if HAS_MINIMUM
+    OWN(float, its_other, OF_THREAD);
+    OWN(float, its_below, OF_THREAD);
 #endif
     const uint32_t n_groups = n_blocks * (BLOCK / TOKEN_GROUP), row = GROUP_Y * ROWS;
     GLOBAL const uint32_t *panel = weights + (expert_words ? (uint64_t)ids[row] * expert_words : 0) +
@@ -466,6 +473,27 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
                         line[pass * LINES + k] = LOAD4(block + HEADER / 4 + (input % BLOCK * BITS / 32 + k) * 16 + o);
             }
 #endif
+            TIMES (k, OF_THREAD) {
+                const uint32_t i = k * THREADS + THREAD, o_of = i % 16;
+                if (HAS_ONE(i)) {
+                    const uint32_t t = begin + i / 16 % CHUNK, from = t % (BLOCK / TOKEN_GROUP) * TOKEN_GROUP;
+                    GLOBAL const uint32_t *block = panel + t / (BLOCK / TOKEN_GROUP) * BLOCK_WORDS;
+                    const uint64_t at = (uint64_t)((row + i / (CHUNK * 16)) / repeats) * n_groups + t;
+                    const float own_factor = OWN_FACTOR(block, from, o_of);
+                    MY(its_factor)[k] = IS_FLOAT ? own_factor : MUL(own_factor, scales[at]);
+#if HAS_MINIMUM && LEVELS
+                    int more = 0;
+                    UNROLLED for (uint32_t sub = 0; sub < TOKEN_GROUP; sub += SUB)
+                        more += minimum_at(block, (from + sub) / SIZE_OF_GROUP, o_of) *
+                                group_sums[at * (TOKEN_GROUP / SUB) + sub / SUB];
+                    MY(its_other)[k] = (float)more;
+                    MY(its_below)[k] = MUL(BELOW(block, o_of), scales[at]);
+#elif HAS_MINIMUM
+                    MY(its_other)[k] = lowest_at(block, from / SIZE_OF_GROUP, o_of, own_factor);
+                    MY(its_below)[k] = sums[at];
+#endif
+                }
+            }
             TIMES (pass, PASSES) {
                 const uint32_t slice = pass * AT_ONCE + THREAD / 4 % AT_ONCE, input = begin * TOKEN_GROUP + slice * SLICE;
                 if (input < n_groups * TOKEN_GROUP) {
@@ -535,27 +563,16 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
             }
         }
         PHASE {
-            UNROLLED for (uint32_t i = THREAD; i < OF_CHUNK; i += THREADS) {
-                const uint32_t r = i / (CHUNK * 16), t = begin + i / 16 % CHUNK, o = i % 16;
-                if (t < n_groups && row + r < n_rows) {
-                    GLOBAL const uint32_t *block = panel + t / (BLOCK / TOKEN_GROUP) * BLOCK_WORDS;
-                    const uint32_t from = t % (BLOCK / TOKEN_GROUP) * TOKEN_GROUP;
-                    const uint64_t at = (uint64_t)((row + r) / repeats) * n_groups + t;
-                    const float own = OWN_FACTOR(block, from, o);
+            TIMES (k, OF_THREAD) {
+                const uint32_t i = k * THREADS + THREAD, o = i % 16;
+                if (HAS_ONE(i)) {
                     SUM sum = slices[i / 16 * SLICES * 16 + o];
                     for (uint32_t s = 1; s < SLICES; s++) sum += slices[(i / 16 * SLICES + s) * 16 + o];
                     part[i] = (float)sum;
-                    factor[i] = IS_FLOAT ? own : MUL(own, scales[at]);
-#if HAS_MINIMUM && LEVELS
-                    int more = 0;
-                    for (uint32_t sub = 0; sub < TOKEN_GROUP; sub += SUB)
-                        more += minimum_at(block, (from + sub) / SIZE_OF_GROUP, o) *
-                                group_sums[at * (TOKEN_GROUP / SUB) + sub / SUB];
-                    other[i] = (float)more;
-                    below[i] = MUL(BELOW(block, o), scales[at]);
-#elif HAS_MINIMUM
-                    other[i] = lowest_at(block, from / SIZE_OF_GROUP, o, own);
-                    below[i] = sums[at];
+                    factor[i] = MY(its_factor)[k];
+#if HAS_MINIMUM
+                    other[i] = MY(its_other)[k];
+                    below[i] = MY(its_below)[k];
 #endif
                 }
             }

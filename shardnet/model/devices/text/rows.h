@@ -1,7 +1,7 @@
 /* What is done to rows between products: norms, residuals, rotations. A group of threads has one row. */
 
 #define LINE 4096 /* columns of a row that a group holds at a time */
-#define OF_LINE (LINE / THREADS)
+#define OF_LINE (LINE / THREADS / 4) /* fours of a thread */
 
 /* Adds what is in `line` to the 16 parts of a sum of squares. */
 #define ADD_SQUARES(n)                                                                                \
@@ -24,7 +24,7 @@
 #define ROUNDS 4 /* what hidden states become is rounded to bfloat16 */
 #define BEFORE 8 /* normed = RMSNorm(hidden), for the sub-layer that follows */
 
-/* What stands between two sub-layers: the residual of one, the norm before the other. */
+/* What stands between two sub-layers: the residual of one, the norm before the other. `width` is a multiple of 4. */
 KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL const float *after,
                     GLOBAL const float *before, GLOBAL float *normed, uint32_t width, uint32_t what, float multiplier,
                     float eps_after, float eps_before WHERE) {
@@ -35,48 +35,56 @@ KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL cons
     for (uint32_t begin = 0; begin < n_after; begin += LINE) {
         PHASE {
             TIMES (k, OF_LINE) {
-                const uint32_t i = begin + k * THREADS + THREAD;
-                if (i < width) line[i - begin] = inner[row + i];
+                const uint32_t i = 4 * (k * THREADS + THREAD);
+                if (begin + i < width) {
+                    const FOUR state = LOAD4(inner + row + begin + i);
+                    TIMES (j, 4) line[i + j] = AS_FLOAT(state.of[j]);
+                }
             }
         }
         PHASE { ADD_SQUARES(width - begin < LINE ? width - begin : LINE) }
     }
-    PHASE { NORM_SCALE(width, eps_after) }
+    if (n_after) PHASE { NORM_SCALE(width, eps_after) }
     for (uint32_t begin = 0; begin < width; begin += LINE) {
         PHASE {
-            float state[OF_LINE], more[OF_LINE];
+            FOUR state[OF_LINE], more[OF_LINE];
             if (begin == 0 && THREAD < PARTS) parts[THREAD] = 0;
             TIMES (k, OF_LINE) {
-                const uint32_t i = begin + k * THREADS + THREAD;
-                if (i < width) state[k] = hidden[row + i];
-                if (i < width && what & ADDS) more[k] = inner[row + i];
+                const uint32_t i = begin + 4 * (k * THREADS + THREAD);
+                if (i < width) state[k] = LOAD4(hidden + row + i);
+                if (i < width && what & ADDS) more[k] = LOAD4(inner + row + i);
             }
             TIMES (k, OF_LINE) {
-                const uint32_t i = begin + k * THREADS + THREAD;
-                if (i < width && what & ADDS) {
-                    if (what & AFTER) more[k] = MUL(MUL(more[k], scale[0]), after[i]);
-                    state[k] = FMA(more[k], multiplier, state[k]);
-                    if (what & ROUNDS) state[k] = rounded(state[k]);
-                    hidden[row + i] = state[k];
+                const uint32_t i = begin + 4 * (k * THREADS + THREAD);
+                TIMES (j, i < width ? 4 : 0) {
+                    float sum = AS_FLOAT(state[k].of[j]);
+                    if (what & ADDS) {
+                        float own = AS_FLOAT(more[k].of[j]);
+                        if (what & AFTER) own = MUL(MUL(own, scale[0]), after[i + j]);
+                        sum = FMA(own, multiplier, sum);
+                        if (what & ROUNDS) sum = rounded(sum);
+                        hidden[row + i + j] = sum;
+                    }
+                    line[i - begin + j] = sum;
                 }
-                if (i < width) line[i - begin] = state[k];
             }
         }
         PHASE {
             if (n_before) ADD_SQUARES(width - begin < LINE ? width - begin : LINE)
         }
     }
-    PHASE { NORM_SCALE(width, eps_before) }
+    if (n_before) PHASE { NORM_SCALE(width, eps_before) }
     for (uint32_t begin = 0; begin < n_before; begin += LINE) {
         PHASE {
-            float state[OF_LINE];
             TIMES (k, OF_LINE) {
-                const uint32_t i = begin + k * THREADS + THREAD;
-                if (i < width) state[k] = width > LINE ? hidden[row + i] : line[i];
-            }
-            TIMES (k, OF_LINE) {
-                const uint32_t i = begin + k * THREADS + THREAD;
-                if (i < width) normed[row + i] = MUL(MUL(state[k], scale[0]), before[i]);
+                const uint32_t i = begin + 4 * (k * THREADS + THREAD);
+                if (i < width) {
+                    const FOUR weight = LOAD4(before + i);
+                    TIMES (j, 4) {
+                        const float state = width > LINE ? hidden[row + i + j] : line[i + j];
+                        normed[row + i + j] = MUL(MUL(state, scale[0]), AS_FLOAT(weight.of[j]));
+                    }
+                }
             }
         }
     }
