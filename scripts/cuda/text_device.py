@@ -105,11 +105,7 @@ def _products(device: TextDevice, gpu: Gpu, side: int) -> Iterator[Cells]:
             error = float((out - expected).abs().max() / expected.abs().max())
             cells += ["same bits" if torch.equal(out, expected) else f"WRONG by {error:.1g}"]
 
-            def multiply(n: int = n_rows, rows: Buffer = given, out: Buffer = taken) -> None:
-                for product in products:
-                    product(rows, n, out)
-
-            again = driver.record(multiply)
+            again = driver.record(partial(_multiply, products, n_rows, given, taken))
 
             def whole(again: Callable[[], None] = again, out: Buffer = taken) -> None:
                 again()
@@ -119,6 +115,11 @@ def _products(device: TextDevice, gpu: Gpu, side: int) -> Iterator[Cells]:
             reads = n_copies * panels.packed.nbytes / gpu.seconds(whole)
             cells += [f"{reads / 1e9:.0f} GB/s {reads / rate:.0%}"]
         yield cells
+
+
+def _multiply(products: Sequence[DeviceProduct], n_rows: int, rows: Buffer, out: Buffer) -> None:
+    for product in products:
+        product(rows, n_rows, out)
 
 
 @torch.inference_mode()

@@ -29,6 +29,7 @@ from shardnet.cluster.machine.device_list import (
     CPU,
     CUDA,
     MPS,
+    NVIDIA,
     DeviceName,
     parse_devices,
 )
@@ -160,18 +161,38 @@ def find_devices(
 
 
 def _usable_gpus(log: Callable[[str], None]) -> Iterator[Device]:
-    """Find all GPUs that compute; tell `log` why another one is left out."""
+    """Find all GPUs that compute; tell `log` why another one is left out.
+
+    One of NVIDIA's computes by the kernel text where that has the library's bits, else by torch.
+    """
     import torch
 
-    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = [DeviceName(CUDA, index) for index in range(min(n_gpus, MAX_DEVICES - 1))]
+    from shardnet.model.devices.gpu import CUDA as NVIDIAS
+    from shardnet.model.devices.gpu import count_gpus
+
+    by_torch = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    by_text = count_gpus(NVIDIAS)
+    for index in range(min(max(by_torch, by_text), MAX_DEVICES - 1)):
+        names = [DeviceName(NVIDIA, index)] if index < by_text else []
+        names += [DeviceName(CUDA, index)] if index < by_torch else []
+        yield from _first_usable(names, log)
     if torch.backends.mps.is_available():
-        names.append(DeviceName(MPS))
-    for name in names:
+        yield from _first_usable([DeviceName(MPS)], log)
+
+
+def _first_usable(names: Sequence[DeviceName], log: Callable[[str], None]) -> Iterator[Device]:
+    """Find the first of a GPU's names by which it computes as it should, if there is one."""
+    for name, *others in (names[place:] for place in range(len(names))):
         try:
-            yield _FINDERS[name.kind](name)
+            found = _FINDERS[name.kind](name)
         except ConfigurationError as error:
-            log(f"{error.message}; this node computes without it")
+            instead = f"as {others[0]}" if others else "without it"
+            log(f"{error.message}; this node computes {instead}")
+            continue
+        if name.kind != NVIDIA or found.arithmetic == PORTABLE_ARITHMETIC or not others:
+            yield found
+            return
+        log(f"{found.arithmetic}; this node computes as {others[0]}")
 
 
 def _find_cuda(name: DeviceName) -> Device:

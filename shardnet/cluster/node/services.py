@@ -23,6 +23,7 @@ from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.pictures import Pictures
 from shardnet.cluster.head.ring_builder import RingBuilder
+from shardnet.cluster.machine.device_list import CUDA, NVIDIA
 from shardnet.cluster.machine.owner_use import OwnerUse, memory_stalled
 from shardnet.cluster.machine.temperature import gpu_use
 from shardnet.cluster.member.audit_orders import AuditOrders
@@ -300,5 +301,5 @@ def _owner_look(settings: NodeSettings, head: Head, host: StageHost) -> Callable
         """Return its use by others, where nothing is computed here."""
         return None if head.is_in_use or host.is_busy else gpu_use(own_processes())
 
-    has_gpu = any(device.kind == "cuda" for device in settings.budget.devices)
+    has_gpu = any(device.kind in (CUDA, NVIDIA) for device in settings.budget.devices)
     return OwnerUse(own_processes, gpu if has_gpu else lambda: None).look

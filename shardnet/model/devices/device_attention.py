@@ -36,7 +36,7 @@ def attention_macros(n_queries: int, size: int) -> dict[str, int]:
 
 
 def blocks_within(position: int) -> int:
-    """Return a power of two that is at least the blocks of a row at a position: it changes seldom."""
+    """Return a power of two, at least the blocks of a row at a position: it changes seldom."""
     return int(1 << (position // _KEYS).bit_length())
 
 

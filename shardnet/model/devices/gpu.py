@@ -2,8 +2,8 @@
 
 Both makers' functions are alike but for their names: `--device nvidia:0` and `amd:0`. libcuda comes
 with NVIDIA's driver, NVRTC with torch's CUDA build or by itself (`pip install nvidia-cuda-nvrtc`);
-libamdhip64 and HIPRTC come with ROCm. NVIDIA's was run on an H100; of AMD's the texts were compiled,
-and nothing was run, since none was at hand. Must not know what is computed.
+libamdhip64 and HIPRTC come with ROCm. NVIDIA's was run on an H100; AMD's never, since none was at
+hand: its texts were compiled. Must not know what is computed.
 """
 
 from __future__ import annotations
@@ -158,18 +158,24 @@ def compiled(
     return code, log
 
 
+def count_gpus(maker: Maker) -> int:
+    """Count the GPUs that a maker's driver finds here; 0 where it is not installed."""
+    library, count = _library(maker.driver), ctypes.c_int(0)
+    if library is None or getattr(library, maker.names["init"])(0):
+        return 0
+    getattr(library, maker.names["count"])(ctypes.byref(count))
+    return count.value
+
+
 class GpuDriver:
     """A GPU of a maker by its own driver. See Driver. Launches and copies are in one stream."""
 
     def __init__(self, maker: Maker, index: int) -> None:
         """Take GPU `index`. Raises ConfigurationError if it is not here."""
         self._maker, self.dialect, self.name = maker, maker.dialect, f"{maker.kind}:{index}"
-        library = _library(maker.driver)
-        count = ctypes.c_int(0)
-        if library is not None and self._is_fine(library, "init", 0):
-            self._is_fine(library, "count", ctypes.byref(count))
-        if library is None or index >= count.value:
-            few = f"{count.value} GPUs, numbered from 0," if count.value else "no GPU"
+        library, n_gpus = _library(maker.driver), count_gpus(maker)
+        if library is None or index >= n_gpus:
+            few = f"{n_gpus} GPUs, numbered from 0," if n_gpus else "no GPU"
             raise ConfigurationError(
                 f"--device {self.name}: {maker.driver[0]} finds {few} here",
                 remedy="install the card's driver, or use --device cpu",
@@ -191,9 +197,6 @@ class GpuDriver:
         """In which kernels run: copies, which are in no stream, wait for it and it for them."""
         self._call("stream", ctypes.byref(self._stream), 0)
         self.n_launches = self.n_waits = 0
-
-    def _is_fine(self, library: ctypes.CDLL, what: str, *arguments: object) -> bool:
-        return not library[self._maker.names[what]](*arguments)
 
     def _find_architecture(self, device: ctypes.c_int) -> str:
         """Name NVIDIA's architecture; AMD's compiler takes that of the current device."""

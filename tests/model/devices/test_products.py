@@ -94,7 +94,9 @@ def test_threads_may_run_in_any_order(order: str) -> None:
     assert same(multiplied(device_of(order), parts, rows, bias), expected)
 
 
-_ADDING = "PHASE {\n            TIMES (k, OF_THREAD) {\n                const uint32_t i = k * THREADS + THREAD, o = i"
+_ADDING = """PHASE {
+            TIMES (k, OF_THREAD) {
+                const uint32_t i = k * THREADS + THREAD, o = i"""
 
 
 @pytest.mark.parametrize(
