@@ -436,6 +436,15 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
 #define OF_THREAD (OF_CHUNK / THREADS)
 #define HAS_ONE(i) (begin + (i) / 16 % CHUNK < n_groups && row + (i) / (CHUNK * 16) < n_rows)
 
+/* Has a thread read its slices of the chunk that begins at token group `next`. */
+#define BRING_LINES(next)                                                                                                \
+    TIMES (pass, PASSES) {                                                                                               \
+        const uint32_t input = (next) * TOKEN_GROUP + (pass * AT_ONCE + THREAD / 4 % AT_ONCE) * SLICE;                   \
+        GLOBAL const uint32_t *lines = panel + input / BLOCK * BLOCK_WORDS + HEADER / 4 + input % BLOCK * BITS / 32 * 16; \
+        if (input < n_groups * TOKEN_GROUP)                                                                              \
+            TIMES (k, LINES) MY(line)[pass * LINES + k] = LOAD4(lines + k * 16 + THREAD % 4 * 4);                        \
+    }
+
 /* out[row][first + o] for the panel GROUP_X and ROWS rows from GROUP_Y * ROWS on. With `ids` each row has the matrix of
  * its own number there, `expert_words` from one to the next, and `repeats` rows have the same inputs. */
 KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised, GLOBAL const float *wide,
@@ -458,21 +467,14 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
                                    (uint64_t)GROUP_X * n_blocks * BLOCK_WORDS;
 #if IS_FLOAT
     OPEN_BOOK
+#else
+    OWN(FOUR, line, PASSES * LINES);
+    PHASE { BRING_LINES(0) }
 #endif
     PHASE { if (THREAD < ROWS * 16) total[THREAD] = 0; }
     for (uint32_t begin = 0; begin < n_groups + CHUNK; begin += CHUNK) {
         PHASE { /* sums of whole numbers, while those of the chunk before are added up */
             const uint32_t o = THREAD % 4 * 4, own = THREAD / 4 / AT_ONCE * EACH;
-#if !IS_FLOAT
-            FOUR line[PASSES * LINES]; /* all of them are on their way before the first is needed */
-            TIMES (pass, PASSES) {
-                const uint32_t input = begin * TOKEN_GROUP + (pass * AT_ONCE + THREAD / 4 % AT_ONCE) * SLICE;
-                GLOBAL const uint32_t *block = panel + input / BLOCK * BLOCK_WORDS;
-                if (input < n_groups * TOKEN_GROUP)
-                    TIMES (k, LINES)
-                        line[pass * LINES + k] = LOAD4(block + HEADER / 4 + (input % BLOCK * BITS / 32 + k) * 16 + o);
-            }
-#endif
             TIMES (k, OF_THREAD) {
                 const uint32_t i = k * THREADS + THREAD, o_of = i % 16;
                 if (HAS_ONE(i)) {
@@ -521,7 +523,7 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
                         TIMES (quad, SUB / 4) {
                             const uint32_t of_slice = sub / 4 + quad;
                             const FOUR codes = codes_of(
-                                line[pass * LINES + LOW(of_slice)], line[pass * LINES + HIGH(of_slice)], of_slice);
+                                MY(line)[pass * LINES + LOW(of_slice)], MY(line)[pass * LINES + HIGH(of_slice)], of_slice);
                             TIMES (r, EACH)
                                 if (row + own + r < n_rows) {
                                     const uint64_t at = (uint64_t)((row + own + r) / repeats) * n_groups * TOKEN_GROUP;
@@ -549,6 +551,9 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
                             slices[((own + r) * CHUNK * SLICES + slice) * 16 + o + j] = sum[r * 4 + j];
                 }
             }
+#if !IS_FLOAT
+            BRING_LINES(begin + CHUNK)
+#endif
             if (begin && THREAD < ROWS * 16) {
                 const uint32_t before = begin - CHUNK, n = n_groups - before < CHUNK ? n_groups - before : CHUNK;
                 const uint32_t at = THREAD / 16 * CHUNK * 16 + THREAD % 16;
