@@ -74,13 +74,14 @@ class StepTimes:
     """The duration of each part of one step, in seconds.
 
     `plan_s` is preparing the step, `embed_s` the embedding, `layers_s` all layers of the sample,
-    `head_s` norm, LM head and greedy sampling over the sample's vocabulary.
+    `head_s` norm and LM head over the sample's vocabulary, `sample_s` greedy sampling.
     """
 
     plan_s: float
     embed_s: float
     layers_s: float
     head_s: float
+    sample_s: float
 
 
 def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
@@ -90,6 +91,7 @@ def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
         embed_s=fmean(step.embed_s for step in steps),
         layers_s=fmean(step.layers_s for step in steps),
         head_s=fmean(step.head_s for step in steps),
+        sample_s=fmean(step.sample_s for step in steps),
     )
 
 
@@ -98,13 +100,15 @@ def synthetic_config(
     form: WeightForm,
     memory_bytes: int,
     kv_dtype: KvDType = KvDType.AUTO,
+    least_layers: int = 1,
 ) -> ModelConfig | None:
     """Cut the model down to what is measured; None if not even one layer fits `memory_bytes`.
 
     It has enough layers to exceed the CPU's cache, as the whole model does, or all layers, and a
     slice of the vocabulary if the LM head is huge. Both are cut down further to fit `memory_bytes`.
+    Of `least_layers` each is a small part of what a step costs besides them.
     """
-    n_layers = -(-UNCACHED_BYTES // layer_weight_bytes(config, form))
+    n_layers = max(least_layers, -(-UNCACHED_BYTES // layer_weight_bytes(config, form)))
     row_bytes = config.hidden_size * form.dtype.size_bytes
     sample = replace(
         config.thinned(min(config.n_layers, n_layers)),
@@ -200,15 +204,17 @@ class SyntheticModel:
         embedded = self._now()
         for after in self._family.walk(hidden, step):
             hidden = after
-        through = self._now()
+        through = judged = self._now()
         if n_rows == 1:
-            row = SampleRow(params=SamplingParams(), position=position)
-            self._sampler.sample(self._family.logits(hidden).float(), [row])
+            logits = self._family.logits(hidden).float()
+            judged = self._now()
+            self._sampler.sample(logits, [SampleRow(params=SamplingParams(), position=position)])
         return StepTimes(
             plan_s=planned - began,
             embed_s=embedded - planned,
             layers_s=through - embedded,
-            head_s=self._now() - through,
+            head_s=judged - through,
+            sample_s=self._now() - judged,
         )
 
     def _now(self) -> float:

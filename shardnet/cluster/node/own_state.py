@@ -9,11 +9,13 @@ import time
 from dataclasses import dataclass, field
 
 from shardnet import __version__
-from shardnet.cluster.machine.profile import available_cores, make_host_id
+from shardnet.cluster.machine.device_list import CPU
+from shardnet.cluster.machine.profile import Device, available_cores, make_host_id
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import StageOrders
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers.advertisement import Advertisement
+from shardnet.types import PORTABLE_ARITHMETIC
 from shardnet.wire.framing.schema import MAX_NAME
 from shardnet.wire.messages.membership import DeviceInfo, NodeInfo, StageInfo
 
@@ -56,7 +58,7 @@ class OwnState:
             host_id=make_host_id(),
             stage=stage,
             isa=first.isa,
-            arithmetic=" + ".join(dict.fromkeys(each.arithmetic for each in devices))[:MAX_NAME],
+            arithmetic=" + ".join(dict.fromkeys(map(self._arithmetic_of, devices)))[:MAX_NAME],
             uptime_s=time.monotonic() - self.started_s,
             is_draining=self.host.refusals.is_draining,
             rests=self.host.refusals.rests,
@@ -74,12 +76,17 @@ class OwnState:
                 threads=self.orders.threads_of(place),
                 dtypes=[dtype.value for dtype in device.dtypes],
                 isa=device.isa,
-                arithmetic=device.arithmetic,
+                arithmetic=self._arithmetic_of(device),
             )
             for place, (device, n_bytes) in enumerate(
                 zip(self.settings.budget.devices, room, strict=True)
             )
         ]
+
+    def _arithmetic_of(self, device: Device) -> str:
+        """Name a device's arithmetic: behind a device of the kernel text the CPU's is its own."""
+        is_behind = device.kind == CPU and self.orders.device.arithmetic == PORTABLE_ARITHMETIC
+        return PORTABLE_ARITHMETIC if is_behind and self.orders.device.driver else device.arithmetic
 
     def memory_free_bytes(self) -> int:
         """Return the bytes that a stage may take and that are not loaded."""

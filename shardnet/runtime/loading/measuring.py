@@ -41,6 +41,9 @@ FIGURE_S = 1.0
 CHUNK_S = 8.0
 """A chunk of 256 rows that would take longer is measured with fewer rows."""
 
+_LAYERS_ON_DEVICE = 8
+"""Of a GPU so many are measured: to hand it a step takes as long as a layer or two."""
+
 STEADY = 1.25
 """On an undisturbed device the median window takes at most this many times the fastest."""
 
@@ -147,7 +150,8 @@ def measure_stage(
             quantization=None if choice.unpacks else quantization,
             linear_dtype=choice.stored_dtype,
         )
-        sample = synthetic_config(config, form, memory_bytes, kv_dtype)
+        least = _LAYERS_ON_DEVICE if driver or device != "cpu" else 1
+        sample = synthetic_config(config, form, memory_bytes, kv_dtype, least)
         if sample is None:
             raise CapacityError(
                 f"measuring needs the memory of one layer, and only {memory_bytes / 2**20:.0f} MiB "
@@ -182,11 +186,12 @@ def _figures(
     typical = min if is_disturbed else statistics.median
     plan_s = typical([times.plan_s for times in single])
     head_s = typical([times.head_s for times in single])
+    sample_s = typical([times.sample_s for times in single])
     return StageFigures(
         layer_s=rounded(typical([times.layers_s for times in single]) / sample.n_layers),
         layer_256_s=rounded(chunk_s / sample.n_layers),
         embed_s=rounded(plan_s + typical([times.embed_s for times in single])),
-        head_s=rounded(plan_s + head_s * config.vocab_size / sample.vocab_size),
+        head_s=rounded(plan_s + sample_s + head_s * config.vocab_size / sample.vocab_size),
         kernel=kernel,
         is_steady=not is_disturbed and _is_steady([times.layers_s for times in single]),
     )

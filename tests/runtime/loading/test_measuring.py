@@ -144,7 +144,7 @@ def windows_of(durations_s: Iterable[float]) -> list[float]:
         nonlocal now_s
         duration_s = next(rest)
         now_s += duration_s
-        return StepTimes(plan_s=0.0, embed_s=0.0, layers_s=duration_s, head_s=0.0)
+        return StepTimes(plan_s=0.0, embed_s=0.0, layers_s=duration_s, head_s=0.0, sample_s=0.0)
 
     taken = Windows(step, at_least=3, clock=lambda: now_s)
     in_a_row(taken.step)
@@ -296,7 +296,10 @@ def test_the_disk_is_measured_where_there_are_tensors(tmp_path: Path) -> None:
 def test_beside_other_programs_the_best_window_counts_and_the_figures_are_not_steady(
     is_disturbed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    means = [StepTimes(plan_s=0, embed_s=s, layers_s=s, head_s=s) for s in (0.012, 0.012, 0.01)]
+    means = [
+        StepTimes(plan_s=0, embed_s=s, layers_s=s, head_s=s, sample_s=0)
+        for s in (0.012, 0.012, 0.01)
+    ]
 
     def step(taken: Windows) -> bool:
         taken.means += means
