@@ -82,6 +82,10 @@ def test_a_head_that_stood_still_gives_way_and_joins_whoever_leads(
                 await until(lambda: all(is_linked(anna, one) for one in others))
             if leads_again:
                 await until(lambda: "dora stands by as deputy" in anna.lines)
+                lead = anna.node.head.latest
+                assert lead is not None
+                await lead.ring.engine.hold()  # until bert can say that it leads: none may end here
+                assert not any(one.done() for one in saying)
                 for one in (anna, bert, cleo):
                     one.out_of_reach = set()
             else:
