@@ -191,7 +191,7 @@ async def hear_all(urls: Sequence[str], end: Callable[[], None] | None = None) -
         if stream.is_drawn_anew:
             whole = streams()[number]
             await hear(other, whole, key, resume=True)
-            assert whole.parts == stream.parts, (stream.path, whole.errors)
+            assert whole.parts == stream.parts, (stream.path, stream.errors, whole.errors)
 
     await asyncio.gather(*(hear_one(*one) for one in enumerate(heard)))
     return heard
@@ -223,10 +223,14 @@ def test_streams_of_all_dialects_go_on_at_other_servers(machine: Machine) -> Non
         assert going_on.text == undisturbed[0].text
         for heard in (killed, left):
             for one, before in zip(heard, undisturbed, strict=True):
-                assert one.errors == []
+                assert one.errors == [], one.path
                 assert one.is_drawn_anew or one.parts == before.parts, one.path
 
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    finally:  # pytest shows it where the test fails
+        for name, node in zip(("anna", "bert", "cleo"), (anna, bert, cleo), strict=True):
+            print(f"--- {name}, {node.ready['http']}:\n{node.log}")
     result = bert.wait()
     assert result.code == 0
     check_log(result.stderr)

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -31,6 +31,14 @@ from shardnet.cluster.peers.peer_links import PeerLinks
 from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Planner
+from shardnet.cluster.recovery.witnesses import (
+    AGAIN_S,
+    ASK_S,
+    STAND_IN_S,
+    former_head,
+    is_lost,
+    until_succeeded,
+)
 from shardnet.cluster.router.router import Router
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.engine.engine import Engine
@@ -52,10 +60,6 @@ from shardnet.wire.messages.generation import StateChanged
 
 EPOCHS: Final = 1 << 16
 """A deputy's epochs begin so many later: a head builds fewer rings than that."""
-STAND_IN_S: Final = 20.0
-"""How long a deputy tries to take over."""
-ASK_S: Final = 1.0
-AGAIN_S: Final = 0.1
 TOLD_S: Final = 15.0
 """A link that lives so long after a message had it: silence would have ended it."""
 HOLD_S: Final = 2.0
@@ -66,13 +70,6 @@ EXPECTED_S: Final = 2.0
 """How long taking over is expected to take."""
 MAX_DUTIES: Final = 8
 """Heads that one node stands by for."""
-
-
-SEEN_S: Final = 6.0
-"""How long others may still see a head that is lost, or be out of reach themselves."""
-ALONE_S: Final = 1.0
-"""How long a head is waited for where there is nobody else to ask."""
-LinkOf = Callable[[NodeId], ControlLink | None]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -154,10 +151,22 @@ class StandIn:
         await self._jobs.close()
 
     async def _settled(self) -> None:
-        """Wait while it is not clear whether this node takes over a ring."""
+        """Wait while it is not clear who leads in the place of a head.
+
+        A ring that this node built meanwhile would keep nodes from the one that is to go on.
+        """
+        former = self._former_head()
+        duty = None if former is None else self._duties.get(former)
+        if duty is not None and duty.requests.running:
+            await _until_begun(duty)
         standing_in = [one.standing_in for one in self._duties.values() if one.standing_in]
         if standing_in:
             await asyncio.wait(standing_in)
+        elif former is not None:
+            await until_succeeded(former, self.links, lambda: self._former_head() == former)
+
+    def _former_head(self) -> NodeId | None:
+        return former_head(self.head.host.membership, self.node)
 
     # --- as a deputy
 
@@ -277,8 +286,10 @@ class StandIn:
             await asyncio.sleep(AGAIN_S)
 
     async def _find_node(self, control: ControlLink, message: FindNode) -> None:
-        is_linked = self.links.link_of(NodeId(message.node)) is not None
-        control.send(NodeFound(request=message.request, is_linked=is_linked))
+        node = NodeId(message.node)
+        duty, is_linked = self._duties.get(node), self.links.link_of(node) is not None
+        stands_by = duty is not None and bool(duty.requests.running)
+        control.send(NodeFound(request=message.request, is_linked=is_linked, stands_by=stands_by))
 
     # --- for clients
 
@@ -286,10 +297,7 @@ class StandIn:
         """Go on with an answer, or say where. Raises UsageError if nobody here knows of it."""
         duty = self._duty_with(message.key)
         if duty is not None:
-            if duty.standing_in is None:  # its end is noticed here as it was by its client
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(ASK_S):
-                        await duty.begun.wait()
+            await _until_begun(duty)
             if duty.standing_in is not None and message.n_tokens:
                 state = StateChanged(
                     request=message.request,
@@ -373,32 +381,14 @@ class StandIn:
         await self.head.give_way(address, epoch)
 
 
+async def _until_begun(duty: Duty) -> None:
+    """Wait a moment until this node stands in: a head's end is noticed here as it was elsewhere."""
+    if duty.standing_in is None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ASK_S):
+                await duty.begun.wait()
+
+
 def _may_change(error: ShardnetError) -> bool:
     """Say whether to try again: nodes are busy with a ring that ends, or were lost just now."""
     return not isinstance(error, UsageError)
-
-
-async def is_lost(head: NodeId, others: Sequence[NodeId], link_of: LinkOf) -> bool:
-    """Say whether `head` is lost to all nodes of its ring, not to this one alone."""
-    began_s = time.monotonic()
-    while link_of(head) is None:
-        seen = await asyncio.gather(*(_sees(node, head, link_of) for node in others))
-        if False in seen and True not in seen:
-            return True
-        if time.monotonic() - began_s > (SEEN_S if others else ALONE_S):
-            return True not in seen
-        await asyncio.sleep(AGAIN_S)
-    return False
-
-
-async def _sees(node: NodeId, head: NodeId, link_of: LinkOf) -> bool | None:
-    """Ask a node whether it has a link to the head; None where it does not answer."""
-    control = link_of(node)
-    if control is None:
-        return None
-    try:
-        async with asyncio.timeout(ASK_S):
-            asked = FindNode(request=control.next_request(), node=head)
-            return (await control.ask(asked, NodeFound)).is_linked
-    except (ShardnetError, TimeoutError):
-        return None

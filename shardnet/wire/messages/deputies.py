@@ -112,15 +112,16 @@ class StandByRefused(Tagged, frozen=True, kw_only=True):
 
 
 class FindNode(Numbered, frozen=True, kw_only=True):
-    """Ask a node whether it has a control link to another one."""
+    """Ask a node whether it has a control link to another one, and stands by for it."""
 
     node: Name
 
 
 class NodeFound(Numbered, frozen=True, kw_only=True):
-    """Answers FindNode."""
+    """Answers FindNode. It `stands_by` where it has copies of requests that run there."""
 
     is_linked: bool
+    stands_by: bool = False
 
 
 class CopiedTo(Numbered, frozen=True, kw_only=True):

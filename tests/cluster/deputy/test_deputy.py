@@ -14,11 +14,16 @@ from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import connect
 from shardnet.api.events import RequestState
+from shardnet.cluster.peers import peer_links
+from shardnet.cluster.recovery import stand_in
 from shardnet.errors import PeerFailedError, SupersededError
+from shardnet.types import NodeId
 from shardnet.wire.messages.diagnostics import DeputyState
 from shardnet.wire.messages.plans import ModelChoice
 
 DEADLINE_S = 90.0
+QUESTION_S = 0.3
+"""Long enough, mostly, to build a ring of one of these nodes, where that is not refused."""
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -94,6 +99,76 @@ def test_a_deputy_goes_on_and_the_former_head_gives_way(tmp_path: Path) -> None:
                 await client.complete([5], model=choice, max_tokens=1)
 
     asyncio.run(main())
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_question_before_the_deputy_leads_has_no_other_ring_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients may notice the end of a head first, and ask any node for what needs a ring.
+
+    The deputy would go on with one of its own alone, which has no deputy; and a node with one of
+    its own would not say that the deputy has the answers.
+    """
+    monkeypatch.setattr(peer_links, "AGAIN_S", DEADLINE_S)
+    monkeypatch.setattr(stand_in, "ASK_S", DEADLINE_S)
+    model = make_llama(tmp_path / "model", max_position_embeddings=1024, num_hidden_layers=6)
+    prompts = [random_prompt(20, 300, seed=1)]
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            machines(tmp_path, "anna", "bert", "cleo") as (anna, bert, cleo),
+            AsyncExitStack() as stack,
+        ):
+            client = await stack.enter_async_context(connect(anna.node.address))
+            addresses = [one.node.address for one in (anna, bert, cleo)]
+            choice = ModelChoice(model=str(model), nodes=addresses)
+            anyhow = ModelChoice(model=str(model))
+            whole = await say(client, prompts, choice)
+            others = [
+                await stack.enter_async_context(connect(one.node.address)) for one in (bert, cleo)
+            ]
+            noticed = delay_loss(bert, anna)
+            said = Said.of(prompts)
+            saying = asyncio.create_task(say(client, prompts, choice, "k1", said=said))
+            await said.some.wait()
+            await anna.unplug()
+            await until(lambda: all(has_lost_its_ring(one) for one in (bert, cleo)))
+            asking = [
+                asyncio.create_task(other.tokenize(prompts[0], model=anyhow)) for other in others
+            ]
+            await asyncio.wait(asking, timeout=QUESTION_S)
+            assert not any(one.done() for one in asking)
+            noticed.set()
+            await asyncio.gather(*asking, saying)
+            assert said.tokens == whole.tokens
+            lead = bert.node.head.latest
+            assert lead is not None
+            assert [node.name for node in lead.plan.nodes] == ["bert", "cleo"]
+            assert cleo.node.head.latest is None
+            assert "cleo stands by as deputy" in bert.lines
+
+    asyncio.run(main())
+
+
+def has_lost_its_ring(machine: Machine) -> bool:
+    membership = machine.node._stage.host.membership
+    return membership is not None and membership.is_over
+
+
+def delay_loss(machine: Machine, lost: Machine) -> asyncio.Event:
+    """Have a machine find out only when the event is set that it cannot reach another one again."""
+    noticed, links = asyncio.Event(), machine.node._links.peers.links
+    dial_again = links.dial_again
+
+    async def dial_late(node: NodeId) -> None:
+        if node == lost.node.node:
+            await noticed.wait()
+        await dial_again(node)
+
+    links.dial_again = dial_late
+    return noticed
 
 
 def replace_nodes(choice: ModelChoice, machines: list[Machine]) -> ModelChoice:

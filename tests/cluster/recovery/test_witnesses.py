@@ -1,4 +1,4 @@
-"""Whether a head is lost, as its deputy finds out from others."""
+"""Whether a head is lost, and who goes on for it, as nodes find out from others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from shardnet.cluster.recovery import stand_in
+from shardnet.cluster.recovery import witnesses
 from shardnet.errors import LinkClosedError
 from shardnet.types import NodeId
 
@@ -19,8 +19,10 @@ OTHERS = [NodeId("bert"), NodeId("cleo")]
 class Node:
     """A node that is asked: `sees` whether it has a link to the head, None if it never answers."""
 
-    def __init__(self, sees: bool | None) -> None:
+    def __init__(self, sees: bool | None, n_stands_by: int = 0) -> None:
         self.sees = sees
+        self.n_stands_by = n_stands_by
+        """So many times it says that it stands by for the head."""
 
     def next_request(self) -> int:
         """Number a question."""
@@ -30,7 +32,8 @@ class Node:
         """Answer, or end the link."""
         if self.sees is None:
             raise LinkClosedError("gone")
-        return SimpleNamespace(is_linked=self.sees)
+        self.n_stands_by -= 1
+        return SimpleNamespace(is_linked=self.sees, stands_by=self.n_stands_by >= 0)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +53,8 @@ def test_nobody_is_lost_because_nobody_answers(
     lost: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stand_in, "SEEN_S", 0.05)
-    monkeypatch.setattr(stand_in, "AGAIN_S", 0.005)
+    monkeypatch.setattr(witnesses, "SEEN_S", 0.05)
+    monkeypatch.setattr(witnesses, "AGAIN_S", 0.005)
     nodes = dict(zip(OTHERS, (Node(bert), Node(cleo)), strict=True))
     n_looks = 0
 
@@ -62,11 +65,40 @@ def test_nobody_is_lost_because_nobody_answers(
         n_looks += 1
         return Node(True) if back_after is not None and n_looks > back_after else None
 
-    assert asyncio.run(stand_in.is_lost(HEAD, OTHERS, cast(Any, link_of))) is lost
+    assert asyncio.run(witnesses.is_lost(HEAD, OTHERS, cast(Any, link_of))) is lost
 
 
 def test_with_nobody_to_ask_the_head_is_waited_for_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stand_in, "ALONE_S", 0.02)
-    assert asyncio.run(stand_in.is_lost(HEAD, [], lambda _: None))
+    monkeypatch.setattr(witnesses, "ALONE_S", 0.02)
+    assert asyncio.run(witnesses.is_lost(HEAD, [], lambda _: None))
+
+
+@pytest.mark.parametrize(
+    ("bert", "is_linked", "left"),
+    [
+        (Node(False, 3), False, 0),  # it has taken over, or given up
+        (Node(False), False, 0),
+        (Node(None, 3), False, 3),
+        (Node(True, 10**6), False, 1),  # the head lives: its ring alone has ended
+        (Node(False, 10**6), True, 1),
+    ],
+)
+def test_a_node_waits_for_a_deputy_as_long_as_there_is_one(
+    bert: Node, is_linked: bool, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(witnesses, "ASK_S", 0.05)
+    monkeypatch.setattr(witnesses, "AGAIN_S", 0.005)
+    links: Any = SimpleNamespace(
+        linked=lambda: [bert, Node(False)], link_of=lambda _: Node(True) if is_linked else None
+    )
+    asyncio.run(witnesses.until_succeeded(HEAD, links, lambda: True))
+    assert min(max(bert.n_stands_by, 0), max(left, 1)) == left
+
+
+def test_nobody_is_waited_for_once_another_ring_has_this_node() -> None:
+    bert = Node(False, 10**6)
+    links: Any = SimpleNamespace(linked=lambda: [bert], link_of=lambda _: None)
+    asyncio.run(witnesses.until_succeeded(HEAD, links, lambda: bert.n_stands_by > 10**6 - 2))
+    assert bert.n_stands_by == 10**6 - 2
