@@ -85,8 +85,9 @@ class OwnState:
 
     def _arithmetic_of(self, device: Device) -> str:
         """Name a device's arithmetic: behind a device of the kernel text the CPU's is its own."""
-        is_behind = device.kind == CPU and self.orders.device.arithmetic == PORTABLE_ARITHMETIC
-        return PORTABLE_ARITHMETIC if is_behind and self.orders.device.driver else device.arithmetic
+        first = self.settings.budget.device
+        is_behind = device.kind == CPU and first.arithmetic == PORTABLE_ARITHMETIC
+        return PORTABLE_ARITHMETIC if is_behind and first.driver else device.arithmetic
 
     def memory_free_bytes(self) -> int:
         """Return the bytes that a stage may take and that are not loaded."""
