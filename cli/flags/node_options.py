@@ -59,13 +59,13 @@ class NodeOptions:
     )
     device: str = flag(
         "auto",
-        "--device auto|cpu|cuda|mps|opencl|A,B",
+        "--device auto|cpu|nvidia|cuda|mps|opencl|A,B",
         "Compute device, or a list of them: cuda:0,cuda:1 or cuda:0,cpu, or cpu:0,cpu:1 for "
-        "equal groups of cores; auto takes what is faster of GPUs and CPU, or both. Also the "
-        "name of a plug-in.",
+        "equal groups of cores; nvidia has the CPU's bits, cuda is torch's; auto takes what is "
+        "faster of GPUs and CPU, or both. Also the name of a plug-in.",
         env=True,
         words=one_of(
-            *("auto", "cpu", "cuda", "mps", "opencl:0"),
+            *("auto", "cpu", "nvidia:0", "cuda", "mps", "opencl:0"),
             *("cuda:0,cuda:1", "cuda:0,cpu", "cpu:0,cpu:1"),
         ),
     )

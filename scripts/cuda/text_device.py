@@ -45,6 +45,8 @@ from shardnet.wire.messages.plans import ModelChoice
 Cells = Sequence[str]
 N_PROMPT = 140
 """More than a block of attention."""
+CHUNK, LONG_PROMPT, N_DECODED, TOGETHER = 256, 512, 64, 8
+"""Of the speeds that llama.cpp's benchmark has too, and of rows that are decoded together."""
 
 
 def text_parts(found: Device, gpu: Gpu, model: str, *, is_quick: bool) -> list[Part]:
@@ -132,19 +134,53 @@ def _model(device: TextDevice, gpu: Gpu, path: Path) -> Iterator[Cells]:
         prompt = [7919 * place % vocab for place in range(1, N_PROMPT + 1)]
         logits[name] = [stage.forward(make_step([(0, 0, prompt)]), None)]
         logits[name].append(stage.forward(make_step([(0, N_PROMPT, [5])]), None))
-
-        def prefill(stage: StageModel = stage, prompt: list[int] = prompt) -> None:
-            stage.forward(make_step([(1, 0, prompt)]), None)
-            stage.kv.free(SlotId(1))
-
-        step = make_step([(0, N_PROMPT, [5])])
-        took_s, step_s = gpu.seconds(prefill), gpu.seconds(partial(stage.forward, step, None))
-        speeds = f"prefill {N_PROMPT / took_s:.0f} tokens/s", f"decode {1 / step_s:.1f} tokens/s"
-        yield name, *speeds, stage.choice.name
+        yield (
+            name,
+            stage.choice.name,
+            *(_speeds(gpu, stage, prompt) if on else _rough(gpu, stage, prompt)),
+        )
         del stage
     pairs = zip(logits["CPU"], logits["device"], strict=True)
     errors = [float((a - b).abs().max()) for a, b in pairs if not torch.equal(a, b)]
     yield "logits", f"WRONG by {max(errors):.1g}" if errors else "same bits"
+
+
+def _rough(gpu: Gpu, stage: StageModel, prompt: list[int]) -> Iterator[str]:
+    """Time a short prompt and a step, of a CPU that may be slow."""
+
+    def prefill() -> None:
+        stage.forward(make_step([(1, 0, prompt)]), None)
+        stage.kv.free(SlotId(1))
+
+    step = make_step([(0, len(prompt), [5])])
+    yield f"prefill {len(prompt) / gpu.seconds(prefill):.0f} tokens/s"
+    yield f"decode {1 / gpu.seconds(partial(stage.forward, step, None)):.1f} tokens/s"
+
+
+def _speeds(gpu: Gpu, stage: StageModel, prompt: list[int]) -> Iterator[str]:
+    """Time a prompt by chunks, tokens behind a short prompt, and rows together."""
+    long = [prompt[place % len(prompt)] for place in range(LONG_PROMPT)]
+
+    def prefill() -> None:
+        for place in range(0, LONG_PROMPT, CHUNK):
+            stage.forward(make_step([(1, place, long[place : place + CHUNK])]), None)
+        stage.kv.free(SlotId(1))
+
+    def decode() -> None:
+        for place in range(16, 16 + N_DECODED):
+            stage.forward(make_step([(0, place, [5])]), None)
+
+    stage.kv.free(SlotId(0))
+    prefill()
+    yield f"prefill {LONG_PROMPT / gpu.seconds(prefill):.0f} tokens/s"
+    stage.forward(make_step([(0, 0, prompt[:16])]), None)
+    decode()
+    yield f"decode {N_DECODED / gpu.seconds(decode):.1f} tokens/s"
+    together = make_step((slot, 16 * (slot == 0), [slot]) for slot in range(TOGETHER))
+    for _ in range(2):
+        stage.forward(together, None)
+    took_s = gpu.seconds(partial(stage.forward, together, None))
+    yield f"{TOGETHER} at once {TOGETHER / took_s:.0f} tokens/s"
 
 
 def _load(path: Path, on: TextDevice | None) -> StageModel:
@@ -157,15 +193,15 @@ def _load(path: Path, on: TextDevice | None) -> StageModel:
         LayerRange(0, checkpoint.config.n_layers),
         choice=replace(choice, hidden_dtype=hidden),
         device=device,
-        room_blocks=8,
-        context=512,
+        room_blocks=2 * TOGETHER,
+        context=1024,
         progress=lambda done, total: None,
         on=on,
     )
 
 
 def _llama(model: str) -> Iterator[Cells]:
-    command = ["llama-bench", "-m", model, "-p", str(N_PROMPT), "-n", "32", "-o", "md"]
+    command = ["llama-bench", "-m", model, "-p", str(LONG_PROMPT), "-n", str(N_DECODED)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     for line in told.stdout.splitlines():
         if "t/s" in line or "±" in line:

@@ -24,7 +24,7 @@ AMD: Final = "amd"
 METAL: Final = "metal"
 BY_TEXT: Final = (OPENCL, NVIDIA, AMD, METAL, HOST)
 """What the kernel text computes on; host is this machine's CPU in that guise, to test it."""
-KINDS: Final = (AUTO, CPU, CUDA, MPS, OPENCL)
+KINDS: Final = (AUTO, CPU, NVIDIA, CUDA, MPS, OPENCL)
 """What there is without plug-ins: AMD's GPUs are cuda to torch, Apple's are mps."""
 _MOST_INDEX: Final = 1023
 

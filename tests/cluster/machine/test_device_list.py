@@ -45,7 +45,7 @@ def test_lists_of_devices_are_read(text: str, written: str) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("tpu", "'tpu' is unknown; choose auto, cpu, cuda, mps, opencl or numpy"),
+        ("tpu", "'tpu' is unknown; choose auto, cpu, nvidia, cuda, mps, opencl or numpy"),
         ("cpu:0,tpu:1", "'cpu:0,tpu:1': 'tpu:1' is unknown"),
         ("", "'' is unknown"),
         ("cpu:0,", "'' is unknown"),
