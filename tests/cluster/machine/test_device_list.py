@@ -14,9 +14,14 @@ from support.simulated_device import simulated_device
 from shardnet.cluster.machine import cores as system_cores
 from shardnet.cluster.machine import profile
 from shardnet.cluster.machine.cores import Core, group_cores, read_cores
-from shardnet.cluster.machine.device_list import parse_devices, parse_tensor_parallel
+from shardnet.cluster.machine.device_list import (
+    DeviceName,
+    parse_devices,
+    parse_tensor_parallel,
+)
 from shardnet.cluster.machine.profile import MEMORY_SHARE, Device, MemoryBudget, find_devices
 from shardnet.errors import ConfigurationError, UsageError
+from shardnet.model.devices import gpu
 from shardnet.model.kernels import devices
 
 GIB = 2**30
@@ -161,6 +166,46 @@ def test_a_gpu_without_kernels_is_left_out_by_name(monkeypatch: pytest.MonkeyPat
     assert cpu.name == "cpu"
     [line] = told
     assert "GTX 1080: CUDA error: no kernel image is available; this node computes without" in line
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "expected", "told"),
+    [
+        ("portable", ["nvidia:0", "nvidia:1", "cpu"], []),
+        ("A, 1e-06 from the compiled kernels", ["cuda:0", "nvidia:1", "cpu"], ["as cuda:0"]),
+        (None, ["cuda:0", "cpu"], ["as cuda:0", "without it"]),
+    ],
+)
+def test_of_nvidias_gpus_auto_takes_the_kernel_text_where_it_has_the_cpus_bits(
+    arithmetic: str | None, expected: list[str], told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch sees nothing of the second one; without a compiler of texts there is torch, or none."""
+
+    def find(name: DeviceName) -> Device:
+        if arithmetic is None:
+            raise ConfigurationError(f"--device {name}: libnvrtc is not installed")
+        description = f"{name} (A)"
+        return Device(
+            kind="nvidia",
+            index=name.index,
+            description=description,
+            dtypes=(),
+            arithmetic=arithmetic,
+        )
+
+    monkeypatch.setattr(gpu, "count_gpus", lambda maker: 2)
+    monkeypatch.setitem(profile._FINDERS, "nvidia", find)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A")
+    monkeypatch.setattr(profile, "_good_dtypes", lambda torch_name: ())
+    monkeypatch.setattr(profile, "_check_computes", lambda *of_gpu: None)
+    lines: list[str] = []
+    found = find_devices("auto", lines.append)
+    assert [device.name for device in found] == expected
+    assert len(lines) == len(told)
+    assert all(words in line for words, line in zip(told, lines, strict=True))
+    assert all(type(device.torch) is str for device in found)
 
 
 def test_apples_gpu_gets_what_metal_recommends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -508,7 +508,7 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
                     TIMES (j, EACH * 4) sum[j] = 0;
                     UNROLLED for (uint32_t sub = 0; sub < SLICE; sub += SUB) {
 #if IS_FLOAT
-                        AHEAD for (uint32_t i = 0; i < SUB; i++)
+                        for (uint32_t i = 0; i < SUB; i++)
                             TIMES (j, 4) {
                                 const float value = VALUE(unit + sub / 32 * BITS * 16, i, o + j);
                                 TIMES (r, EACH)
