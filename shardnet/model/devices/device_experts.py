@@ -16,7 +16,7 @@ import numpy as np
 from shardnet.model.arithmetic.row_functions import ACTIVATIONS
 from shardnet.model.config.model_config import Experts
 from shardnet.model.devices.driver import THREADS, Array, Buffer
-from shardnet.model.devices.products import DeviceProduct, Gating, Rows, Visits
+from shardnet.model.devices.products import DeviceProduct, Gating, Rows, Tiles, Visits
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers.experts import (
@@ -36,6 +36,9 @@ Launch = Callable[..., None]
 """Launches a kernel by name: groups, buffers, numbers."""
 Put = Callable[[Array], Buffer]
 """Uploads an array."""
+_GATHERED_FROM: Final = 12
+"""From so many visits an expert on they are gathered by expert: 64 rows by tiles cost as many by
+themselves."""
 _CLAMPED: Final = 3
 _BY_SOFTMAX: Final = 3
 """As the text numbers activations, and ways to route."""
@@ -102,8 +105,9 @@ class DeviceExperts:
         )
         self._router(rows, n_rows, scores)
         self._route(scores, ids, weights, n_rows)
-        self._gate_up(rows, n_rows, both, visits=Visits(ids=ids, each=top_k))
-        self._down(both, n_visits, outputs, self._gating, Visits(ids=ids, each=1))
+        tiles = self._tiles(ids, n_visits)
+        self._gate_up(rows, n_rows, both, visits=Visits(ids=ids, each=top_k, tiles=tiles))
+        self._down(both, n_visits, outputs, self._gating, Visits(ids=ids, each=1, tiles=tiles))
         of_shared, gates = outputs, weights
         if self._shared:
             gate_up, down = self._shared
@@ -120,6 +124,18 @@ class DeviceExperts:
             [outputs, weights, of_shared, gates, inner],
             *(n_rows, width, top_k, bool(self._shared) + (self._gate is not None)),
         )
+
+    def _tiles(self, ids: Buffer, n_visits: int) -> Tiles | None:
+        """Gather visits by expert, where that pays: an expert's weights are read once for many."""
+        n_experts, of = self._router.shape[0], self._scratch.of
+        if n_experts == 1 or n_visits < _GATHERED_FROM * n_experts:
+            return None
+        n_tiles = n_visits // 64 + n_experts
+        order, tiles = of("order", 4 * n_visits), of("tiles", 12 * n_tiles)
+        starts = of("starts", 4 * n_experts)
+        sizes = n_visits, n_experts, n_tiles
+        self._launch("group_visits", (1, 1), [ids, starts, order, tiles], *sizes)
+        return Tiles(order=order, tiles=tiles, n=n_tiles)
 
     def _route(self, scores: Buffer, ids: Buffer, weights: Buffer, n_rows: int) -> None:
         """Choose the experts of rows, by the router's scores."""

@@ -58,7 +58,14 @@ from shardnet.model.layers.rotary import Rotary
 
 LAYER_PARTS: Final = ("vectors", "rows", "experts")
 """Of the text."""
-_NAMES: Final = ("add_and_norm", "rotate_heads", "route", "route_in_groups", "combine")
+_NAMES: Final = (
+    "add_and_norm",
+    "rotate_heads",
+    "route",
+    "route_in_groups",
+    "group_visits",
+    "combine",
+)
 _MOST_RECORDED: Final = 16
 """Steps of more rows are launched one by one: prompts, whose numbers of rows are many."""
 _ADDS, _AFTER, _ROUNDS, _BEFORE = 1, 2, 4, 8

@@ -31,6 +31,7 @@ def form_macros(form: PanelForm, rows: int) -> dict[str, object]:
     words = np.array(form.book or [0] * 16).astype(np.int8).view(np.uint32)
     return {
         "ROWS": rows,
+        "AT_LEAST": 3 if rows == 1 else 2,
         "BITS": form.bits,
         "CODE": int(form.code),
         "OFFSET": form.offset,
@@ -81,11 +82,21 @@ NOT_GATED: Final = Gating()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """Visits in the order of their experts, and `n` tiles of that: see group_visits in the text."""
+
+    order: Buffer
+    tiles: Buffer
+    n: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Visits:
     """By which experts rows are multiplied: `each` ids a row, uint32 on the device."""
 
     ids: Buffer
     each: int
+    tiles: Tiles | None = None
 
 
 @dataclass(slots=True)
@@ -213,20 +224,19 @@ class DeviceProduct:
         n_rows *= repeats
         n_panels = -(-part.n_out // PANEL)
         numbers = [part.n_blocks, part.n_out, n_rows, self.shape[0], part.first]
-        numbers += [int(part.bias is not None)]
+        numbers += [int(part.bias is not None), part.expert_words, repeats]
         bias = out if part.bias is None else part.bias
-        if visits is None and n_rows >= MANY:
-            name, rows, groups, others = (
-                "multiply_many",
-                0,
-                (-(-n_panels // 4), -(-n_rows // 64)),
-                [],
-            )
+        tiles = None if visits is None else visits.tiles
+        if tiles is not None:
+            name, rows, groups = "multiply_many", 0, (-(-n_panels // 4), tiles.n)
+            others = [tiles.order, tiles.tiles]
+        elif visits is None and n_rows >= MANY:
+            name, rows, groups = "multiply_many", 0, (-(-n_panels // 4), -(-n_rows // 64))
+            others = [out, out]
         else:
             rows = 1 if visits else next(n for n in ROWS if n_rows <= n or n == ROWS[-1])
             name, groups = "multiply", (n_panels, -(-n_rows // rows))
             others = [out if visits is None else visits.ids]
-            numbers += [part.expert_words, repeats]
         self._driver.launch(
             self._kernel(form, name, rows),
             groups,

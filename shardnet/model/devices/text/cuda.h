@@ -5,8 +5,11 @@ typedef unsigned char uint8_t;
 typedef signed char int8_t;
 typedef short int16_t;
 typedef unsigned short uint16_t;
-/* Two groups at a time: with more a thread has few registers, and waits for each word that it reads. */
-#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 2)
+/* Two groups at a time, or as the text says: with more a thread has few registers, and waits for each word that it reads. */
+#ifndef AT_LEAST
+#define AT_LEAST 2
+#endif
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, AT_LEAST)
 #define INLINE static __device__ __forceinline__
 #define GLOBAL
 #define TABLE __constant__

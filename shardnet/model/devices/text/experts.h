@@ -157,6 +157,40 @@ KERNEL route_in_groups(GLOBAL float *scores, GLOBAL const float *bias, GLOBAL fl
     }
 }
 
+/* One group of threads orders the visits of rows to experts by expert, and divides them into tiles of at most 64 of one:
+ * [n_tiles] of expert, where its visits begin in `order`, how many; 0 for tiles that are not needed. `starts` is scratch,
+ * a word for each expert. */
+KERNEL group_visits(GLOBAL const uint32_t *ids, GLOBAL uint32_t *starts, GLOBAL uint32_t *order, GLOBAL uint32_t *tiles,
+                    uint32_t n_visits, uint32_t n_experts, uint32_t n_tiles WHERE) {
+    PHASE {
+        for (uint32_t e = THREAD; e < n_experts; e += THREADS) {
+            uint32_t count = 0;
+            AHEAD for (uint32_t v = 0; v < n_visits; v++) count += ids[v] == e;
+            starts[e] = count;
+        }
+    }
+    PHASE {
+        uint32_t tile = 0, begin = 0;
+        for (uint32_t e = 0; e < n_experts && THREAD == 0; e++) {
+            const uint32_t count = starts[e];
+            for (uint32_t at = 0; at < count; at += 64, tile++) {
+                tiles[3 * tile] = e, tiles[3 * tile + 1] = begin + at;
+                tiles[3 * tile + 2] = count - at < 64 ? count - at : 64;
+            }
+            starts[e] = begin;
+            begin += count;
+        }
+        for (; tile < n_tiles && THREAD == 0; tile++) tiles[3 * tile + 2] = 0;
+    }
+    PHASE {
+        for (uint32_t e = THREAD; e < n_experts; e += THREADS) {
+            uint32_t at = starts[e];
+            for (uint32_t v = 0; v < n_visits; v++)
+                if (ids[v] == e) order[at++] = v;
+        }
+    }
+}
+
 /* inner = the outputs of a row's experts by their weights, in the order of its choice; with `shared` 1 what the shared
  * expert gives is added, with 2 times the sigmoid of its gate. */
 KERNEL combine(GLOBAL const float *outputs, GLOBAL const float *weights, GLOBAL const float *of_shared,

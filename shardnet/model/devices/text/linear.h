@@ -259,39 +259,43 @@ INLINE float plain_at(uint32_t word, uint32_t i) {
 #endif
 #define BRING(next)                                                                                                      \
     TIMES (k, OF_THREAD) {                                                                                               \
-        const uint32_t input = (next) + k * (THREADS / 64) + THREAD / 64, its_row = GROUP_Y * 64 + THREAD % 64;          \
+        const uint32_t input = (next) + k * (THREADS / 64) + THREAD / 64;                                                \
         const uint32_t its_panel = GROUP_X * 4 + THREAD % 64 / 16;                                                       \
         if (input < n_inputs && its_panel < n_panels) {                                                                  \
-            GLOBAL const uint32_t *its = weights + ((uint64_t)its_panel * n_blocks + input / BLOCK) * BLOCK_WORDS;       \
+            GLOBAL const uint32_t *its = matrix + ((uint64_t)its_panel * n_blocks + input / BLOCK) * BLOCK_WORDS;        \
             MY(weight)[k] = WEIGHT(its, input, THREAD % 16);                                                             \
         }                                                                                                                \
-        if (input < n_inputs && its_row < n_rows) MY(value)[k] = wide[(uint64_t)its_row * n_inputs + input];             \
+        if (input < n_inputs && THREAD % 64 < count)                                                                     \
+            MY(value)[k] = wide[(uint64_t)source[THREAD % 64] * n_inputs + input];                                       \
     }
 #else
 #define BRING(next)                                                                                                      \
     {                                                                                                                    \
         const uint32_t quad = THREAD / 16 % 8, input = (next) + THREAD / 16 * 4, piece = (next) + THREAD / 64 * 16;      \
-        const uint32_t its_panel = GROUP_X * 4 + THREAD % 16 / 4, its_row = GROUP_Y * 64 + THREAD % 64;                  \
+        const uint32_t its_panel = GROUP_X * 4 + THREAD % 16 / 4;                                                        \
         if (input < n_inputs && its_panel < n_panels) {                                                                  \
-            GLOBAL const uint32_t *unit = weights + ((uint64_t)its_panel * n_blocks + input / BLOCK) * BLOCK_WORDS +     \
+            GLOBAL const uint32_t *unit = matrix + ((uint64_t)its_panel * n_blocks + input / BLOCK) * BLOCK_WORDS +      \
                                           HEADER / 4 + input % BLOCK / 32 * BITS * 16 + THREAD % 4 * 4;                  \
             MY(low)[0] = LOAD4(unit + LOW(quad) * 16);                                                                   \
             MY(high)[0] = LOAD4(unit + HIGH(quad) * 16);                                                                 \
         }                                                                                                                \
-        if (piece < n_inputs && its_row < n_rows)                                                                        \
-            MY(four)[0] = LOAD4(quantised + ((uint64_t)its_row * n_inputs + piece) / 4);                                 \
+        if (piece < n_inputs && THREAD % 64 < count)                                                                     \
+            MY(four)[0] = LOAD4(quantised + ((uint64_t)source[THREAD % 64] * n_inputs + piece) / 4);                     \
     }
 #endif
 
 #define NEEDS_SUMS (LESS != 0) + LEVELS * HAS_MINIMUM /* of groups */
 
 /* out[row][first + o] for the four panels from GROUP_X * 4 on and the 64 rows from GROUP_Y * 64 on: a thread has four
- * outputs of four rows. */
+ * outputs of four rows. With `expert_words` they are the rows of tile GROUP_Y, whose numbers are in `order`, by the matrix
+ * of the tile's expert; `repeats` rows have the same inputs. */
 KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised, GLOBAL const float *wide,
                      GLOBAL const float *scales, GLOBAL const float *sums, GLOBAL const int16_t *group_sums,
-                     GLOBAL const float *bias, GLOBAL float *out, uint32_t n_blocks, uint32_t n_out, uint32_t n_rows,
-                     uint32_t width, uint32_t first, uint32_t has_bias WHERE) {
+                     GLOBAL const float *bias, GLOBAL const uint32_t *order, GLOBAL const uint32_t *tiles,
+                     GLOBAL float *out, uint32_t n_blocks, uint32_t n_out, uint32_t n_rows, uint32_t width,
+                     uint32_t first, uint32_t has_bias, uint32_t expert_words, uint32_t repeats WHERE) {
     SHARED FOUR of_weights[WORDS * 16], of_rows[WORDS * 16]; /* [words][64] */
+    SHARED uint32_t source[64], target[64];                  /* of rows: where their inputs are, and their outputs */
     OWN(float, total, 16);
 #if IS_FLOAT
     OWN(float, sum, 16);
@@ -300,6 +304,17 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
     OWN(int, more, 16);
 #endif
     const uint32_t n_inputs = n_blocks * BLOCK, n_groups = n_inputs / TOKEN_GROUP, n_panels = (n_out + 15) / 16;
+    const uint32_t expert = expert_words ? tiles[3 * GROUP_Y] : 0;
+    const uint32_t begin_row = expert_words ? tiles[3 * GROUP_Y + 1] : GROUP_Y * 64, left = n_rows - begin_row;
+    const uint32_t count = expert_words ? tiles[3 * GROUP_Y + 2] : left < 64 ? left : 64;
+    GLOBAL const uint32_t *matrix = weights + (uint64_t)expert * expert_words;
+    if (count == 0) return;
+    PHASE {
+        if (THREAD < count) {
+            target[THREAD] = expert_words ? order[begin_row + THREAD] : begin_row + THREAD;
+            source[THREAD] = target[THREAD] / repeats;
+        }
+    }
 #if IS_FLOAT
     OWN(float, weight, OF_THREAD);
     OWN(float, value, OF_THREAD);
@@ -326,7 +341,7 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
 #endif
         }
         PHASE {
-            const uint32_t column = THREAD % 16 * 4, o = column % 16, row = GROUP_Y * 64 + THREAD / 16 * 4;
+            const uint32_t column = THREAD % 16 * 4, o = column % 16, row = THREAD / 16 * 4;
             const uint32_t wanted = GROUP_X * 4 + column / 16, panel = wanted < n_panels ? wanted : n_panels - 1;
             BRING(begin + DEEP)
 #if IS_FLOAT
@@ -340,7 +355,7 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
 #if BITS < 16
             if ((begin + DEEP) % TOKEN_GROUP == 0) {
                 const uint32_t from = begin % BLOCK / TOKEN_GROUP * TOKEN_GROUP;
-                GLOBAL const uint32_t *block = weights + ((uint64_t)panel * n_blocks + begin / BLOCK) * BLOCK_WORDS;
+                GLOBAL const uint32_t *block = matrix + ((uint64_t)panel * n_blocks + begin / BLOCK) * BLOCK_WORDS;
                 TIMES (j, 4) {
                     const float factor = OWN_FACTOR(block, from, o + j);
                     TIMES (r, 4) {
@@ -353,8 +368,8 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
 #else
             UNROLLED for (uint32_t sub = 0; sub < DEEP; sub += SUB) {
                 const uint32_t input = begin + sub, from = input % BLOCK;
-                if (input < n_inputs) {
-                    GLOBAL const uint32_t *block = weights + ((uint64_t)panel * n_blocks + input / BLOCK) * BLOCK_WORDS;
+                if (input < n_inputs && row < count) {
+                    GLOBAL const uint32_t *block = matrix + ((uint64_t)panel * n_blocks + input / BLOCK) * BLOCK_WORDS;
                     int dots[16], least[4];
                     TIMES (i, 16) dots[i] = 0;
                     UNROLLED for (uint32_t quad = sub / 4; quad < (sub + SUB) / 4; quad++) {
@@ -363,7 +378,7 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
                             TIMES (j, 4) dots[r * 4 + j] = DOT4(w.of[j], x.of[r], dots[r * 4 + j]);
                     }
                     TIMES (r, NEEDS_SUMS ? 4 : 0) {
-                        const uint32_t own = row + r < n_rows ? row + r : n_rows - 1;
+                        const uint32_t own = source[row + r < count ? row + r : count - 1];
                         least[r] = group_sums[((uint64_t)own * n_inputs + input) / SUB];
                     }
                     TIMES (j, 4) {
@@ -383,7 +398,7 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
                         TIMES (j, 4) {
                             const float factor = OWN_FACTOR(block, at, o + j);
                             TIMES (r, 4) {
-                                const uint32_t own = row + r < n_rows ? row + r : n_rows - 1;
+                                const uint32_t own = source[row + r < count ? row + r : count - 1];
                                 const uint64_t group = (uint64_t)own * n_groups + input / TOKEN_GROUP;
                                 const uint32_t i = r * 4 + j;
                                 float all = FMA((float)MY(sum)[i], MUL(factor, scales[group]), MY(total)[i]);
@@ -402,11 +417,12 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
         }
     }
     PHASE {
-        const uint32_t o = GROUP_X * 64 + THREAD % 16 * 4, row = GROUP_Y * 64 + THREAD / 16 * 4;
-        for (uint32_t r = 0; r < 4 && row + r < n_rows; r++)
+        const uint32_t o = GROUP_X * 64 + THREAD % 16 * 4, row = THREAD / 16 * 4;
+        for (uint32_t r = 0; r < 4 && row + r < count; r++)
             for (uint32_t j = 0; j < 4 && o + j < n_out; j++) {
                 const float all = BITS < 16 ? MY(total)[r * 4 + j] : (float)MY(sum)[r * 4 + j];
-                out[(uint64_t)(row + r) * width + first + o + j] = has_bias ? ADD(all, bias[o + j]) : all;
+                const uint64_t place = (uint64_t)target[row + r] * width + first + o + j;
+                out[place] = has_bias ? ADD(all, bias[o + j + expert * n_out]) : all;
             }
     }
 }
@@ -430,7 +446,7 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
 #define SLICES (TOKEN_GROUP / SLICE) /* of a token group */
 #define EACH (ROWS < 2 ? ROWS : 2)   /* rows of a thread */
 #define AT_ONCE (THREADS / 4 / (ROWS / EACH))
-#define PASSES (ROWS == 1 && BITS < 8 ? 2 : 1)
+#define PASSES (ROWS == 1 && BITS < 8 && TOKEN_GROUP > 32 ? 2 : 1)
 #define CHUNK (AT_ONCE * PASSES / SLICES) /* token groups at a time */
 #define OF_CHUNK (ROWS * CHUNK * 16)
 #define OF_THREAD (OF_CHUNK / THREADS)

@@ -44,7 +44,9 @@ KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL cons
         }
         PHASE { ADD_SQUARES(width - begin < LINE ? width - begin : LINE) }
     }
-    if (n_after) PHASE { NORM_SCALE(width, eps_after) }
+    PHASE {
+        if (n_after) NORM_SCALE(width, eps_after)
+    }
     for (uint32_t begin = 0; begin < width; begin += LINE) {
         PHASE {
             FOUR state[OF_LINE], more[OF_LINE];
@@ -73,7 +75,9 @@ KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL cons
             if (n_before) ADD_SQUARES(width - begin < LINE ? width - begin : LINE)
         }
     }
-    if (n_before) PHASE { NORM_SCALE(width, eps_before) }
+    PHASE {
+        if (n_before) NORM_SCALE(width, eps_before)
+    }
     for (uint32_t begin = 0; begin < n_before; begin += LINE) {
         PHASE {
             TIMES (k, OF_LINE) {
