@@ -7,6 +7,7 @@ disk measurement on another. Must not know nodes, plans or where figures are sto
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import statistics
@@ -161,6 +162,8 @@ def measure_stage(
         with capacity_error_for(f"{device} has no memory left to measure in"):
             on = open_device(driver) if driver else None
             model = SyntheticModel(sample, choice, torch.device(device), tick, kv_dtype, on)
+            if on is not None:
+                choice = dataclasses.replace(choice, by_text=on.driver.description)
             model.step(1)  # the first one only warms up
             before = ProcessorUse.now()
             singles = Windows(lambda: model.step(1), at_least=3, tick=tick)
