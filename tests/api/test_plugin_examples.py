@@ -115,7 +115,7 @@ def test_a_ring_of_torch_and_numpy_says_what_torch_says(
         ("[shardnet.computes]\nnumpy = numpy_compute:load\n", "should be a ComputePlugin"),
         (
             "[shardnet.computes]\nother = numpy_compute:NUMPY\n",
-            "choose auto, cpu, cuda, mps, opencl or other",
+            "choose auto, cpu, nvidia, cuda, mps, opencl or other",
         ),
     ],
 )
