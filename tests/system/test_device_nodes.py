@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from support.devices import DEVICE, HOST, compared, device_of
 from support.soak import cases
-from support.system.nodes import Crew, Machine
+from support.system.nodes import Crew, Machine, NodeProcess
 
 PROMPT = ["generate", "It is a truth universally acknowledged", "--json", "--arith", "portable"]
 LONG = ["--max-tokens", "96", "--ignore-eos"]
@@ -20,7 +22,7 @@ def test_a_ring_of_a_device_and_a_cpu_says_what_cpus_say(
     device: str, trio: Crew, machine: Machine
 ) -> None:
     """Word by word, with equal log-probabilities; also when the device's node leaves meanwhile, and
-    its keys and values move to the CPU.
+    its keys and values move to the CPU, and when it is killed.
     """
     device_of(device)
     [node] = machine.start_nodes("odette", arguments=["--device", device])
@@ -37,8 +39,14 @@ def test_a_ring_of_a_device_and_a_cpu_says_what_cpus_say(
     assert plan["exact"]["split"]
     assert plan["exact"]["batch"]
     expected, _ = said(alone, *LONG)
-    running = trio.machine.begin(*PROMPT, "--nodes", f"{alone},{node.address}", *LONG)
-    running.stderr.wait_for("ring: ")
-    node.signal(signal.SIGTERM)
+
+    def lose(node: NodeProcess, end: Callable[[], None]) -> None:
+        running = trio.machine.begin(*PROMPT, "--nodes", f"{alone},{node.address}", *LONG)
+        running.stderr.wait_for("ring: ")
+        end()
+        assert running.wait().json["token_ids"] == expected
+
+    lose(node, partial(node.signal, signal.SIGTERM))
     node.stop()
-    assert running.wait().json["token_ids"] == expected
+    [another] = machine.start_nodes("odile", arguments=["--device", device])
+    lose(another, another.kill)
