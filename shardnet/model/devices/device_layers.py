@@ -8,7 +8,7 @@ Axes in shape comments: T rows of the micro-batch, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -66,8 +66,10 @@ _NAMES: Final = (
     "group_visits",
     "combine",
 )
-_MOST_RECORDED: Final = 16
+_MOST_ROWS_RECORDED: Final = 16
 """Steps of more rows are launched one by one: prompts, whose numbers of rows are many."""
+_MOST_RECORDED: Final = 64
+"""Steps that are kept: those that came first make room."""
 _ADDS, _AFTER, _ROUNDS, _BEFORE = 1, 2, 4, 8
 """What `add_and_norm` does."""
 
@@ -296,7 +298,7 @@ class DeviceLayers:
         self._device, self._kv = device, kv
         kv.compute_on(device.driver)
         self._kernels = dict(device.rows_kernels())
-        self._recorded: dict[object, _Recorded] = {}
+        self._recorded: dict[Hashable, _Recorded] = {}
         self._layers = [self._uploaded(layer) for layer in layers]
 
     def _uploaded(self, layer: Layer) -> _Layer:
@@ -390,12 +392,13 @@ class DeviceLayers:
                 following = behind[0].around_attention if behind else None
                 self._between(layer.around_mlp, following, rows, hidden.shape, rounds=rounds)
 
-        self._launch_all((n_rows, n_blocks, rounds), launch)
+        of_layers = tuple([*own].index(id(rotary)) for rotary in rotaries)
+        self._launch_all(n_rows, (n_rows, n_blocks, rounds, of_layers), launch)
         out = torch.empty_like(hidden)
         device.driver.download(rows, out.numpy())
         return out
 
-    def _launch_all(self, key: tuple[int, int, bool], launch: Callable[[], None]) -> None:
+    def _launch_all(self, n_rows: int, key: Hashable, launch: Callable[[], None]) -> None:
         """Launch a step; like others before it with one call, where the driver records launches.
 
         `key` is all that launches depend on, but for the places of buffers in memory.
@@ -404,7 +407,9 @@ class DeviceLayers:
         if found is None or found.places != places:
             launch()
             places = self._device.scratch.n_made, self._kv.n_pages
-            if key[0] <= _MOST_RECORDED:
+            if n_rows <= _MOST_ROWS_RECORDED:
+                while len(self._recorded) >= _MOST_RECORDED:
+                    self._recorded.pop(next(iter(self._recorded)))
                 self._recorded[key] = _Recorded(places=places)
             return
         if found.again is None:
