@@ -239,7 +239,10 @@ def _compute_on(on: Device, family: FamilyStage, kv: KvCache, layers: LayerRange
         why = error.message
     if not why:
         return on.driver.description
-    log.warning("%s: the kernel text does not compute %s yet: the CPU does", layers.words, why)
+    instead = "; with --device cuda torch's GPU would" if on.driver.dialect == "cuda" else ""
+    log.warning(
+        "%s: the kernel text does not compute %s yet: the CPU does%s", layers.words, why, instead
+    )
     return ""
 
 
