@@ -363,10 +363,9 @@ class MemoryBudget:
         """
         on_host = [_has_host_memory(device) for device in self.devices]
         used_on_host = sum(used for used, host in zip(used_bytes, on_host, strict=True) if host)
+        share = (self.system_bytes()[0] + used_on_host) // max(1, sum(on_host))
         available = [
-            (self._free_bytes(device) + used_on_host) // sum(on_host)
-            if _has_host_memory(device)
-            else self._free_bytes(device) + used
+            self._within(share, device, self._free_bytes(device) + used)
             for device, used in zip(self.devices, used_bytes, strict=True)
         ]
         if self.asked_bytes is None:
@@ -383,8 +382,18 @@ class MemoryBudget:
 
     def free_bytes(self, device: Device) -> int:
         """Return the free memory of one of the devices now; groups of cores share the system's."""
-        n_sharing = sum(map(_has_host_memory, self.devices)) if _has_host_memory(device) else 1
-        return self._free_bytes(device) // n_sharing
+        n_sharing = sum(map(_has_host_memory, self.devices)) or 1
+        share = self.system_bytes()[0] // n_sharing
+        return self._within(share, device, self._free_bytes(device))
+
+    def _within(self, share: int, device: Device, own: int) -> int:
+        """Limit a device that has `own` bytes to its `share` of the system's, if it takes of that.
+
+        A card that the kernel text computes on takes of both: weights stay in the system's, too.
+        """
+        if not _has_host_memory(device):
+            return own
+        return min(share, own) if device.kind in (MPS, *BY_TEXT) else share
 
     def available_bytes(self) -> int:
         """Return the free memory of all devices now; on a CPU within the container's limit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,7 +22,7 @@ from shardnet.cluster.machine.device_list import (
 )
 from shardnet.cluster.machine.profile import MEMORY_SHARE, Device, MemoryBudget, find_devices
 from shardnet.errors import ConfigurationError, UsageError
-from shardnet.model.devices import gpu
+from shardnet.model.devices import bits, gpu
 from shardnet.model.kernels import devices
 
 GIB = 2**30
@@ -215,6 +216,23 @@ def test_apples_gpu_gets_what_metal_recommends(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 2 * GIB)
     mps = Device(kind="mps", description="", dtypes=())
     assert MemoryBudget(device=mps, asked_bytes=None).free_bytes(mps) == 8 * GIB
+
+
+@pytest.mark.parametrize(("card", "expected"), [(8, 8), (24, 16)])
+def test_a_card_of_the_kernel_text_gets_all_of_its_memory_that_the_system_has_too(
+    card: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights there are in the system's memory as well, which the CPU beside it shares."""
+    memory: Any = type("", (), {"available": 32 * GIB, "total": 64 * GIB})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    driver = SimpleNamespace(free_bytes=card * GIB)
+    monkeypatch.setattr(bits, "open_device", lambda name: SimpleNamespace(driver=driver))
+    text, cpu = (Device(kind=kind, description="", dtypes=()) for kind in ("nvidia", "cpu"))
+    budget = MemoryBudget(device=text, asked_bytes=None, others=(cpu,))
+    assert budget.free_bytes(text) == expected * GIB
+    assert budget.free_bytes(cpu) == 16 * GIB
+    limits = budget.device_bytes([0, 0], n_nodes_here=1)
+    assert limits == [int(n * GIB * MEMORY_SHARE) for n in (expected, 16)]
 
 
 def test_memory_is_divided_over_devices(monkeypatch: pytest.MonkeyPatch) -> None:
