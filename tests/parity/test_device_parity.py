@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import DEVICE, HOST, compared, device_of
+from support.devices import DEVICE, HAS_VECTORS, HOST, compared, device_of
 from support.models.checkpoints import make_decoder
 from support.models.family_cases import CASES
 from support.rings import stage_chain
@@ -55,9 +55,9 @@ def test_a_stage_on_a_device_has_the_librarys_bits(
     for logits, expected in zip(found, whole, strict=True):
         assert torch.equal(logits, expected)
     are_computed = [bool(stage.choice.by_text) for stage in chain.stages]
-    assert case not in USUAL or all(are_computed)
+    assert case not in USUAL or all(are_computed) or not HAS_VECTORS
     assert any(are_computed) == (device.driver.n_launches > before)
-    if case in USUAL:
+    if case in USUAL and are_computed[0]:
         _count(chain.stages[0], device.driver)
 
 

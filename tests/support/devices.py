@@ -12,12 +12,16 @@ from shardnet.errors import ConfigurationError
 from shardnet.model.devices.bits import open_device
 from shardnet.model.devices.device_layers import Device
 from shardnet.model.devices.host import HostDriver
-from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.library import Isa, native_kernels
 
 HOST: Final = "host"
 DEVICE: Final = os.environ.get("SHARDNET_TEST_DEVICE", "opencl:0")
 """As `--device` has it: the one that tests compare with the host, where it is here."""
-compared = pytest.mark.skipif(native_kernels() is None, reason="it is compared with the library")
+_NATIVE = native_kernels()
+HAS_VECTORS: Final = _NATIVE is not None and _NATIVE.isa is not Isa.PORTABLE
+"""Without them the library leaves plain floats to torch: routers are not packed, and bits depend on
+the batch."""
+compared = pytest.mark.skipif(_NATIVE is None, reason="it is compared with the library")
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from support.devices import DEVICE, HOST, compared, device_of
+from support.devices import DEVICE, HAS_VECTORS, HOST, compared, device_of
 from support.soak import cases
 from support.system.nodes import Crew, Machine, NodeProcess
 
@@ -36,8 +36,8 @@ def test_a_ring_of_a_device_and_a_cpu_says_what_cpus_say(
     layers = ["--layers", "0-3,3-8"]
     assert said(both, *asked, *layers) == said(alone, *asked)
     plan = trio.machine.call("plan", "--nodes", both, *layers, "--json").json
-    assert plan["exact"]["split"]
-    assert plan["exact"]["batch"]
+    assert plan["exact"]["split"] == HAS_VECTORS
+    assert plan["exact"]["batch"] == HAS_VECTORS
     expected, _ = said(alone, *LONG)
 
     def lose(node: NodeProcess, end: Callable[[], None]) -> None:
