@@ -77,7 +77,7 @@ def _device(found: Device, device: TextDevice) -> Iterator[Cells]:
 
 @torch.inference_mode()
 def _products(device: TextDevice, gpu: Gpu, side: int) -> Iterator[Cells]:
-    """Multiply one row and eight with every form."""
+    """Multiply 64 rows, eight and one with every form."""
     driver, last = device.driver, torch.empty(1)
     size = gpu.scale.read_bytes // 16  # so much is read between two waits: no cache holds it
     one, other = driver.empty(size), driver.empty(size)

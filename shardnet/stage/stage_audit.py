@@ -128,7 +128,7 @@ def arithmetic_of(model: StageModel) -> str:
     native = native_kernels() if device.type == "cpu" else None
     facts = [
         __version__,
-        str(torch.__version__),
+        torch.__version__,
         choice.kernel.value,
         replace(choice, by_text="").name,  # whose bits are those of the library
         choice.dtype.value,

@@ -13,6 +13,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import psutil
 
@@ -182,17 +183,17 @@ def _usable_gpus(log: Callable[[str], None]) -> Iterator[Device]:
 
 def _first_usable(names: Sequence[DeviceName], log: Callable[[str], None]) -> Iterator[Device]:
     """Find the first of a GPU's names by which it computes as it should, if there is one."""
-    for name, *others in (names[place:] for place in range(len(names))):
+    for name, other in zip_longest(names, names[1:]):
         try:
             found = _FINDERS[name.kind](name)
         except ConfigurationError as error:
-            instead = f"as {others[0]}" if others else "without it"
+            instead = f"as {other}" if other else "without it"
             log(f"{error.message}; this node computes {instead}")
             continue
-        if name.kind != NVIDIA or found.arithmetic == PORTABLE_ARITHMETIC or not others:
+        if name.kind != NVIDIA or found.arithmetic == PORTABLE_ARITHMETIC or other is None:
             yield found
             return
-        log(f"{found.arithmetic}; this node computes as {others[0]}")
+        log(f"{found.arithmetic}; this node computes as {other}")
 
 
 def _find_cuda(name: DeviceName) -> Device:

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from shardnet.model.devices.device_kv import PAGE
-from shardnet.model.devices.driver import Argument, Buffer, Driver, Kernel, Kernels
+from shardnet.model.devices.driver import Buffer, Driver, Kernels, launch
 from shardnet.model.devices.products import Rows
 from shardnet.model.layers.modules import SelfAttention
 
@@ -82,7 +82,8 @@ class DeviceAttention:
         sinks = heads if self._sinks is None else self._sinks
         of_kind = kind.window or 0, int(self._sinks is not None)
         row_stride = (n_heads + 2 * own.n_kv_heads) * size
-        self._launch(
+        launch(
+            self._driver,
             self._kernels["attend"],
             (n_groups * n_splits, n_rows),
             [heads, *at, *pages, sinks, attended, blocks],
@@ -91,20 +92,11 @@ class DeviceAttention:
             np.float32(kind.soft_cap or 0),
         )
         if n_splits > 1:
-            self._launch(
+            launch(
+                self._driver,
                 self._kernels["join_blocks"],
                 (n_heads, n_rows),
                 [at[0], sinks, blocks, attended],
                 *(n_heads, *of_kind, n_blocks),
             )
         return attended
-
-    def _launch(
-        self,
-        kernel: Kernel,
-        groups: tuple[int, int],
-        buffers: list[Buffer],
-        *numbers: int | np.float32,
-    ) -> None:
-        given: list[Argument] = [n if isinstance(n, np.float32) else np.uint32(n) for n in numbers]
-        self._driver.launch(kernel, groups, [*buffers, *given])

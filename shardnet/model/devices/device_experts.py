@@ -140,7 +140,7 @@ class DeviceExperts:
     def _route(self, scores: Buffer, ids: Buffer, weights: Buffer, n_rows: int) -> None:
         """Choose the experts of rows, by the router's scores."""
         n_experts, groups, own = self._router.shape[0], (n_rows, 1), self._groups
-        sizes = n_rows, n_experts, self._top_k
+        sizes = n_experts, self._top_k
         if own is None:
             best = self._scratch.of("best", 4 * n_rows * self._top_k)
             self._launch("route", groups, [scores, ids, weights, best], *sizes, self._routing)

@@ -31,6 +31,7 @@ from shardnet.model.devices.driver import (
     Driver,
     Kernel,
     Kernels,
+    launch,
 )
 from shardnet.model.devices.products import (
     MANY,
@@ -297,7 +298,7 @@ class DeviceLayers:
         """
         self._device, self._kv = device, kv
         kv.compute_on(device.driver)
-        self._kernels = dict(device.rows_kernels())
+        self._kernels = device.rows_kernels()
         self._recorded: dict[Hashable, _Recorded] = {}
         self._layers = [self._uploaded(layer) for layer in layers]
 
@@ -370,42 +371,43 @@ class DeviceLayers:
         places, pages = self._kv.bring(step.spans)
         at = device.put_in("places", places), device.put_in("pages", pages)
         own = {id(rotary): rotary for rotary in rotaries}
-        tables = {
-            key: (
+        number = {key: n for n, key in enumerate(own)}
+        of_layers = tuple(number[id(rotary)] for rotary in rotaries)
+        tables = [
+            (
                 device.put_in(f"cosines {n}", rotary.cos.numpy()),
                 device.put_in(f"sines {n}", rotary.sin.numpy()),
+                rotary.cos.shape[-1],
             )
-            for n, (key, rotary) in enumerate(own.items())
-        }
+            for n, rotary in enumerate(own.values())
+        ]
         rows = device.put_in("hidden", hidden.numpy())
         rounds = step.hidden_dtype is not None
         n_blocks = blocks_within(int(places[:, 0].max()))
 
-        def launch() -> None:
+        def launch_all() -> None:
             self._between(None, self._layers[0].around_attention, rows, hidden.shape)
-            for index, (layer, rotary) in enumerate(zip(self._layers, rotaries, strict=True)):
-                table = (*tables[id(rotary)], rotary.cos.shape[-1])
-                self._attention(layer, index, rows, n_rows, table, at, n_blocks)
+            for index, (layer, n) in enumerate(zip(self._layers, of_layers, strict=True)):
+                self._attention(layer, index, rows, n_rows, tables[n], at, n_blocks)
                 self._between(layer.around_attention, layer.around_mlp, rows, hidden.shape)
                 layer.mlp(self._input(layer.around_mlp, rows), n_rows, self._inner(hidden.shape))
                 behind = self._layers[index + 1 : index + 2]
                 following = behind[0].around_attention if behind else None
                 self._between(layer.around_mlp, following, rows, hidden.shape, rounds=rounds)
 
-        of_layers = tuple([*own].index(id(rotary)) for rotary in rotaries)
-        self._launch_all(n_rows, (n_rows, n_blocks, rounds, of_layers), launch)
+        self._launch_or_replay(n_rows, (n_rows, n_blocks, rounds, of_layers), launch_all)
         out = torch.empty_like(hidden)
         device.driver.download(rows, out.numpy())
         return out
 
-    def _launch_all(self, n_rows: int, key: Hashable, launch: Callable[[], None]) -> None:
+    def _launch_or_replay(self, n_rows: int, key: Hashable, launch_all: Callable[[], None]) -> None:
         """Launch a step; like others before it with one call, where the driver records launches.
 
         `key` is all that launches depend on, but for the places of buffers in memory.
         """
         found, places = self._recorded.get(key), (self._device.scratch.n_made, self._kv.n_pages)
         if found is None or found.places != places:
-            launch()
+            launch_all()
             places = self._device.scratch.n_made, self._kv.n_pages
             if n_rows <= _MOST_ROWS_RECORDED:
                 while len(self._recorded) >= _MOST_RECORDED:
@@ -413,7 +415,7 @@ class DeviceLayers:
                 self._recorded[key] = _Recorded(places=places)
             return
         if found.again is None:
-            found.again = self._device.driver.record(launch)
+            found.again = self._device.driver.record(launch_all)
         found.again()
 
     def _attention(
@@ -492,5 +494,4 @@ class DeviceLayers:
         buffers: Sequence[Buffer],
         *numbers: int | np.float32,
     ) -> None:
-        given = [n if isinstance(n, np.float32) else np.uint32(n) for n in numbers]
-        self._device.driver.launch(self._kernels[name], groups, [*buffers, *given])
+        launch(self._device.driver, self._kernels[name], groups, buffers, *numbers)

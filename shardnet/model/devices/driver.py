@@ -66,6 +66,18 @@ class Driver(Protocol):
         """Memory that is free, by the driver's word."""
 
 
+def launch(
+    driver: Driver,
+    kernel: Kernel,
+    groups: tuple[int, int],
+    buffers: Sequence[Buffer],
+    *numbers: int | np.float32,
+) -> None:
+    """Launch a kernel of the text, which takes buffers and then numbers, whole ones as uint32."""
+    given = [n if isinstance(n, np.float32) else np.uint32(n) for n in numbers]
+    driver.launch(kernel, groups, [*buffers, *given])
+
+
 @cache
 def part_of_text(name: str) -> str:
     """Read one file of the text."""

@@ -168,7 +168,7 @@ def count_gpus(maker: Maker) -> int:
 
 
 class GpuDriver:
-    """A GPU of a maker by its own driver. See Driver. Launches and copies are in one stream."""
+    """A GPU of a maker by its own driver. See Driver. Kernels run in a stream of their own."""
 
     def __init__(self, maker: Maker, index: int) -> None:
         """Take GPU `index`. Raises ConfigurationError if it is not here."""

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from shardnet.model.config.panel_form import PANEL, UNIT, PanelForm
-from shardnet.model.devices.driver import THREADS, Array, Buffer, Driver, Kernel, Kernels
+from shardnet.model.devices.driver import THREADS, Array, Buffer, Driver, Kernel, Kernels, launch
 from shardnet.model.kernels.panels import Panels
 
 ROWS: Final = (1, 2, 4, 8)
@@ -192,10 +192,13 @@ class DeviceProduct:
         numbers += [int(part.order is not None), gating.activation]
         clamps = np.float32(gating.limit), np.float32(gating.alpha)
         order = rows if part.order is None else part.order
-        self._driver.launch(
+        launch(
+            self._driver,
             self._kernel(part.form, "quantise", 0),
             (-(-n_rows * n_inputs // THREADS), 1),
-            [rows, order, *self._rows_of(part, n_rows), *map(np.uint32, numbers), *clamps],
+            [rows, order, *self._rows_of(part, n_rows)],
+            *numbers,
+            *clamps,
         )
 
     def _kernel(self, form: PanelForm, name: str, rows: int) -> Kernel:
@@ -237,10 +240,12 @@ class DeviceProduct:
             rows = 1 if visits else next(n for n in ROWS if n_rows <= n or n == ROWS[-1])
             name, groups = "multiply", (n_panels, -(-n_rows // rows))
             others = [out if visits is None else visits.ids]
-        self._driver.launch(
+        launch(
+            self._driver,
             self._kernel(form, name, rows),
             groups,
-            [part.weights, *buffers, bias, *others, out, *map(np.uint32, numbers)],
+            [part.weights, *buffers, bias, *others, out],
+            *numbers,
         )
 
 

@@ -122,10 +122,9 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
     if (n_splits == 1) {
         PHASE {
             if (THREAD < HEADS) {
-                SHARED_PLACE float *own = total + THREAD * SUMS + SIZE;
-                for (int step = PARTS / 2; step; step /= 2)
-                    for (int i = 0; i < step; i++) own[i] = ADD(own[i], own[i + step]);
-                own[0] = DIV(1.0f, own[0]);
+                const uint32_t own = THREAD * SUMS + SIZE;
+                ADD_UP(total + own)
+                total[own] = DIV(1.0f, total[own]);
             }
         }
         PHASE {
@@ -164,8 +163,7 @@ KERNEL join_blocks(GLOBAL const uint32_t *places, GLOBAL const float *sinks, GLO
     }
     PHASE {
         if (THREAD == 0) {
-            for (int step = PARTS / 2; step; step /= 2)
-                for (int i = 0; i < step; i++) parts[i] = ADD(parts[i], parts[i + step]);
+            ADD_UP(parts)
             parts[0] = DIV(1.0f, parts[0]);
         }
     }

@@ -14,7 +14,6 @@ typedef unsigned short uint16_t;
 #define GLOBAL
 #define TABLE __constant__
 #define SHARED __shared__
-#define SHARED_PLACE /* of a pointer to what is shared */
 #define GROUP_X blockIdx.x
 #define GROUP_Y blockIdx.y
 #define THREAD threadIdx.x

@@ -9,8 +9,7 @@ INLINE float share_of(float x, GLOBAL const float *numbers, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) best = numbers[i] > best || numbers[i] != numbers[i] ? numbers[i] : best;
     for (int i = 0; i < PARTS; i++) parts[i] = 0;
     for (uint32_t i = 0; i < n; i++) parts[i % PARTS] = ADD(parts[i % PARTS], exponential(ADD(numbers[i], -best)));
-    for (int step = PARTS / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) parts[i] = ADD(parts[i], parts[i + step]);
+    ADD_UP(parts)
     return DIV(exponential(ADD(x, -best)), parts[0]);
 }
 
@@ -59,30 +58,32 @@ INLINE uint32_t better(GLOBAL const float *scores, uint32_t a, uint32_t b) {
         }                                                                                         \
     }                                                                                             \
     PHASE {                                                                                       \
-        if (THREAD == 0)                                                                          \
-            for (int step = PARTS / 2; step; step /= 2)                                           \
-                for (int i = 0; i < step; i++) parts[i] = ADD(parts[i], parts[i + step]);         \
+        if (THREAD == 0) ADD_UP(parts)                                                            \
+    }
+
+/* All threads of a group choose the `top_k` best of `n` experts by `scores`; `of_row` gets what `kept` has of each. */
+#define CHOOSE(scores, n, kept, of_row)                                     \
+    for (uint32_t k = 0; k < top_k; k++) {                                  \
+        NEXT_BEST(scores, n, last[0])                                       \
+        PHASE {                                                             \
+            if (THREAD == 0) {                                              \
+                last[0] = places[0];                                        \
+                chosen[(uint64_t)GROUP_X * top_k + k] = last[0];            \
+                of_row[k] = (kept)[last[0]];                                \
+            }                                                               \
+        }                                                                   \
     }
 
 /* A group chooses the `top_k` best experts of row GROUP_X, of equal ones the first, and weighs them: 0 by the softmax of
  * the chosen, 1 by their softmax among all, 2 by their sigmoids. `best` is scratch [rows, top_k]. */
 KERNEL route(GLOBAL const float *scores, GLOBAL uint32_t *chosen, GLOBAL float *weights, GLOBAL float *best,
-             uint32_t n_rows, uint32_t n_experts, uint32_t top_k, uint32_t routing WHERE) {
+             uint32_t n_experts, uint32_t top_k, uint32_t routing WHERE) {
     SHARED uint32_t places[THREADS], last[1];
     SHARED float parts[PARTS];
     GLOBAL const float *own = scores + (uint64_t)GROUP_X * n_experts;
     GLOBAL float *of_best = best + (uint64_t)GROUP_X * top_k;
     PHASE { if (THREAD == 0) last[0] = NO_ONE; }
-    for (uint32_t k = 0; k < top_k; k++) {
-        NEXT_BEST(own, n_experts, last[0])
-        PHASE {
-            if (THREAD == 0) {
-                last[0] = places[0];
-                chosen[(uint64_t)GROUP_X * top_k + k] = last[0];
-                of_best[k] = own[last[0]];
-            }
-        }
-    }
+    CHOOSE(own, n_experts, own, of_best)
     if (routing == 1) {
         SUM_OF_SHARES(own, n_experts, of_best[0])
     }
@@ -99,7 +100,7 @@ KERNEL route(GLOBAL const float *scores, GLOBAL uint32_t *chosen, GLOBAL float *
 /* The same in the groups that are best: 3 by softmax and a group's best, 4 by sigmoids and its best two, 5 by softmax
  * and its best two. A bias is added for the choice alone. `by` is scratch [rows, experts + groups]. */
 KERNEL route_in_groups(GLOBAL float *scores, GLOBAL const float *bias, GLOBAL float *by, GLOBAL uint32_t *chosen,
-                       GLOBAL float *weights, uint32_t n_rows, uint32_t n_experts, uint32_t top_k, uint32_t n_groups,
+                       GLOBAL float *weights, uint32_t n_experts, uint32_t top_k, uint32_t n_groups,
                        uint32_t top_groups, uint32_t routing, uint32_t normalises, uint32_t has_bias,
                        float scale WHERE) {
     SHARED uint32_t places[THREADS], last[1];
@@ -135,16 +136,7 @@ KERNEL route_in_groups(GLOBAL float *scores, GLOBAL const float *bias, GLOBAL fl
                 biased[e] = routing == 3 ? 0.0f : -INFINITY;
         }
     }
-    for (uint32_t k = 0; k < top_k; k++) {
-        NEXT_BEST(biased, n_experts, last[0])
-        PHASE {
-            if (THREAD == 0) {
-                last[0] = places[0];
-                chosen[(uint64_t)GROUP_X * top_k + k] = last[0];
-                of_row[k] = routing == 3 ? biased[last[0]] : own[last[0]];
-            }
-        }
-    }
+    CHOOSE(biased, n_experts, routing == 3 ? biased : own, of_row)
     PHASE {
         if (THREAD == 0) {
             float sum = of_row[0];

@@ -11,7 +11,6 @@ typedef unsigned short uint16_t;
 #define GLOBAL
 #define TABLE static DEVICE const
 #define SHARED __attribute__((shared))
-#define SHARED_PLACE /* of a pointer to what is shared */
 #define GROUP_X __builtin_amdgcn_workgroup_id_x()
 #define GROUP_Y __builtin_amdgcn_workgroup_id_y()
 #define THREAD __builtin_amdgcn_workitem_id_x()

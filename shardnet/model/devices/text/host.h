@@ -7,7 +7,6 @@
 #define GLOBAL
 #define TABLE static const
 #define SHARED static
-#define SHARED_PLACE /* of a pointer to what is shared */
 static uint32_t GROUP_X, GROUP_Y;
 #ifndef ORDER
 #define ORDER(i) (i)

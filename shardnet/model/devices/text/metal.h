@@ -9,7 +9,6 @@ using namespace metal;
 #define GLOBAL device
 #define TABLE constant
 #define SHARED threadgroup
-#define SHARED_PLACE threadgroup
 #define GROUP_X group.x
 #define GROUP_Y group.y
 #define THREAD thread.x

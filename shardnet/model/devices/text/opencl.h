@@ -11,7 +11,6 @@ typedef ushort uint16_t;
 #define GLOBAL __global
 #define TABLE __constant
 #define SHARED __local
-#define SHARED_PLACE __local
 #define GROUP_X ((uint32_t)get_group_id(0))
 #define GROUP_Y ((uint32_t)get_group_id(1))
 #define THREAD ((uint32_t)get_local_id(0))

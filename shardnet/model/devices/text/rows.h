@@ -14,8 +14,7 @@
 /* From the parts of a sum of squares to what a row is multiplied by. */
 #define NORM_SCALE(width, eps)                                                                 \
     if (THREAD == 0) {                                                                         \
-        for (int step = PARTS / 2; step; step /= 2)                                            \
-            for (int i = 0; i < step; i++) parts[i] = ADD(parts[i], parts[i + step]);          \
+        ADD_UP(parts)                                                                          \
         scale[0] = DIV(1.0f, SQRT(ADD(DIV(parts[0], (float)(width)), eps)));                   \
     }
 

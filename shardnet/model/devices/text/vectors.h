@@ -1,5 +1,9 @@
 /* Functions of single numbers, step by step as csrc/vectors_body.h has them, and sums over a row in 16 parts. */
 #define PARTS 16
+/* parts[0] becomes their sum. */
+#define ADD_UP(parts)                              \
+    for (int step = PARTS / 2; step; step /= 2)    \
+        for (int i = 0; i < step; i++) (parts)[i] = ADD((parts)[i], (parts)[i + step]);
 #define LOAD4(place) (*(GLOBAL const FOUR *)(place)) /* of a multiple of 16 bytes */
 #define TIMES(i, n) UNROLLED for (uint32_t i = 0; i < (n); i++)
 
