@@ -175,8 +175,9 @@ class ControlLink:
     ) -> AsyncIterator[AsyncIterator[ControlMessage]]:
         """Send a request and iterate over its answers, without a deadline.
 
-        Leaving the context early cancels the request at the peer. The iterator raises the error
-        that the peer reported with Failed, and LinkError if the link ends.
+        An error that leaves the context, a cancelled wait too, cancels the request at the peer;
+        who leaves it otherwise has had the last answer. The iterator raises the error that the peer
+        reported with Failed, and LinkError if the link ends.
         """
         answers: asyncio.Queue[ControlMessage | ShardnetError] = asyncio.Queue()
         self.begin(message, answers.put_nowait)

@@ -23,9 +23,14 @@ from shardnet.runtime.loading.model_facts import ModelFacts, identify
 from shardnet.transport.memory import memory_pair
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.activity import ClockRead, RingActivity
-from shardnet.wire.messages.control import ControlMessage, Done, Redirect, read_control
+from shardnet.wire.messages.control import (
+    ControlMessage,
+    Done,
+    Redirect,
+    read_control,
+)
 from shardnet.wire.messages.deputies import NodeFound, ValueFound, ValuesListed
-from shardnet.wire.messages.generation import Finished, LastRun, TextPiece
+from shardnet.wire.messages.generation import Cancel, Finished, LastRun, TextPiece
 from shardnet.wire.messages.measurements import LinksMeasured, StageMeasured
 from shardnet.wire.messages.membership import ModelIdentity, Ping, StatusReply
 from shardnet.wire.messages.plans import PlanReply
@@ -97,6 +102,8 @@ async def outcome(control: ControlLink, message: ControlRequest) -> str:
     try:
         async with asyncio.timeout(ANSWER_S), control.conversation(message) as answers:
             async for answer in answers:
+                if isinstance(answer, TextPiece):  # it would go on to the end of its context
+                    control.send(Cancel(request=message.request))
                 if isinstance(answer, ends):
                     return type(answer).__name__
     except TimeoutError:
