@@ -25,7 +25,15 @@ SECTIONS: Final = MappingProxyType(
                 "--arith",
                 "--wire-dtype",
             ),
-            *("--quant", "--kv-dtype", "--mtp", "--lora", "--stream-layers", "--optimise"),
+            *(
+                "--quant",
+                "--kv-dtype",
+                "--mmproj",
+                "--mtp",
+                "--lora",
+                "--stream-layers",
+                "--optimise",
+            ),
             "--ignore-unknown-config",
         ),
         "Where a model runs": (

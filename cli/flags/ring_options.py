@@ -141,6 +141,13 @@ class RingOptions:
         "Quantise keys and values: about half the memory of a long context.",
         env=True,
     )
+    mmproj: str = flag(
+        "",
+        "--mmproj FILE",
+        "GGUF that reads pictures for the model, on the ring's first node. Default: the one "
+        "beside the model's.",
+        env=True,
+    )
     mtp: bool = flag(
         False,
         "--mtp",
@@ -237,6 +244,7 @@ class RingOptions:
             mtp=self.mtp,
             nodes_per_stage=_nodes_per_stage(self.nodes_per_stage),
             adapters=_adapters(self.lora or []),
+            mmproj=str(Path(self.mmproj).expanduser().absolute()) if self.mmproj else "",
         )
 
 

@@ -26,7 +26,8 @@ _OF_ENCODERS: Final = re.compile(
 )
 """What sentence-transformers writes beside a model."""
 _PLAIN_NAME = re.compile(r"(?:[\w+-][\w .+()-]*/)*[\w+-][\w .+()-]*")
-"""GGUF files of this kind go beside a model: they begin or end so."""
+PROJECTOR_KINDS: Final = ("f16", "bf16", "f32", "q8_0")
+"""The ends of projectors' names, the one to fetch first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +53,8 @@ def choose_files(names: Collection[str], choice: str, model: str) -> CheckpointF
 
     The order of preference is that for a folder: safetensors, torch's, Meta's and Mistral's own. A
     GGUF is taken by `choice` only: its quantization (the end of its name) or its whole name, in
-    upper or lower case. `model` names the repository in messages. Raises CheckpointError, which
-    lists the files to choose from.
+    upper or lower case; with it comes a projector that lies beside it. `model` names the repository
+    in messages. Raises CheckpointError, which lists the files to choose from.
     """
     safe = [name for name in names if is_plain(name)]
     if choice:
@@ -125,7 +126,15 @@ def _chosen_gguf(names: Sequence[str], choice: str, model: str) -> CheckpointFil
         raise CheckpointError(
             f"{model} lacks the part {lacking[0]}", remedy="report it to its authors"
         )
-    return CheckpointFiles(whole=(), tensors=parts, path=parts[0])
+    return CheckpointFiles(whole=_projector(names, path.parent), tensors=parts, path=parts[0])
+
+
+def _projector(names: Sequence[str], folder: PurePosixPath) -> tuple[str, ...]:
+    """Choose one of the projectors (mmproj) that lie in a folder, if any, for a GGUF there."""
+    beside = [name for name in sorted(names) if PurePosixPath(name).parent == folder]
+    found = [name for name in beside if "mmproj" in name.lower() and name.endswith(".gguf")]
+    kinds = [name for kind in PROJECTOR_KINDS for name in found if _is_kind(name, kind)]
+    return tuple([*kinds, *found][:1])
 
 
 def choices_of(names: Collection[str]) -> list[str]:

@@ -1,9 +1,9 @@
 """Models in Ollama's store on this machine: manifests, which name blobs by their digests.
 
 Knows the layout: manifests/REGISTRY/NAMESPACE/NAME/TAG is JSON that lists layers, one of them the
-GGUF, and blobs/sha256-HEX are the layers. A manifest comes from strangers: its size is bounded, and
-a digest is nothing but hex. Templates and parameters in other layers are not used: the GGUF has its
-own chat template. Must not write.
+GGUF, one perhaps its projector for pictures, and blobs/sha256-HEX are the layers. A manifest comes
+from strangers: its size is bounded, and a digest is nothing but hex. Templates and parameters in
+other layers are not used: the GGUF has its own chat template. Must not write.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _REGISTRY, _NAMESPACE, _TAG = "registry.ollama.ai", "library", "latest"
 _PART = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _MODEL = "application/vnd.ollama.image.model"
+_PROJECTOR = "application/vnd.ollama.image.projector"
 _ADAPTER = "application/vnd.ollama.image.adapter"
 _TENSOR = "application/vnd.ollama.image.tensor"
 
@@ -79,7 +80,8 @@ def find_ollama(name: OllamaName, roots: list[Path] | None = None) -> Path | Non
     """Return the GGUF of a model, None if no store has it: a peer may. `ollama_models` says why."""
     for root in roots if roots is not None else ollama_roots():
         with contextlib.suppress(CheckpointError):
-            return _blob(root, name.manifest(root))
+            path = name.manifest(root)
+            return _blob(root, path, _layers(path))
     return None
 
 
@@ -91,10 +93,26 @@ def ollama_models(root: Path) -> Iterator[FoundModel]:
     for name in _names(root):
         path = name.manifest(root)
         try:
-            found, failure = _blob(root, path), ""
+            found, failure = _blob(root, path, _layers(path)), ""
         except CheckpointError as error:
             found, failure = path, str(error)
         yield FoundModel(name=str(name), store=STORE, path=found, failure=failure)
+
+
+def projectors_of(blob: Path) -> list[Path]:
+    """List the projectors of a model in a store, the path of whose GGUF is `blob`: those that lie
+    beside it in some manifest.
+
+    Raises OSError if the store cannot be read, CheckpointError if it holds too many models.
+    """
+    root, found = blob.parent.parent, dict[Path, None]()
+    for name in _names(root):
+        path = name.manifest(root)
+        with contextlib.suppress(CheckpointError):
+            layers = _layers(path)
+            if _blob(root, path, layers) == blob:
+                found |= {_file(root, path, one): None for one in _of_kind(layers, _PROJECTOR)}
+    return list(found)
 
 
 def _names(root: Path) -> Iterator[OllamaName]:
@@ -119,24 +137,37 @@ def _parts(folder: Path) -> list[str]:
     return [entry for entry in folder_entries(folder) if _PART.fullmatch(entry)]
 
 
-def _blob(root: Path, manifest: Path) -> Path:
-    """Return the GGUF that a manifest names. Raises CheckpointError if there is none to use."""
+def _layers(manifest: Path) -> list[dict[str, Any]]:
+    """Read what a manifest names. Raises CheckpointError if it is none."""
     layers = parse_object(read_file(manifest, MAX_MANIFEST_BYTES), manifest).get("layers")
-    kinds = [layer.get("mediaType") for layer in _objects(layers)]
-    models = [layer for layer in _objects(layers) if layer.get("mediaType") == _MODEL]
-    if _ADAPTER in kinds:
+    return [layer for layer in layers if isinstance(layer, dict)] if type(layers) is list else []
+
+
+def _of_kind(layers: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [layer for layer in layers if layer.get("mediaType") == kind]
+
+
+def _blob(root: Path, manifest: Path, layers: list[dict[str, Any]]) -> Path:
+    """Return the GGUF among a manifest's layers. Raises CheckpointError if there is none to use."""
+    if _of_kind(layers, _ADAPTER):
         raise CheckpointError(
             f"{manifest}: an adapter (LoRA) belongs to this model, and none is applied here",
             remedy="use a model with the adapter merged into it",
         )
+    models = _of_kind(layers, _MODEL)
     if len(models) != 1:
         what = f"{len(models)} GGUF files" if models else "no GGUF"
-        if _TENSOR in kinds:
+        if _of_kind(layers, _TENSOR):
             what = "no GGUF, but safetensors in Ollama's own form"
         raise CheckpointError(
             f"{manifest} names {what}", remedy="`ollama pull` another tag of the model"
         )
-    digest = models[0].get("digest")
+    return _file(root, manifest, models[0])
+
+
+def _file(root: Path, manifest: Path, layer: dict[str, Any]) -> Path:
+    """Return the file of a layer. Raises CheckpointError if it has no digest, or is not there."""
+    digest = layer.get("digest")
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise CheckpointError(
             f"{manifest}: digest is {digest!r:.80}, expected sha256: and 64 hex digits",
@@ -146,7 +177,3 @@ def _blob(root: Path, manifest: Path) -> Path:
     if not has_file(blob):
         raise CheckpointError(f"{blob}: missing", remedy="`ollama pull` the model again")
     return blob
-
-
-def _objects(layers: object) -> list[dict[str, Any]]:
-    return [layer for layer in layers if isinstance(layer, dict)] if type(layers) is list else []

@@ -17,8 +17,10 @@ from shardnet.checkpoint.checkpoint import Checkpoint, gguf_file
 from shardnet.checkpoint.formats.gguf import read_tensor_file
 from shardnet.checkpoint.formats.gguf_header import MetadataValue, read_gguf_header
 from shardnet.checkpoint.formats.gguf_types import PLAIN, packing_of, unpack
+from shardnet.checkpoint.ollama_store import projectors_of
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file
 from shardnet.checkpoint.tensors.json_files import read_json
+from shardnet.checkpoint.tensors.manifest import is_blob
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor, rotary_halves, unchanged
 from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
 from shardnet.errors import CheckpointError, UnsupportedModelError
@@ -174,24 +176,28 @@ def _as_matrix(info: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
 
 
 def _find_projector(path: Path) -> Path:
-    """Find the GGUF of a projector in the folder of the model's."""
+    """Find the GGUF of a projector beside the model's: in its folder, or in Ollama's manifest."""
     folder = path if path.is_dir() else path.parent
     try:
-        names = [name for name in folder_entries(folder) if name.endswith(".gguf")]
+        if is_blob(path.name):
+            found = projectors_of(path)
+        else:
+            names = [name for name in folder_entries(folder) if name.endswith(".gguf")]
+            found = [folder / name for name in names if "mmproj" in name.lower()]
     except OSError as error:
         raise CheckpointError(f"{folder}: {error.strerror}", remedy="check the path") from error
-    found = [folder / name for name in names if "mmproj" in name.lower()]
     if len(found) == 1:
         return found[0]
     if found:
         listed = ", ".join(sorted(file.name for file in found))
         raise UnsupportedModelError(
             f"{folder} has {len(found)} projectors: {listed}",
-            remedy="leave one of them there, beside the model's GGUF",
+            remedy="name one of them with --mmproj",
         )
     raise UnsupportedModelError(
         f"{path}: no projector (mmproj) for pictures is beside this GGUF",
-        remedy="fetch the mmproj file of the same repository into the folder",
+        remedy="fetch the mmproj file of the same repository into the folder, or name one with "
+        "--mmproj",
     )
 
 

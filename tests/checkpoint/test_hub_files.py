@@ -50,7 +50,7 @@ def test_only_what_belongs_to_the_format_comes_along() -> None:
     }
     own = choose_files([*OWN, "config.json", "tokenizer.json"], "", "m").whole
     assert set(own) == {"params.json", "tekken.json", "tokenizer.model.v3", "tokenizer.json"}
-    assert choose_files(GGUFS + HF, "q8_0", "m").whole == ()
+    assert choose_files(GGUFS + HF, "q8_0", "m").whole == ("mmproj-F16.gguf",)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,22 @@ def test_only_what_belongs_to_the_format_comes_along() -> None:
 )
 def test_a_gguf_is_chosen_with_all_its_parts(choice: str, files: tuple[str, ...]) -> None:
     found = choose_files(GGUFS, choice, "lab/tiny")
-    assert found == CheckpointFiles(whole=(), tensors=files, path=files[0])
+    beside = () if "/" in files[0] else ("mmproj-F16.gguf",)
+    assert found == CheckpointFiles(whole=beside, tensors=files, path=files[0])
+
+
+@pytest.mark.parametrize(
+    ("projectors", "fetched"),
+    [
+        (["mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf"], "mmproj-F16.gguf"),
+        (["mmproj-F32.gguf", "tiny-mmproj-bf16.gguf"], "tiny-mmproj-bf16.gguf"),
+        (["mmproj-b.gguf", "mmproj-a.gguf", "mmproj.md"], "mmproj-a.gguf"),
+        (["other/mmproj-F16.gguf"], None),
+    ],
+)
+def test_one_projector_comes_with_a_gguf(projectors: list[str], fetched: str | None) -> None:
+    found = choose_files(["tiny-Q8_0.gguf", *projectors], "Q8_0", "lab/tiny")
+    assert found.whole == ((fetched,) if fetched else ())
 
 
 @pytest.mark.parametrize(

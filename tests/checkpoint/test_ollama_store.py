@@ -17,6 +17,7 @@ from shardnet.checkpoint.ollama_store import (
     find_ollama,
     ollama_models,
     ollama_roots,
+    projectors_of,
 )
 from shardnet.errors import CheckpointError
 from shardnet.runtime.loading.model_facts import find_folder, identify, stamp
@@ -74,6 +75,21 @@ def test_a_model_is_found_by_its_name_and_opened(
     assert (facts.config, facts.form) == (plain.config, plain.form)
     assert facts.size_bytes == blob.stat().st_size
     assert [name for name, *_ in stamp(blob)] == [blob.name]
+
+
+def test_projectors_are_those_of_manifests_with_the_model(root: Path, gguf: Path) -> None:
+    files = [gguf.with_name(f"{number}.gguf") for number in range(3)]
+    for number, file in enumerate(files):
+        file.write_bytes(b"GGUF%d" % number)
+    blob = put_in_ollama(root, gguf, "tiny", "3b", projector=files[0])
+    put_in_ollama(root, gguf, "tiny", "same", projector=files[0])
+    put_in_ollama(root, gguf, "tiny", "blind")
+    other = put_in_ollama(root, files[1], "other", projector=files[2])
+    write_manifest(root, b"[", "damaged")
+    assert [path.read_bytes() for path in projectors_of(blob)] == [b"GGUF0"]
+    assert [path.read_bytes() for path in projectors_of(other)] == [b"GGUF2"]
+    put_in_ollama(root, gguf, "tiny", "2", projector=files[2])
+    assert {path.read_bytes() for path in projectors_of(blob)} == {b"GGUF0", b"GGUF2"}
 
 
 def test_a_file_without_a_suffix_is_a_gguf_by_its_first_bytes(tmp_path: Path, gguf: Path) -> None:

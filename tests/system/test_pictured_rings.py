@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 from support.models.checkpoints import make_decoder
 from support.models.gguf_files import write_gguf
+from support.models.model_stores import put_in_ollama
 from support.models.pictured_model import make_pictured, png
 from support.models.projector_files import Kind, write_mmproj
 from support.models.trained_tokenizers import LLAMA3, gguf_ranks
@@ -147,3 +148,11 @@ def test_a_gguf_sees_by_the_projector_beside_it(machine: Machine, tmp_path: Path
     (tmp_path / "mmproj-eyes-F32.gguf").write_bytes(b"")
     refused = machine.run("generate", "the cat", *shared, "--image", str(picture))
     assert "has 2 projectors: mmproj-eyes-F16.gguf, mmproj-eyes-F32.gguf" in refused.error
+    named = ["--image", str(picture), "--mmproj", str(tmp_path / "mmproj-eyes-F16.gguf")]
+    assert ask("the cat", *named)["token_ids"] == seen["token_ids"]
+    store = machine.folder / ".ollama" / "models"
+    put_in_ollama(store, model, "eyes", projector=tmp_path / "mmproj-eyes-F16.gguf")
+    shared[1] = "ollama:eyes"
+    assert ask("the cat", "--image", str(picture))["token_ids"] == seen["token_ids"]
+    nothing = machine.run("generate", "the cat", *shared, "--mmproj", str(tmp_path / "none.gguf"))
+    assert f"{tmp_path / 'none.gguf'}: No such file" in nothing.error

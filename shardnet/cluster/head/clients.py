@@ -317,7 +317,8 @@ class Clients:
         ids = await self._prompt_ids(message, lead, processor, may_be_long=may_be_long)
         if processor is None:
             return ids, ids, ()
-        whole, pictures = await self.pictures.placed(message, ids, processor, held)
+        tower = lead.plan.choice.mmproj
+        whole, pictures = await self.pictures.placed(message, ids, processor, held, tower=tower)
         check_length(len(whole), message, lead, may_be_long=may_be_long)
         return ids, whole, pictures
 

@@ -78,6 +78,7 @@ class Lead:
             and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)
             and (had.mtp or not choice.mtp)
             and all(adapter in had.adapters for adapter in choice.adapters)
+            and choice.mmproj in ("", had.mmproj)
             and choice.stream_layers in (0, "auto", had.stream_layers)
             and choice.arith in ("auto", self.plan.arith.value)
             and settle_wires(

@@ -34,8 +34,9 @@ MAX_PIXELS_BYTES: Final = 256 << 20
 """Prepared pictures that wait for the tower; beyond that they are prepared again."""
 MAX_KNOWN: Final = 256
 
-FindProcessor = Callable[[Path, Callable[[str], int | None]], PictureProcessor]
-"""Returns what prepares pictures for the checkpoint at a path, with what knows its tokens' ids.
+FindProcessor = Callable[[Path, Path | None, Callable[[str], int | None]], PictureProcessor]
+"""Returns what prepares pictures for the checkpoint at a path, with the GGUF of its tower, None for
+its own, and what knows its tokens' ids.
 
 Raises UnsupportedModelError, which says what is missing, for a model that takes none.
 """
@@ -60,7 +61,7 @@ class Pictures:
     disk: DiskJobs
     find: FindProcessor
     _process: PictureProcess = field(default_factory=PictureProcess)
-    _processors: dict[Path, PictureProcessor] = field(default_factory=dict)
+    _processors: dict[tuple[Path, str], PictureProcessor] = field(default_factory=dict)
     _known: dict[bytes, PreparedPicture] = field(default_factory=dict)
     """Pictures that were read lately, without their pixels."""
     _waiting: dict[bytes, PreparedPicture] = field(default_factory=dict)
@@ -104,13 +105,14 @@ class Pictures:
         Raises UnsupportedModelError, which names the model and what it lacks.
         """
         path, tokenizer = lead.plan.facts.path, lead.tokenizer
+        files = path, lead.plan.choice.mmproj
         if tokenizer is None:
             raise UnsupportedModelError(f"{path} has no tokenizer: it takes no pictures")
-        if path not in self._processors:
+        if files not in self._processors:
             ids = {text: token_id for token_id, text, _ in tokenizer.added_tokens(MAX_ADDED_TEXT)}
-            find = partial(self.find, path, ids.get)
-            self._processors[path] = await self.disk.run(path, find)
-        return self._processors[path]
+            find = partial(self.find, path, Path(files[1]) if files[1] else None, ids.get)
+            self._processors[files] = await self.disk.run(path, find)
+        return self._processors[files]
 
     async def placed(
         self,
@@ -118,11 +120,13 @@ class Pictures:
         prompt: Sequence[int],
         processor: PictureProcessor,
         held: set[bytes],
+        *,
+        tower: str = "",
     ) -> tuple[list[int], tuple[RequestPicture, ...]]:
         """Put the tokens of pictures in the place of one token each; return the prompt and them.
 
-        Their digests go to `held`. Raises UsageError for pictures that cannot be read, and for more
-        or fewer places than pictures.
+        Their digests, which are others with another `tower`, go to `held`. Raises UsageError for
+        pictures that cannot be read, and for more or fewer places than pictures.
         """
         token_id, pictures = processor.placeholder_id, in_order(message)
         n_places = sum(each == token_id for each in prompt)
@@ -141,7 +145,8 @@ class Pictures:
             if each != token_id:
                 ids.append(each)
                 continue
-            job = partial(self._read, pictures[len(found)], processor, len(found), len(pictures))
+            number = len(found)
+            job = partial(self._read, pictures[number], processor, tower, number, len(pictures))
             read = await place.run(job, alive=time.monotonic)
             held.add(read.digest)
             found.append(self._request_picture(read, len(ids)))
@@ -168,13 +173,18 @@ class Pictures:
         return RequestPicture(place=place, prepare=prepare)
 
     def _read(
-        self, picture: Picture, processor: PictureProcessor, number: int, n_pictures: int
+        self,
+        picture: Picture,
+        processor: PictureProcessor,
+        tower: str,
+        number: int,
+        n_pictures: int,
     ) -> ReadPicture:
         """Decode and prepare a picture. Blocks. Raises UsageError, which names it."""
         try:
             rgb = self._process.decode(picture.data)
             digest = hashlib.sha256(
-                f"{processor.key} {picture.detail} {rgb.shape}".encode() + b"\0" + rgb.tobytes()
+                f"{processor.key}{tower} {picture.detail} {rgb.shape}\0".encode() + rgb.tobytes()
             ).digest()[:PICTURE_DIGEST_BYTES]
             shape = self._known.pop(digest, None)
             if shape is None:

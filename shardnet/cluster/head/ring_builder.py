@@ -188,4 +188,5 @@ def ring_spec(plan: Plan) -> RingSpec:
         spans=tuple(tuple(node.address for node in further) for further in plan.spans),
         gather_dtype=plan.gather_dtype,
         adapters=plan.facts.adapters,
+        mmproj=plan.choice.mmproj,
     )

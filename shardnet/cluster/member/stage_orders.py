@@ -318,6 +318,7 @@ class StageOrders:
             n_nodes=len(message.shard_nodes) or 1,
             gather_dtype=WireDType(message.gather_dtype) if message.gather_dtype else None,
             adapters=adapters,
+            mmproj=Path(message.mmproj) if message.mmproj else None,
         )
         if len(parts) == 1:
             return order.on(parts[0])

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
+from pathlib import Path
 
 from msgspec import structs
 
@@ -207,6 +208,7 @@ class Planner:
         facts = await self.look_up(choice.model)
         if told.adapters:
             facts = facts.with_adapters([adapter_facts(each) for each in told.adapters])
+        facts = await self._with_tower(facts, choice.mmproj)
         found = await self.directory.candidates((), REPLAN_STATUS_S, leads=True)
         nodes = tuple(info for info in found.nodes if info.node not in without)
         if choice.nodes:
@@ -281,6 +283,7 @@ class Planner:
             facts.check_known()
         if choice.adapters:
             facts = facts.with_adapters(await self.sharing.adapters.identify(choice, facts))
+        facts = await self._with_tower(facts, choice.mmproj)
         dtype = settle_dtype(choice.dtype, facts.config, candidates.nodes)
         arith = settle_arith(choice.arith, candidates.nodes)
         return IdentifiedModel(candidates=candidates, facts=facts, dtype=dtype, arith=arith)
@@ -316,6 +319,12 @@ class Planner:
         """Tell the nodes of a plan what a generation has disproved, for the plans that follow."""
         ariths = node_ariths(plan.choice.arith, plan.arith, plan.nodes)
         await self.measuring.observed(plan.nodes, plan.choice, plan.facts, plan.dtype, ariths, runs)
+
+    async def _with_tower(self, facts: ModelFacts, mmproj: str) -> ModelFacts:
+        if not mmproj:
+            return facts
+        path = Path(mmproj)
+        return await self.sharing.disk.run(path, partial(facts.with_tower, path))
 
     async def look_up(self, model: str) -> ModelFacts:
         """Read the facts of `model`, a path or name, here or else from a peer.

@@ -54,6 +54,8 @@ class RingSpec:
 
     adapters: tuple[AdapterFacts, ...] = ()
     """The LoRA adapters that requests can have."""
+    mmproj: str = ""
+    """The GGUF that has the tower for pictures, "" for the model's own."""
 
     def shard_nodes(self, rank: int) -> tuple[str, ...]:
         """Return the nodes of a stage, the ring's member first."""
@@ -113,6 +115,7 @@ class RingSpec:
             gather_dtype=self.gather_dtype.value if spans and self.gather_dtype else "",
             parts=list(self.parts[rank]) if self.parts else [],
             adapters=[ring_adapter(each, self.layers[rank]) for each in self.adapters],
+            mmproj="" if rank else self.mmproj,
         )
 
 

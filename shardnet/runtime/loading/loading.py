@@ -266,7 +266,8 @@ def _load_model(
     from shardnet.stage.load import load_stage
 
     order, checkpoint = job.order, job.checkpoint
-    tower = tower_of(checkpoint) if order.layers.start == 0 and order.shard == 0 else None
+    has_tower = order.layers.start == 0 and order.shard == 0
+    tower = tower_of(checkpoint, order.mmproj) if has_tower else None
     adapters = [LoadedAdapter.read(each.adapter_id, each.files) for each in order.adapters]
     config, device = with_adapters(checkpoint.config, adapters), torch.device(order.device)
     choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization, order.arith)

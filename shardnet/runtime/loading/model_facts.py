@@ -81,6 +81,11 @@ class ModelFacts:
             raise no_mtp()
         return replace(self, config=replace(self.config, has_mtp=True))
 
+    def with_tower(self, mmproj: Path) -> ModelFacts:
+        """Count the tower in the GGUF `mmproj` in place of its own. Blocks; raises as tower_of."""
+        checkpoint = Checkpoint.open(self.path, ignore_unknown=True)
+        return replace(self, tower_bytes=_tower_bytes(checkpoint, mmproj))
+
     def check_known(self) -> None:
         """Raise UnsupportedModelError, which names all unknown keys of the config, if any."""
         if self.unknown_keys:
@@ -109,11 +114,8 @@ def identify(path: Path) -> ModelFacts:
 
     Unknown keys of its config are not refused: see `ModelFacts.check_known`.
     """
-    from shardnet.runtime.loading.picture_processor import tower_of  # it imports numpy
-
     stamped = stamp(path)
     checkpoint = Checkpoint.open(path, ignore_unknown=True)
-    tower = tower_of(checkpoint)
     return ModelFacts(
         model_id=checkpoint.model_id,
         path=path,
@@ -130,8 +132,15 @@ def identify(path: Path) -> ModelFacts:
         recommended=read_recommended(path),
         layers=stored_layers(checkpoint),
         has_mtp=checkpoint.has_mtp,
-        tower_bytes={dtype: tower.weight_bytes(dtype) for dtype in DType} if tower else {},
+        tower_bytes=_tower_bytes(checkpoint),
     )
+
+
+def _tower_bytes(checkpoint: Checkpoint, mmproj: Path | None = None) -> dict[DType, int]:
+    from shardnet.runtime.loading.picture_processor import tower_of  # it imports numpy
+
+    tower = tower_of(checkpoint, mmproj)
+    return {dtype: tower.weight_bytes(dtype) for dtype in DType} if tower else {}
 
 
 def identify_at(model: str, *, ignore_unknown: bool = False) -> ModelFacts:

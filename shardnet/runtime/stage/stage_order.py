@@ -89,6 +89,8 @@ class StageOrder:
     mtp: bool = False
     """Whether the last stage of the ring has the layer that predicts further tokens."""
     adapters: tuple[StageAdapter, ...] = ()
+    mmproj: Path | None = None
+    """The GGUF that has the first stage's tower for pictures, None for the model's own."""
 
     def on(self, part: StagePart) -> StageOrder:
         """Return the order of the layers of this stage that are on one device, or its shards."""

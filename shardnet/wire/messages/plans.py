@@ -67,6 +67,7 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     `nodes_per_stage` nodes; with 0 one, unless that pays where no nodes are named. With `mtp` the
     last stage can draft with the layer that predicts further tokens. The ring has at least the
     LoRA `adapters`; a request is computed with `used_adapters`, whose names are among the ring's.
+    Pictures are read by the tower in the GGUF `mmproj` of the first node, "" for the model's own.
     """
 
     model: PathText
@@ -87,6 +88,7 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     nodes_per_stage: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
     adapters: Annotated[list[NamedAdapter], Meta(max_length=MAX_ADAPTERS)] = []
     used_adapters: Annotated[list[AdapterScale], Meta(max_length=MAX_ADAPTERS)] = []
+    mmproj: PathText = ""
 
     def asked_as(self, former: ModelChoice) -> ModelChoice:
         """Return this choice for a request that was made with `former`: with its adapters."""

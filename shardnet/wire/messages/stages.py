@@ -97,7 +97,8 @@ class LoadStage(OfRing, frozen=True, kw_only=True):
     parts travel in `gather_dtype`, "" for as they are. `parts` say which of the node's devices have
     which of the layers, [] that the first has all. With `mtp` the last stage has the layer behind
     the last one too, which predicts further tokens. The stage has its layers' parts of `adapters`,
-    which the node fetches too.
+    which the node fetches too. The first stage has the tower in the GGUF `mmproj`, "" for the
+    model's own.
     """
 
     rank: Rank
@@ -126,6 +127,7 @@ class LoadStage(OfRing, frozen=True, kw_only=True):
     parts: Annotated[list[DevicePart], Meta(max_length=MAX_DEVICES)] = []
     mtp: bool = False
     adapters: Annotated[list[RingAdapter], Meta(max_length=MAX_ADAPTERS)] = []
+    mmproj: PathText = ""
 
 
 class LoadProgress(Numbered, frozen=True, kw_only=True):

@@ -10,23 +10,30 @@ from typing import Any
 KIND = "application/vnd.ollama.image."
 
 
-def put_in_ollama(root: Path, gguf: Path, name: str, tag: str = "latest") -> Path:
+def put_in_ollama(
+    root: Path, gguf: Path, name: str, tag: str = "latest", projector: Path | None = None
+) -> Path:
     """Put a GGUF into the store `root` as REGISTRY/NAMESPACE/NAME:TAG, as `ollama pull` does.
 
     A model of `registry.ollama.ai/library` needs its NAME only. Returns the blob.
     """
-    content = gguf.read_bytes()
-    digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
-    blob = root / "blobs" / digest.replace(":", "-")
+    blob = _put_blob(root, gguf)
+    digests = {"model": blob.name, "template": "sha256-" + "0" * 64, "params": "sha256-" + "0" * 64}
+    if projector is not None:
+        digests["projector"] = _put_blob(root, projector).name
+    layers = [
+        {"mediaType": f"{KIND}{kind}", "digest": name.replace("-", ":"), "size": 9}
+        for kind, name in digests.items()
+    ]
+    write_manifest(root, {"schemaVersion": 2, "layers": layers}, name, tag)
+    return blob
+
+
+def _put_blob(root: Path, file: Path) -> Path:
+    content = file.read_bytes()
+    blob = root / "blobs" / f"sha256-{hashlib.sha256(content).hexdigest()}"
     blob.parent.mkdir(parents=True, exist_ok=True)
     blob.write_bytes(content)
-    layers = [
-        {"mediaType": f"{KIND}{kind}", "digest": digest, "size": len(content)}
-        for kind in ("model", "template", "params", "projector")
-    ]
-    for layer in layers[1:]:
-        layer["digest"] = "sha256:" + "0" * 64  # what is in them is not asked for
-    write_manifest(root, {"schemaVersion": 2, "layers": layers}, name, tag)
     return blob
 
 
