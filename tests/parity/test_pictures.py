@@ -41,6 +41,7 @@ from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import open_pictures
+from shardnet.model.kernels.library import native_kernels
 from shardnet.model.vision.picture import EncodedPicture, PictureEncoder, PreparedPicture
 from shardnet.runtime.engine.requests import GenerationRequest
 from shardnet.runtime.stage.picture_inputs import rows_of_store
@@ -229,11 +230,12 @@ def test_whole_models_write_the_same_at_every_split(
         assert tokens == theirs
         assert all(torch.equal(logits, other) for other in seen)
         seen += [logits, prompt.logits(chain, slot=1, n_beside=3)]
-    [first] = StageChain.load(folder, [LayerRange(0, 1)]).stages
-    last = load_sharded(folder, LayerRange(1, n_layers), 2, context=512)
-    whole = load_sharded(folder, LayerRange(0, n_layers), 2, context=512)
-    for cut in ([first, last], [whole]):
-        assert torch.equal(prompt.logits(StageChain(cut)), seen[0])
+    if native_kernels() is not None:  # by which alone stages are cut
+        [first] = StageChain.load(folder, [LayerRange(0, 1)]).stages
+        last = load_sharded(folder, LayerRange(1, n_layers), 2, context=512)
+        whole = load_sharded(folder, LayerRange(0, n_layers), 2, context=512)
+        for cut in ([first, last], [whole]):
+            assert torch.equal(prompt.logits(StageChain(cut)), seen[0])
     assert asyncio.run(in_a_ring(folder, encoder, prompt.request, n_layers)) == [theirs] * 3
 
 

@@ -23,7 +23,8 @@ N_TOKENS = 60
 Request = tuple[str, SamplingParams, dict[str, Any]]
 
 IS_DETERMINISTIC = native_kernels() is None
-"""Only the compiled library gives a replayed row its bits without being asked to."""
+"""Only the compiled library gives a replayed row its bits without being asked to; being asked to,
+requests are computed one after another without it."""
 REQUESTS: Sequence[Request] = (
     ("Once upon a time", SamplingParams(), {}),
     (
@@ -49,7 +50,8 @@ async def run_all(
 ) -> tuple[list[tuple[object, ...]], list[list[RequestState]]]:
     """Run all requests at once; return what they gave, and the states that each went through.
 
-    `at_token` is called with the number of tokens of the first one so far, once all have begun.
+    `at_token` is called with the number of tokens of the first one so far, once all have begun that
+    are computed at a time.
     """
     states: list[list[RequestState]] = [[] for _ in REQUESTS]
     counts = [0 for _ in REQUESTS]
@@ -71,7 +73,7 @@ async def run_all(
             if not event.token_ids and event.state not in states[number][-1:]:
                 states[number].append(event.state)
             counts[number] += len(event.token_ids)
-            if number == 0 and event.token_ids and all(counts):
+            if number == 0 and event.token_ids and (IS_DETERMINISTIC or all(counts)):
                 at_token(counts[0])
             if event.result is not None:
                 return event.result
@@ -121,7 +123,7 @@ def test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(machine: Machin
             first, second = await until_over(client, 2)
             assert (first.lost, first.nodes) == (["bert"], ["anna", "cleo"])
             assert (second.lost, second.nodes) == (["cleo"], ["anna"])
-            assert first.n_requests == len(REQUESTS)
+            assert first.n_requests >= (1 if IS_DETERMINISTIC else len(REQUESTS))
             if first.error:  # the tail was lost before all had caught up
                 assert "cleo" in first.error
                 first_error.append(first.error)
