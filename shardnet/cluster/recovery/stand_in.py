@@ -37,6 +37,7 @@ from shardnet.cluster.recovery.witnesses import (
     STAND_IN_S,
     former_head,
     is_lost,
+    keeper_of,
     until_succeeded,
 )
 from shardnet.cluster.router.router import Router
@@ -45,6 +46,8 @@ from shardnet.runtime.engine.engine import Engine
 from shardnet.types import U32_MAX, Epoch, LiveState, NodeId
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.deputies import (
+    AnswerFound,
+    FindAnswer,
     FindNode,
     NodeFound,
     RequestCopied,
@@ -120,6 +123,7 @@ class StandIn:
         handlers.register(TakeOver, self._take_over_for)
         handlers.register(TakenOver, self._taken_over)
         handlers.register(FindNode, self._find_node)
+        handlers.register(FindAnswer, self._find_answer)
         handlers.register(Resume, self._resume)
 
     @property
@@ -291,10 +295,15 @@ class StandIn:
         stands_by = duty is not None and bool(duty.requests.running)
         control.send(NodeFound(request=message.request, is_linked=is_linked, stands_by=stands_by))
 
+    async def _find_answer(self, control: ControlLink, message: FindAnswer) -> None:
+        own = self.copying.requests.find(message.key, time.monotonic())
+        is_kept = own is not None or self._duty_with(message.key) is not None
+        control.send(AnswerFound(request=message.request, is_kept=is_kept))
+
     # --- for clients
 
     async def _resume(self, control: ControlLink, message: Resume) -> None:
-        """Go on with an answer, or say where. Raises UsageError if nobody here knows of it."""
+        """Go on with an answer, or say where. Raises UsageError if no node knows of it."""
         duty = self._duty_with(message.key)
         if duty is not None:
             await _until_begun(duty)
@@ -316,9 +325,11 @@ class StandIn:
             control.send(Redirect(request=message.request, address=address))
         elif (elsewhere := self.head.elsewhere()) is not None:
             control.send(Redirect(request=message.request, address=elsewhere.address))
+        elif (keeper := await keeper_of(message.key, self.links)) is not None:
+            control.send(Redirect(request=message.request, address=self.address_of(keeper)))
         else:
             raise UsageError(
-                "no answer is kept here for a request of that id",
+                "no node keeps an answer to a request of that id",
                 remedy="ask within a minute, with the id that the request had, or ask anew",
             )
 

@@ -1,4 +1,4 @@
-"""What other nodes know of a head that may be lost: whether they see it, and who goes on for it.
+"""What other nodes know of a head that may be lost, of who goes on for it, and of kept answers.
 
 Knows how long their words are waited for. Must not know how a ring is taken over.
 """
@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeVar
+
+from msgspec import structs
 
 from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peer_links import PeerLinks
 from shardnet.errors import ShardnetError
 from shardnet.types import NodeId
-from shardnet.wire.messages.deputies import FindNode, NodeFound
+from shardnet.wire.messages.deputies import AnswerFound, FindAnswer, FindNode, NodeFound
 
 ASK_S: Final = 1.0
 """How long a node may take to answer, or to notice what another one has noticed."""
@@ -27,6 +29,7 @@ ALONE_S: Final = 1.0
 STAND_IN_S: Final = 20.0
 """How long a deputy tries to take over."""
 
+Found = TypeVar("Found", NodeFound, AnswerFound)
 LinkOf = Callable[[NodeId], ControlLink | None]
 
 
@@ -34,7 +37,8 @@ async def is_lost(head: NodeId, others: Sequence[NodeId], link_of: LinkOf) -> bo
     """Say whether `head` is lost to all nodes of its ring, not to this one alone."""
     began_s = time.monotonic()
     while link_of(head) is None:
-        found = await asyncio.gather(*(_found(link_of(node), head) for node in others))
+        asked = FindNode(request=0, node=head)
+        found = await asyncio.gather(*(_found(link_of(node), asked, NodeFound) for node in others))
         seen = [one.is_linked for one in found if one is not None]
         if seen and not any(seen):
             return True
@@ -59,7 +63,8 @@ async def until_succeeded(head: NodeId, links: PeerLinks, is_former: Callable[[]
     """
     began_s = time.monotonic()
     while is_former():
-        found = await asyncio.gather(*(_found(control, head) for control in links.linked()))
+        asked, linked = FindNode(request=0, node=head), links.linked()
+        found = await asyncio.gather(*(_found(control, asked, NodeFound) for control in linked))
         standing_by = [one for one in found if one is not None and one.stands_by]
         is_seen = links.link_of(head) is not None or any(one.is_linked for one in standing_by)
         waited_s = time.monotonic() - began_s
@@ -68,13 +73,25 @@ async def until_succeeded(head: NodeId, links: PeerLinks, is_former: Callable[[]
         await asyncio.sleep(AGAIN_S)
 
 
-async def _found(control: ControlLink | None, head: NodeId) -> NodeFound | None:
-    """Ask a node what it knows of a head; None where it does not answer."""
+async def keeper_of(key: str, links: PeerLinks) -> NodeId | None:
+    """Ask all nodes which of them has the answer to a request with `key`; None where none has."""
+    asked, linked = FindAnswer(request=0, key=key), links.linked()
+    found = await asyncio.gather(*(_found(control, asked, AnswerFound) for control in linked))
+    for control, one in zip(linked, found, strict=True):
+        if one is not None and one.is_kept:
+            return NodeId(control.link.peer.node)
+    return None
+
+
+async def _found(
+    control: ControlLink | None, message: FindNode | FindAnswer, expected: type[Found]
+) -> Found | None:
+    """Ask a node; None where it does not answer."""
     if control is None:
         return None
     try:
         async with asyncio.timeout(ASK_S):
-            asked = FindNode(request=control.next_request(), node=head)
-            return await control.ask(asked, NodeFound)
+            asked = structs.replace(message, request=control.next_request())
+            return await control.ask(asked, expected)
     except (ShardnetError, TimeoutError):
         return None

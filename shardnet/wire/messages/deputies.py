@@ -124,6 +124,18 @@ class NodeFound(Numbered, frozen=True, kw_only=True):
     stands_by: bool = False
 
 
+class FindAnswer(Numbered, frozen=True, kw_only=True):
+    """Ask a node whether it has the answer to a Generate with `key`, its own or copied there."""
+
+    key: RequestKey
+
+
+class AnswerFound(Numbered, frozen=True, kw_only=True):
+    """Answers FindAnswer."""
+
+    is_kept: bool
+
+
 class CopiedTo(Numbered, frozen=True, kw_only=True):
     """Tells a client that what its Generate makes is copied to the node at `address`.
 
@@ -205,7 +217,7 @@ class DropValue(Numbered, frozen=True, kw_only=True):
 
 
 DeputyRequest: TypeAlias = (
-    TakeOver | FindNode | KeepValue | FindValue | ListValues | DropValue | Resume
+    TakeOver | FindNode | FindAnswer | KeepValue | FindValue | ListValues | DropValue | Resume
 )
 """Requests about copies at deputies, and values at nodes."""
 DeputyMessage: TypeAlias = (
@@ -216,6 +228,7 @@ DeputyMessage: TypeAlias = (
     | TakenOver
     | StandByRefused
     | NodeFound
+    | AnswerFound
     | ValueFound
     | ValuesListed
     | CopiedTo

@@ -77,7 +77,7 @@ def test_streams_of_all_dialects_are_resumed(
             assert (nothing.status, nothing.content) == (200, b"")
 
             path = "/v1/completions"
-            counts = {"0": "no answer is kept", "-1": "number", "0" * 4400: "number"}
+            counts = {"0": "no node keeps an answer", "-1": "number", "0" * 4400: "number"}
             for count, why in counts.items():
                 headers = {"x-request-id": "other", "x-shardnet-resume": count}
                 refused = await ask(second, path, STREAMS[path], headers=headers)

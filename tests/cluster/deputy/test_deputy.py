@@ -36,7 +36,7 @@ def test_a_deputy_goes_on_and_the_former_head_gives_way(tmp_path: Path) -> None:
     async def main() -> None:
         async with (
             asyncio.timeout(DEADLINE_S),
-            machines(tmp_path, "anna", "bert", "cleo") as (anna, bert, cleo),
+            machines(tmp_path, "anna", "bert", "cleo", "dora") as (anna, bert, cleo, dora),
             AsyncExitStack() as stack,
         ):
             client = await stack.enter_async_context(connect(anna.node.address))
@@ -65,7 +65,7 @@ def test_a_deputy_goes_on_and_the_former_head_gives_way(tmp_path: Path) -> None:
             assert [node.name for node in lead.plan.nodes] == ["bert", "cleo"]
             assert lead.ring.epoch > old.epoch
 
-            for one in (bert, cleo):  # also by a node that leads nothing
+            for one in (bert, cleo, dora):  # also by a node that leads nothing, or is in no ring
                 other = await stack.enter_async_context(connect(one.node.address))
                 again = await say(other, prompts, choice, "k1", resume=True)
                 assert again.tokens == whole.tokens

@@ -29,7 +29,7 @@ from shardnet.wire.messages.control import (
     Redirect,
     read_control,
 )
-from shardnet.wire.messages.deputies import NodeFound, ValueFound, ValuesListed
+from shardnet.wire.messages.deputies import AnswerFound, NodeFound, ValueFound, ValuesListed
 from shardnet.wire.messages.generation import Cancel, Finished, LastRun, TextPiece
 from shardnet.wire.messages.measurements import LinksMeasured, StageMeasured
 from shardnet.wire.messages.membership import ModelIdentity, Ping, StatusReply
@@ -40,6 +40,7 @@ NOWHERE = "/nowhere/model"
 ANSWER_S = 30.0
 LAST = (
     *(ClockRead, Done, Redirect, Finished, LastRun, RingActivity, LinksMeasured, StageMeasured),
+    AnswerFound,
     ModelIdentity,
     NodeFound,
     StatusReply,

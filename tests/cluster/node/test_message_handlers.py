@@ -18,7 +18,13 @@ from shardnet.types import DType, NodeId
 from shardnet.wire.messages.activity import ClockRead, RingActivity, RingKept, TracePiece
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Failed, Redirect
-from shardnet.wire.messages.deputies import CopiedTo, NodeFound, ValueFound, ValuesListed
+from shardnet.wire.messages.deputies import (
+    AnswerFound,
+    CopiedTo,
+    NodeFound,
+    ValueFound,
+    ValuesListed,
+)
 from shardnet.wire.messages.generation import (
     Cancel,
     Detokenized,
@@ -50,6 +56,7 @@ from shardnet.wire.messages.stages import (
 )
 
 ANSWERS = {
+    AnswerFound,
     ClockRead,
     CopiedTo,
     Detokenized,
