@@ -15,6 +15,7 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import THETAS, Range
 from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.vision.patches import (
+    Filter,
     FixedSize,
     Marks,
     PatchProcessor,
@@ -22,6 +23,7 @@ from shardnet.model.vision.patches import (
     read_filter,
     read_levels,
     required_id,
+    resize,
 )
 from shardnet.model.vision.picture import (
     EncodedPicture,
@@ -29,7 +31,6 @@ from shardnet.model.vision.picture import (
     PictureProcessor,
     PreparedPicture,
 )
-from shardnet.model.vision.resampling import Filter, resize
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
     Table,

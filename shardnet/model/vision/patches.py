@@ -6,6 +6,7 @@ in common. Must not know files or torch.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import math
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from shardnet.errors import UsageError
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import SCALES, Range
 from shardnet.model.vision.picture import PreparedPicture
-from shardnet.model.vision.resampling import Filter, resize
 from shardnet.model.vision.vision_family import TokenId
 
 if TYPE_CHECKING:
@@ -32,6 +32,22 @@ LOW_ROWS: Final = 70
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 CLIP_DEVIATION: Final = (0.26862954, 0.26130258, 0.27577711)
 _LEVELS: Final = Range(0.0, 1.0)
+
+
+class Filter(enum.Enum):
+    """A filter of Pillow, by its number there and in processors' configs."""
+
+    LANCZOS = 1
+    BILINEAR = 2
+    BICUBIC = 3
+
+
+def resize(picture: NDArray[np.uint8], height: int, width: int, kind: Filter) -> NDArray[np.uint8]:
+    """Resize a picture [H, W, 3] to [height, width, 3], as makers' processors do: by Pillow."""
+    import numpy as np
+    from PIL.Image import Resampling, fromarray
+
+    return np.asarray(fromarray(picture).resize((width, height), Resampling(kind.value)))
 
 
 class SizeRule(Protocol):

@@ -16,6 +16,7 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.vision.patches import (
     CLIP_DEVIATION,
     CLIP_MEAN,
+    Filter,
     LongestEdge,
     Marks,
     PatchProcessor,
@@ -24,7 +25,6 @@ from shardnet.model.vision.patches import (
     required_id,
 )
 from shardnet.model.vision.picture import EncodedPicture, EncoderWalk, PictureProcessor
-from shardnet.model.vision.resampling import Filter
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
     Table,

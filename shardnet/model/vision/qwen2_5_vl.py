@@ -17,6 +17,7 @@ from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.vision.patches import (
     CLIP_DEVIATION,
     CLIP_MEAN,
+    Filter,
     Marks,
     PatchProcessor,
     PixelCount,
@@ -24,7 +25,6 @@ from shardnet.model.vision.patches import (
     read_levels,
 )
 from shardnet.model.vision.picture import EncodedPicture, EncoderWalk
-from shardnet.model.vision.resampling import Filter
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
     Table,

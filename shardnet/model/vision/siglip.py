@@ -16,6 +16,7 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import NORM_EPS
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.vision.patches import (
+    Filter,
     FixedSize,
     Marks,
     PatchProcessor,
@@ -24,7 +25,6 @@ from shardnet.model.vision.patches import (
     required_id,
 )
 from shardnet.model.vision.picture import EncodedPicture, EncoderWalk, PictureProcessor
-from shardnet.model.vision.resampling import Filter
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
     Table,
