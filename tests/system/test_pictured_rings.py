@@ -110,6 +110,22 @@ def test_a_first_stage_that_spans_nodes_sees(machine: Machine, folder: Path) -> 
     asyncio.run(main())
 
 
+def test_stages_that_span_nodes_turn_rows_by_three_axes(machine: Machine, tmp_path: Path) -> None:
+    """Of a kind whose rotary positions have three axes: time, line and column."""
+    model, picture = write_seeing_gguf(tmp_path), tmp_path / "a.png"
+    picture.write_bytes(png(60, 90))
+    anna, bert = (node.address for node in machine.start_nodes("anna", "bert"))
+    asked = ["the cat", "--model", str(model), "--image", str(picture), "--max-tokens", "12"]
+    asked += ["--ignore-eos", "--context", "512", "--json"]
+
+    def said(nodes: str, *more: str) -> Any:
+        return machine.run("generate", *asked, "--nodes", nodes, *more).json["token_ids"]
+
+    alone, cut = said(anna), said(f"{anna},{bert}", "--nodes-per-stage", "2")
+    two = said(f"{anna},{bert}", "--layers", "0-1,1-2")
+    assert (cut, two, len(alone)) == (alone, alone, 12)
+
+
 def write_seeing_gguf(folder: Path) -> Path:
     """Write a model of the kind of Qwen2.5-VL as llama.cpp does: its text, and a projector."""
     said = gguf_ranks(LLAMA3, "llama-bpe")
