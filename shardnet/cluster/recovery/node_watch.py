@@ -17,13 +17,13 @@ from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.recovery.policy import Returns, is_better
 from shardnet.cluster.recovery.recovery import Recovery
-from shardnet.errors import ShardnetError
+from shardnet.errors import BusyError, ShardnetError
 from shardnet.types import NodeId
 
 LOOK_S: Final = 1.0
 """Interval of the looks at which nodes are here."""
 AGAIN_S: Final = 5.0
-"""When to plan again for a ring that is in use now."""
+"""When to plan again for a ring, or with a node, that is in use now."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -43,6 +43,7 @@ class NodeWatch:
     def __post_init__(self) -> None:
         self._returns = Returns()
         self._not_before_s = 0.0
+        self._said = ""
 
     async def run(self) -> None:
         """Look again and again, until cancelled."""
@@ -69,8 +70,13 @@ class NodeWatch:
                 if lead.is_given_up:
                     await self._open_again(lead)
         except ShardnetError as error:
-            self._returns.planned(now_s)
-            self.log(f"the ring stays without the nodes that came: {error}")
+            if isinstance(error, BusyError):  # until another head lets go of a node
+                self._not_before_s = now_s + AGAIN_S
+            else:
+                self._returns.planned(now_s)
+            if self._said != (said := f"the ring stays without the nodes that came: {error}"):
+                self._said = said
+                self.log(said)
 
     async def _consider(self, lead: Lead) -> None:
         """Plan with the nodes that came; replace the ring if that gains enough."""
@@ -92,10 +98,10 @@ class NodeWatch:
         tok_s = now.placement.predicted_tok_s, plan.placement.predicted_tok_s
         is_complete = bool(n_named) and len(plan.ring_nodes) == n_named
         if is_better(*tok_s, is_complete=is_complete, is_used=lead.ring.is_in_use):
-            self._returns.planned(now_s)
             before = {node.node for node in now.ring_nodes}
             came = [node.name for node in plan.ring_nodes if node.node not in before]
             await self.replace(lead, plan, f"{', '.join(came) or 'another order'} joins")
+            self._returns.planned(now_s)
         elif lead.ring.is_in_use or is_used:
             self._not_before_s = now_s + AGAIN_S
         else:

@@ -14,6 +14,7 @@ from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import connect
 from shardnet.cluster.recovery import node_watch
+from shardnet.errors import BusyError
 from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -105,6 +106,49 @@ def test_a_head_that_stood_still_gives_way_and_joins_whoever_leads(
             await again
             assert said.tokens == whole.tokens
             assert is_member_of(anna, bert)
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_node_joins_again_once_another_head_lets_go_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardnet.cluster.recovery.policy.SETTLE_S", 0.05)
+    monkeypatch.setattr(node_watch, "LOOK_S", 0.02)
+    monkeypatch.setattr(node_watch, "AGAIN_S", 0.1)
+    model = make_llama(tmp_path / "model", max_position_embeddings=1024, num_hidden_layers=6)
+    n_refused = 0
+
+    async def refuse(*arguments: object, **named: object) -> None:
+        nonlocal n_refused
+        n_refused += 1
+        raise BusyError("this node is generating with another")
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            machines(tmp_path, "anna", "bert") as (anna, bert),
+            connect(anna.node.address) as client,
+        ):
+            nodes = [one.node.address for one in (anna, bert)]
+            choice = ModelChoice(model=str(model), nodes=nodes)
+            prompts = [random_prompt(20, 300, seed=1)]
+            whole = await say(client, prompts, choice)
+            said = Said.of(prompts)
+            saying = asyncio.create_task(say(client, prompts, choice, said=said))
+            await said.some.wait()
+            await bert.unplug()
+            await saying
+            orders = bert.node._stage.orders
+            with monkeypatch.context() as used:
+                used.setattr(orders, "load", refuse)
+                await bert.plug_in()
+                await until(lambda: n_refused > 1)
+            await until(lambda: is_member_of(bert, anna) and leads(anna))
+            again = await say(client, prompts, choice)
+            assert said.tokens == again.tokens == whole.tokens
+            assert sum("stays without the nodes that came" in line for line in anna.lines) == 1
 
     asyncio.run(main())
 
