@@ -2,13 +2,17 @@
 
 Weights are random, layers few, in float32 on one thread unless told otherwise. Both prepare and
 encode the same picture in turns; the least time of each counts, and ratios are what to look at.
+Where llama-cpp-python is installed, which builds llama.cpp, that takes its turns too, with
+the same tower in a projector file in F16.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +24,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from llama_cpp_model import LlamaCppTower
 from transformers import AutoConfig, AutoModelForImageTextToText
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from support.models.checkpoints import make_decoder
+from support.models.gguf_files import write_gguf
+from support.models.projector_files import Kind, write_mmproj
+from support.models.trained_tokenizers import LLAMA3, gguf_ranks
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import open_pictures
@@ -98,11 +110,33 @@ def main() -> None:
     picture = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
     for shape in SHAPES:
         with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-            print(_compared(shape, Path(folder), picture, arguments.layers, arguments.rounds))
+            compare = partial(_compared, shape, Path(folder), picture, arguments.layers)
+            with contextlib.ExitStack() as stack:
+                print(compare(arguments.rounds, partial(_in_llama_cpp, stack, arguments.threads)))
 
 
-def _compared(shape: Shape, folder: Path, picture: np.ndarray, n_layers: int, rounds: int) -> str:
-    """Time both for one tower."""
+def _in_llama_cpp(stack: contextlib.ExitStack, threads: int, folder: Path) -> LlamaCppTower | None:
+    """Open the tower of a checkpoint in llama.cpp, None where that is not installed."""
+    if importlib.util.find_spec("llama_cpp") is None:
+        return None
+    said = gguf_ranks(LLAMA3, "llama-bpe")
+    own = TEXT | {"vocab_size": len(said["tokenizer.ggml.tokens"])}
+    source = make_decoder(folder / "text", "llama", with_tokenizer=False, **own)
+    text = write_gguf(source, folder / "text.gguf", tokenizer=said)
+    tower = LlamaCppTower(text, write_mmproj(folder, folder / "mmproj.gguf", Kind.F16), threads)
+    stack.callback(tower.close)
+    return tower
+
+
+def _compared(
+    shape: Shape,
+    folder: Path,
+    picture: np.ndarray,
+    n_layers: int,
+    rounds: int,
+    in_llama_cpp: Callable[[Path], LlamaCppTower | None],
+) -> str:
+    """Time all for one tower."""
     config = AutoConfig.for_model(
         shape.model_type,
         text_config={**TEXT, **shape.text},
@@ -125,16 +159,19 @@ def _compared(shape: Shape, folder: Path, picture: np.ndarray, n_layers: int, ro
     theirs = processor([picture], return_tensors="pt")
     theirs = {key: theirs[key] for key in theirs if key != "num_crops"}
     prepared = encoder.processor.prepare(picture)
+    other = in_llama_cpp(folder)
     preparing = _least_ms(
         rounds,
         lambda: encoder.processor.prepare(picture),
         lambda: processor([picture], return_tensors="pt"),
+        other and partial(other.prepare, picture),
     )
     alone, beside = (
         _least_ms(
             rounds,
             partial(_encode, encoder, prepared, is_alone=is_alone),
             lambda: model.model.get_image_features(**theirs),
+            other and other.encode,
         )
         for is_alone in (True, False)
     )
@@ -151,17 +188,20 @@ def _encode(encoder: PictureEncoder, prepared: PreparedPicture, *, is_alone: boo
             walk.send(is_alone)
 
 
-def _least_ms(rounds: int, own: Callable[[], object], other: Callable[[], object]) -> str:
-    """Run both in turns, and say the least time of each."""
-    least_ms = [float("inf")] * 2
+def _least_ms(rounds: int, own: Callable[[], object], *others: Callable[[], object] | None) -> str:
+    """Run all in turns, and say the least time of each: transformers', and llama.cpp's if any."""
+    ways = [own, *(way for way in others if way is not None)]
+    least_ms = [float("inf")] * len(ways)
     for _ in range(rounds):
-        for place, way in enumerate((own, other)):
+        for place, way in enumerate(ways):
             began = time.perf_counter()
             way()
             least_ms[place] = min(least_ms[place], 1000 * (time.perf_counter() - began))
-    return (
-        f"{least_ms[0]:.1f} ms, transformers {least_ms[1]:.1f}: {least_ms[1] / least_ms[0]:.2f} x"
+    beside = (
+        f"{name} {other_ms:.1f}: {other_ms / least_ms[0]:.2f} x"
+        for name, other_ms in zip(("transformers", "llama.cpp"), least_ms[1:], strict=False)
     )
+    return f"{least_ms[0]:.1f} ms, {', '.join(beside)}"
 
 
 if __name__ == "__main__":

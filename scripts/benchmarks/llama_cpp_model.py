@@ -169,6 +169,56 @@ def quantise(source: Path, target: Path, kind: str, threads: int) -> Path:
 
 
 @cache
+class LlamaCppTower:
+    """A projector file in llama.cpp, beside a language model of its width. To be closed."""
+
+    def __init__(self, model: Path, mmproj: Path, threads: int) -> None:
+        """Load both; of `model` no more than the vocabulary and the width count."""
+        from llama_cpp import llama_cpp, mtmd_cpp
+
+        self._api, self._own = llama_cpp, mtmd_cpp
+        self._log = start()
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = 0
+        self._model = llama_cpp.llama_model_load_from_file(str(model).encode(), params)
+        how = mtmd_cpp.mtmd_context_params_default()
+        how.use_gpu, how.n_threads, how.print_timings, how.warmup = False, threads, False, False
+        self._context = mtmd_cpp.mtmd_init_from_file(str(mmproj).encode(), self._model, how)
+        if not self._context:
+            raise SystemExit(f"llama.cpp cannot load {mmproj}")
+        self._chunks = mtmd_cpp.mtmd_input_chunks_init()
+
+    def close(self) -> None:
+        """Free everything."""
+        self._own.mtmd_input_chunks_free(self._chunks)
+        self._own.mtmd_free(self._context)
+        self._api.llama_model_free(self._model)
+
+    def prepare(self, rgb: NDArray[np.uint8]) -> None:
+        """Resize and cut a picture [H, W, 3]."""
+        own = self._own
+        own.mtmd_input_chunks_free(self._chunks)
+        self._chunks = own.mtmd_input_chunks_init()
+        height, width, _ = rgb.shape
+        data = np.ascontiguousarray(rgb).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        bitmap = own.mtmd_bitmap_init(width, height, data)
+        text = own.mtmd_input_text(text=own.mtmd_default_marker(), add_special=False)
+        bitmaps = (own.mtmd_bitmap_p_ctypes * 1)(bitmap)
+        failed = own.mtmd_tokenize(self._context, self._chunks, ctypes.byref(text), bitmaps, 1)
+        own.mtmd_bitmap_free(bitmap)
+        if failed:
+            raise SystemExit("llama.cpp does not take the picture")
+
+    def encode(self) -> None:
+        """Compute the rows of the picture that was prepared last."""
+        own = self._own
+        for place in range(own.mtmd_input_chunks_size(self._chunks)):
+            chunk = own.mtmd_input_chunks_get(self._chunks, place)
+            is_text = own.mtmd_input_chunk_get_type(chunk) == own.MTMD_INPUT_CHUNK_TYPE_TEXT
+            if not is_text and own.mtmd_encode_chunk(self._context, chunk):
+                raise SystemExit("llama.cpp failed to encode the picture")
+
+
 def start() -> object:
     """Start llama.cpp without its log, once; return what it calls to log, which must outlive it."""
     import llama_cpp
