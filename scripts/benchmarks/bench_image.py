@@ -29,11 +29,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from support.models.checkpoints import make_decoder
-from support.models.gguf_files import write_gguf
-from support.models.projector_files import Kind, write_mmproj
-from support.models.trained_tokenizers import LLAMA3, gguf_ranks
-
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import open_pictures
 from shardnet.model.kernels.linear import probe
@@ -119,11 +114,15 @@ def _in_llama_cpp(stack: contextlib.ExitStack, threads: int, folder: Path) -> Ll
     """Open the tower of a checkpoint in llama.cpp, None where that is not installed."""
     if importlib.util.find_spec("llama_cpp") is None:
         return None
-    said = gguf_ranks(LLAMA3, "llama-bpe")
+    names = ("checkpoints", "gguf_files", "projector_files", "trained_tokenizers")
+    made: Any = [import_module(f"support.models.{name}") for name in names]  # they are not typed
+    checkpoints, files, projectors, tokenizers = made
+    said = tokenizers.gguf_ranks(tokenizers.LLAMA3, "llama-bpe")
     own = TEXT | {"vocab_size": len(said["tokenizer.ggml.tokens"])}
-    source = make_decoder(folder / "text", "llama", with_tokenizer=False, **own)
-    text = write_gguf(source, folder / "text.gguf", tokenizer=said)
-    tower = LlamaCppTower(text, write_mmproj(folder, folder / "mmproj.gguf", Kind.F16), threads)
+    source = checkpoints.make_decoder(folder / "text", "llama", with_tokenizer=False, **own)
+    text = files.write_gguf(source, folder / "text.gguf", tokenizer=said)
+    mmproj = projectors.write_mmproj(folder, folder / "mmproj.gguf", projectors.Kind.F16)
+    tower = LlamaCppTower(text, mmproj, threads)
     stack.callback(tower.close)
     return tower
 
@@ -164,14 +163,14 @@ def _compared(
         rounds,
         lambda: encoder.processor.prepare(picture),
         lambda: processor([picture], return_tensors="pt"),
-        other and partial(other.prepare, picture),
+        partial(other.prepare, picture) if other is not None else None,
     )
     alone, beside = (
         _least_ms(
             rounds,
             partial(_encode, encoder, prepared, is_alone=is_alone),
             lambda: model.model.get_image_features(**theirs),
-            other and other.encode,
+            other.encode if other is not None else None,
         )
         for is_alone in (True, False)
     )
