@@ -336,7 +336,7 @@ def picture_of(image: object, detail: Any = "auto") -> Picture:
     try:
         data = read_picture(image) if isinstance(image, Path) else image
     except OSError as error:
-        raise UsageError(f"the picture {image!r} cannot be read: {error.strerror}") from None
+        raise UsageError(f"the picture {str(image)!r} cannot be read: {error.strerror}") from None
     if len(data) > MAX_PICTURES_BYTES:
         raise UsageError(
             f"a picture has more than {MAX_PICTURES_BYTES} bytes", remedy="make it smaller"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint, gguf_file
 from shardnet.checkpoint.formats.gguf import read_tensor_file
 from shardnet.checkpoint.formats.gguf_header import MetadataValue, read_gguf_header
 from shardnet.checkpoint.formats.gguf_types import PLAIN, packing_of, unpack
+from shardnet.checkpoint.formats.huggingface import converted_tensors
 from shardnet.checkpoint.ollama_store import projectors_of
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file
 from shardnet.checkpoint.tensors.json_files import read_json
@@ -26,6 +28,7 @@ from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
 from shardnet.errors import CheckpointError, UnsupportedModelError
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.transformers_modules import INSTALL
 from shardnet.model.families.wrappers import VISIONS, WRAPPERS
 from shardnet.model.vision.picture import PictureProcessor
 from shardnet.model.vision.vision_config import VisionConfig
@@ -35,6 +38,9 @@ from shardnet.types import DType
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.vision.tower import Tower
 
 PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
 _HARMLESS: Final = (
@@ -58,18 +64,13 @@ _RUNNING: Final = (
 class Pictures:
     """What a checkpoint has for pictures.
 
-    `checkpoint` has the parameters of the tower, by the names of its `family`.
+    `checkpoint` has the parameters of the tower by the names of the `table`, which `load` takes.
     """
 
-    family: VisionFamily
-    config: VisionConfig
+    table: Table
+    load: Callable[[WeightSource, torch.dtype, torch.device], Tower]
     processor: PictureProcessor
     checkpoint: Checkpoint
-
-    @property
-    def table(self) -> Table:
-        """The parameters with their shapes."""
-        return self.family.tensors(self.config)
 
     def weight_bytes(self, dtype: DType) -> int:
         """Return the bytes of the tower's weights where it computes in `dtype`."""
@@ -101,25 +102,44 @@ def open_pictures(
             remedy="use a model that has one, or leave the pictures out",
         )
     if wrapper.vision is None:
-        raise UnsupportedModelError(
-            f"pictures are not implemented for {wrapper.model_type} models",
-            remedy="leave the pictures out",
-        )
+        return _open_modules(checkpoint)
     raw = json.loads(checkpoint.config_text)
     where = str(checkpoint.folder / "config.json")
     config = read_tower(wrapper.vision, raw, where, checkpoint.config)
     own = _read_processor(checkpoint.folder)
     spell = wrapper.vision.spell
     stored = {spell(name.removeprefix("model.")): info for name, info in checkpoint.stored.items()}
+    table = wrapper.vision.tensors(config)
     made = {
         name: unchanged(name, _as_matrix(stored[name], shape))
-        for name, shape in wrapper.vision.tensors(config).items()
+        for name, shape in table.items()
         if name in stored
     }
     return Pictures(
-        family=wrapper.vision,
-        config=config,
+        table=table,
+        load=partial(wrapper.vision.load, config),
         processor=_processor(wrapper.vision, config, own, token_id),
+        checkpoint=checkpoint.with_tensors(made),
+    )
+
+
+def _open_modules(checkpoint: Checkpoint) -> Pictures:
+    """Open a tower that transformers' own modules compute."""
+    try:
+        from shardnet.model.modules.module_tower import ModuleProcessor, build_tower, row_token
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: its tower has no implementation here, and transformers (5.24 or "
+            "newer), which may have one, is not installed",
+            remedy=f"{INSTALL}, or leave the pictures out",
+        ) from error
+    tower = build_tower(checkpoint.config_text, str(checkpoint.folder / "config.json"))
+    stored = {name: unchanged(name, info) for name, info in checkpoint.stored.items()}
+    made = converted_tensors(tower.rules, stored)
+    return Pictures(
+        table=tower.shapes,
+        load=tower.load,
+        processor=ModuleProcessor(checkpoint.folder, row_token(checkpoint.config_text)),
         checkpoint=checkpoint.with_tensors(made),
     )
 
@@ -220,8 +240,8 @@ def _open_gguf(checkpoint: Checkpoint, token_id: TokenId, path: Path) -> Picture
     own = Fields(_processor_of_metadata(header.metadata, family, raw), f"{path}, as JSON")
     made = _gguf_tensors(family, config, file.tensors)
     return Pictures(
-        family=family,
-        config=config,
+        table=family.tensors(config),
+        load=partial(family.load, config),
         processor=_processor(family, config, own, token_id),
         checkpoint=checkpoint.beside(path.parent, file, made),
     )

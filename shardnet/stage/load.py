@@ -278,7 +278,7 @@ def load_encoder(
     with capacity_error_for(too_much, remedy="give the node fewer layers"):
         weights = StageWeights(pictures.checkpoint, tensors, choice, device, progress)
         with weights.writer:
-            tower = pictures.family.load(pictures.config, weights, dtype, device)
+            tower = pictures.load(weights, dtype, device)
     return TowerEncoder(
         tower=tower,
         processor=pictures.processor,

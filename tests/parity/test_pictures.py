@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.models.checkpoints import make_decoder
 from support.models.gguf_files import write_gguf
+from support.models.module_vision import MARKS, make_by_modules
 from support.models.projector_files import PROJECTORS, Kind, write_mmproj
 from support.models.vision_checkpoints import (
     CASES,
@@ -237,6 +238,22 @@ def test_whole_models_write_the_same_at_every_split(
         for cut in ([first, last], [whole]):
             assert torch.equal(prompt.logits(StageChain(cut)), seen[0])
     assert asyncio.run(in_a_ring(folder, encoder, prompt.request, n_layers)) == [theirs] * 3
+
+
+@pytest.mark.parametrize("kind", MARKS)
+def test_towers_of_transformers_see_as_whole_models_of_it(kind: str, tmp_path: Path) -> None:
+    folder = make_by_modules(kind, tmp_path)
+    encoder, picture = encoder_of(folder), random_picture(37, 53)
+    prompt, prepared = Prompt.of(encoder, [picture]), encoder.processor.prepare(picture)
+    reference, ids = load_reference(folder), torch.tensor([prompt.ids])
+    pixels = torch.tensor(prepared.pixels)
+    with torch.inference_mode():
+        expected = reference(ids, pixel_values=pixels).logits[0]
+        theirs = reference.generate(ids, pixel_values=pixels, **HOW)[0, len(prompt.ids) :].tolist()
+    for n_stages in (1, 2):
+        logits = prompt.logits(StageChain.load(folder, even_split(2, n_stages)))
+        torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
+    assert asyncio.run(in_a_ring(folder, encoder, prompt.request, 2)) == [theirs] * 3
 
 
 async def in_a_ring(

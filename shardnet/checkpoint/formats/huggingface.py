@@ -23,27 +23,23 @@ from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import TensorFile
 from shardnet.errors import CheckpointError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.model.families.wrappers import WRAPPERS, language_name
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shardnet.model.modules.conversions import ConvertedTensor
+    from shardnet.model.modules.conversions import Conversions, ConvertedTensor
 
 
 def converted_tensors(
-    outline: ModuleOutline, tensors: Mapping[str, ModelTensor]
+    rules: Conversions, tensors: Mapping[str, ModelTensor]
 ) -> dict[str, ModelTensor]:
     """Convert `tensors`, which have the names that are stored, to those of the model.
 
     What the model has no place for keeps its name: the loader refuses it. Raises CheckpointError
     for tensors that do not make the parameter that their names say.
     """
-    from shardnet.model.modules.conversions import conversions_of
-
-    rules = conversions_of(outline.config_text)
     made = rules.convert({name: tensor.shape for name, tensor in tensors.items()})
     return {one.name: _model_tensor(one, tensors) for one in made}
 
@@ -102,7 +98,9 @@ def open_huggingface(folder: Path) -> Contents:
     def arrange(config: ModelConfig) -> Mapping[str, ModelTensor]:
         tensors = model_tensors(config, stored, weight_format, str(folder))
         if config.outline is not None:
-            return converted_tensors(config.outline, tensors)
+            from shardnet.model.modules.conversions import conversions_of
+
+            return converted_tensors(conversions_of(config.outline.config_text), tensors)
         return split_experts(config, tensors)
 
     return Contents(

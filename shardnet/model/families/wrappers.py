@@ -28,11 +28,13 @@ from shardnet.model.vision.vision_family import VisionFamily
 
 TEXT: Final = "text_config"
 
-_LANGUAGE: Final = re.compile(r"(model\.language_model\.|language_model\.model\.|language_model\.)")
+_LANGUAGE: Final = re.compile(
+    r"(model\.(language|text)_model\.|language_model\.model\.|language_model\.)"
+)
 """Before names of the language model: of transformers 5, and of those that were there before."""
 _OTHERS: Final = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision"
-    r"|vision_embedder|audio_tower|embed_audio)\..*"
+    r"|vision_embedder|audio_tower|embed_audio|connector|image_newline)(\..*)?"
 )
 """Whole names of what turns images and sound into embeddings."""
 _OF_OTHERS: Final = frozenset(
@@ -50,6 +52,8 @@ _OF_OTHERS: Final = frozenset(
 """Keys of config.json that matter to images and sound alone."""
 _OUTER_FIRST: Final = ("tie_word_embeddings", "bos_token_id", "eos_token_id")
 """Keys of the language model that count as they stand outside, where they do."""
+_SHARED: Final = (*(*_OUTER_FIRST, "pad_token_id", "dtype", "torch_dtype", "quantization_config"),)
+"""Keys that belong to the language model too where all others outside do not."""
 _ROPES: Final = ("rope_parameters", "rope_scaling")
 _ROPE_KINDS: Final = ("rope_type", "type")
 
@@ -64,7 +68,7 @@ class Wrapper:
     `defaults` are keys that published configs leave out and the family insists on.
     `sections` are by default how many rotary columns turn by time, height and width (M-RoPE), None
     where positions have one axis; with `takes_turns` they do not stand together. `vision` is its
-    tower, None where pictures are not implemented.
+    tower, None where transformers' own computes: then `text_config` has all of the language model.
     """
 
     model_type: str
@@ -92,6 +96,9 @@ class Wrapper:
             named = ", ".join((*self.text_types, *self.others))
             raise fields.unsupported(f"{TEXT}.model_type", kind, named)
         outer = {key: raw[key] for key in raw if key not in _OF_OTHERS | {TEXT}}
+        if self.vision is None:
+            fields.ignore(*raw.keys() - {"model_type", "architectures"})
+            outer = {key: raw[key] for key in _SHARED if key in raw}
         text = {**self.defaults, **outer, **nested}
         text |= {key: outer[key] for key in _OUTER_FIRST if outer.get(key) is not None}
         if self.sections is not None:
@@ -121,6 +128,14 @@ def language_name(name: str) -> str | None:
     rest = name[match.end() :]
     return rest if rest.startswith("lm_head.") else f"model.{rest}"
 
+
+_BY_MODULES: Final = (
+    ("idefics3", "Idefics3ForConditionalGeneration", "llama"),
+    ("internvl", "InternVLForConditionalGeneration", "qwen2", "qwen3", "qwen3_moe", "llama"),
+    ("llava", "LlavaForConditionalGeneration", "llama", "mistral", "qwen2"),
+    ("smolvlm", "SmolVLMForConditionalGeneration", "llama"),
+)
+"""Kinds whose towers transformers computes, with the families of their language models."""
 
 WRAPPERS: Final[Mapping[str, Wrapper]] = {
     wrapper.model_type: wrapper
@@ -240,6 +255,16 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             text_types=("qwen3_5_moe_text",),
             sections=(11, 11, 10),
             vision=qwen3_vl.SHALLOW,
+        ),
+        *(
+            Wrapper(
+                model_type=model_type,
+                architecture=architecture,
+                family=families[0],
+                text_types=(families[0],),
+                others={family: family for family in families[1:]},
+            )
+            for model_type, architecture, *families in _BY_MODULES
         ),
     )
 }

@@ -58,18 +58,19 @@ def read_module_config(raw: Mapping[str, Any], where: str) -> PreTrainedConfig:
     return config
 
 
-def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, where: str) -> PreTrainedModel:
-    """Build the causal language model of `config`, which takes no memory.
+def build_on_meta(
+    config: PreTrainedConfig, dtype: torch.dtype, where: str, *, sees: bool = False
+) -> PreTrainedModel:
+    """Build the causal language model of `config`, or one that `sees`, which takes no memory.
 
     Raises UnsupportedModelError where its class cannot be built.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    made: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=False
-            )
+            model: PreTrainedModel = made.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # a package that it needs, or a value that no validator knows
         raise UnsupportedModelError(
             f"{where}: transformers does not build this {config.model_type} model: "
