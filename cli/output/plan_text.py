@@ -152,7 +152,10 @@ def dtype_words(plan: PlanReply) -> str:
     if plan.mtp_bytes:
         quantised.append(f"{plan.mtp_bytes / 2**20:.1f} MiB for MTP")
     if plan.tower_bytes:
-        quantised.append(f"{plan.tower_bytes / 2**20:.1f} MiB for pictures, on the first stage")
+        towers = f"{plan.tower_bytes / 2**20:.1f} MiB for pictures, on the first stage"
+        if plan.picture_s is not None:
+            towers += f" (one of 512 x 512 in about {1000 * plan.picture_s:.0f} ms)"
+        quantised.append(towers)
     if plan.adapters:
         names = ", ".join(adapter.name for adapter in plan.adapters)
         size = sum(adapter.weight_bytes for adapter in plan.adapters) / 2**20

@@ -65,12 +65,23 @@ class Pictures:
     """What a checkpoint has for pictures.
 
     `checkpoint` has the parameters of the tower by the names of the `table`, which `load` takes.
+    Without `cuts` its processor does not say how many patches the tower is to compute.
     """
 
     table: Table
     load: Callable[[WeightSource, torch.dtype, torch.device], Tower]
     processor: PictureProcessor
     checkpoint: Checkpoint
+    cuts: bool = True
+
+    def weights_visited(self, side: int) -> int:
+        """Return how many products with a weight a picture of `side` pixels takes, 0 if unknown."""
+        import numpy as np
+
+        if not self.cuts:
+            return 0
+        n_patches = len(self.processor.prepare(np.zeros((side, side, 3), np.uint8)).pixels)
+        return n_patches * sum(map(math.prod, self.table.values()))
 
     def weight_bytes(self, dtype: DType) -> int:
         """Return the bytes of the tower's weights where it computes in `dtype`."""
@@ -141,6 +152,7 @@ def _open_modules(checkpoint: Checkpoint) -> Pictures:
         load=tower.load,
         processor=ModuleProcessor(checkpoint.folder, row_token(checkpoint.config_text)),
         checkpoint=checkpoint.with_tensors(made),
+        cuts=False,
     )
 
 

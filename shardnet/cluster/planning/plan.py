@@ -297,6 +297,7 @@ class Plan:
             standbys=[self._planned(standby) for standby in self.standbys],
             mtp_bytes=self._mtp_bytes(),
             tower_bytes=self.facts.tower_bytes.get(self.dtype, 0),
+            picture_s=self._picture_s(),
             rings=[
                 PlannedRing(stages=ring._stages(), predicted_tok_s=ring.placement.predicted_tok_s)
                 for ring in self.rings
@@ -307,6 +308,11 @@ class Plan:
                 for each in self.facts.adapters
             ],
         )
+
+    def _picture_s(self) -> float | None:
+        """Predict how long the first stage encodes a picture; None where that is not known."""
+        speed = self.measured.speeds.get(self.placement.stages[0].node)
+        return self.facts.picture_layers * speed.layer_256_s or None if speed else None
 
     def _mtp_bytes(self) -> int:
         """Return what the layer weighs that predicts further tokens, 0 without it."""

@@ -107,6 +107,7 @@ def _facts(path: Path, value: dict[str, Any]) -> ModelFacts:
         ),
         has_mtp=value["has_mtp"],
         tower_bytes={DType(name): n_bytes for name, n_bytes in value["tower_bytes"].items()},
+        picture_layers=value["picture_layers"],
     )
 
 

@@ -30,6 +30,7 @@ def identified(path: str) -> tuple[object, bytes]:
         "layers": asdict(facts.layers),
         "has_mtp": facts.has_mtp,
         "tower_bytes": {dtype.value: n_bytes for dtype, n_bytes in facts.tower_bytes.items()},
+        "picture_layers": facts.picture_layers,
     }, b""
 
 

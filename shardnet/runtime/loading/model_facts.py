@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
 from shardnet.checkpoint.adapters.layer_files import AdapterFacts, with_adapters
@@ -22,10 +23,13 @@ from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
 from shardnet.errors import CheckpointError
 from shardnet.model.config.fields import unknown_keys_error
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.stage.estimate.memory_estimate import WeightForm, layer_read_bytes
 from shardnet.stage.estimate.packed_sizes import PackedSizes, packed_sizes
 from shardnet.stage.estimate.stored_dtype import linear_dtype, stored_dtype
-from shardnet.types import DType
+from shardnet.types import PREFILL_CHUNK_ROWS, DType
 
+PICTURE_SIDE = 512
+"""Pixels on a side of the picture whose time a plan predicts."""
 MAX_CONFIG_TEXT = 1 << 20
 """Characters of a config.json that one node sends another."""
 
@@ -69,6 +73,8 @@ class ModelFacts:
     """Those that a ring with it has."""
     tower_bytes: Mapping[DType, int] = field(default_factory=dict)
     """What its tower for pictures takes, by the dtype that computes; {} without one."""
+    picture_layers: float = 0.0
+    """For how many layers' time of 256 rows it computes a picture of 512 x 512; 0 if unknown."""
 
     def with_adapters(self, adapters: Sequence[AdapterFacts]) -> ModelFacts:
         """Count what these adapters take to the model's layers."""
@@ -84,7 +90,7 @@ class ModelFacts:
     def with_tower(self, mmproj: Path) -> ModelFacts:
         """Count the tower in the GGUF `mmproj` in place of its own. Blocks; raises as tower_of."""
         checkpoint = Checkpoint.open(self.path, ignore_unknown=True)
-        return replace(self, tower_bytes=_tower_bytes(checkpoint, mmproj))
+        return replace(self, **_tower_sizes(checkpoint, mmproj))
 
     def check_known(self) -> None:
         """Raise UnsupportedModelError, which names all unknown keys of the config, if any."""
@@ -132,15 +138,23 @@ def identify(path: Path) -> ModelFacts:
         recommended=read_recommended(path),
         layers=stored_layers(checkpoint),
         has_mtp=checkpoint.has_mtp,
-        tower_bytes=_tower_bytes(checkpoint),
+        **_tower_sizes(checkpoint),
     )
 
 
-def _tower_bytes(checkpoint: Checkpoint, mmproj: Path | None = None) -> dict[DType, int]:
+def _tower_sizes(checkpoint: Checkpoint, mmproj: Path | None = None) -> dict[str, Any]:
+    """Return the fields of ModelFacts that tell of the tower."""
     from shardnet.runtime.loading.picture_processor import tower_of  # it imports numpy
 
     tower = tower_of(checkpoint, mmproj)
-    return {dtype: tower.weight_bytes(dtype) for dtype in DType} if tower else {}
+    if tower is None:
+        return {"tower_bytes": {}, "picture_layers": 0.0}
+    form = WeightForm(dtype=DType.FLOAT32)
+    of_row = layer_read_bytes(checkpoint.config, form) // DType.FLOAT32.size_bytes
+    return {
+        "tower_bytes": {dtype: tower.weight_bytes(dtype) for dtype in DType},
+        "picture_layers": tower.weights_visited(PICTURE_SIDE) / (PREFILL_CHUNK_ROWS * of_row),
+    }
 
 
 def identify_at(model: str, *, ignore_unknown: bool = False) -> ModelFacts:

@@ -32,6 +32,7 @@ from shardnet.wire.framing.schema import (
     Phase,
     Quant,
     Rank,
+    Seconds,
     Share,
     StreamLayers,
     Threads,
@@ -244,7 +245,8 @@ class PlanReply(Numbered, frozen=True, kw_only=True):
     model's makers recommend how to sample. `warnings` say what is dubious about the model as it was
     chosen. Where several `rings` are behind one head, `stages` are those of the first, and what is
     predicted is what all give together; [] is one ring. `mtp_bytes` is what the layer weighs that
-    predicts further tokens, 0 without it; `tower_bytes` what encodes pictures on the first stage.
+    predicts further tokens, 0 without it; `tower_bytes` what encodes pictures on the first stage,
+    one of 512 x 512 pixels within about `picture_s`, null if not known.
     """
 
     model: PathText
@@ -269,6 +271,7 @@ class PlanReply(Numbered, frozen=True, kw_only=True):
     standbys: Annotated[list[PlannedStandby], Meta(max_length=MAX_STAGES)] = []
     mtp_bytes: Count = 0
     tower_bytes: Count = 0
+    picture_s: Seconds | None = None
     rings: Annotated[list[PlannedRing], Meta(max_length=MAX_STAGES)] = []
     adapters: Annotated[list[PlannedAdapter], Meta(max_length=MAX_ADAPTERS)] = []
 
