@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.checkpoint.checkpoint import Checkpoint, gguf_file
 from shardnet.checkpoint.formats.gguf import read_tensor_file
-from shardnet.checkpoint.formats.gguf_header import MetadataValue, read_gguf_header
+from shardnet.checkpoint.formats.gguf_header import (
+    GgufHeader,
+    MetadataValue,
+    read_gguf_header,
+)
+from shardnet.checkpoint.formats.gguf_ollama import projector_of
 from shardnet.checkpoint.formats.gguf_types import PLAIN, packing_of, unpack
 from shardnet.checkpoint.formats.huggingface import converted_tensors
 from shardnet.checkpoint.ollama_store import projectors_of
@@ -105,7 +110,11 @@ def open_pictures(
     """
     path = checkpoint.path
     if mmproj is not None or gguf_file(path) is not None:
-        return _open_gguf(checkpoint, token_id, mmproj or _find_projector(path))
+        model = gguf_file(path) if mmproj is None else None
+        if model is not None and (header := projector_of(model)) is not None:
+            return _open_gguf(checkpoint, token_id, model, header)
+        found = mmproj or _find_projector(path)
+        return _open_gguf(checkpoint, token_id, found, read_gguf_header(found))
     wrapper = WRAPPERS.get(checkpoint.config.wrapper)
     if wrapper is None:
         raise UnsupportedModelError(
@@ -233,9 +242,10 @@ def _find_projector(path: Path) -> Path:
     )
 
 
-def _open_gguf(checkpoint: Checkpoint, token_id: TokenId, path: Path) -> Pictures:
-    """Open the GGUF of a projector."""
-    header = read_gguf_header(path)
+def _open_gguf(
+    checkpoint: Checkpoint, token_id: TokenId, path: Path, header: GgufHeader
+) -> Pictures:
+    """Open the GGUF of a projector at `path`, or the part of one that `header` tells of."""
     family = _family_of(header.metadata, str(path))
     gguf = family.gguf
     assert gguf is not None, "it was found by its name there"

@@ -18,6 +18,7 @@ from shardnet.checkpoint.formats.gguf_header import (
     read_gguf_header,
 )
 from shardnet.checkpoint.formats.gguf_metadata import config_of_metadata
+from shardnet.checkpoint.formats.gguf_ollama import language_of
 from shardnet.checkpoint.formats.gguf_parameters import arrange
 from shardnet.checkpoint.formats.gguf_types import (
     PACKED,
@@ -98,7 +99,7 @@ def read_gguf_files(paths: Sequence[Path]) -> tuple[list[GgufHeader], dict[str, 
     files: dict[str, TensorFile] = {}
     totals = FileTotals(paths[0])
     for part in paths:
-        headers.append(read_gguf_header(part))
+        headers.append(language_of(read_gguf_header(part)))
         files[part.name] = totals.add(read_tensor_file(part, headers[-1]))
     return headers, files
 

@@ -55,9 +55,11 @@ def read_tokenizer(place: Path) -> LoadedTokenizer | None:
     """
     if not place.is_dir():
         from shardnet.checkpoint.formats.gguf_header import read_gguf_header
+        from shardnet.checkpoint.formats.gguf_ollama import language_of
         from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
 
-        return read_gguf_tokenizer(read_gguf_header(place).metadata, str(place))
+        header = language_of(read_gguf_header(place))
+        return read_gguf_tokenizer(header.metadata, str(place))
     folder = place
     if has_file(folder / "tokenizer.json"):
         from shardnet.tokenizers.formats.gpt2_files import read_tokenizer_json
